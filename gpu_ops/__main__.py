@@ -1,5 +1,5 @@
-"""``python -m gpu_ops`` shows what this machine offers; ``warmup`` compiles ahead, ``presets`` shows the cards, and
-``memory`` what a model takes of theirs."""
+"""``python -m gpu_ops`` shows what this machine offers; ``warmup`` compiles ahead, ``presets`` shows the cards,
+``memory`` what a model takes of theirs, ``generate`` runs one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         choices=("all", "old"),
         help="remove it: all, or what was made of sources that have changed since",
     )
+    _add_generate(commands.add_parser("generate", help="text from a model's folder"))
     _add_memory(commands.add_parser("memory", help="what a model takes, by term, and which cards have room"))
     options = parser.parse_args(argv)
+    if options.command == "generate":
+        from gpu_ops.inference.command import run
+
+        return run(options)
     if options.command == "memory":
         return memory(options)
     if options.command == "presets":
@@ -55,6 +60,21 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show(found, make_console())
     return 0
+
+
+def _add_generate(text: argparse.ArgumentParser) -> None:
+    text.add_argument("--model", required=True, help="folder with config.json, *.safetensors, tokenizer.json")
+    text.add_argument(
+        "--prompt", action="append", required=True, help="may be repeated; - reads standard input"
+    )
+    text.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
+    text.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    text.add_argument("--top-k", type=int, default=0, metavar="K")
+    text.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    text.add_argument("--seed", type=int, default=0)
+    text.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
+    text.add_argument("--dtype", help="such as bfloat16; default: that of the files")
+    text.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
 
 
 def _add_memory(of_model: argparse.ArgumentParser) -> None:

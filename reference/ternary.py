@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -161,13 +161,14 @@ def ternary_matmul_backward(
     scale: Array,
     *,
     activations: Literal["int8", "native"] = "int8",
+    only: str | None = None,
     precision: Precision = "rounded",
-) -> tuple[Array, Array]:
+) -> Any:
     """Straight-through gradients ``dx = dy @ (scale * trits)`` and ``dw = dy.T @ xq``: rounding counts as identity.
 
     ``xq`` is what the forward multiplied: x quantised and scaled back for ``"int8"``, else x. dw is the gradient of
     the latent weights that ``trits`` were quantised from, including those that were clipped. dx is like x, dw (N, K)
-    float32 (float64 for float64).
+    float32 (float64 for float64). ``only``: "dx" or "dw", that one alone.
     """
     st = steps(precision, x.dtype)
     n, k = trits.shape
@@ -179,7 +180,8 @@ def ternary_matmul_backward(
     scales = _by_group(scale, n).astype(np.float64)
     dense = st.step(np.repeat(scales, k // max(scales.shape[1], 1), axis=1) * trits)
     dx, dw = st.matmul(gradient, dense), st.matmul(gradient.T, used)
-    return st.store(dx.reshape(x.shape)), st.store(dw, np.float32)
+    found = {"dx": st.store(dx.reshape(x.shape)), "dw": st.store(dw, np.float32)}
+    return tuple(found.values()) if only is None else found[only]
 
 
 def ternary_product(a: Array, a_scale: Array, w: Array, w_scale: Array) -> Array:

@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 from collections import Counter
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import ml_dtypes
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from fake_cupy import FakeCupy
 from hypothesis import settings
+from processes import ROOT
 
 from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
@@ -170,3 +171,17 @@ def cupy(monkeypatch):
     for cached in caches:
         cached.cache_clear()
     forget_calls()
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """An example by its name, as a module."""
+
+    def load(name):
+        spec = spec_from_file_location(name, ROOT / "scripts" / "examples" / f"{name}.py")
+        module = module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look themselves up
+        spec.loader.exec_module(module)
+        return module
+
+    return load

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from processes import ROOT, python
+from processes import python
 
 from gpu_ops import models, training
 
@@ -27,20 +24,6 @@ SMALL = [
     "1",
 ]
 LABELS = ("attention, causal", "residual + rmsnorm", "swiglu_mlp", "whole layer")
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """An example by its name, as a module."""
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "examples" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look themselves up
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ TINY = {
     "cross_entropy": 4,
     "dropout": 8,
     "embedding": 8,
+    "generate": 8,
     "global_norm": 8,
     "layernorm": 8,
     "rmsnorm": 8,

@@ -1,6 +1,21 @@
-"""What generation needs beside the ops: a key/value cache in pages that sequences share."""
+"""Inference on plain arrays: a key/value cache in pages, continuous batching, text from a model's folder."""
 
+from gpu_ops.inference.engine import Engine, cache_for, generate
+from gpu_ops.inference.forward import next_logits
 from gpu_ops.inference.kv_cache import CacheStats, PagedKVCache
+from gpu_ops.inference.requests import Sampling, Token
 from gpu_ops.inference.step import Step
+from gpu_ops.inference.text import TextStream
 
-__all__ = ["CacheStats", "PagedKVCache", "Step"]
+__all__ = [
+    "CacheStats",
+    "Engine",
+    "PagedKVCache",
+    "Sampling",
+    "Step",
+    "TextStream",
+    "Token",
+    "cache_for",
+    "generate",
+    "next_logits",
+]

@@ -127,9 +127,10 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         w2, mode = views["w"].to("w2"), spec["activations"]
-        found = ternary_matmul_backward(views["dy"], views["x"], w2.trits(), w2.scale, activations=mode)
         names = [name for name in ("dx", "dw") if name in views]
-        store(views, names, [dict(zip(("dx", "dw"), found, strict=True))[name] for name in names])
+        only = names[0] if len(names) == 1 else None
+        arrays = views["dy"], views["x"], w2.trits(), w2.scale
+        store(views, names, ternary_matmul_backward(*arrays, activations=mode, only=only))
 
     on.call(run, "NumPy, float64")
 

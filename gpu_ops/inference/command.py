@@ -1,0 +1,81 @@
+"""``python -m gpu_ops generate``: a model's folder and prompts in, text out as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.errors import GpuOpsError, MissingFileError
+from gpu_ops.inference.engine import Engine, cache_for
+from gpu_ops.inference.requests import Sampling
+from gpu_ops.inference.text import TextStream
+from gpu_ops.models import load
+from gpu_ops.models.config_hf import read_config
+from gpu_ops.training.tokenizer_json import load_tokenizer
+
+__all__ = ["end_tokens", "run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the text of each prompt, and to stderr how fast it came; 2 after an error, in one line."""
+    try:
+        _generate(options)
+    except GpuOpsError as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> None:
+    folder = Path(options.model)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    weights, config = load(folder, dtype=options.dtype, device=options.device)
+    texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    tokens = [len(prompt) + options.max_new_tokens for prompt in prompts]
+    engine = Engine(weights, config, cache_for(weights, config, lengths=tokens))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=options.seed)
+    for prompt in prompts:
+        engine.submit(
+            prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=end_tokens(folder)
+        )
+    streams = [TextStream(tokenizer, options.stop) for _ in prompts]
+    pieces: list[list[str]] = [[] for _ in prompts]
+    start, first, count = time.perf_counter(), 0.0, 0
+    for token in engine.run():
+        first = first or time.perf_counter() - start
+        count += 1
+        stream = streams[token.request]
+        piece = "" if token.finished == "stop" else stream.add(token.token)
+        piece += stream.finish() if token.finished else ""
+        pieces[token.request].append(piece)
+        if len(prompts) == 1:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        if stream.stopped and not token.finished:
+            engine.cancel(token.request)
+    if len(prompts) == 1:
+        print()
+    else:
+        for text, of in zip(texts, pieces, strict=True):
+            print(f"{text}{''.join(of)}\n")
+    seconds = time.perf_counter() - start
+    given = sum(map(len, prompts))
+    rest = f", then {(count - len(prompts)) / (seconds - first):.1f} tokens/s" if count > len(prompts) else ""
+    print(f"{given} prompt tokens, first token after {first:.2f} s{rest}", file=sys.stderr)
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """Ends of a text, by ``generation_config.json``, else by ``config.json``."""
+    found: Any = None
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = read_config("generate", folder / name).get("eos_token_id")
+        except MissingFileError:
+            continue
+        if found is not None:
+            break
+    return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,0 +1,313 @@
+"""Continuous batching: requests come and go while one forward pass after another runs for all of them.
+
+Each pass has room for ``max_tokens`` tokens. Running requests come first, with the next part of their prompt or their
+last token; then waiting ones are admitted, in order. Where pages run out, the youngest request gives its pages back
+and waits at the front; its full pages are often still there when it returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import on_cuda
+from gpu_ops.errors import OptionError, OutOfPages
+from gpu_ops.inference.forward import next_logits
+from gpu_ops.inference.kv_cache import PagedKVCache
+from gpu_ops.inference.requests import Request, Sampling, Token
+from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.weights import Llama
+from gpu_ops.ops.sample import sample
+from gpu_ops.training.state_arrays import StateArray, to_device
+
+__all__ = ["Engine", "cache_for", "generate"]
+
+
+class Engine:
+    """Runs requests over one model and one cache.
+
+    Parameters
+    ----------
+    weights, config : Llama, LlamaConfig
+    cache : PagedKVCache
+        Its sequences are the engine's while requests run.
+    max_tokens : int
+        Of one forward pass. Longer prompts are read in parts.
+    max_requests : int
+        That run at a time; the others wait.
+
+    Examples
+    --------
+    >>> from gpu_ops import inference, models
+    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
+    >>> weights = models.Llama.of(models.initial_weights(config), config)
+    >>> engine = inference.Engine(weights, config, inference.cache_for(weights, config, num_pages=16))
+    >>> request = engine.submit([1, 2, 3], max_new_tokens=4)
+    >>> [token.finished for token in engine.run()]
+    ['', '', '', 'length']
+    """
+
+    def __init__(
+        self,
+        weights: Llama,
+        config: LlamaConfig,
+        cache: PagedKVCache,
+        *,
+        max_tokens: int = 512,
+        max_requests: int = 64,
+    ) -> None:
+        self.weights, self.config, self.cache = weights, config, cache
+        self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
+        self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._submitted = 0
+        self._device = "cuda" if on_cuda(weights.embed) else "cpu"
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+    ) -> int:
+        """Queue a prompt of token ids; the number of the request.
+
+        Raises
+        ------
+        OptionError
+            The prompt is empty or has ids outside the vocabulary, or prompt and new tokens need more pages than the
+            cache has in all.
+        """
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise OptionError("Engine.submit: prompt must be a sequence of token ids, at least one")
+        outside = np.flatnonzero((ids < 0) | (ids >= self.config.vocab))
+        if outside.size:
+            i = int(outside[0])
+            raise OptionError(f"Engine.submit: prompt[{i}] is {ids[i]}, not in [0, {self.config.vocab})")
+        most = checks.integer("Engine.submit", "max_new_tokens", max_new_tokens, low=1)
+        pages = -(-(len(ids) + most - 1) // self.cache.page_size)  # the last token is not read again
+        if self.cache.window < 0 and pages > self.cache.num_pages:
+            raise OptionError(
+                f"Engine.submit: {len(ids)} tokens and {most} new ones need {pages} pages of "
+                f"{self.cache.page_size}, and the cache has {self.cache.num_pages}"
+            )
+        request = Request(
+            self._submitted, ids.tolist(), len(ids), most, frozenset(stop), sampling or Sampling()
+        )
+        if request.sampling.counts_tokens:
+            request.counts = np.bincount(ids, minlength=self.config.vocab).astype(np.int32)
+        self._submitted += 1
+        self._waiting.append(request)
+        return request.number
+
+    def cancel(self, request: int) -> None:
+        """Forget a request that runs or waits, and give its pages back."""
+        for one in (*self._running, *self._waiting):
+            if one.number == request:
+                (self._running if one.handle >= 0 else self._waiting).remove(one)
+                self._release(one)
+                return
+        raise OptionError(f"Engine.cancel: request {request} neither runs nor waits")
+
+    def run(self) -> Iterator[Token]:
+        """The tokens of all requests as they come, until none is left; more may be submitted meanwhile."""
+        while self.unfinished:
+            yield from self.step()
+
+    def step(self) -> list[Token]:
+        """One forward pass: a token for each request whose prompt has been read."""
+        batch, step = self._reserve()
+        if step is None:
+            return []
+        try:
+            logits = next_logits(self.weights, self.config, self.cache, step)
+        except BaseException:
+            self.cache.rollback()
+            raise
+        self.cache.commit()
+        ready = [i for i, r in enumerate(batch) if self.cache.length(r.handle) == len(r.tokens)]
+        if not ready:
+            return []
+        found = self._draw(logits, batch)
+        return [self._accept(batch[i], int(found[0][i]), float(found[1][i])) for i in ready]
+
+    # ---- what a pass runs ------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> tuple[list[Request], Any]:
+        """The requests of the next pass, with their pages; preempts where these run out."""
+        admits = True
+        while True:
+            parts, room = {}, self.max_tokens
+            for r in self._running:
+                part = r.tokens[self.cache.length(r.handle) :][:room]
+                room -= len(part)
+                if part:
+                    parts[r.handle] = part
+            while admits and room and self._waiting and len(self._running) < self.max_requests:
+                r = self._waiting.popleft()
+                r.handle = self.cache.add(r.tokens)
+                self._running.append(r)
+                parts[r.handle] = r.tokens[self.cache.length(r.handle) :][:room]
+                room -= len(parts[r.handle])
+            if not parts:
+                return [], None
+            try:
+                step = self.cache.reserve(parts)
+            except OutOfPages:
+                if len(self._running) == 1:
+                    raise
+                youngest = self._running.pop()
+                self._release(youngest)
+                self._waiting.appendleft(youngest)
+                admits = False
+            else:
+                return [r for r in self._running if r.handle in parts], step
+
+    def _release(self, request: Request) -> None:
+        if request.handle >= 0:
+            self.cache.free(request.handle)
+            request.handle = -1
+
+    def _draw(self, logits: Any, batch: Sequence[Request]) -> tuple[Any, Any]:
+        """A token and its log-probability for each row."""
+        options: dict[str, Any] = {
+            name: self._array([getattr(r.sampling, name) for r in batch], dtype)
+            for name, dtype in _OPTIONS.items()
+        }
+        options["step"] = self._array([len(r.tokens) - r.prompt for r in batch], np.int64)
+        if any(r.sampling.counts_tokens for r in batch):
+            none = np.zeros(self.config.vocab, np.int32)
+            counts = [none if r.counts is None else r.counts for r in batch]
+            options["counts"] = self._array(np.stack(counts), np.int32)
+            options |= {
+                name: self._array([getattr(r.sampling, name) for r in batch], np.float32)
+                for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+            }
+        tokens, logprobs = sample(logits, **options, return_logprob=True)
+        return StateArray("sample", "tokens", tokens).copied(), StateArray(
+            "sample", "logprob", logprobs
+        ).copied()
+
+    def _array(self, values: Any, dtype: Any) -> Any:
+        """On the device of the weights."""
+        return to_device(np.asarray(values, dtype), self._device)
+
+    def _accept(self, request: Request, token: int, logprob: float) -> Token:
+        if token < 0:
+            finished = "error"
+        else:
+            request.tokens.append(token)
+            if request.counts is not None:
+                request.counts[token] += 1
+            full = len(request.tokens) - request.prompt == request.most
+            finished = "stop" if token in request.stop else "length" if full else ""
+        if finished:
+            self._running.remove(request)
+            self._release(request)
+        return Token(request.number, token, logprob, finished)
+
+
+def cache_for(
+    weights: Llama,
+    config: LlamaConfig,
+    *,
+    num_pages: int | None = None,
+    lengths: Sequence[int] | None = None,
+    page_size: int = 16,
+) -> PagedKVCache:
+    """A cache for a model: its layers and heads, in the dtype and on the device of its weights.
+
+    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together.
+    """
+    windows = [own.window for own in config.by_layer]
+    window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
+    if num_pages is None and lengths is not None:
+        null_page = int(window >= 0)
+        num_pages = max(1, sum(-(-n // page_size) for n in lengths)) + null_page
+    elif num_pages is None or lengths is not None:
+        raise OptionError("cache_for: pass num_pages= or lengths=, one of them")
+    return PagedKVCache(
+        config.nlayers,
+        config.nheads_kv,
+        config.head_dim,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=weights.embed.dtype,
+        device="cuda" if on_cuda(weights.embed) else "cpu",
+        window=window,
+    )
+
+
+_OPTIONS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+}
+
+
+def generate(
+    weights: Llama,
+    config: LlamaConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    stop: Sequence[int] = (),
+    cache: PagedKVCache | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt. For streaming, and for requests that come one by one: :class:`Engine`.
+
+    Parameters
+    ----------
+    weights, config : Llama, LlamaConfig
+    prompts : sequences of token ids
+    max_new_tokens : int
+        Of each prompt.
+    sampling : Sampling, or one for each prompt
+        Default: greedy.
+    stop : token ids
+        That end a text, such as the tokenizer's end of sequence. The stop token is not returned.
+    cache : PagedKVCache, optional
+        Default: one that holds all prompts at full length, on the device of the weights.
+
+    Examples
+    --------
+    >>> from gpu_ops import inference, models
+    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
+    >>> weights = models.Llama.of(models.initial_weights(config), config)
+    >>> [len(tokens) for tokens in inference.generate(weights, config, [[1, 2], [3]], max_new_tokens=5)]
+    [5, 5]
+    """
+    each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+    if len(each) != len(prompts):
+        raise OptionError(f"generate: {len(each)} samplings for {len(prompts)} prompts")
+    if cache is None:
+        longest = [len(prompt) + max_new_tokens for prompt in prompts]
+        cache = cache_for(weights, config, lengths=longest)
+    engine = Engine(weights, config, cache)
+    for prompt, one in zip(prompts, each, strict=True):
+        engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=one, stop=stop)
+    texts: list[list[int]] = [[] for _ in prompts]
+    with visible(f"gpu_ops: generating {len(prompts)} texts"):
+        for token in engine.run():
+            if token.finished == "error":
+                place = f"after prompt {token.request} and {len(texts[token.request])} tokens"
+                raise OptionError(f"generate: the logits {place} are not finite")
+            if token.finished != "stop":
+                texts[token.request].append(token.token)
+    return texts

@@ -1,0 +1,78 @@
+"""Token ids as text that grows: whole characters only, up to the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["TextStream"]
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders make of the first bytes of a character
+
+
+class TextStream:
+    """The text of one request, piece by piece.
+
+    Parameters
+    ----------
+    tokenizer : object with ``decode(ids) -> str``
+        Such as a ``tokenizers.Tokenizer``: :func:`gpu_ops.training.load_tokenizer`.
+    stop : strings
+        The text ends before the first of them. What may be the beginning of one is held back.
+
+    Examples
+    --------
+    >>> from gpu_ops.inference import TextStream
+    >>> class Letters:
+    ...     def decode(self, ids):
+    ...         return "".join(map(chr, ids))
+    >>> stream = TextStream(Letters(), stop=["END"])
+    >>> [stream.add(ord(letter)) for letter in "a EEND!"]
+    ['a', ' ', '', 'E', '', '', '']
+    >>> stream.stopped
+    True
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, [word for word in stop if word]
+        self._ids: list[int] = []
+        self._start = self._read = (
+            0  # ids from _start on are decoded together; those before _read have been shown
+        )
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string has come."""
+
+    def add(self, token: int) -> str:
+        """The text that one more token completes."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        # A decoder may strip a leading space, so new ids are decoded behind those of the piece before.
+        before = self._tokenizer.decode(self._ids[self._start : self._read])
+        text = self._tokenizer.decode(self._ids[self._start :])
+        if text.endswith(_INCOMPLETE) or len(text) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return self._show(self._held + text[len(before) :])
+
+    def finish(self) -> str:
+        """What is still held back, at the end of a text that no stop string ended."""
+        if self.stopped:
+            return ""
+        before = self._tokenizer.decode(self._ids[self._start : self._read])
+        rest: str = self._held + self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+        self._start = self._read = len(self._ids)
+        self._held = ""
+        return rest
+
+    def _show(self, text: str) -> str:
+        found = [i for i in map(text.find, self._stop) if i >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        hold = max(
+            (n for word in self._stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0
+        )
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]

@@ -1,0 +1,171 @@
+"""The command ``generate`` and the example server, over a small model and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from gpu_ops import inference, models
+from gpu_ops.__main__ import main
+from gpu_ops.inference import command
+from tests.processes import PATIENCE
+
+CONFIG = models.LlamaConfig(vocab=256, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
+
+
+class Bytes:
+    def encode(self, text):
+        return type("Encoding", (), {"ids": list(text.encode())})
+
+    def decode(self, ids):
+        return bytes(ids).decode("latin-1")
+
+
+def weights():
+    return models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
+
+
+def text_of(prompt, count):
+    (tokens,) = inference.generate(weights(), CONFIG, [list(prompt.encode())], max_new_tokens=count)
+    return Bytes().decode(tokens)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    models.save(tmp_path, weights(), CONFIG)
+    monkeypatch.setattr(command, "load_tokenizer", lambda path: Bytes())
+    return tmp_path
+
+
+def test_generate(folder, capsys):
+    assert main(["generate", "--model", str(folder), "--prompt", "abc", "--max-new-tokens", "9"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == text_of("abc", 9) + "\n"
+    assert printed.err.startswith("3 prompt tokens, first token after ")
+
+
+def test_generate_for_several_prompts_up_to_a_stop_string(folder, capsys):
+    stop = text_of("abc", 9)[4]
+    given = ["--prompt", "abc", "--prompt", "xy", "--max-new-tokens", "9", "--stop", stop]
+    assert main(["generate", "--model", str(folder), *given]) == 0
+    texts = [f"{prompt}{text_of(prompt, 9).partition(stop)[0]}" for prompt in ("abc", "xy")]
+    assert capsys.readouterr().out == "".join(f"{text}\n\n" for text in texts)
+
+
+def test_ends_of_a_text(folder):
+    for entries, found in (({"eos_token_id": 7}, [7]), ({"eos_token_id": [7, 9]}, [7, 9]), ({}, [])):
+        (folder / "generation_config.json").write_text(json.dumps(entries))
+        assert command.end_tokens(folder) == found
+
+
+def test_mistakes_are_one_line(tmp_path, folder, capsys):
+    (folder / "model.safetensors").unlink()
+    assert main(["generate", "--model", str(folder), "--prompt", "a"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("generate: ")
+    assert error.count("\n") == 1
+
+
+# ---- the server --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(example):
+    """Its address, and a function that makes a server of so many requests at most."""
+    module, servers = example("server"), []
+
+    def make(most=128, pages=512):
+        engine = inference.Engine(weights(), CONFIG, inference.cache_for(weights(), CONFIG, num_pages=pages))
+        service = module.Service(engine, Bytes(), [], most)
+        servers.append(module.serve(service, "127.0.0.1", 0))
+        return service, servers[-1].server_port
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def post(port, body):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_64_clients_at_a_time_get_their_own_text(served):
+    _, port = served()
+    prompts = [f"{i} and more" for i in range(64)]
+    found = {}
+
+    def ask(prompt):
+        found[prompt] = post(port, {"prompt": prompt, "max_tokens": 12, "temperature": 0})
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = inference.generate(weights(), CONFIG, [list(p.encode()) for p in prompts], max_new_tokens=12)
+    for prompt, tokens in zip(prompts, want, strict=True):
+        status, body = found[prompt]
+        assert status == 200
+        (choice,) = json.loads(body)["choices"]
+        assert choice == {"index": 0, "text": Bytes().decode(tokens), "finish_reason": "length"}
+
+
+def test_a_stream_is_the_text_in_pieces(served):
+    service, port = served()
+    stop = text_of("abc", 9)[4]
+    body = {"prompt": "abc", "max_tokens": 9, "temperature": 0, "stream": True, "stop": stop}
+    status, answer = post(port, body)
+    assert status == 200
+    events = [line.removeprefix("data: ") for line in answer.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == text_of("abc", 9).partition(stop)[0]
+    assert choices[-1]["finish_reason"] == "stop"
+    assert service.engine.cache.stats.used == 0
+
+
+def test_more_than_there_is_room_for_is_503(served):
+    _, port = served(most=0)
+    status, body = post(port, {"prompt": "abc"})
+    assert (status, json.loads(body)) == (503, {"error": "too many requests are here; try again"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"prompt": 3}, {"prompt": ""}, {"prompt": "a", "max_tokens": -1}, {"prompt": "a", "top_p": "x"}, []],
+)
+def test_bad_requests_are_400_and_harm_nobody(served, body):
+    _, port = served()
+    assert post(port, body)[0] == 400
+    assert post(port, {"prompt": "abc", "max_tokens": 2})[0] == 200
+
+
+def test_a_failing_pass_ends_its_requests_and_no_more(served, monkeypatch):
+    service, port = served()
+    step, calls = service.engine.step, []
+
+    def failing():
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no memory")
+        return step()
+
+    monkeypatch.setattr(service.engine, "step", failing)
+    assert post(port, {"prompt": "abc"})[0] == 500
+    assert post(port, {"prompt": "abc"})[0] == 200
+    assert service.engine.unfinished == 0
+
+
+def test_sampled_text_follows_from_the_seed(served):
+    _, port = served()
+    body = {"prompt": "abc", "max_tokens": 20, "temperature": 1.0, "seed": 5}
+    assert post(port, body) == post(port, body)
+    assert np.unique([post(port, {**body, "seed": i})[1] for i in range(3)]).size == 3

@@ -1,0 +1,201 @@
+"""Generation over a paged cache: the same tokens in any batch, and the logits of the model without a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from gpu_ops import inference, models
+from gpu_ops.errors import OptionError, OutOfPages
+from gpu_ops.inference import Engine, Sampling, TextStream, cache_for, generate, next_logits
+
+CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
+
+
+def model(config=CONFIG, dtype=np.float32, seed=0):
+    arrays = models.initial_weights(config, seed=seed, std=0.2)
+    return models.Llama.of({name: x.astype(dtype) for name, x in arrays.items()}, config)
+
+
+def prompts(rng, *lengths):
+    return [rng.integers(0, CONFIG.vocab, n).tolist() for n in lengths]
+
+
+def greedy_dense(weights, config, prompt, count):
+    """Without a cache: the whole text again for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(models.logits(np.array([ids]), weights, config)[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("window", [-1, 5])
+@pytest.mark.parametrize("part", [1, 3, 7, 40])
+def test_logits_are_those_without_a_cache(window, part, rng):
+    """A prompt of 20 and one of 9 tokens, read in parts of any size, in one ragged batch."""
+    config = dataclasses.replace(CONFIG, window=window)
+    weights = model(config, np.float64)
+    texts = prompts(rng, 20, 9)
+    cache = cache_for(weights, config, num_pages=16, page_size=4)
+    handles = [cache.add() for _ in texts]
+    for start in range(0, 20, part):
+        new = {
+            h: t[start : start + part] for h, t in zip(handles, texts, strict=True) if t[start : start + part]
+        }
+        found = next_logits(weights, config, cache, cache.reserve(new))
+        cache.commit()
+        for h, row in zip(new, found, strict=True):
+            text = texts[handles.index(h)][: start + part]
+            want = models.logits(np.array([text]), weights, config)[0, -1]
+            np.testing.assert_allclose(row, want, rtol=0, atol=1e-12)
+
+
+def test_greedy_tokens_are_those_without_a_cache(rng):
+    weights, texts = model(), prompts(rng, 1, 17, 33)
+    found = generate(weights, CONFIG, texts, max_new_tokens=8)
+    assert found == [greedy_dense(weights, CONFIG, text, 8) for text in texts]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_tokens": 5}, {"max_requests": 2}, {"num_pages": 7}], ids=str)
+def test_a_request_does_not_depend_on_the_others(settings, rng):
+    """Read in parts, waiting for others, preempted where pages run out: the tokens of a request alone."""
+    weights, texts = model(), prompts(rng, 9, 3, 14, 1, 11)
+    drawn = [Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=i) for i in range(4)]
+    drawn.append(Sampling(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.2, seed=9))
+    pages = settings.pop("num_pages", 64)
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=pages, page_size=4), **settings)
+    numbers = [
+        engine.submit(text, max_new_tokens=10, sampling=one) for text, one in zip(texts, drawn, strict=True)
+    ]
+    found = {number: [] for number in numbers}
+    for token in engine.run():
+        found[token.request].append(token.token)
+    alone = [
+        generate(weights, CONFIG, [text], max_new_tokens=10, sampling=one)[0]
+        for text, one in zip(texts, drawn, strict=True)
+    ]
+    assert list(found.values()) == alone
+    assert engine.unfinished == 0
+    assert engine.cache.stats.used == 0
+
+
+def test_a_shared_prefix_is_computed_once(rng):
+    weights, (prefix, one, other) = model(), prompts(rng, 32, 3, 5)
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=16, page_size=8))
+    engine.submit(prefix + one, max_new_tokens=2)
+    list(engine.run())
+    handle = engine.cache.add(prefix + other)
+    assert engine.cache.length(handle) == 32
+    engine.cache.free(handle)
+    engine.submit(prefix + other, max_new_tokens=4)
+    assert [t.token for t in engine.run()] == greedy_dense(weights, CONFIG, prefix + other, 4)
+
+
+def test_stop_tokens_and_cancelled_requests(rng):
+    weights, (text,) = model(), prompts(rng, 6)
+    tokens = greedy_dense(weights, CONFIG, text, 6)
+    stop = next(t for i, t in enumerate(tokens) if i and t not in tokens[:i])
+    assert generate(weights, CONFIG, [text], max_new_tokens=6, stop=[stop]) == [tokens[: tokens.index(stop)]]
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=16), max_requests=1)
+    running, waiting = engine.submit(text), engine.submit(text, max_new_tokens=3)
+    first = engine.step()
+    assert [t.request for t in first] == [running]
+    engine.cancel(running)
+    assert [t.token for t in engine.run()] == tokens[:3]
+    assert engine.cache.stats.used == 0
+    with pytest.raises(OptionError, match=f"request {waiting} neither runs nor waits"):
+        engine.cancel(waiting)
+
+
+def test_log_probabilities_are_the_models(rng):
+    weights, (text,) = model(dtype=np.float64), prompts(rng, 6)
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=8))
+    engine.submit(text, max_new_tokens=1, sampling=Sampling(temperature=0.5, seed=3))
+    (token,) = engine.run()
+    z = models.logits(np.array([text]), weights, CONFIG)[0, -1]
+    assert token.logprob == pytest.approx(
+        z[token.token] - np.log(np.exp(z - z.max()).sum()) - z.max(), abs=1e-9
+    )
+
+
+def test_logits_that_are_not_finite_end_a_request(rng):
+    weights, (text,) = model(), prompts(rng, 6)
+    weights.norm[3] = np.nan
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=8))
+    engine.submit(text, max_new_tokens=4)
+    (token,) = engine.run()
+    assert (token.token, token.finished, engine.unfinished) == (-1, "error", 0)
+    with pytest.raises(OptionError, match="are not finite"):
+        generate(weights, CONFIG, [text])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "at least one"),
+        ([1.5], {}, "sequence of token ids"),
+        ([3, 97], {}, r"prompt\[1\] is 97, not in \[0, 97\)"),
+        ([3, -1], {}, r"prompt\[1\] is -1"),
+        ([3], {"max_new_tokens": 0}, "max_new_tokens must lie in"),
+        ([3], {"max_new_tokens": 33}, "need 5 pages of 8, and the cache has 4"),
+    ],
+)
+def test_requests_that_are_refused(prompt, options, message):
+    weights = model()
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=4, page_size=8))
+    with pytest.raises(OptionError, match=message):
+        engine.submit(prompt, **options)
+    assert engine.unfinished == 0
+
+
+def test_pages_that_others_hold(rng):
+    """What the engine cannot preempt is an error; the request stays and goes on when there are pages."""
+    weights, (text,) = model(), prompts(rng, 12)
+    cache = cache_for(weights, CONFIG, num_pages=4, page_size=4)
+    mine = cache.add()
+    cache.reserve({mine: [0] * 12})
+    cache.commit()
+    engine = Engine(weights, CONFIG, cache)
+    engine.submit(text, max_new_tokens=2)
+    with pytest.raises(OutOfPages):
+        engine.step()
+    cache.free(mine)
+    assert [t.token for t in engine.run()] == greedy_dense(weights, CONFIG, text, 2)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_text_comes_in_whole_characters():
+    stream = TextStream(Bytes())
+    assert [stream.add(b) for b in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+    assert stream.finish() == ""
+    assert stream.add("é".encode()[0]) == ""
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("one END two", ["END"], "one "),
+        ("one EN", ["END"], "one EN"),
+        ("aab", ["ab"], "a"),
+        ("xyz", ["z", "yz"], "x"),
+        ("xyz", [""], "xyz"),
+    ],
+)
+def test_stop_strings(text, stop, shown):
+    stream = TextStream(Bytes(), stop)
+    pieces = [stream.add(b) for b in text.encode()]
+    assert "".join(pieces) + stream.finish() == shown
+    assert all(word not in "".join(pieces[: i + 1]) for i in range(len(pieces)) for word in stop if word)
+
+
+def test_all_names_are_public():
+    assert all(hasattr(inference, name) for name in inference.__all__)
