@@ -118,12 +118,13 @@ def last_logits(x: Inputs, precision: Precision, *, ternary: bool) -> Any:
 
 def torch_forward(x: Inputs) -> Call:
     """By transformers, with its DynamicCache."""
+    # transformers would import our folder kernels, taking it for another package of this name
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     import torch
     import transformers
 
     weights, config = model_of(x, x["weights"])
-    # transformers would import our folder kernels, taking it for another package of this name
-    with mock.patch.dict(sys.modules, kernels=None), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         models.save(folder, weights, config)
         kind = getattr(torch, x["weights"]["embed"].dtype.name)
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -129,6 +130,54 @@ def test_logits_that_are_not_finite_end_a_request(rng):
     assert (token.token, token.finished, engine.unfinished) == (-1, "error", 0)
     with pytest.raises(OptionError, match="are not finite"):
         generate(weights, CONFIG, [text])
+
+
+@pytest.mark.parametrize("part", ["next_logits", "sample"])
+def test_a_pass_that_fails_runs_again(part, rng, monkeypatch):
+    weights, (text,) = model(), prompts(rng, 9)
+    engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=8, page_size=4))
+    engine.submit(text, max_new_tokens=5)
+    whole, calls = getattr(inference.engine, part), []
+
+    def failing(*args, **options):
+        calls.append(part)
+        if len(calls) % 2:
+            raise KeyboardInterrupt
+        return whole(*args, **options)
+
+    monkeypatch.setattr(inference.engine, part, failing)
+    found = []
+    while engine.unfinished:
+        with contextlib.suppress(KeyboardInterrupt):
+            found += [token.token for token in engine.step()]
+    assert found == greedy_dense(weights, CONFIG, text, 5)
+
+
+def test_an_error_leaves_nothing_in_the_cache(rng):
+    weights, (text,) = model(), prompts(rng, 9)
+    cache = cache_for(weights, CONFIG, num_pages=32)
+    with pytest.raises(OptionError, match=r"prompt\[1\] is 97"):
+        generate(weights, CONFIG, [text, [1, 97]], cache=cache)
+    weights.norm[0] = np.inf
+    with pytest.raises(OptionError, match="after prompt 0 and 0 tokens are not finite"):
+        generate(weights, CONFIG, [text, text], cache=cache)
+    assert cache.handles == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("top_k", 1.5),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("seed", -1),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_sampling_is_checked_at_once(name, value):
+    with pytest.raises(OptionError, match=f"Sampling: {name}"):
+        Sampling(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,13 @@ class Engine:
                 return
         raise OptionError(f"Engine.cancel: request {request} neither runs nor waits")
 
+    def clear(self) -> None:
+        """Forget all requests, and give their pages back."""
+        for one in (*self._running, *self._waiting):
+            self._release(one)
+        self._running.clear()
+        self._waiting.clear()
+
     def run(self) -> Iterator[Token]:
         """The tokens of all requests as they come, until none is left; more may be submitted meanwhile."""
         while self.unfinished:
@@ -134,15 +141,13 @@ class Engine:
             return []
         try:
             logits = next_logits(self.weights, self.config, self.cache, step)
+            ready = [i for i, r in enumerate(batch) if self.cache.length(r.handle) == len(r.tokens)]
+            tokens, logprobs = self._draw(logits, batch) if ready else ((), ())
         except BaseException:
-            self.cache.rollback()
+            self.cache.rollback()  # the next pass runs the same tokens
             raise
         self.cache.commit()
-        ready = [i for i, r in enumerate(batch) if self.cache.length(r.handle) == len(r.tokens)]
-        if not ready:
-            return []
-        found = self._draw(logits, batch)
-        return [self._accept(batch[i], int(found[0][i]), float(found[1][i])) for i in ready]
+        return [self._accept(batch[i], int(tokens[i]), float(logprobs[i])) for i in ready]
 
     # ---- what a pass runs ------------------------------------------------------------------------------------------
 
@@ -300,14 +305,17 @@ def generate(
         longest = [len(prompt) + max_new_tokens for prompt in prompts]
         cache = cache_for(weights, config, lengths=longest)
     engine = Engine(weights, config, cache)
-    for prompt, one in zip(prompts, each, strict=True):
-        engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=one, stop=stop)
     texts: list[list[int]] = [[] for _ in prompts]
-    with visible(f"gpu_ops: generating {len(prompts)} texts"):
-        for token in engine.run():
-            if token.finished == "error":
-                place = f"after prompt {token.request} and {len(texts[token.request])} tokens"
-                raise OptionError(f"generate: the logits {place} are not finite")
-            if token.finished != "stop":
-                texts[token.request].append(token.token)
+    try:
+        for prompt, one in zip(prompts, each, strict=True):
+            engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=one, stop=stop)
+        with visible(f"gpu_ops: generating {len(prompts)} texts"):
+            for token in engine.run():
+                if token.finished == "error":
+                    place = f"after prompt {token.request} and {len(texts[token.request])} tokens"
+                    raise OptionError(f"generate: the logits {place} are not finite")
+                if token.finished != "stop":
+                    texts[token.request].append(token.token)
+    finally:
+        engine.clear()
     return texts
