@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from compilers import needs_nvrtc
 
 from gpu_ops import inference, models
 from gpu_ops.errors import OptionError, OutOfPages
@@ -51,6 +52,58 @@ def test_logits_are_those_without_a_cache(window, part, rng):
             text = texts[handles.index(h)][: start + part]
             want = models.logits(np.array([text]), weights, config)[0, -1]
             np.testing.assert_allclose(row, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"biases": ("qkv", "o", "gate_up", "down"), "qk_norm": True, "head_dim": 16},
+        {"layers": (models.Layer(window=4), models.Layer(theta=None, window=6)), "tied": True},
+        {"layers": (models.Layer(window=4), models.Layer(theta=None)), "activation": "gelu_tanh"},
+    ],
+    ids=["biases and qk_norm", "windows", "a layer without rotation"],
+)
+def test_every_family_is_that_without_a_cache(changes, rng):
+    config = dataclasses.replace(CONFIG, **changes)
+    arrays = models.initial_weights(config, std=0.2)
+    arrays = {n: rng.normal(1 if x.ndim == 1 else 0, 0.2, x.shape) for n, x in arrays.items()}
+    weights, (text,) = models.Llama.of(arrays, config), prompts(rng, 23)
+    cache = cache_for(weights, config, num_pages=12, page_size=4)
+    handle = cache.add()
+    for start in range(0, 23, 9):
+        found = next_logits(weights, config, cache, cache.reserve({handle: text[start : start + 9]}))
+        cache.commit()
+        want = models.logits(np.array([text[: start + 9]]), weights, config)[:, -1]
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-12 * np.abs(want).max())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [("raw", np.float16), pytest.param("numba", np.float32, marks=pytest.mark.slow)],
+)
+def test_gpu_kernels_generate_what_the_cpu_does(kernels, dtype, rng, monkeypatch):
+    """A prompt in two parts and a text of one token, on the emulator: logits near the CPU's, and the same tokens."""
+    config = dataclasses.replace(CONFIG, nlayers=1, qk_norm=True, biases=("qkv",), head_dim=16)
+    arrays = models.initial_weights(config, std=0.2)
+    weights = models.Llama.of({n: x.astype(dtype) for n, x in arrays.items()}, config)
+    texts = prompts(rng, 7, 1)
+
+    def run():
+        engine = Engine(weights, config, cache_for(weights, config, num_pages=8, page_size=4), max_tokens=5)
+        for i, text in enumerate(texts):
+            engine.submit(text, max_new_tokens=2, sampling=Sampling(temperature=float(i), seed=1))
+        return sorted(engine.run(), key=lambda token: token.request)
+
+    want = run()
+    monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
+    monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
+    found = run()
+    assert [(t.request, t.token, t.finished) for t in found] == [
+        (t.request, t.token, t.finished) for t in want
+    ]
+    room = 4 * np.finfo(dtype).eps * 8
+    assert np.allclose([t.logprob for t in found], [t.logprob for t in want], rtol=0, atol=room)
 
 
 def test_greedy_tokens_are_those_without_a_cache(rng):
