@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -138,10 +139,20 @@ def test_more_than_there_is_room_for_is_503(served):
     assert (status, json.loads(body)) == (503, {"error": "too many requests are here; try again"})
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{}, {"prompt": 3}, {"prompt": ""}, {"prompt": "a", "max_tokens": -1}, {"prompt": "a", "top_p": "x"}, []],
-)
+BAD = [
+    {},
+    {"prompt": 3},
+    {"prompt": ""},
+    {"prompt": "a", "max_tokens": -1},
+    {"prompt": "a", "top_p": "x"},
+    {"prompt": "a", "temperature": 1e39},
+    {"prompt": "a", "stop": [5]},
+    {"prompt": "a", "stop": 5},
+    [],
+]
+
+
+@pytest.mark.parametrize("body", BAD, ids=str)
 def test_bad_requests_are_400_and_harm_nobody(served, body):
     _, port = served()
     assert post(port, body)[0] == 400
@@ -162,6 +173,19 @@ def test_a_failing_pass_ends_its_requests_and_no_more(served, monkeypatch):
     assert post(port, {"prompt": "abc"})[0] == 500
     assert post(port, {"prompt": "abc"})[0] == 200
     assert service.engine.unfinished == 0
+
+
+def test_a_client_that_goes_away_gives_its_pages_back(served):
+    service, port = served()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "abc", "max_tokens": 5000}))
+    while not service.engine.unfinished:
+        time.sleep(0.01)
+    connection.close()
+    end = time.monotonic() + PATIENCE
+    while service.engine.unfinished and time.monotonic() < end:
+        time.sleep(0.05)
+    assert service.between_passes(lambda: service.engine.cache.stats.used) == 0
 
 
 def test_sampled_text_follows_from_the_seed(served):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from compilers import needs_nvrtc
 
+import gpu_ops
 from gpu_ops import inference, models
-from gpu_ops.errors import OptionError, OutOfPages
+from gpu_ops.errors import GpuOpsError, OptionError, OutOfPages
 from gpu_ops.inference import Engine, Sampling, TextStream, cache_for, generate, next_logits
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
@@ -153,7 +154,7 @@ def test_stop_tokens_and_cancelled_requests(rng):
     stop = next(t for i, t in enumerate(tokens) if i and t not in tokens[:i])
     assert generate(weights, CONFIG, [text], max_new_tokens=6, stop=[stop]) == [tokens[: tokens.index(stop)]]
     engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=16), max_requests=1)
-    running, waiting = engine.submit(text), engine.submit(text, max_new_tokens=3)
+    running, waiting = engine.submit(text, max_new_tokens=9), engine.submit(text, max_new_tokens=3)
     first = engine.step()
     assert [t.request for t in first] == [running]
     engine.cancel(running)
@@ -183,6 +184,60 @@ def test_logits_that_are_not_finite_end_a_request(rng):
     assert (token.token, token.finished, engine.unfinished) == (-1, "error", 0)
     with pytest.raises(OptionError, match="are not finite"):
         generate(weights, CONFIG, [text])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_scaling_by_length_does_not_depend_on_the_batch(kind, rng):
+    """Frequencies are those of max_seqlen, whatever is in a pass."""
+    if kind == "dynamic":
+        scaling = gpu_ops.RopeScaling.dynamic(4.0, 16)
+    else:
+        scaling = gpu_ops.RopeScaling.longrope((1.0,) * 4, (2.0, 3.0, 4.0, 5.0), 16)
+    config = dataclasses.replace(CONFIG, scaling=scaling)
+    weights, texts = model(config), prompts(rng, 5, 40)
+
+    def run(texts, **options):
+        engine = Engine(weights, config, cache_for(weights, config, num_pages=16), max_seqlen=64, **options)
+        for text in texts:
+            engine.submit(text, max_new_tokens=6)
+        found = [[] for _ in texts]
+        for token in engine.run():
+            found[token.request].append(token.token)
+        return found
+
+    together = run(texts)
+    assert run(texts, max_tokens=7) == together
+    assert [run([text])[0] for text in texts] == together
+
+
+def test_a_long_prompt_passes_through_a_small_window(rng):
+    """More tokens than the cache has room for: the window frees pages as it moves."""
+    config = dataclasses.replace(CONFIG, window=8)
+    weights, (text,) = model(config), prompts(rng, 60)
+    cache = cache_for(weights, config, num_pages=8, page_size=4)
+    assert generate(weights, config, [text], max_new_tokens=3, cache=cache) == [
+        greedy_dense(weights, config, text, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"nlayers": 3}, "the config has 3 layers, the weights have 2"),
+        ({"window": 9}, "a layer has window=9, and the cache window=5"),
+        ({"window": 5, "qk_norm": True}, "lack k_norm, q_norm"),
+        ({"window": 5, "nheads_kv": 4}, "the cache has heads of"),
+    ],
+)
+def test_weights_config_and_cache_belong_together(changes, error):
+    weights = model()
+    cache = cache_for(weights, dataclasses.replace(CONFIG, window=5), num_pages=4)
+    config = dataclasses.replace(CONFIG, **changes)
+    with pytest.raises(GpuOpsError, match=error):
+        Engine(weights, config, cache)
+    handle = cache.add()
+    with pytest.raises(GpuOpsError, match=error):
+        next_logits(weights, config, cache, cache.reserve({handle: [1]}))
 
 
 @pytest.mark.parametrize("part", ["next_logits", "sample"])
@@ -220,6 +275,9 @@ def test_an_error_leaves_nothing_in_the_cache(rng):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("temperature", 1e39),
+        ("frequency_penalty", 1e300),
+        ("repetition_penalty", 1e-60),
         ("temperature", -1),
         ("top_k", 1.5),
         ("top_p", 1.01),
@@ -236,12 +294,15 @@ def test_sampling_is_checked_at_once(name, value):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([], {}, "at least one"),
+        ([], {}, "prompt is empty"),
         ([1.5], {}, "sequence of token ids"),
         ([3, 97], {}, r"prompt\[1\] is 97, not in \[0, 97\)"),
         ([3, -1], {}, r"prompt\[1\] is -1"),
         ([3], {"max_new_tokens": 0}, "max_new_tokens must lie in"),
-        ([3], {"max_new_tokens": 33}, "need 5 pages of 8, and the cache has 4"),
+        ([3], {"max_new_tokens": 33}, "more than max_seqlen=32"),
+        ([[1], [2, 3]], {}, "sequence of token ids"),
+        ([3], {"stop": "ab"}, "stop must be a sequence of token ids"),
+        ([3], {"sampling": {}}, "sampling is dict"),
     ],
 )
 def test_requests_that_are_refused(prompt, options, message):
@@ -262,7 +323,7 @@ def test_pages_that_others_hold(rng):
     engine = Engine(weights, CONFIG, cache)
     engine.submit(text, max_new_tokens=2)
     with pytest.raises(OutOfPages):
-        engine.step()
+        list(engine.run())
     cache.free(mine)
     assert [t.token for t in engine.run()] == greedy_dense(weights, CONFIG, text, 2)
 
@@ -297,6 +358,27 @@ def test_stop_strings(text, stop, shown):
     pieces = [stream.add(b) for b in text.encode()]
     assert "".join(pieces) + stream.finish() == shown
     assert all(word not in "".join(pieces[: i + 1]) for i in range(len(pieces)) for word in stop if word)
+
+
+def test_the_first_space_of_a_text_stays():
+    class Stripping(Bytes):  # as the decoders of Llama 2 do
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+
+    stream = TextStream(Stripping(), prompt=list(b"Once"))
+    assert "".join(stream.add(b) for b in b" upon") == " upon"
+    with pytest.raises(OptionError, match="stop must be a list of strings"):
+        TextStream(Bytes(), stop="END")
+
+
+def test_a_stop_string_in_the_last_token_of_a_text():
+    class Words:  # the last token ends in half a character
+        def decode(self, ids):
+            return "".join({1: "EN", 2: "D\N{REPLACEMENT CHARACTER}"}[i] for i in ids)
+
+    stream = TextStream(Words(), stop=["END"])
+    assert [stream.add(1), stream.add(2), stream.finish()] == ["", "", ""]
+    assert stream.stopped
 
 
 def test_all_names_are_public():

@@ -116,7 +116,7 @@ def test_a_mistake_is_a_line_on_stderr(arguments, words, capsys):
     ("change", "words"),
     [
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"sliding_window": "all"}, "sliding_window must be an integer"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window must be an integer"),
     ],
 )
 def test_a_wrong_config_is_a_line_on_stderr(change, words, folder, capsys):

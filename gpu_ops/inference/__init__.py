@@ -1,7 +1,7 @@
 """Inference on plain arrays: a key/value cache in pages, continuous batching, text from a model's folder."""
 
-from gpu_ops.inference.engine import Engine, cache_for, generate
-from gpu_ops.inference.forward import next_logits
+from gpu_ops.inference.engine import Engine, generate
+from gpu_ops.inference.forward import cache_for, next_logits
 from gpu_ops.inference.kv_cache import CacheStats, PagedKVCache
 from gpu_ops.inference.requests import Sampling, Token
 from gpu_ops.inference.step import Step

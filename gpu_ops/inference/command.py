@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_ops.errors import GpuOpsError, MissingFileError
-from gpu_ops.inference.engine import Engine, cache_for
+from gpu_ops.core.checks import integer
+from gpu_ops.errors import GpuOpsError, MissingFileError, OptionError
+from gpu_ops.inference.engine import Engine
+from gpu_ops.inference.forward import cache_for
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.text import TextStream
 from gpu_ops.models import load
@@ -34,6 +36,9 @@ def _generate(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     weights, config = load(folder, dtype=options.dtype, device=options.device)
     texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
+    for text in texts:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise OptionError("a prompt is no UTF-8")
     prompts = [tokenizer.encode(text).ids for text in texts]
     tokens = [len(prompt) + options.max_new_tokens for prompt in prompts]
     engine = Engine(weights, config, cache_for(weights, config, lengths=tokens))
@@ -42,12 +47,14 @@ def _generate(options: argparse.Namespace) -> None:
         engine.submit(
             prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=end_tokens(folder)
         )
-    streams = [TextStream(tokenizer, options.stop) for _ in prompts]
+    streams = [TextStream(tokenizer, options.stop, prompt) for prompt in prompts]
     pieces: list[list[str]] = [[] for _ in prompts]
     start, first, count = time.perf_counter(), 0.0, 0
     for token in engine.run():
         first = first or time.perf_counter() - start
         count += 1
+        if token.finished == "error":
+            raise OptionError(f"the logits after token {len(pieces[token.request])} are not finite")
         stream = streams[token.request]
         piece = "" if token.finished == "stop" else stream.add(token.token)
         piece += stream.finish() if token.finished else ""
@@ -78,4 +85,5 @@ def end_tokens(folder: Path) -> list[int]:
             continue
         if found is not None:
             break
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    return [integer("generate", "eos_token_id", end, low=0) for end in ends]

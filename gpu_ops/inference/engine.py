@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, OutOfPages
-from gpu_ops.inference.forward import next_logits
+from gpu_ops.inference.forward import cache_for, check_model, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
 from gpu_ops.kernels.compiler.progress import visible
@@ -25,7 +25,7 @@ from gpu_ops.models.weights import Llama
 from gpu_ops.ops.sample import sample
 from gpu_ops.training.state_arrays import StateArray, to_device
 
-__all__ = ["Engine", "cache_for", "generate"]
+__all__ = ["Engine", "generate"]
 
 
 class Engine:
@@ -40,6 +40,9 @@ class Engine:
         Of one forward pass. Longer prompts are read in parts.
     max_requests : int
         That run at a time; the others wait.
+    max_seqlen : int, optional
+        Of a prompt and its new tokens; default: what fits in the cache, or 2^20 with a window. ``dynamic`` and
+        ``longrope`` scalings take their frequencies from it, so engines on one cache need the same.
 
     Examples
     --------
@@ -60,8 +63,13 @@ class Engine:
         *,
         max_tokens: int = 512,
         max_requests: int = 64,
+        max_seqlen: int | None = None,
     ) -> None:
+        check_model(weights, config, cache)
         self.weights, self.config, self.cache = weights, config, cache
+        room = cache.num_pages * cache.page_size if cache.window < 0 else 1 << 20
+        given = room if max_seqlen is None else max_seqlen
+        self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
         self._waiting: deque[Request] = deque()
@@ -90,22 +98,31 @@ class Engine:
             The prompt is empty or has ids outside the vocabulary, or prompt and new tokens need more pages than the
             cache has in all.
         """
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise OptionError("Engine.submit: prompt must be a sequence of token ids, at least one")
+        ids = _token_ids("prompt", prompt)
+        if not ids.size:
+            raise OptionError(
+                "Engine.submit: prompt is empty; begin with the model's token for the start of a text"
+            )
+        ends = _token_ids("stop", stop)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise OptionError(f"Engine.submit: sampling is {type(sampling).__name__}, not inference.Sampling")
         outside = np.flatnonzero((ids < 0) | (ids >= self.config.vocab))
         if outside.size:
             i = int(outside[0])
             raise OptionError(f"Engine.submit: prompt[{i}] is {ids[i]}, not in [0, {self.config.vocab})")
         most = checks.integer("Engine.submit", "max_new_tokens", max_new_tokens, low=1)
         pages = -(-(len(ids) + most - 1) // self.cache.page_size)  # the last token is not read again
+        if len(ids) + most > self.max_seqlen + 1:
+            raise OptionError(
+                f"Engine.submit: {len(ids)} tokens and {most} new ones are more than max_seqlen={self.max_seqlen}"
+            )
         if self.cache.window < 0 and pages > self.cache.num_pages:
             raise OptionError(
                 f"Engine.submit: {len(ids)} tokens and {most} new ones need {pages} pages of "
                 f"{self.cache.page_size}, and the cache has {self.cache.num_pages}"
             )
         request = Request(
-            self._submitted, ids.tolist(), len(ids), most, frozenset(stop), sampling or Sampling()
+            self._submitted, ids.tolist(), len(ids), most, frozenset(ends.tolist()), sampling or Sampling()
         )
         if request.sampling.counts_tokens:
             request.counts = np.bincount(ids, minlength=self.config.vocab).astype(np.int32)
@@ -130,7 +147,11 @@ class Engine:
         self._waiting.clear()
 
     def run(self) -> Iterator[Token]:
-        """The tokens of all requests as they come, until none is left; more may be submitted meanwhile."""
+        """The tokens of all requests as they come, until none is left; more may be submitted meanwhile.
+
+        A pass gives a token to each of several requests. To stop in between, call :meth:`step` instead: a loop that
+        is left loses the other tokens of its pass.
+        """
         while self.unfinished:
             yield from self.step()
 
@@ -140,7 +161,7 @@ class Engine:
         if step is None:
             return []
         try:
-            logits = next_logits(self.weights, self.config, self.cache, step)
+            logits = next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
             ready = [i for i, r in enumerate(batch) if self.cache.length(r.handle) == len(r.tokens)]
             tokens, logprobs = self._draw(logits, batch) if ready else ((), ())
         except BaseException:
@@ -153,9 +174,9 @@ class Engine:
 
     def _reserve(self) -> tuple[list[Request], Any]:
         """The requests of the next pass, with their pages; preempts where these run out."""
-        admits = True
+        admits, most = True, self.max_tokens
         while True:
-            parts, room = {}, self.max_tokens
+            parts, room = {}, most
             for r in self._running:
                 part = r.tokens[self.cache.length(r.handle) :][:room]
                 room -= len(part)
@@ -173,7 +194,12 @@ class Engine:
                 step = self.cache.reserve(parts)
             except OutOfPages:
                 if len(self._running) == 1:
-                    raise
+                    most = (
+                        min(most, len(parts[self._running[0].handle])) // 2
+                    )  # a window frees pages as it moves
+                    if not most:
+                        raise
+                    continue
                 youngest = self._running.pop()
                 self._release(youngest)
                 self._waiting.appendleft(youngest)
@@ -225,35 +251,14 @@ class Engine:
         return Token(request.number, token, logprob, finished)
 
 
-def cache_for(
-    weights: Llama,
-    config: LlamaConfig,
-    *,
-    num_pages: int | None = None,
-    lengths: Sequence[int] | None = None,
-    page_size: int = 16,
-) -> PagedKVCache:
-    """A cache for a model: its layers and heads, in the dtype and on the device of its weights.
-
-    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together.
-    """
-    windows = [own.window for own in config.by_layer]
-    window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
-    if num_pages is None and lengths is not None:
-        null_page = int(window >= 0)
-        num_pages = max(1, sum(-(-n // page_size) for n in lengths)) + null_page
-    elif num_pages is None or lengths is not None:
-        raise OptionError("cache_for: pass num_pages= or lengths=, one of them")
-    return PagedKVCache(
-        config.nlayers,
-        config.nheads_kv,
-        config.head_dim,
-        num_pages=num_pages,
-        page_size=page_size,
-        dtype=weights.embed.dtype,
-        device="cuda" if on_cuda(weights.embed) else "cpu",
-        window=window,
-    )
+def _token_ids(name: str, values: Any) -> Any:
+    try:
+        ids = np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"Engine.submit: {name} must be a sequence of token ids: {error}") from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise OptionError(f"Engine.submit: {name} must be a sequence of token ids")
+    return ids.astype(np.int64)
 
 
 _OPTIONS = {
@@ -298,13 +303,16 @@ def generate(
     >>> [len(tokens) for tokens in inference.generate(weights, config, [[1, 2], [3]], max_new_tokens=5)]
     [5, 5]
     """
+    if not hasattr(prompts, "__iter__") or not all(hasattr(prompt, "__len__") for prompt in prompts):
+        raise OptionError("generate: prompts must be a sequence of sequences of token ids")
+    checks.integer("generate", "max_new_tokens", max_new_tokens, low=1)
     each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
     if len(each) != len(prompts):
         raise OptionError(f"generate: {len(each)} samplings for {len(prompts)} prompts")
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     if cache is None:
-        longest = [len(prompt) + max_new_tokens for prompt in prompts]
-        cache = cache_for(weights, config, lengths=longest)
-    engine = Engine(weights, config, cache)
+        cache = cache_for(weights, config, lengths=lengths)
+    engine = Engine(weights, config, cache, max_seqlen=max(lengths, default=1))
     texts: list[list[int]] = [[] for _ in prompts]
     try:
         for prompt, one in zip(prompts, each, strict=True):

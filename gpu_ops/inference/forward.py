@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import on_cuda
+from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
@@ -16,10 +20,12 @@ from gpu_ops.ops.rmsnorm import rmsnorm
 from gpu_ops.ops.rope_append_kv import rope_append_kv
 from gpu_ops.ops.swiglu import swiglu
 
-__all__ = ["next_logits"]
+__all__ = ["cache_for", "check_model", "next_logits"]
 
 
-def next_logits(weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: Step) -> Any:
+def next_logits(
+    weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: Step, *, max_seqlen: int | None = None
+) -> Any:
     """The logits after the last new token of each sequence. Writes the new tokens' keys and values to the cache.
 
     Parameters
@@ -31,6 +37,10 @@ def next_logits(weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: 
         With the layers and head sizes of ``config``, in the dtype of the weights.
     step : Step
         What :meth:`PagedKVCache.reserve` returned for these tokens. Call :meth:`PagedKVCache.commit` next.
+
+    max_seqlen : int, optional
+        The length that ``dynamic`` and ``longrope`` scalings take their frequencies from, the same in every call on a
+        cache. Default: all that fits in it, ``num_pages * page_size``.
 
     Returns
     -------
@@ -47,14 +57,71 @@ def next_logits(weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: 
     >>> inference.next_logits(weights, config, cache, step).shape
     (2, 256)
     """
+    check_model(weights, config, cache)
+    length = cache.num_pages * cache.page_size if max_seqlen is None else max_seqlen
     x = embedding(step.tokens, weights.embed)
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
-        x = _block(x, layer, own, cache.keys[i], cache.values[i], step)
+        x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
     last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
     return linear(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
 
 
-def _block(x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, step: Step) -> Any:
+def cache_for(
+    weights: Llama,
+    config: LlamaConfig,
+    *,
+    num_pages: int | None = None,
+    lengths: Sequence[int] | None = None,
+    page_size: int = 16,
+) -> PagedKVCache:
+    """A cache for a model: its layers and heads, in the dtype and on the device of its weights.
+
+    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together.
+    """
+    windows = [own.window for own in config.by_layer]
+    window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
+    page_size = checks.integer("cache_for", "page_size", page_size, low=1)
+    if num_pages is None and lengths is not None:
+        lengths = [checks.integer("cache_for", f"lengths[{i}]", n, low=0) for i, n in enumerate(lengths)]
+        null_page = int(window >= 0)
+        num_pages = max(1, sum(-(-n // page_size) for n in lengths)) + null_page
+    elif num_pages is None or lengths is not None:
+        raise OptionError("cache_for: pass num_pages= or lengths=, one of them")
+    return PagedKVCache(
+        config.nlayers,
+        config.nheads_kv,
+        config.head_dim,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=weights.embed.dtype,
+        device="cuda" if on_cuda(weights.embed) else "cpu",
+        window=window,
+    )
+
+
+def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> None:
+    """The weights are those of the config, and the cache has room for what they see."""
+    if not len(weights.layers) == len(cache.keys) == config.nlayers:
+        raise OptionError(
+            f"inference: the config has {config.nlayers} layers, the weights have {len(weights.layers)}, and the "
+            f"cache has {len(cache.keys)}"
+        )
+    heads = (config.nheads_kv, config.head_dim)
+    if cache.keys and cache.keys[0].shape[2:] != heads:
+        raise ShapeError(
+            f"inference: the cache has heads of {cache.keys[0].shape[2:]}, and the config of {heads}"
+        )
+    for layer, own in zip(weights.layers, config.by_layer, strict=True):
+        layer.check(own)
+        if cache.window >= 0 and not 0 <= own.window <= cache.window:
+            raise OptionError(
+                f"inference: a layer has window={own.window}, and the cache window={cache.window}; see cache_for"
+            )
+
+
+def _block(
+    x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, step: Step, max_seqlen: int
+) -> Any:
     h = rmsnorm(x, layer.attn_norm, eps=config.eps)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
@@ -67,7 +134,8 @@ def _block(x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, st
         slot_mapping=step.slot_mapping,
         positions=step.positions if config.theta is not None else step.positions * 0,  # a rotation by nothing
         theta=config.theta,
-        scaling=config.scaling,
+        scaling=config.scaling if config.theta is not None else None,
+        seqlen=max_seqlen,
         q_weight=layer.q_norm,
         k_weight=layer.k_norm,
         eps=config.eps,

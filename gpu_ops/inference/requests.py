@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 
 __all__ = ["Request", "Sampling", "Token"]
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,12 @@ class Sampling:
         checks.number(name, "repetition_penalty", self.repetition_penalty, above=0.0)
         for penalty in ("frequency_penalty", "presence_penalty"):
             checks.number(name, penalty, getattr(self, penalty))
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name not in ("top_k", "seed") and abs(value) > _LARGEST:
+                raise OptionError(f"{name}: {option.name} must be finite in float32, got {value!r}")
+        if not np.float32(self.repetition_penalty):
+            raise OptionError(f"{name}: repetition_penalty is 0 in float32: {self.repetition_penalty!r}")
         for share in ("top_p", "min_p"):
             if checks.number(name, share, getattr(self, share), low=0.0) > 1:
                 raise OptionError(f"{name}: {share} must lie in [0, 1], got {getattr(self, share)}")

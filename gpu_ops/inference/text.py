@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpu_ops.errors import OptionError
+
 __all__ = ["TextStream"]
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders make of the first bytes of a character
@@ -19,6 +21,8 @@ class TextStream:
         Such as a ``tokenizers.Tokenizer``: :func:`gpu_ops.training.load_tokenizer`.
     stop : strings
         The text ends before the first of them. What may be the beginning of one is held back.
+    prompt : sequence of int
+        Token ids in front of the text. Some decoders leave out the space that a text begins with.
 
     Examples
     --------
@@ -33,12 +37,13 @@ class TextStream:
     True
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(word, str) for word in stop):
+            raise OptionError("TextStream: stop must be a list of strings")
         self._tokenizer, self._stop = tokenizer, [word for word in stop if word]
-        self._ids: list[int] = []
-        self._start = self._read = (
-            0  # ids from _start on are decoded together; those before _read have been shown
-        )
+        self._ids = list(prompt)
+        # ids from _start on are decoded together; those before _read have been shown
+        self._start, self._read = 0, len(self._ids)
         self._held = ""
         self.stopped = False
         """Whether a stop string has come."""
@@ -61,12 +66,13 @@ class TextStream:
         if self.stopped:
             return ""
         before = self._tokenizer.decode(self._ids[self._start : self._read])
-        rest: str = self._held + self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+        rest = self._show(self._held + self._tokenizer.decode(self._ids[self._start :])[len(before) :])
         self._start = self._read = len(self._ids)
-        self._held = ""
+        rest, self._held = rest + self._held, ""
         return rest
 
     def _show(self, text: str) -> str:
+        """``text`` up to a stop string, or without what may be the beginning of one."""
         found = [i for i in map(text.find, self._stop) if i >= 0]
         if found:
             self.stopped, self._held = True, ""

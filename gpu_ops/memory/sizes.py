@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -34,4 +35,7 @@ def read_size(op: str, name: str, value: Any) -> int:
             f"{op}: {name}={value!r} is no size; pass bytes as an integer, or a number and a unit such as '8 GB' or "
             f"'512 MiB'; units: {', '.join(_UNITS)}"
         )
-    return int(float(found[1]) * unit)
+    size = float(found[1]) * unit
+    if not math.isfinite(size):
+        raise OptionError(f"{op}: {name} is larger than any memory")
+    return int(size)

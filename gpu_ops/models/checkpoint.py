@@ -172,6 +172,9 @@ def save(
     if config.tied and weights.lm_head is not weights.embed:
         raise OptionError(f"{_SAVE}: config.tied is True, and lm_head is another array than embed")
     Llama.of(given, config)
+    extra = given.keys() - config.shapes().keys()
+    if extra:
+        raise OptionError(f"{_SAVE}: the weights have {min(extra)}, and the config has no such thing")
     plan = _plan(config)
     found = {name: StateArray(_SAVE, name, given[name]) for name in plan}
     tensors = {p.name: (_stored(name, found[name].dtype), p.shape) for name, ps in plan.items() for p in ps}

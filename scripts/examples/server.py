@@ -10,8 +10,12 @@ A client that goes away gives its pages back.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
+import secrets
+import select
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -71,6 +75,7 @@ class Service:
                 of.put(token)
 
 
+MOST_BYTES = 1 << 20  # of a request
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty")
 
 
@@ -82,36 +87,54 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            length = int(self.headers.get("Content-Length", 0))
+            if not 0 <= length <= MOST_BYTES:
+                raise ValueError(f"the body may have up to {MOST_BYTES} bytes")
+            body = json.loads(self.rfile.read(length))
             if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
                 raise ValueError("the body must be an object whose prompt is a text")
-            given = {"temperature": 1.0, **{name: body[name] for name in SAMPLING if name in body}}
+            defaults = {"temperature": 1.0, "seed": secrets.randbits(63)}
+            given = {**defaults, **{name: body[name] for name in SAMPLING if name in body}}
             stop = body.get("stop") or []
-            stream = inference.TextStream(self.service.tokenizer, [stop] if isinstance(stop, str) else stop)
             ids = self.service.tokenizer.encode(body["prompt"]).ids
+            stop = [stop] if isinstance(stop, str) else stop
+            stream = inference.TextStream(self.service.tokenizer, stop, ids)
             options = {"max_new_tokens": body.get("max_tokens", 16), "sampling": inference.Sampling(**given)}
             submitted = self.service.between_passes(lambda: self.service.submit(ids, **options))
-        except (GpuOpsError, ValueError) as error:
+        except (GpuOpsError, ValueError, TypeError, RecursionError) as error:
             return self._answer(400, {"error": str(error)})
         if submitted is None:
             return self._answer(503, {"error": "too many requests are here; try again"})
         try:
-            self._complete(*submitted, stream, bool(body.get("stream")))
-        except ConnectionError:  # the client went away
+            self._complete(submitted[1], stream, bool(body.get("stream")))
+        except ConnectionError:
+            pass  # the client went away
+        finally:  # no more than a look where the request has ended
             self.service.between_passes(lambda: self.service.cancel(submitted[0]))
 
-    def _complete(self, number: int, tokens: Any, stream: inference.TextStream, streams: bool) -> None:
+    def _wait(self, tokens: queue.Queue[Any]) -> Any:
+        """The next token, as long as the client is there."""
+        while True:
+            ready, _, _ = select.select([self.connection], [], [], 0)
+            if ready and not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("the client went away")
+            with contextlib.suppress(queue.Empty):
+                return tokens.get(timeout=1)
+
+    def _complete(self, tokens: queue.Queue[Any], stream: inference.TextStream, streams: bool) -> None:
         text, count, reason = "", 0, ""
         while not reason:
-            token = tokens.get()
+            token = self._wait(tokens)
             if isinstance(token, Exception):
-                return self._answer(500, {"error": str(token)})
+                if not streams or not count:
+                    return self._answer(500, {"error": str(token)})
+                event = json.dumps({"error": str(token)})
+                self.wfile.write(f"data: {event}\n\n".encode())
+                return None
             count, reason = count + 1, token.finished
             piece = "" if reason in ("stop", "error") else stream.add(token.token)
             piece += stream.finish() if reason else ""
-            if stream.stopped:
-                self.service.between_passes(lambda: self.service.cancel(number))
-                reason = "stop"
+            reason = "stop" if stream.stopped else reason
             text += piece
             if streams:
                 self._send_piece(piece, reason, first=count == 1)
