@@ -141,7 +141,8 @@ def torch_forward(x: Inputs) -> Call:
 
     def run() -> Any:
         found = forward(ids[:, context:], past if context else transformers.DynamicCache())
-        past.crop(context)
+        if context:
+            past.crop(-new)
         return found
 
     return run

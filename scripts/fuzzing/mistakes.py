@@ -29,7 +29,7 @@ WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
     "p": (-0.1, 1.0, NAN, "x"),
     "offset": (-1, 1 << 63, 1.5, True, "x"),
     "seed": (-1, 1 << 64, 1.5, True, "x"),
-    "step": (0, 1.5, "x", None),
+    "step": (-1, 1.5, "x", None),
     "lr": (-1.0, NAN, "x", None),
     "betas": (0.9, (0.9,), (0.9, 1.0), ("x", 0.9)),
     "weight_decay": (-0.1, INF, "x"),
