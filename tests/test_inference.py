@@ -12,7 +12,7 @@ from compilers import needs_nvrtc
 import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.errors import GpuOpsError, OptionError, OutOfPages
-from gpu_ops.inference import Engine, Sampling, TextStream, cache_for, generate, next_logits
+from gpu_ops.inference import Engine, Sampling, cache_for, generate, next_logits
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 
@@ -326,59 +326,6 @@ def test_pages_that_others_hold(rng):
         list(engine.run())
     cache.free(mine)
     assert [t.token for t in engine.run()] == greedy_dense(weights, CONFIG, text, 2)
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
-
-
-def test_text_comes_in_whole_characters():
-    stream = TextStream(Bytes())
-    assert [stream.add(b) for b in "aé€".encode()] == ["a", "", "é", "", "", "€"]
-    assert stream.finish() == ""
-    assert stream.add("é".encode()[0]) == ""
-    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "shown"),
-    [
-        ("one END two", ["END"], "one "),
-        ("one EN", ["END"], "one EN"),
-        ("aab", ["ab"], "a"),
-        ("xyz", ["z", "yz"], "x"),
-        ("xyz", [""], "xyz"),
-    ],
-)
-def test_stop_strings(text, stop, shown):
-    stream = TextStream(Bytes(), stop)
-    pieces = [stream.add(b) for b in text.encode()]
-    assert "".join(pieces) + stream.finish() == shown
-    assert all(word not in "".join(pieces[: i + 1]) for i in range(len(pieces)) for word in stop if word)
-
-
-def test_the_first_space_of_a_text_stays():
-    class Stripping(Bytes):  # as the decoders of Llama 2 do
-        def decode(self, ids):
-            return super().decode(ids).removeprefix(" ")
-
-    stream = TextStream(Stripping(), prompt=list(b"Once"))
-    assert "".join(stream.add(b) for b in b" upon") == " upon"
-    with pytest.raises(OptionError, match="stop must be a list of strings"):
-        TextStream(Bytes(), stop="END")
-
-
-def test_a_stop_string_in_the_last_token_of_a_text():
-    class Words:  # the last token ends in half a character
-        def decode(self, ids):
-            return "".join({1: "EN", 2: "D\N{REPLACEMENT CHARACTER}"}[i] for i in ids)
-
-    stream = TextStream(Words(), stop=["END"])
-    assert [stream.add(1), stream.add(2), stream.finish()] == ["", "", ""]
-    assert stream.stopped
 
 
 def test_all_names_are_public():

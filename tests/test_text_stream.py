@@ -1,0 +1,61 @@
+"""Token ids as text that grows, up to a stop string."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_ops.errors import OptionError
+from gpu_ops.inference import TextStream
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_text_comes_in_whole_characters():
+    stream = TextStream(Bytes())
+    assert [stream.add(b) for b in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+    assert stream.finish() == ""
+    assert stream.add("é".encode()[0]) == ""
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("one END two", ["END"], "one "),
+        ("one EN", ["END"], "one EN"),
+        ("aab", ["ab"], "a"),
+        ("xyz", ["z", "yz"], "x"),
+        ("xyz", [""], "xyz"),
+    ],
+)
+def test_stop_strings(text, stop, shown):
+    stream = TextStream(Bytes(), stop)
+    pieces = [stream.add(b) for b in text.encode()]
+    assert "".join(pieces) + stream.finish() == shown
+    assert all(word not in "".join(pieces[: i + 1]) for i in range(len(pieces)) for word in stop if word)
+
+
+def test_the_first_space_of_a_text_stays():
+    class Stripping(Bytes):  # as the decoders of Llama 2 do
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+
+    stream = TextStream(Stripping(), prompt=list(b"Once"))
+    assert "".join(stream.add(b) for b in b" upon") == " upon"
+    with pytest.raises(OptionError, match="stop must be a list of strings"):
+        TextStream(Bytes(), stop="END")
+
+
+def test_a_stop_string_in_the_last_token_of_a_text():
+    class Words:  # the last token ends in half a character
+        def decode(self, ids):
+            return "".join({1: "EN", 2: "D\N{REPLACEMENT CHARACTER}"}[i] for i in ids)
+
+    stream = TextStream(Words(), stop=["END"])
+    assert [stream.add(1), stream.add(2), stream.finish()] == ["", "", ""]
+    assert stream.stopped
