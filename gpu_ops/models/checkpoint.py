@@ -1,8 +1,7 @@
 """Models in the folders of Hugging Face transformers: ``config.json``, and safetensors in one file or in shards.
 
 Weights are read and cast in pieces of 16 MiB, straight into their place: the memory is that of the model. A folder
-that does not hold exactly the model of its config is refused before anything is allocated.
-"""
+that does not hold exactly the model of its config is refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -172,8 +171,7 @@ def save(
     if config.tied and weights.lm_head is not weights.embed:
         raise OptionError(f"{_SAVE}: config.tied is True, and lm_head is another array than embed")
     Llama.of(given, config)
-    extra = given.keys() - config.shapes().keys()
-    if extra:
+    if extra := given.keys() - config.shapes().keys():
         raise OptionError(f"{_SAVE}: the weights have {min(extra)}, and the config has no such thing")
     plan = _plan(config)
     found = {name: StateArray(_SAVE, name, given[name]) for name in plan}
