@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, OutOfPages
 from gpu_ops.inference.forward import cache_for, check_model, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
@@ -26,6 +26,8 @@ from gpu_ops.ops.sample import sample
 from gpu_ops.training.state_arrays import StateArray, to_device
 
 __all__ = ["Engine", "generate"]
+
+_DTYPES = {"top_k": np.int32, "seed": np.int64}  # of options in arrays; the others are float32
 
 
 class Engine:
@@ -75,7 +77,6 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._submitted = 0
-        self._device = "cuda" if on_cuda(weights.embed) else "cpu"
 
     @property
     def unfinished(self) -> int:
@@ -194,9 +195,8 @@ class Engine:
                 step = self.cache.reserve(parts)
             except OutOfPages:
                 if len(self._running) == 1:
-                    most = (
-                        min(most, len(parts[self._running[0].handle])) // 2
-                    )  # a window frees pages as it moves
+                    # a window frees pages as it moves
+                    most = min(most, len(parts[self._running[0].handle])) // 2
                     if not most:
                         raise
                     continue
@@ -214,27 +214,23 @@ class Engine:
 
     def _draw(self, logits: Any, batch: Sequence[Request]) -> tuple[Any, Any]:
         """A token and its log-probability for each row."""
-        options: dict[str, Any] = {
-            name: self._array([getattr(r.sampling, name) for r in batch], dtype)
-            for name, dtype in _OPTIONS.items()
+        penalised = any(r.sampling.counts_tokens for r in batch)
+        options = {
+            f.name: self._array([getattr(r.sampling, f.name) for r in batch], _DTYPES.get(f.name, np.float32))
+            for f in fields(Sampling)
+            if penalised or not f.name.endswith("_penalty")
         }
         options["step"] = self._array([len(r.tokens) - r.prompt for r in batch], np.int64)
-        if any(r.sampling.counts_tokens for r in batch):
+        if penalised:
             none = np.zeros(self.config.vocab, np.int32)
             counts = [none if r.counts is None else r.counts for r in batch]
             options["counts"] = self._array(np.stack(counts), np.int32)
-            options |= {
-                name: self._array([getattr(r.sampling, name) for r in batch], np.float32)
-                for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-            }
         tokens, logprobs = sample(logits, **options, return_logprob=True)
-        return StateArray("sample", "tokens", tokens).copied(), StateArray(
-            "sample", "logprob", logprobs
-        ).copied()
+        on_host = [StateArray("sample", "a result", x).copied() for x in (tokens, logprobs)]
+        return on_host[0], on_host[1]
 
     def _array(self, values: Any, dtype: Any) -> Any:
-        """On the device of the weights."""
-        return to_device(np.asarray(values, dtype), self._device)
+        return to_device(np.asarray(values, dtype), self.cache.device)
 
     def _accept(self, request: Request, token: int, logprob: float) -> Token:
         if token < 0:
@@ -259,15 +255,6 @@ def _token_ids(name: str, values: Any) -> Any:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise OptionError(f"Engine.submit: {name} must be a sequence of token ids")
     return ids.astype(np.int64)
-
-
-_OPTIONS = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.int64,
-}
 
 
 def generate(

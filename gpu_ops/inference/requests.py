@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from gpu_ops.core import checks
-from gpu_ops.errors import OptionError
+from gpu_ops.ops.sample import sampling_number
 
 __all__ = ["Request", "Sampling", "Token"]
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -30,22 +26,10 @@ class Sampling:
     """The same seed gives the same tokens whatever else is in the batch."""
 
     def __post_init__(self) -> None:
-        name = "Sampling"
-        checks.integer(name, "top_k", self.top_k, low=0, high=2**31 - 1)
-        checks.integer(name, "seed", self.seed, low=0, high=2**63 - 1)
-        checks.number(name, "temperature", self.temperature, low=0.0)
-        checks.number(name, "repetition_penalty", self.repetition_penalty, above=0.0)
-        for penalty in ("frequency_penalty", "presence_penalty"):
-            checks.number(name, penalty, getattr(self, penalty))
         for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name not in ("top_k", "seed") and abs(value) > _LARGEST:
-                raise OptionError(f"{name}: {option.name} must be finite in float32, got {value!r}")
-        if not np.float32(self.repetition_penalty):
-            raise OptionError(f"{name}: repetition_penalty is 0 in float32: {self.repetition_penalty!r}")
-        for share in ("top_p", "min_p"):
-            if checks.number(name, share, getattr(self, share), low=0.0) > 1:
-                raise OptionError(f"{name}: {share} must lie in [0, 1], got {getattr(self, share)}")
+            if option.name != "seed":
+                sampling_number("Sampling", option.name, getattr(self, option.name))
+        checks.integer("Sampling", "seed", self.seed, low=0, high=2**63 - 1)
 
     @property
     def counts_tokens(self) -> bool:

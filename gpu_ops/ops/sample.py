@@ -17,7 +17,7 @@ from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["sample"]
+__all__ = ["sample", "sampling_number"]
 
 _LARGEST = float(np.finfo(np.float32).max)
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
@@ -195,14 +195,20 @@ def _read_option(call: Call, name: str, value: Any, rows: tuple[int, ...], has_c
 
 
 def _number(op: str, name: str, has_counts: bool, value: Any, device: Any) -> Any:
+    number = sampling_number(op, name, value)
+    if name in _PENALTIES and not has_counts and number != _PENALTIES[name]:
+        raise OptionError(f"{op}: {name} needs counts=, how often each token has appeared")
+    return number
+
+
+def sampling_number(op: str, name: str, value: Any) -> Any:
+    """An option that is a number: ``temperature``, ``top_k``, ..., but no counter."""
     if name == "top_k":
         return checks.integer(op, name, value, low=0, high=2**31 - 1)
     number = checks.number(op, name, value)
     words, is_allowed = _ALLOWED[name]
     if not is_allowed(number) or (name == "repetition_penalty" and np.float32(number) == 0):
         raise OptionError(f"{op}: {name} must be {words}, as float32; got {number:g}")
-    if name in _PENALTIES and not has_counts and number != _PENALTIES[name]:
-        raise OptionError(f"{op}: {name} needs counts=, how often each token has appeared")
     return number
 
 
