@@ -41,12 +41,11 @@ def _generate(options: argparse.Namespace) -> None:
             raise OptionError("a prompt is no UTF-8")
     prompts = [tokenizer.encode(text).ids for text in texts]
     tokens = [len(prompt) + options.max_new_tokens for prompt in prompts]
-    engine = Engine(weights, config, cache_for(weights, config, lengths=tokens))
+    engine = Engine(weights, config, cache_for(weights, config, lengths=tokens), max_seqlen=max(tokens))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=options.seed)
+    ends = end_tokens(folder)
     for prompt in prompts:
-        engine.submit(
-            prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=end_tokens(folder)
-        )
+        engine.submit(prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=ends)
     streams = [TextStream(tokenizer, options.stop, prompt) for prompt in prompts]
     pieces: list[list[str]] = [[] for _ in prompts]
     start, first, count = time.perf_counter(), 0.0, 0

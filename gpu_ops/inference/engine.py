@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError, OutOfPages
-from gpu_ops.inference.forward import cache_for, check_model, next_logits
+from gpu_ops.inference.forward import cache_for, check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
 from gpu_ops.kernels.compiler.progress import visible
@@ -69,8 +69,7 @@ class Engine:
     ) -> None:
         check_model(weights, config, cache)
         self.weights, self.config, self.cache = weights, config, cache
-        room = cache.num_pages * cache.page_size if cache.window < 0 else 1 << 20
-        given = room if max_seqlen is None else max_seqlen
+        given = longest(cache) if max_seqlen is None else max_seqlen
         self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)

@@ -20,7 +20,7 @@ from gpu_ops.ops.rmsnorm import rmsnorm
 from gpu_ops.ops.rope_append_kv import rope_append_kv
 from gpu_ops.ops.swiglu import swiglu
 
-__all__ = ["cache_for", "check_model", "next_logits"]
+__all__ = ["cache_for", "check_model", "longest", "next_logits"]
 
 
 def next_logits(
@@ -40,7 +40,7 @@ def next_logits(
 
     max_seqlen : int, optional
         The length that ``dynamic`` and ``longrope`` scalings take their frequencies from, the same in every call on a
-        cache. Default: all that fits in it, ``num_pages * page_size``.
+        cache. Default: what fits in it, ``num_pages * page_size``, or 2^20 with a window.
 
     Returns
     -------
@@ -58,12 +58,17 @@ def next_logits(
     (2, 256)
     """
     check_model(weights, config, cache)
-    length = cache.num_pages * cache.page_size if max_seqlen is None else max_seqlen
+    length = longest(cache) if max_seqlen is None else max_seqlen
     x = embedding(step.tokens, weights.embed)
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
     last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
     return linear(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
+
+
+def longest(cache: PagedKVCache) -> int:
+    """Tokens of the longest sequence, where the caller does not say."""
+    return cache.num_pages * cache.page_size if cache.window < 0 else 1 << 20
 
 
 def cache_for(
