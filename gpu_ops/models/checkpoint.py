@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.checks import FLOAT_DTYPES, one_of
+from gpu_ops.core.checks import one_of
 from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
@@ -27,7 +27,7 @@ from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.weights import Llama
-from gpu_ops.training.state_arrays import StateArray, check_device, to_device
+from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
 
 __all__ = ["load", "save"]
 
@@ -104,7 +104,7 @@ def load(
     where = path_of(_LOAD, folder)
     place = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
     check_device(_LOAD, place)
-    kind = None if dtype is None else _dtype(dtype)
+    kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
     entries = read_config(_LOAD, where / "config.json")
     if entries.get("quantization_config") is not None:
         raise OptionError(
@@ -234,15 +234,6 @@ def _plan(config: LlamaConfig) -> dict[str, list[_Part]]:
             for module, (start, end) in zip(_MODULES[of], itertools.pairwise(starts), strict=True)
         ]
     return plan
-
-
-def _dtype(value: Any) -> np.dtype[Any]:
-    if isinstance(value, str):
-        return FLOAT_DTYPES[one_of(_LOAD, "dtype", value, FLOAT_DTYPES)]
-    for dtype in _STORED:
-        if dtype == value:
-            return dtype
-    raise OptionError(f"{_LOAD}: dtype must be one of {', '.join(map(str, _STORED))}; got {value!r}")
 
 
 def _stored(name: str, dtype: np.dtype[Any]) -> str:
