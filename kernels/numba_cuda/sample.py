@@ -142,14 +142,12 @@ total_of_bins, find_bin = _search(of_bin)
 
 
 @cache
-def _row(dtype: str, exp2: tuple[float, ...]):
-    """Device functions of a row, whose logits, bias, counts and penalties are one tuple."""
+def _of_token(dtype: str, exp2: tuple[float, ...]):
+    """Device functions of a token in a row, whose logits, bias, counts and penalties are one tuple."""
     load, _, number, *_ = functions(dtype)
     letter, size = ("d", np.float64) if dtype == "float64" else ("f", np.float32)
     mul, add, div = (getattr(libdevice, f"{letter}{name}_rn") for name in ("mul", "add", "div"))
-    key_of, of_key = _keys(dtype)
-    infinity, powers, order = size(math.inf), np.array(exp2, size), len(exp2)
-    first_shift = (64 if dtype == "float64" else 32) - DIGIT
+    powers, order = np.array(exp2, size), len(exp2)
 
     if dtype == "float64":
         near = cuda.jit(device=True)(lambda x: libdevice.rint(x))
@@ -183,6 +181,18 @@ def _row(dtype: str, exp2: tuple[float, ...]):
         for i in range(order):
             p = add(mul(p, part), powers[i])
         return int64(mul(p, power_of_two(int32(whole) + bits)))
+
+    return logit, weight_of, div
+
+
+@cache
+def _row(dtype: str, exp2: tuple[float, ...]):
+    """The device function that draws the token of a row."""
+    number = functions(dtype)[2]
+    logit, weight_of, div = _of_token(dtype, exp2)
+    key_of, of_key = _keys(dtype)
+    infinity = (np.float64 if dtype == "float64" else np.float32)(math.inf)
+    first_shift = (64 if dtype == "float64" else 32) - DIGIT
 
     @cuda.jit(device=True)
     def tied(c, state):
