@@ -153,7 +153,7 @@ CALLS = {
 
 
 def arrays_of(shapes):
-    """What stands for shapes in an estimate."""
+    """The arrays that are given to an estimate as shapes."""
     pairs = [s if isinstance(s[0], tuple) else (s, "float32") for s in shapes]
     return [np.zeros(shape, dtype) for shape, dtype in pairs]
 

@@ -109,7 +109,7 @@ def write_file(op: str, path: Path, parts: Iterable[Any], *, head: Callable[[], 
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove temporary files that killed writers left behind. Nobody may be writing to the folder."""
+    """Remove the temporary files of writers that were killed. No other process may write to the folder meanwhile."""
     for path in folder.glob(f"{_TEMPORARY}*.tmp"):
         path.unlink(missing_ok=True)
 

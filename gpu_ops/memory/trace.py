@@ -43,7 +43,7 @@ class Buffer:
 
     @property
     def is_workspace(self) -> bool:
-        """Whether a call takes it for its own duration, and returns it to nobody."""
+        """Whether it is freed when its call returns."""
         return " workspace: " in self.label or self.label == _SCRATCH
 
 

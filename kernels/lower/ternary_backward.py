@@ -29,7 +29,7 @@ __all__ = ["variants"]
 
 @dataclass(frozen=True)
 class _Gradients:
-    """``dx = dy @ W`` and ``dw = dy.T @ xq``, or the one that is asked for."""
+    """``dx = dy @ W`` and ``dw = dy.T @ xq``, or only one of them."""
 
     dy: Tensor
     x: Tensor
