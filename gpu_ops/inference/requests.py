@@ -28,7 +28,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for option in fields(self):
             if option.name != "seed":
-                sampling_number("Sampling", option.name, getattr(self, option.name))
+                sampling_number("Sampling", option.name, True, getattr(self, option.name))
         checks.integer("Sampling", "seed", self.seed, low=0, high=2**63 - 1)
 
     @property

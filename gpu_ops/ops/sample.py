@@ -181,7 +181,7 @@ def _read_by_token(call: Call, x: Array, bias: Any, counts: Any, kind: np.dtype[
 def _read_option(call: Call, name: str, value: Any, rows: tuple[int, ...], has_counts: bool) -> bool:
     """A number, which may be another in every call, or an array; whether it is one."""
     if not _is_array(value):
-        make = functools.partial(_number, call.op, name, has_counts)
+        make = functools.partial(sampling_number, call.op, name, has_counts)
         make(value, None)
         call.provide(
             name, None, name, make, _PENALTIES.get(name, 1.0 if name in ("temperature", "top_p") else 0)
@@ -194,14 +194,7 @@ def _read_option(call: Call, name: str, value: Any, rows: tuple[int, ...], has_c
     return True
 
 
-def _number(op: str, name: str, has_counts: bool, value: Any, device: Any) -> Any:
-    number = sampling_number(op, name, value)
-    if name in _PENALTIES and not has_counts and number != _PENALTIES[name]:
-        raise OptionError(f"{op}: {name} needs counts=, how often each token has appeared")
-    return number
-
-
-def sampling_number(op: str, name: str, value: Any) -> Any:
+def sampling_number(op: str, name: str, has_counts: bool, value: Any, device: Any = None) -> Any:
     """An option that is a number: ``temperature``, ``top_k``, ..., but no counter."""
     if name == "top_k":
         return checks.integer(op, name, value, low=0, high=2**31 - 1)
@@ -209,6 +202,8 @@ def sampling_number(op: str, name: str, value: Any) -> Any:
     words, is_allowed = _ALLOWED[name]
     if not is_allowed(number) or (name == "repetition_penalty" and np.float32(number) == 0):
         raise OptionError(f"{op}: {name} must be {words}, as float32; got {number:g}")
+    if name in _PENALTIES and not has_counts and number != _PENALTIES[name]:
+        raise OptionError(f"{op}: {name} needs counts=, how often each token has appeared")
     return number
 
 
