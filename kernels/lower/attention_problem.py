@@ -36,6 +36,9 @@ class Attention(Scores):
     seqused_k: Tensor | None
     """How many keys of a cache are in use, or of packed keys."""
     block_table: Tensor | None
+    k_scale: Tensor | None
+    """Of pages in one byte per element, (num_pages, page_size, nheads_kv); as ``v_scale``."""
+    v_scale: Tensor | None
     num_splits: int
     """Parts of the keys; 0: chosen."""
 
@@ -60,6 +63,8 @@ class Attention(Scores):
             cu_seqlens=tuple(cu_seqlens),
             seqused_k=spec.get("seqused_k"),
             block_table=spec.get("block_table"),
+            k_scale=spec.get("k_scale"),
+            v_scale=spec.get("v_scale"),
             num_splits=options.get("num_splits", 0),
             **score_options(spec),
         )

@@ -260,6 +260,8 @@ def _cpu(spec: Spec, on: Builder) -> None:
             seqused_k=views.get("seqused_k"),
             block_table=views.get("block_table"),
             slot_mapping=slots,
+            k_scale=views.get("k_scale"),
+            v_scale=views.get("v_scale"),
             q_weight=views.get("q_weight"),
             k_weight=views.get("k_weight"),
             cos=views["cos"],
