@@ -251,14 +251,14 @@ def test_scales_of_pages_that_are_not_quantized():
 def test_mistakes_of_new_tokens():
     (*arrays,), options = new_tokens("float32", "int8")
     scale = options["k_scale"]
+    frozen = scale.copy()
+    frozen.flags.writeable = False
     for _ in range(2):
         with pytest.raises(OptionError, match="v_scale is missing"):
             gpu_ops.rope_append_kv(*arrays, **{**options, "v_scale": None})
         with pytest.raises(ShapeError, match="v_scale shares memory with k_scale"):
             gpu_ops.rope_append_kv(*arrays, **{**options, "v_scale": scale})
         with pytest.raises(ShapeError, match="k_scale is read-only"):
-            frozen = scale.copy()
-            frozen.flags.writeable = False
             gpu_ops.rope_append_kv(*arrays, **{**options, "k_scale": frozen})
     rows = {"seqused_k": np.zeros(1, np.int32), **{name: options[name] for name in ("k_scale", "v_scale")}}
     with pytest.raises(OptionError, match="lies in pages"):

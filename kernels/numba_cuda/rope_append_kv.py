@@ -29,8 +29,10 @@ _TINY = 2.0**-126  # the smallest scale: its inverse is finite
 
 @cache
 def kernel(dtype: str, positions: str, place: str, has_weights: bool, codes: str) -> NumbaKernel:
-    """``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token; ``codes``: the
-    dtype of quantized pages, or ``""``."""
+    """``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token.
+
+    ``codes``: the dtype of quantized pages, or ``""``.
+    """
     load, store, compute, element, _ = functions(dtype)
     encode, largest = functions(codes or dtype).store, LARGEST.get(codes, 0.0)
     has_positions, in_pages, in_slots = bool(positions), place == "pages", place == "slots"
