@@ -1,4 +1,4 @@
-"""A model over a cache of int8 or e4m3: its logits beside those of the cache in float32, and every way to ask for it."""
+"""A model over a cache of int8 or e4m3: its logits beside those of a float32 cache, and every way to ask for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def logits(weights, dtype, texts):
 def test_logits_are_close_to_those_of_the_unquantized_cache(dtype, of_weights, rng):
     weights, texts = model(dtype=of_weights), prompts(rng, 40, 16, 33)
     want = logits(model(), None, texts)
-    plain, found = (np.abs(logits(weights, d, texts).astype(float) - want) / want.std() for d in (None, dtype))
+    plain, found = (
+        np.abs(logits(weights, d, texts).astype(float) - want) / want.std() for d in (None, dtype)
+    )
     assert found.max() > 0
     assert found.max() <= 2 * plain.max() + BOUND[dtype]
 
@@ -43,7 +45,9 @@ def test_logits_are_close_to_those_of_the_unquantized_cache(dtype, of_weights, r
 def test_generate_is_the_engine_over_such_a_cache(dtype, rng):
     weights, texts = model(), prompts(rng, 20, 9)
     found = inference.generate(weights, CONFIG, texts, max_new_tokens=6, kv_dtype=dtype)
-    cache = inference.cache_for(weights, CONFIG, num_pages=5, page_size=8, dtype=dtype)  # so few that one waits
+    cache = inference.cache_for(
+        weights, CONFIG, num_pages=5, page_size=8, dtype=dtype
+    )  # so few that one waits
     assert cache.keys[0].dtype == {"int8": np.int8}.get(dtype, np.uint8)
     engine, tokens = inference.Engine(weights, CONFIG, cache), [[], []]
     for text in texts:
