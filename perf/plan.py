@@ -27,14 +27,13 @@ from perf.report import make_table
 SHOWN = 5
 MOST_SEQLEN, MOST_TOKENS = 1 << 27, 1 << 40
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-SHARES = ("TP", "CP", "PP", "DP", "recompute", "bubble")
 CAPTION = (
-    "micro: sequences of a microbatch · recompute: policy= of gpu_ops.models.block_forward, and its share of the "
-    "step · MFU counts nothing twice · TP, CP, PP, DP: messages that computation does not hide, of the step · limit: "
-    f"what keeps the layout from being faster.\nAssumptions: layers reach {EFFICIENCY} of the card's peak at every "
-    f"size, fitted to one tuned run; {OVERLAP:.0%} of what CP, PP and DP could hide is hidden, of TP nothing; "
-    f"{USABLE:.0%} of the memory is usable; no data loading, no stragglers, no failures. python -m perf --plan "
-    "anchors: the same model on published runs."
+    "micro: sequences of a microbatch · recompute: policy= of gpu_ops.models.block_forward · TFLOPS per GPU and MFU "
+    "count nothing twice · limit: what keeps the layout from being faster · TP, CP, PP, DP: messages that are not "
+    f"hidden by computation.\nAssumptions: layers reach {EFFICIENCY} of the card's peak at every size, fitted to one "
+    f"tuned run; {OVERLAP:.0%} of what CP, PP and DP could hide is hidden, of TP nothing; {USABLE:.0%} of the memory "
+    "is usable; no data loading, no stragglers, no failures. python -m perf --plan anchors: the same model on "
+    "published runs."
 )
 
 
@@ -55,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "of a step: tokens with k, M or G (binary), such as 16M, or sequences without (default %(default)s)"
     )
     add("--batch", default="1M", metavar="N", help=tokens)
-    add("--dtype", default="bf16", help="bf16 or fp8 (default %(default)s)")
+    add("--dtype", default="bf16", help="bf16, or fp8 for the matmuls of layers (default %(default)s)")
     return p
 
 
@@ -129,33 +128,36 @@ def show(model: str, found: Found, console: Console) -> int:
         )
         return 1
     plans = found.plans[:SHOWN]
-    print_table(console, time_table(found, plans))
-    print_table(console, memory_table(plans, gb))
+    for table in (layout_table(found, plans), time_table(plans), memory_table(plans, gb)):
+        print_table(console, table)
     console.print(
         f"{found.compared:,} layouts compared. {CAPTION}", style="dim", markup=False, highlight=False
     )
     return 0
 
 
-def time_table(found: Found, plans: Sequence[Plan]) -> Table:
+def layout_table(found: Found, plans: Sequence[Plan]) -> Table:
     labels = ("", "TP", "CP", "PP", "VP", "DP", "ZeRO", "micro", "recompute")
-    figures = ("step s", "tokens/s", "TFLOPS/GPU", "MFU", *SHARES, "limit")
-    grid = make_table("the fastest layouts, and where their time goes", labels, figures)
+    grid = make_table("the fastest layouts", labels, ("step s", "tokens/s", "TFLOPS", "MFU", "limit"))
     for i, plan in enumerate(plans, 1):
         lo = plan.layout
         grid.add_row(
             *map(str, (i, lo.tp, lo.cp, lo.pp, lo.vp, lo.dp, lo.zero, lo.micro, lo.policy)),
             *(f"{plan.step:.3g}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}", f"{plan.mfu:.1%}"),
-            *(f"{plan.seconds[name] / plan.step:.1%}" for name in SHARES),
             found.limit(plan),
         )
     return grid
 
 
-def memory_table(plans: Sequence[Plan], gb: float) -> Table:
-    terms = tuple(plans[0].memory)
-    grid = make_table(f"GB of the fullest GPU, of {gb:g}", ("",), (*terms, "total"))
+def time_table(plans: Sequence[Plan]) -> Table:
+    grid = make_table("share of the step", ("",), tuple(plans[0].seconds))
     for i, plan in enumerate(plans, 1):
-        numbers = (*(plan.memory[name] for name in terms), plan.nbytes)
-        grid.add_row(str(i), *(f"{nbytes / 1e9:.1f}" for nbytes in numbers))
+        grid.add_row(str(i), *(f"{time / plan.step:.1%}" for time in plan.seconds.values()))
+    return grid
+
+
+def memory_table(plans: Sequence[Plan], gb: float) -> Table:
+    grid = make_table(f"GB of the fullest GPU, of {gb:g}", ("",), (*plans[0].memory, "total"))
+    for i, plan in enumerate(plans, 1):
+        grid.add_row(str(i), *(f"{nbytes / 1e9:.1f}" for nbytes in (*plan.memory.values(), plan.nbytes)))
     return grid

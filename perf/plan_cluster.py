@@ -91,7 +91,7 @@ class Cluster:
         """
         found = re.fullmatch(r"\s*(\S+?)\s*x\s*(\d{1,9})\s*", text, re.ASCII | re.IGNORECASE)
         count = int(found[2]) if found else 0
-        if found is None or text.lower() in KINDS or not 1 <= count <= MOST_GPUS:  # rtx4090 is no 4090 "rt"
+        if found is None or text.lower() in KINDS or not 1 <= count <= MOST_GPUS:  # not 4090 of "rt"
             raise OptionError(
                 f"{WHO}: --cluster {text!r} must be NAMExCOUNT, such as h100x64, with 1 to {MOST_GPUS:,} GPUs; "
                 f"names: {', '.join(KINDS)}"

@@ -79,8 +79,13 @@ def room(job: Job) -> float:
 
 def least_memory(job: Job) -> Plan:
     """The layout that takes the least, whether it fits or not."""
-    every = (replace(layout, zero=_stages(layout)[-1]) for layout in layouts(job) if layout.micro == 1)
-    choices = (replace(layout, policy=policy) for layout in every for policy in job.kept)
+    choices = (
+        replace(layout, zero=zero, policy=policy)
+        for layout in layouts(job)
+        for zero in _stages(layout)
+        for policy in job.kept
+        if layout.micro == 1
+    )
     return Plan.of(job, min(choices, key=lambda layout: sum(memory(job, layout).values())))
 
 

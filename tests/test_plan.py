@@ -123,6 +123,10 @@ def test_only_layers_are_faster_in_fp8():
     times = [Plan.of(job, Layout(dp=64)).seconds["compute"] for job in (JOB, fp8)]
     rest = 80 * 3 * JOB.attention_flops + 6 * JOB.table_weights
     assert times[1] / times[0] == pytest.approx((rest + (JOB.flops - rest) / 2) / JOB.flops, rel=1e-3)
+    whole, half = JOB.recomputed["layer"], fp8.recomputed["layer"]
+    attention = JOB.attention_flops / JOB.rates[1]
+    assert half - attention == pytest.approx((whole - attention) / 2, rel=1e-3)
+    assert fp8.recomputed["mlp"] == pytest.approx(JOB.recomputed["mlp"] / 2, rel=1e-3)
 
 
 def test_data_parallel_messages_by_stage():
@@ -159,9 +163,15 @@ def test_memory_by_hand():
     assert plain["activations"] == 128 * kept
     one = plan_step.memory(replace(job, sequences=64), Layout(8, 1, 16, 1, 64))
     assert one["activations"] == 8 * kept  # one microbatch
-    everything = plan_step.memory(Job(LLAMA8, H100, 8192, 64), Layout(dp=64, zero=3))
-    state = sum(everything[name] for name in ("weights", "gradients", "optimizer"))
-    assert state == pytest.approx(18 * LLAMA8.parameters / 64)
+    one, two, three = (
+        plan_step.memory(Job(LLAMA8, H100, 8192, 64), Layout(dp=64, zero=z)) for z in (1, 2, 3)
+    )
+    for found, numbers in ((one, 6 + 12 / 64), (two, 2 + 16 / 64), (three, 18 / 64)):
+        state = sum(found[name] for name in ("weights", "gradients", "optimizer"))
+        assert state == pytest.approx(numbers * LLAMA8.parameters)
+    # Two tables, which are larger than two layers.
+    assert two["buffers"] - one["buffers"] == 2 * 4 * 128256 * 4096
+    assert three["buffers"] - one["buffers"] == 2 * 6 * 128256 * 4096
 
 
 def test_a_model_without_layers_and_cards_without_the_dtype():
