@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +14,7 @@ from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
-from gpu_ops.models import LlamaConfig
+from gpu_ops.models.presets import find_config
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from gpu_ops.terminal import print_table, waiting
 
@@ -42,7 +40,9 @@ class Question:
 
 def show_memory(asked: Question, console: Console) -> int:
     """Print the terms and the cards; 1 where no card has room. Typed errors for what makes no sense."""
-    config = _model(asked.model)
+    if not asked.model:
+        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
+    config = find_config(_WHO, asked.model)
     batch, seqlen = _count("batch", asked.batch), _count("seqlen", asked.seqlen)
     names = [p.name for p in PRESETS.values() if not p.generic]
     cards = [select_preset(asked.card)] if asked.card else [PRESETS[name] for name in names]
@@ -110,18 +110,6 @@ def _terms(found: Estimate) -> dict[str, int]:
     parts = {**found.parts, "workspaces": found.workspaces}
     parts["activations"] -= found.workspaces
     return {name: parts[name] for name in _TERMS if name in parts}
-
-
-def _model(name: str | None) -> LlamaConfig:
-    if not name:
-        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    if not Path(name).exists():
-        near = difflib.get_close_matches(name.lower(), MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise OptionError(f"{_WHO}: no model and no file {name!r}; {hint}models: {', '.join(MODELS)}")
-    return LlamaConfig.from_hf(name)
 
 
 def _count(name: str, text: str) -> int:

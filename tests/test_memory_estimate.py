@@ -300,6 +300,7 @@ def test_presets_have_the_published_numbers_of_parameters():
         "llama-2-13b": 13_015_864_320,
         "llama-3-8b": 8_030_261_248,
         "llama-3-70b": 70_553_706_496,
+        "llama-3-405b": 405_853_388_800,
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.2-3b": 3_212_749_824,
         "mistral-7b": 7_241_732_096,

@@ -190,7 +190,7 @@ def _ladder(
     """Policies that are worth their work, from the one that keeps most: those on the convex hull of bytes kept and
     flops made again."""
     points = [
-        (recomputed_flops(policy, config, seqlen), -_kept_bytes(policy, config, batch, seqlen, dtype), policy)
+        (recomputed_flops(policy, config, seqlen), -kept_bytes(policy, config, batch, seqlen, dtype), policy)
         for policy in POLICIES
         if policy != "offload"
     ]
@@ -211,7 +211,7 @@ def _above(first: Any, second: Any, third: Any) -> bool:
     )
 
 
-def _kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
+def kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
     """Of a layer, between forward and backward."""
     one = replace(config, nlayers=1, layers=config.layers[:1])
     with Trace() as trace:
