@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages=("torch==2.13.0" transformers gguf safetensors "pytest>=9" "hypothesis>=6.100")
+packages=("torch==2.13.0" transformers accelerate gguf safetensors "pytest>=9" "hypothesis>=6.100")
 
 python=${GPU_OPS_PYTHON:-.venv/bin/python}
 [[ -x $python ]] || python=$(command -v "$python" || command -v python3)

@@ -20,7 +20,7 @@ CASES = {
     "llama-linear": ("llama", LlamaConfig(**SIZES, scaling=RopeScaling.linear(4.0))),
     "qwen2": ("qwen2", LlamaConfig(**SIZES, tied=True, biases=("qkv",), eps=1e-6)),
     "qwen2-yarn": ("qwen2", LlamaConfig(**SIZES, biases=("qkv",), scaling=YARN)),
-    "qwen3": ("qwen3", LlamaConfig(**SIZES, head_dim=32, qk_norm=True)),
+    "qwen3": ("qwen3", LlamaConfig(**SIZES, head_dim=128, qk_norm=True)),
 }
 NAMES = {
     "embed": ["token_embd"],

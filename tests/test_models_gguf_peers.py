@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from gguf_models import CASES, SIZES, written
+from gguf_models import SIZES, written
 
 from gpu_ops import models
 
@@ -14,6 +14,7 @@ pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate", reason="transformers reads GGUF files with it: pip install accelerate")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,8 @@ def _no_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("stored_as", ["F32", "Q8_0"])
-@pytest.mark.parametrize("case", [case for case, (_, config) in CASES.items() if config.scaling is None])
+# transformers reads neither biases of a llama, nor head sizes, nor scalings.
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "qwen2", "qwen3"])
 def test_logits_are_those_of_transformers(case, stored_as, tmp_path):
     written(gguf, tmp_path / "a.gguf", case, stored_as)
     model = transformers.AutoModelForCausalLM.from_pretrained(
