@@ -26,7 +26,7 @@ from gpu_ops.reference.ternary_formats import FORMATS
 
 __all__ = ["FLOATS", "TERNARY", "GGUFFile"]
 
-_PIECE = 1 << 22  # bytes at a time, of at most four times as many as floats
+_PIECE = 1 << 21  # bytes at a time, of at most four times as many as floats
 
 
 @dataclass(frozen=True)
