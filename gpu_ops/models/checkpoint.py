@@ -7,7 +7,6 @@ that does not hold exactly the model of its config is refused before anything is
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import stat
 from collections.abc import Iterator, Mapping
@@ -19,22 +18,20 @@ import numpy.typing as npt
 
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import FormatError, MissingFileError, OptionError
+from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
-from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
+from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.gguf import GGUFSource
-from gpu_ops.models.tensors import HF, STORED, Source, check, planned
+from gpu_ops.models.tensors import HF, ONE_FILE, STORED, Source, open_folder, planned, read_all
 from gpu_ops.models.weights import Llama
 from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
 
 __all__ = ["load", "save"]
 
 _LOAD, _SAVE = "models.load", "models.save"
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
 
 
 @typed_memory_errors(_LOAD)
@@ -103,19 +100,16 @@ def load(
     with system_errors(_LOAD, where):
         is_folder = stat.S_ISDIR(where.stat().st_mode)
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
+        source: Source[LlamaConfig]
         if is_folder:
             source = _folder(where, stack)
         else:
             source = GGUFSource(_LOAD, where, stack.enter_context(opened(_LOAD, where)))
-        table = source.names.embed
-        arrays = {}
-        for name, parts in check(_LOAD, where, source).items():
-            if kind is None:
-                kind = NUMPY_DTYPES.get(source.files[table].tensors[table].dtype, np.dtype(np.float32))
-            array = source.read(name, parts, kind)
-            arrays[name] = to_device(array, place) if isinstance(array, np.ndarray) else array
-    config = source.config
-    return Llama.of(arrays, config), config
+        arrays = {
+            name: to_device(array, place) if isinstance(array, np.ndarray) else array
+            for name, array in read_all(_LOAD, where, source, kind)
+        }
+    return Llama.of(arrays, source.config), source.config
 
 
 @typed_memory_errors(_SAVE)
@@ -174,7 +168,7 @@ def save(
     with visible(f"gpu_ops: saving {where}"):
         with system_errors(_SAVE, where):
             where.mkdir(parents=True, exist_ok=True)
-        write_file(_SAVE, where / _ONE_FILE, pieces())
+        write_file(_SAVE, where / ONE_FILE, pieces())
         write_file(_SAVE, where / "config.json", [text])
 
 
@@ -197,59 +191,17 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
         raise OptionError(f"{_SAVE}: entries= cannot be written as JSON: {error}") from error
 
 
-def _folder(where: Path, stack: contextlib.ExitStack) -> Source:
+def _folder(where: Path, stack: contextlib.ExitStack) -> Source[LlamaConfig]:
     entries = read_config(_LOAD, where / "config.json")
     if entries.get("quantization_config") is not None:
         raise OptionError(
             f"{_LOAD}: {where}: quantization_config says that the weights are quantised; float weights are loaded. "
             "gpu_ops.read_bitnet reads those of BitNet"
         )
-    return Source(LlamaConfig.from_hf(entries), _open(where, stack), HF)
+    return Source(LlamaConfig.from_hf(entries), open_folder(_LOAD, where, stack), HF)
 
 
 def _stored(name: str, dtype: np.dtype[Any]) -> str:
     if dtype not in STORED:
         raise OptionError(f"{_SAVE}: {name} is {dtype}; allowed: {', '.join(map(str, STORED))}")
     return STORED[dtype]
-
-
-def _open(where: Path, stack: contextlib.ExitStack) -> dict[str, SafetensorsFile]:
-    """The open file of each tensor."""
-    if (where / _ONE_FILE).exists():
-        names, listed = [_ONE_FILE], None
-    elif (where / _INDEX).exists():
-        listed = _read_index(where / _INDEX)
-        names = sorted(set(listed.values()))
-    else:
-        raise MissingFileError(
-            errno.ENOENT, f"{_LOAD}: there is no {_ONE_FILE} and no {_INDEX} in this folder", str(where)
-        )
-    holder: dict[str, SafetensorsFile] = {}
-    for name in names:
-        file = SafetensorsFile(_LOAD, where / name, stack.enter_context(opened(_LOAD, where / name)))
-        for tensor in file.tensors:
-            if tensor in holder:
-                raise FormatError(f"{file.what}: {tensor[:80]!r} is in {holder[tensor].path.name} as well")
-            holder[tensor] = file
-    for tensor, name in (listed or {}).items():
-        if tensor not in holder or holder[tensor].path.name != name:
-            raise FormatError(
-                f"{_LOAD}: {where / name}: there is no {tensor[:80]!r}, which {_INDEX} says it holds"
-            )
-    return holder
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor. Only files of the same folder: an index comes from anywhere."""
-    with opened(_LOAD, path) as file:
-        text = file.read(_MOST_INDEX)
-    try:
-        listed = json.loads(text)["weight_map"]
-        if not isinstance(listed, dict) or not listed:
-            raise ValueError("its weight_map is no object with an entry")
-        for name in listed.values():
-            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-                raise ValueError(f"weight_map has the file {name!r:.80}; expected a name in the same folder")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"{_LOAD}: {path} is no index of safetensors files: {error}") from error
-    return listed

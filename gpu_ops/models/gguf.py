@@ -82,7 +82,7 @@ _NEUTRAL = {
 }
 
 
-class GGUFSource(Source):
+class GGUFSource(Source[LlamaConfig]):
     """A model in an open file."""
 
     def __init__(self, op: str, path: Path, file: BinaryIO) -> None:

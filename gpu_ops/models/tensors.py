@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from gpu_ops.core.arrays import Array
-from gpu_ops.errors import FormatError, OptionError, ShapeError
-from gpu_ops.formats.safetensors import NUMPY_DTYPES
-from gpu_ops.models.config import LlamaConfig
+from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeError
+from gpu_ops.formats.files import opened
+from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 
-__all__ = ["HF", "STORED", "File", "Files", "Names", "Part", "Source", "check", "fill", "planned"]
+__all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part", "Source", "fill", "open_folder",
+           "planned", "read_all"]  # fmt: skip
 
+ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
 STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
+
+
+class Config(Protocol):
+    """What is needed of a model's config."""
+
+    @property
+    def nlayers(self) -> int: ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is the embedding table."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every array by name; those of layers are called ``layers.<i>.<part>``."""
+
+    def joined(self) -> dict[str, tuple[int, ...]]:
+        """Parts of a layer that several tensors are joined in, with the rows of each."""
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class File(Protocol):
@@ -57,7 +83,7 @@ class Names:
 
     @property
     def lm_head(self) -> str:
-        return f"{self.modules['lm_head'][0]}.weight"
+        return f"{self.modules.get('lm_head', ('no',))[0]}.weight"
 
 
 HF = Names(
@@ -90,10 +116,10 @@ class Part:
 
 
 @dataclass
-class Source:
+class Source(Generic[AnyConfig]):
     """The config and the files of a model."""
 
-    config: LlamaConfig
+    config: AnyConfig
     files: Files
     names: Names
 
@@ -105,11 +131,9 @@ class Source:
         return array
 
 
-def planned(config: LlamaConfig, names: Names) -> dict[str, list[Part]]:
+def planned(config: Config, names: Names) -> dict[str, list[Part]]:
     """The tensors that each array is made of."""
-    q, kv = config.nheads * config.head_dim, config.nheads_kv * config.head_dim
-    joined = {"qkv": (q, kv, kv), "gate_up": (config.ffn, config.ffn)}
-    found = {}
+    joined, found = config.joined(), {}
     for name, shape in config.shapes().items():
         layer, _, part = name.rpartition(".")
         of, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
@@ -122,7 +146,20 @@ def planned(config: LlamaConfig, names: Names) -> dict[str, list[Part]]:
     return found
 
 
-def check(op: str, where: Path, source: Source) -> dict[str, list[Part]]:
+def read_all(
+    op: str, where: Path, source: Source[Any], dtype: np.dtype[Any] | None
+) -> Iterator[tuple[str, Any]]:
+    """The arrays of a model by name, one at a time; an error before the first unless exactly its tensors are there.
+
+    ``dtype`` None: that of the embedding table, float32 where it is quantised."""
+    parts, table = _checked(op, where, source), source.names.embed
+    if dtype is None:
+        dtype = NUMPY_DTYPES.get(source.files[table].tensors[table].dtype, np.dtype(np.float32))
+    for name, each in parts.items():
+        yield name, source.read(name, each, dtype)
+
+
+def _checked(op: str, where: Path, source: Source[Any]) -> dict[str, list[Part]]:
     """The plan; an error unless exactly its tensors are there."""
     config, files, names = source.config, source.files, source.names
     if config.nlayers > len(files):  # before there is a list of them
@@ -184,3 +221,45 @@ def fill(target: Array, file: File, name: str) -> None:
                 f"{file.what}: {name} holds numbers beyond the range of {target.dtype}; load bfloat16 or float32"
             )
         at += len(piece)
+
+
+def open_folder(op: str, where: Path, stack: contextlib.ExitStack) -> dict[str, SafetensorsFile]:
+    """The open file of each tensor in a folder: of one file, or of those that an index names."""
+    if (where / ONE_FILE).exists():
+        names, listed = [ONE_FILE], None
+    elif (where / _INDEX).exists():
+        listed = _read_index(op, where / _INDEX)
+        names = sorted(set(listed.values()))
+    else:
+        raise MissingFileError(
+            errno.ENOENT, f"{op}: there is no {ONE_FILE} and no {_INDEX} in this folder", str(where)
+        )
+    holder: dict[str, SafetensorsFile] = {}
+    for name in names:
+        file = SafetensorsFile(op, where / name, stack.enter_context(opened(op, where / name)))
+        for tensor in file.tensors:
+            if tensor in holder:
+                raise FormatError(f"{file.what}: {tensor[:80]!r} is in {holder[tensor].path.name} as well")
+            holder[tensor] = file
+    for tensor, name in (listed or {}).items():
+        if tensor not in holder or holder[tensor].path.name != name:
+            raise FormatError(
+                f"{op}: {where / name}: there is no {tensor[:80]!r}, which {_INDEX} says it holds"
+            )
+    return holder
+
+
+def _read_index(op: str, path: Path) -> dict[str, str]:
+    """The file of each tensor. Only files of the same folder: an index comes from anywhere."""
+    with opened(op, path) as file:
+        text = file.read(_MOST_INDEX)
+    try:
+        listed = json.loads(text)["weight_map"]
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError("its weight_map is no object with an entry")
+        for name in listed.values():
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise ValueError(f"weight_map has the file {name!r:.80}; expected a name in the same folder")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(f"{op}: {path} is no index of safetensors files: {error}") from error
+    return listed
