@@ -55,6 +55,25 @@ def test_a_model_is_the_same_as_from_its_folder(case, stored_as, gguf, tmp_path)
     assert models.load(tmp_path / "a.gguf")[0].embed.dtype == defaults.get(stored_as, np.float32)
 
 
+BLOCKS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+
+
+@pytest.mark.parametrize("stored_as", BLOCKS)
+def test_quantised_types_are_decoded_as_the_package_does(stored_as, gguf, tmp_path, rng):
+    """Of random bytes, infinite scales included: the package quantises to some of the types only."""
+    kind, (count, nbytes) = gguf.GGMLQuantizationType[stored_as], BLOCKS[stored_as]
+    config = LlamaConfig(vocab=4500, hidden=256, ffn=64, nlayers=0, nheads=4, tied=True)
+    codes = rng.integers(0, 256, (4500, 256 // count * nbytes), np.uint8)
+    tensors = {"token_embd.weight": codes, "output_norm.weight": np.ones(256, np.float32)}
+    write(gguf, tmp_path / "a", "llama", metadata(config, "llama"), tensors, {"token_embd.weight": stored_as})
+    found = models.load(tmp_path / "a")[0].embed
+    with np.errstate(over="ignore", invalid="ignore"):
+        right = gguf.quants.dequantize(codes, kind)
+    assert found.dtype == np.float32
+    assert not np.isfinite(right).all()
+    np.testing.assert_array_equal(found, right)
+
+
 def llama3_divisors(config, original=8192):
     """As the converter computes them."""
     d, found = config.head_dim, []

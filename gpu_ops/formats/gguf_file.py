@@ -8,52 +8,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FormatError
 from gpu_ops.formats.files import read_part
+from gpu_ops.formats.gguf_blocks import FLOATS
 from gpu_ops.formats.gguf_header import NUMBER_TYPES, STRING, GGUFTensor, read_header
 from gpu_ops.formats.ternary_files import gguf_matrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.reference.ternary_formats import FORMATS
 
-__all__ = ["FLOATS", "TERNARY", "GGUFFile"]
+__all__ = ["TERNARY", "GGUFFile"]
 
-_PIECE = 1 << 21  # bytes at a time, of at most four times as many as floats
-
-
-@dataclass(frozen=True)
-class _Floats:
-    """How a type stores numbers: blocks of so many, in so many bytes, and the numbers of (blocks, bytes)."""
-
-    count: int
-    nbytes: int
-    decode: Callable[[Array], Array]
+_PIECE = 1 << 20  # numbers at a time
 
 
-def _plain(dtype: Any) -> _Floats:
-    return _Floats(1, np.dtype(dtype).itemsize, lambda data: data.view(dtype))
-
-
-def _q8_0(data: Array) -> Array:
-    """A float16 scale, then 32 integers of 8 bits."""
-    return data[:, 2:].view(np.int8) * data[:, :2].copy().view("<f2").astype(np.float32)
-
-
-FLOATS = {
-    "F32": _plain("<f4"),
-    "F16": _plain("<f2"),
-    "BF16": _plain(ml_dtypes.bfloat16),
-    "F64": _plain("<f8"),
-    "Q8_0": _Floats(32, 34, _q8_0),
-}
 TERNARY = {"TQ1_0": "tq1_0", "TQ2_0": "tq2_0", "I2_S": "i2_s"}
 
 
@@ -94,11 +68,13 @@ class GGUFFile:
             yield self.matrix(name).dequantize().reshape(-1)
             return
         floats = FLOATS[tensor.dtype]
-        step = _PIECE // floats.nbytes * floats.nbytes
+        step = _PIECE // floats.count * floats.nbytes
         end = tensor.start + self._size(tensor)
         for start in range(tensor.start, end, step):
             data = read_part(what, self._file, start, min(step, end - start))
-            yield floats.decode(data.reshape(-1, floats.nbytes)).reshape(-1)
+            with np.errstate(all="ignore"):  # of scales that are none
+                found = floats.decode(data.reshape(-1, floats.nbytes))
+            yield found.reshape(-1)
 
     def matrix(self, name: str) -> TernaryMatrix:
         """A ternary tensor."""

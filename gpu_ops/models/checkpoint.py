@@ -45,8 +45,8 @@ def load(
     ----------
     path : path
         A folder with ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json``
-        names. Or a GGUF file of the architecture llama, qwen2 or qwen3, with tensors in F32, F16, BF16, F64, Q8_0,
-        TQ1_0, TQ2_0 and I2_S.
+        names. Or a GGUF file of the architecture llama, qwen2 or qwen3, with tensors in F32, F16, BF16, F64, Q4_0,
+        Q8_0, Q4_K, Q5_K, Q6_K (a Q4_K_M file has the last three), TQ1_0, TQ2_0 and I2_S.
     dtype : dtype, optional
         float16, bfloat16, float32 or float64, of all arrays; default: that of the embedding table in the file, or
         float32 where it is quantised.

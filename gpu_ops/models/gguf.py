@@ -15,7 +15,8 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import FormatError, OptionError
-from gpu_ops.formats.gguf_file import FLOATS, TERNARY, GGUFFile
+from gpu_ops.formats.gguf_blocks import FLOATS
+from gpu_ops.formats.gguf_file import TERNARY, GGUFFile
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_blocks import whole_scale
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
