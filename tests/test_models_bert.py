@@ -125,6 +125,8 @@ def test_a_folder(tmp_path):
     assert config == CONFIG
     found = models.sentence_embeddings(SENTENCES, weights, config)
     np.testing.assert_array_equal(found, embeddings(np.float32))
+    write(tmp_path, made(dtype=np.float32), hidden_act="gelu_new")
+    assert models.load_bert(tmp_path)[1] == dataclasses.replace(CONFIG, activation="gelu_tanh")
     assert models.load_bert(tmp_path, dtype="bfloat16")[0].places.dtype == ml_dtypes.bfloat16
 
 

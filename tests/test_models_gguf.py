@@ -170,6 +170,7 @@ def test_blocks_with_scales_of_their_own(tmp_path, rng):
     tensors = stored(made(config), config, "llama")
     trits = rng.integers(-1, 2, (512, 512)).astype(np.int8)
     groups = rng.uniform(0.5, 2, (512, 2)).astype(np.float16).astype(np.float32)
+    groups[:, 0] = 0.5  # and the second blocks differ
     ours = gpu_ops.TernaryMatrix.from_trits(trits, groups)
     theirs = gpu_ops.TernaryMatrix.from_trits(permuted(trits, 4), permuted(groups, 4), format="tq2_0")
     plain = gpu_ops.TernaryMatrix.from_trits(trits, 0.5, format="tq2_0")
