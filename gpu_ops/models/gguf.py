@@ -23,9 +23,9 @@ from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.tensors import Names, Part, Source, fill
 
-__all__ = ["GGUFSource"]
+__all__ = ["NAMES", "GGUFSource"]
 
-_NAMES = Names(
+NAMES = Names(
     modules={
         "embed": ("token_embd",),
         "norm": ("output_norm",),
@@ -43,7 +43,7 @@ _NAMES = Names(
     dtypes=(*FLOATS, *TERNARY),
     unread=("rope_freqs.weight",),  # by the config
 )
-_EMBED, _FREQS = _NAMES.embed, "rope_freqs.weight"
+_EMBED, _FREQS = NAMES.embed, "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class GGUFSource(Source[LlamaConfig]):
         metadata = _Metadata(op, self._file)
         self._interleaved = metadata.architecture.interleaved
         config = LlamaConfig.from_hf(metadata.entries())
-        super().__init__(config, dict.fromkeys(self._file.tensors, self._file), _NAMES)
+        super().__init__(config, dict.fromkeys(self._file.tensors, self._file), NAMES)
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
         """An array of ``dtype``. Projections whose parts are all ternary stay packed: a :class:`TernaryMatrix`."""
@@ -170,7 +170,7 @@ class _Metadata:
             "head_dim": head_dim,
             "rope_theta": self._value("rope.freq_base", 10000.0),
             "rope_scaling": self._scaling(head_dim),
-            "tie_word_embeddings": _NAMES.lm_head not in tensors,
+            "tie_word_embeddings": NAMES.lm_head not in tensors,
         }
         for entry, module in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_down")):
             if f"blk.0.{module}.bias" in tensors:
