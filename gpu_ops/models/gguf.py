@@ -102,7 +102,8 @@ class GGUFSource(Source[LlamaConfig]):
         for part in parts:
             rows = array[part.rows]
             fill(rows.reshape(-1), self._file, part.name)
-            rows[...] = self._ordered(part, rows)
+            if (ordered := self._ordered(part, rows)) is not rows:
+                rows[...] = ordered
         return array
 
     def _packed(self, parts: list[Part]) -> TernaryMatrix:

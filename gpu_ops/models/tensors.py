@@ -83,7 +83,8 @@ class Names:
 
     @property
     def lm_head(self) -> str:
-        return f"{self.modules.get('lm_head', ('no',))[0]}.weight"
+        """Empty where a model has none."""
+        return f"{self.modules['lm_head'][0]}.weight" if "lm_head" in self.modules else ""
 
 
 HF = Names(
