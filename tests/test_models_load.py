@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import models
-from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
+from gpu_ops.errors import FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
 from gpu_ops.models import LlamaConfig
 from tests.test_file_mutations import mutant
@@ -190,10 +190,13 @@ def test_a_tensor_in_two_shards(folder):
 
 
 def test_folders_that_are_none(folder, tmp_path):
-    with pytest.raises(MissingFileError, match=r"config\.json"):
+    with pytest.raises(MissingFileError, match=r"No such file or directory: '.*missing'"):
         models.load(tmp_path / "missing")
-    with pytest.raises(FileError):
+    with pytest.raises(FormatError, match=r"config\.json cannot be read as a GGUF file"):
         models.load(folder / "config.json")
+    (folder / "empty").mkdir()
+    with pytest.raises(MissingFileError, match=r"config\.json"):
+        models.load(folder / "empty")
     (folder / "model.safetensors").unlink()
     with pytest.raises(
         MissingFileError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"

@@ -166,6 +166,11 @@ class LlamaConfig:
         found["norm"] = (h,)
         return found if self.tied else found | {"lm_head": (self.vocab, h)}
 
+    def joined(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each projection in ``qkv`` and in ``gate_up``."""
+        q, kv = self.nheads * self.head_dim, self.nheads_kv * self.head_dim
+        return {"qkv": (q, kv, kv), "gate_up": (self.ffn, self.ffn)}
+
     @property
     def parameters(self) -> int:
         """How many numbers the weights are."""
