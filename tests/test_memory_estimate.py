@@ -22,6 +22,7 @@ FAMILIES = {
     "llama": MEASURED,
     # the MLP so large that the peak is there, and not where threads of attention_backward have 4 MiB each
     "biases and qk_norm": replace(MEASURED, ffn=1024, biases=("qkv", "o", "gate_up", "down"), qk_norm=True),
+    "every norm": replace(MEASURED, ffn=1024, sub_norms=True, post_norms=True, activation="relu2", tied=True),
 }
 SHAPES = {"short": (8, 256), "long": (3, 1024)}
 CASES = [

@@ -38,6 +38,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+OF_TYPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
 CASES = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
@@ -53,6 +58,21 @@ CASES = {
         "SmolLM3",
         {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 7},
     ),
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"logits_scaling": 8.0, "attention_bias": True, "mlp_bias": True},
+    ),
+    "bitnet": ("BitNet", {"attention_bias": True}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 32, "sliding_window": 6, "layer_types": TYPES, "rope_parameters": OF_TYPES},
+    ),
 }
 EVERY = pytest.mark.parametrize("case", CASES)
 
@@ -66,13 +86,16 @@ def _no_kernels(monkeypatch):
 def made(case, dtype=torch.float32):
     """A model of transformers with random weights, norms and biases included."""
     name, options = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
+        **SIZES | options
+    )
+    one = 0.0 if name.startswith("Gemma") else 1.0
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim == 1:
-                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else 1.0))
+                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else one))
             else:
                 p.copy_(0.1 * torch.randn_like(p))
             p.data = p.data.to(dtype)  # model.to() would round the rotary frequencies
@@ -136,8 +159,8 @@ def test_transformers_reads_what_is_saved(case, tmp_path):
 def test_gradients_in_float64_are_torchs(case, tmp_path):
     made(case).save_pretrained(tmp_path)
     weights, config = models.load(tmp_path, dtype="float64")
-    if config.scaling is not None:  # the peer rotates by plain frequencies
-        config = dataclasses.replace(config, scaling=None)
+    plain = tuple(dataclasses.replace(layer, scaling=None) for layer in config.layers)
+    config = dataclasses.replace(config, scaling=None, layers=plain)  # as the peer rotates
     tokens, targets = ids(), np.roll(ids(), -1, 1)
     p = {name: torch.tensor(x, requires_grad=True) for name, x in weights.arrays().items()}
     loss = torch_loss(p, config, torch.tensor(tokens), torch.tensor(targets))

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeErro
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.models.checkpoint_names import Part, plan_of
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.weights import Llama
@@ -35,20 +34,6 @@ _LOAD, _SAVE = "models.load", "models.save"
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
 _MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
-# The tensors of transformers whose rows follow each other in one of ours; ``_bias`` has the same modules.
-_MODULES = {
-    "embed": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "lm_head": ("lm_head",),
-    "attn_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-}
 _RECOMPUTED = ".rotary_emb.inv_freq"  # in early Llamas
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -118,7 +103,7 @@ def load(
             raise FormatError(
                 f"{_LOAD}: {where}: the config has {config.nlayers} layers, and the files {len(holder)} tensors"
             )
-        plan = _plan(config)
+        plan = plan_of(config)
         _check(where, holder, plan, config)
         if kind is None:
             kind = NUMPY_DTYPES[holder[_TABLE].tensors[_TABLE].dtype]
@@ -173,7 +158,7 @@ def save(
     Llama.of(given, config)
     if extra := given.keys() - config.shapes().keys():
         raise OptionError(f"{_SAVE}: the weights have {min(extra)}, and the config has no such thing")
-    plan = _plan(config)
+    plan = plan_of(config)
     found = {name: StateArray(_SAVE, name, given[name]) for name in plan}
     tensors = {p.name: (_stored(name, found[name].dtype), p.shape) for name, ps in plan.items() for p in ps}
 
@@ -208,32 +193,6 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
         return json.dumps(whole, indent=2).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"{_SAVE}: entries= cannot be written as JSON: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of transformers: rows of an array of ours."""
-
-    name: str
-    rows: slice
-    shape: tuple[int, ...]
-
-
-def _plan(config: LlamaConfig) -> dict[str, list[_Part]]:
-    """The tensors that each array is made of."""
-    q, kv = config.nheads * config.head_dim, config.nheads_kv * config.head_dim
-    joined = {"qkv": (q, kv, kv), "gate_up": (config.ffn, config.ffn)}
-    plan = {}
-    for name, shape in config.shapes().items():
-        layer, _, part = name.rpartition(".")
-        of, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
-        prefix = f"model.{layer}." if layer else ""
-        starts = [0, *itertools.accumulate(joined.get(of, shape[:1]))]
-        plan[name] = [
-            _Part(f"{prefix}{module}.{suffix}", slice(start, end), (end - start, *shape[1:]))
-            for module, (start, end) in zip(_MODULES[of], itertools.pairwise(starts), strict=True)
-        ]
-    return plan
 
 
 def _stored(name: str, dtype: np.dtype[Any]) -> str:
@@ -285,7 +244,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check(
-    where: Path, holder: Mapping[str, SafetensorsFile], plan: Mapping[str, list[_Part]], config: LlamaConfig
+    where: Path, holder: Mapping[str, SafetensorsFile], plan: Mapping[str, list[Part]], config: LlamaConfig
 ) -> None:
     """An error unless exactly the tensors of the plan are there."""
     parts = {part.name: part for each in plan.values() for part in each}
