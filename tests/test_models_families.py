@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 
@@ -63,7 +64,8 @@ CASES = {
         {"attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
         | {"logits_scaling": 8.0, "attention_bias": True, "mlp_bias": True},
     ),
-    "bitnet": ("BitNet", {"attention_bias": True}),
+    "bitnet": ("BitNet", {}),
+    "bitnet-biases": ("BitNet", {"attention_bias": True}),
     "gemma2": (
         "Gemma2",
         {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 2.0}
@@ -171,3 +173,46 @@ def test_gradients_in_float64_are_torchs(case, tmp_path):
     for name, x in p.items():
         right = x.grad.numpy()
         assert np.abs(grads[name] - right).max() < 1e-12 * np.abs(right).max(), name
+
+
+@pytest.mark.parametrize("kind", ["autobitlinear", "bitlinear"])
+def test_packed_bitnet_is_that_of_transformers(kind, tmp_path, monkeypatch):
+    """But where the last bit of a norm decides how an activation is rounded to int8."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # which would need a C++ compiler
+    monkeypatch.delitem(sys.modules, "transformers.integrations.bitnet", raising=False)
+    bitnet = importlib.import_module("transformers.integrations.bitnet")
+    model = made("bitnet")
+    quantization = transformers.BitNetQuantConfig(
+        linear_class=kind, quantization_mode="offline" if kind == "autobitlinear" else "online"
+    )
+    bitnet.replace_with_bitnet_linear(model, ["lm_head"], quantization)
+    parts, packed = {**model.state_dict()}, {}
+    rng = np.random.default_rng(1)
+    for name in [n for n in parts if n.endswith("weight_scale")]:
+        weight = name.removesuffix("_scale")
+        shape = model.get_submodule(weight.removesuffix(".weight"))
+        t = torch.tensor(rng.integers(-1, 2, (shape.out_features, shape.in_features)), dtype=torch.float32)
+        packed[weight] = bitnet.pack_weights(t.clone())
+        parts[weight] = t if kind == "autobitlinear" else packed[weight]
+        parts[name] = torch.tensor(
+            [rng.uniform(0.05, 0.1) if kind == "autobitlinear" else rng.uniform(10, 20)]
+        )
+    for name, x in parts.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(x, requires_grad=False))
+    for module in model.modules():
+        if isinstance(module, bitnet.BitLinear):
+            module.dtype = torch.float32
+    from safetensors.torch import save_file
+
+    save_file({n: x.contiguous() for n, x in (parts | packed).items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            model.config.to_dict()
+            | {"quantization_config": {**quantization.to_dict(), "quantization_mode": "offline"}}
+        )
+    )
+    right = theirs(model)
+    off = np.abs(ours(tmp_path, "float32") - right)
+    assert np.median(off) < 2e-6 * np.abs(right).max()
+    assert off.max() < 2e-2 * np.abs(right).max()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.checkpoint_names import Part, plan_of
+from gpu_ops.models.checkpoint_ternary import read_ternary
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.weights import Llama
@@ -56,13 +57,14 @@ def load(
     Returns
     -------
     weights : Llama
+        Packed projections of BitNet are a :class:`gpu_ops.TernaryMatrix` each; the rest are arrays.
     config : LlamaConfig
 
     Raises
     ------
     OptionError
         A config of another family, or one that asks for what its family does not have: see
-        :meth:`LlamaConfig.from_hf`. Quantised weights.
+        :meth:`LlamaConfig.from_hf`. Quantised weights other than BitNet's.
     FormatError, ShapeError
         A damaged file. A tensor is missing, there twice, of another shape than the config says, or one too many.
         The message names it and its file.
@@ -91,11 +93,6 @@ def load(
     check_device(_LOAD, place)
     kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
     entries = read_config(_LOAD, where / "config.json")
-    if entries.get("quantization_config") is not None:
-        raise OptionError(
-            f"{_LOAD}: {where}: quantization_config says that the weights are quantised; float weights are loaded. "
-            "gpu_ops.read_bitnet reads those of BitNet"
-        )
     config = LlamaConfig.from_hf(entries)
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         holder = _open(where, stack)
@@ -104,11 +101,14 @@ def load(
                 f"{_LOAD}: {where}: the config has {config.nlayers} layers, and the files {len(holder)} tensors"
             )
         plan = plan_of(config)
-        _check(where, holder, plan, config)
+        arrays: dict[str, Any] = {**read_ternary(_LOAD, where, entries, plan)}
+        packed = {part.name for name in arrays for part in plan[name]}
+        _check(where, holder, plan, config, packed)
         if kind is None:
             kind = NUMPY_DTYPES[holder[_TABLE].tensors[_TABLE].dtype]
-        arrays = {}
         for name, shape in config.shapes().items():
+            if name in arrays:
+                continue
             array = np.empty(shape, kind)
             for part in plan[name]:
                 _fill(array[part.rows].reshape(-1), holder[part.name], part.name)
@@ -244,10 +244,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check(
-    where: Path, holder: Mapping[str, SafetensorsFile], plan: Mapping[str, list[Part]], config: LlamaConfig
+    where: Path,
+    holder: Mapping[str, SafetensorsFile],
+    plan: Mapping[str, list[Part]],
+    config: LlamaConfig,
+    packed: Set[str],
 ) -> None:
-    """An error unless exactly the tensors of the plan are there."""
-    parts = {part.name: part for each in plan.values() for part in each}
+    """An error unless exactly the tensors of the plan are there. ``packed``: ternary ones, which were read."""
+    parts = {part.name: part for each in plan.values() for part in each if part.name not in packed}
     for name, part in parts.items():
         if name not in holder:
             hint = "; if the output layer is the embedding table, set tie_word_embeddings" * (name == _HEAD)
@@ -261,7 +265,8 @@ def _check(
             raise FormatError(
                 f"{holder[name].what}: {name} is {stored.dtype[:80]}; {', '.join(_STORED.values())} are loaded"
             )
-    for name in sorted(holder.keys() - parts.keys()):
+    scales = {f"{name}_scale" for name in packed}
+    for name in sorted(holder.keys() - parts.keys() - packed - scales):
         if name == _HEAD and config.tied:
             _check_tied(holder)
         elif not name.endswith(_RECOMPUTED):

@@ -33,7 +33,8 @@ def activate(m: Maths, g: Array, name: str) -> tuple[Array, Array]:
 
 def swiglu(draw: Draw) -> Trial:
     dtype, shape = draw.dtype(), shape_of(draw)
-    back, packed, name = draw.chance(0.4), draw.chance(0.4), draw.pick("silu", "silu", "gelu", "gelu_tanh", "relu2")
+    back, packed = draw.chance(0.4), draw.chance(0.4)
+    name = draw.pick("silu", "silu", "gelu", "gelu_tanh", "relu2")
     d = shape[-1]
     whole = (*shape[:-1], 2 * d)
     in_place = not back and not packed and draw.chance(0.2)
