@@ -304,5 +304,8 @@ def test_presets_have_the_published_numbers_of_parameters():
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.2-3b": 3_212_749_824,
         "mistral-7b": 7_241_732_096,
+        "bitnet-b1.58-2b": 2_412_820_480,
+        "gemma-2-2b": 2_614_341_888,
+        "gemma-3-1b": 999_885_952,
     }
     assert {name: config.parameters for name, config in models.PRESETS.items()} == published

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core.allocator import allocator, empty_like
+from gpu_ops.core.checks import computing_dtype
 
 __all__ = ["added", "copied", "softcapped", "times"]
+
+_CHUNK = 1 << 18  # logits that are float32 at a time: 1 MiB
 
 
 def copied(x: Any, to: Any = None) -> Any:
@@ -36,11 +39,16 @@ def times(y: Any, factor: float) -> Any:
 
 
 def softcapped(y: Any, cap: float) -> Any:
-    """``cap * tanh(y / cap)``, in place; ``y`` where the cap is 0."""
+    """``cap * tanh(y / cap)``, in place and rounded once; ``y`` where the cap is 0. ``y`` is contiguous."""
     if cap and _runs():
-        y *= 1 / cap
-        np.tanh(y, out=y)
-        y *= cap
+        flat, kind = y.reshape(-1), computing_dtype(y.dtype.name)
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK]
+            wide = part.astype(kind)
+            wide *= 1 / cap
+            np.tanh(wide, out=wide)
+            wide *= cap
+            part[...] = wide
     return y
 
 
