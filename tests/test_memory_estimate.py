@@ -24,6 +24,7 @@ FAMILIES = {
     "biases and qk_norm": replace(MEASURED, ffn=1024, biases=("qkv", "o", "gate_up", "down"), qk_norm=True),
     "every norm": replace(MEASURED, ffn=1024, sub_norms=True, post_norms=True, activation="relu2", tied=True),
 }
+BRIEF = [(family, policy) for family in list(FAMILIES)[:2] for policy in ("none", "layer")]
 SHAPES = {"short": (8, 256), "long": (3, 1024)}
 CASES = [
     pytest.param(
@@ -31,7 +32,7 @@ CASES = [
         shape,
         dtype,
         policy,
-        marks=() if shape == "short" and policy in ("none", "layer") else pytest.mark.slow,
+        marks=() if shape == "short" and (family, policy) in BRIEF else pytest.mark.slow,
     )
     for family in FAMILIES
     for shape in SHAPES
