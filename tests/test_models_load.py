@@ -207,8 +207,8 @@ def test_folders_that_are_none(folder, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
-        ({"quantization_config": {"quant_method": "bitnet"}}, "quantised"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
         ({"num_hidden_layers": 60000}, "60000 layers, and the files 21 tensors"),
         ({"num_attention_heads": "4"}, "num_attention_heads"),

@@ -11,6 +11,8 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.elementwise import added, softcapped
+from gpu_ops.models.llama import last_norm
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.attention_varlen import attention_varlen
@@ -59,11 +61,12 @@ def next_logits(
     """
     check_model(weights, config, cache)
     length = longest(cache) if max_seqlen is None else max_seqlen
-    x = embedding(step.tokens, weights.embed)
+    x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
     last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
-    return linear(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
+    z = linear(last_norm(last, weights, config)[0], weights.lm_head)
+    return softcapped(z, config.logits_softcap)
 
 
 def longest(cache: PagedKVCache) -> int:
@@ -127,7 +130,8 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
 def _block(
     x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, step: Step, max_seqlen: int
 ) -> Any:
-    h = rmsnorm(x, layer.attn_norm, eps=config.eps)
+    eps, offset = config.stream_eps, config.weight_offset
+    h = rmsnorm(x, layer.attn_norm, eps=eps, weight_offset=offset)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
     q = rope_append_kv(
@@ -144,6 +148,7 @@ def _block(
         q_weight=layer.q_norm,
         k_weight=layer.k_norm,
         eps=config.eps,
+        weight_offset=offset,
     )
     attn = attention_varlen(
         q,
@@ -153,10 +158,23 @@ def _block(
         block_table=step.block_table,
         seqused_k=step.seqused_k,
         max_seqlen_q=step.max_seqlen_q,
-        causal=True,
-        window_size=config.window_size,
+        **config.attention_options,
     )
-    x = project(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x)
-    h = rmsnorm(x, layer.mlp_norm, eps=config.eps)
+    norms = layer.attn_sub_norm, layer.attn_post_norm
+    x = _projected(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x, norms, config)
+    h = rmsnorm(x, layer.mlp_norm, eps=eps, weight_offset=offset)
     act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)
-    return project(act, layer.down, layer.down_bias, x)
+    norms = layer.ffn_sub_norm, layer.mlp_post_norm
+    return _projected(act, layer.down, layer.down_bias, x, norms, config)
+
+
+def _projected(x: Any, weight: Any, bias: Any, residual: Any, norms: Any, config: LlamaConfig) -> Any:
+    """The residual stream with a projection of ``x`` added. ``norms``: before and after the projection, or None."""
+    before, after = norms
+    options: dict[str, Any] = {"eps": config.eps, "weight_offset": config.weight_offset}
+    if before is not None:
+        x = rmsnorm(x, before, out=x, **options)
+    if after is None:
+        return project(x, weight, bias, residual)
+    y = project(x, weight, bias)
+    return added(rmsnorm(y, after, out=y, **options), residual)

@@ -22,10 +22,22 @@ from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.models.checkpoint_ternary import read_ternary
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.gguf import GGUFSource
-from gpu_ops.models.tensors import HF, ONE_FILE, STORED, Source, open_folder, planned, read_all
+from gpu_ops.models.tensors import (
+    HF,
+    ONE_FILE,
+    STORED,
+    Names,
+    Part,
+    Source,
+    open_folder,
+    planned,
+    read_all,
+    with_post_norms,
+)
 from gpu_ops.models.weights import Llama
 from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
 
@@ -58,13 +70,14 @@ def load(
     weights : Llama
         Ternary projections of a GGUF file stay packed: each is a :class:`gpu_ops.TernaryMatrix`, with a scale per row
         or block where ``qkv`` or ``gate_up`` joins tensors of different scales. Everything else is an array.
+        Packed projections of BitNet's folders are :class:`gpu_ops.TernaryMatrix` too.
     config : LlamaConfig
 
     Raises
     ------
     OptionError
         A config of another family, or one that asks for what its family does not have: see
-        :meth:`LlamaConfig.from_hf`. Quantised weights of a folder.
+        :meth:`LlamaConfig.from_hf`. Quantised weights of a folder, other than BitNet's.
     FormatError, ShapeError
         A damaged file. A tensor is missing, there twice, of another shape than the config says, or one too many.
         The message names it and its file.
@@ -102,7 +115,7 @@ def load(
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         source: Source[LlamaConfig]
         if is_folder:
-            source = _folder(where, stack)
+            source = _Folder(where, stack)
         else:
             source = GGUFSource(_LOAD, where, stack.enter_context(opened(_LOAD, where)))
         arrays = {
@@ -154,7 +167,7 @@ def save(
     Llama.of(given, config)
     if extra := given.keys() - config.shapes().keys():
         raise OptionError(f"{_SAVE}: the weights have {min(extra)}, and the config has no such thing")
-    plan = planned(config, HF)
+    plan = planned(config, _names(config))
     found = {name: StateArray(_SAVE, name, given[name]) for name in plan}
     tensors = {p.name: (_stored(name, found[name].dtype), p.shape) for name, ps in plan.items() for p in ps}
 
@@ -191,14 +204,21 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
         raise OptionError(f"{_SAVE}: entries= cannot be written as JSON: {error}") from error
 
 
-def _folder(where: Path, stack: contextlib.ExitStack) -> Source[LlamaConfig]:
-    entries = read_config(_LOAD, where / "config.json")
-    if entries.get("quantization_config") is not None:
-        raise OptionError(
-            f"{_LOAD}: {where}: quantization_config says that the weights are quantised; float weights are loaded. "
-            "gpu_ops.read_bitnet reads those of BitNet"
-        )
-    return Source(LlamaConfig.from_hf(entries), open_folder(_LOAD, where, stack), HF)
+class _Folder(Source[LlamaConfig]):
+    """A model in an open folder."""
+
+    def __init__(self, where: Path, stack: contextlib.ExitStack) -> None:
+        self._where, self._entries = where, read_config(_LOAD, where / "config.json")
+        config = LlamaConfig.from_hf(self._entries)
+        super().__init__(config, open_folder(_LOAD, where, stack), _names(config))
+
+    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
+        """The projections that BitNet stores as uint8."""
+        return read_ternary(_LOAD, self._where, self._entries, plan)
+
+
+def _names(config: LlamaConfig) -> Names:
+    return with_post_norms(HF) if config.post_norms else HF
 
 
 def _stored(name: str, dtype: np.dtype[Any]) -> str:

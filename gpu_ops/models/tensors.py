@@ -7,7 +7,7 @@ import errno
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from gpu_ops.formats.files import opened
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 
 __all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part", "Source", "fill", "open_folder",
-           "planned", "read_all"]  # fmt: skip
+           "planned", "read_all", "with_post_norms"]  # fmt: skip
 
 ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
@@ -100,11 +100,23 @@ HF = Names(
         "down": ("mlp.down_proj",),
         "q_norm": ("self_attn.q_norm",),
         "k_norm": ("self_attn.k_norm",),
+        "attn_sub_norm": ("self_attn.attn_sub_norm",),
+        "ffn_sub_norm": ("mlp.ffn_sub_norm",),
     },
     layer="model.layers.{}.",
     dtypes=tuple(STORED.values()),
     unread=(".rotary_emb.inv_freq",),  # in early Llamas
 )
+
+
+def with_post_norms(names: Names) -> Names:
+    """Of a model with norms after its halves, one of which has the name that others give to ``mlp_norm``."""
+    others = {
+        "attn_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    }
+    return replace(names, modules={**names.modules, **others})
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,10 @@ class Source(Generic[AnyConfig]):
     config: AnyConfig
     files: Files
     names: Names
+
+    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
+        """The arrays of ours whose tensors are packed in a way of their own, read and checked. None here."""
+        return {}
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
         """An array of ours, made of these parts."""
@@ -153,22 +169,25 @@ def read_all(
     """The arrays of a model by name, one at a time; an error before the first unless exactly its tensors are there.
 
     ``dtype`` None: that of the embedding table, float32 where it is quantised."""
-    parts, table = _checked(op, where, source), source.names.embed
+    plan, packed = _checked(op, where, source)
+    table = source.names.embed
     if dtype is None:
         dtype = NUMPY_DTYPES.get(source.files[table].tensors[table].dtype, np.dtype(np.float32))
-    for name, each in parts.items():
-        yield name, source.read(name, each, dtype)
+    for name, parts in plan.items():
+        yield name, packed[name] if name in packed else source.read(name, parts, dtype)
 
 
-def _checked(op: str, where: Path, source: Source[Any]) -> dict[str, list[Part]]:
-    """The plan; an error unless exactly its tensors are there."""
+def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
+    """The plan, and what of it is packed; an error unless exactly its tensors are there."""
     config, files, names = source.config, source.files, source.names
     if config.nlayers > len(files):  # before there is a list of them
         raise FormatError(
             f"{op}: {where}: the config has {config.nlayers} layers, and the files {len(files)} tensors"
         )
-    found = planned(config, names)
-    parts = {part.name: part for each in found.values() for part in each}
+    plan = planned(config, names)
+    packed = source.packed(plan)
+    read = {part.name for name in packed for part in plan[name]}
+    parts = {part.name: part for each in plan.values() for part in each if part.name not in read}
     for name, part in parts.items():
         if name not in files:
             hint = "; if the output layer is the embedding table, set tie_word_embeddings"
@@ -184,7 +203,7 @@ def _checked(op: str, where: Path, source: Source[Any]) -> dict[str, list[Part]]
             raise FormatError(
                 f"{files[name].what}: {name} is {stored.dtype[:80]}; {', '.join(names.dtypes)} are loaded"
             )
-    for name in sorted(files.keys() - parts.keys()):
+    for name in sorted(files.keys() - parts.keys() - read - {f"{name}_scale" for name in read}):
         if name == names.lm_head and config.tied:
             _check_tied(files, names)
         elif not name.endswith(names.unread):
@@ -192,7 +211,7 @@ def _checked(op: str, where: Path, source: Source[Any]) -> dict[str, list[Part]]
                 f"{files[name].what}: {name[:80]!r} is no part of a {config.nlayers}-layer model of this config; "
                 "what it would do is not known"
             )
-    return found
+    return plan, packed
 
 
 def _check_tied(files: Files, names: Names) -> None:
