@@ -36,7 +36,7 @@ def next_logits(
         Projections may be arrays, ternary, or carry adapters.
     config : LlamaConfig
     cache : PagedKVCache
-        With the layers and head sizes of ``config``, in the dtype of the weights.
+        With the layers and head sizes of ``config``, in the dtype of the weights, or int8 or float8_e4m3fn.
     step : Step
         What :meth:`PagedKVCache.reserve` returned for these tokens. Call :meth:`PagedKVCache.commit` next.
 
@@ -63,7 +63,7 @@ def next_logits(
     length = longest(cache) if max_seqlen is None else max_seqlen
     x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
-        x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
+        x = _block(x, layer, own, cache, i, step, length)
     last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
     z = linear(last_norm(last, weights, config)[0], weights.lm_head)
     return softcapped(z, config.logits_softcap)
@@ -81,10 +81,12 @@ def cache_for(
     num_pages: int | None = None,
     lengths: Sequence[int] | None = None,
     page_size: int = 16,
+    dtype: Any = None,
 ) -> PagedKVCache:
-    """A cache for a model: its layers and heads, in the dtype and on the device of its weights.
+    """A cache for a model: its layers and heads, on the device of its weights.
 
-    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together.
+    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together. ``dtype``: that of the weights, or
+    int8 or float8_e4m3fn in half the bytes of bfloat16; see :class:`PagedKVCache`.
     """
     windows = [own.window for own in config.by_layer]
     window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
@@ -101,7 +103,7 @@ def cache_for(
         config.head_dim,
         num_pages=num_pages,
         page_size=page_size,
-        dtype=weights.embed.dtype,
+        dtype=weights.embed.dtype if dtype is None else dtype,
         device="cuda" if on_cuda(weights.embed) else "cpu",
         window=window,
     )
@@ -128,8 +130,11 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
 
 
 def _block(
-    x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, step: Step, max_seqlen: int
+    x: Any, layer: Block, config: LlamaConfig, cache: PagedKVCache, i: int, step: Step, max_seqlen: int
 ) -> Any:
+    """``i``: the number of the layer."""
+    keys, values = cache.keys[i], cache.values[i]
+    scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
     eps, offset = config.stream_eps, config.weight_offset
     h = rmsnorm(x, layer.attn_norm, eps=eps, weight_offset=offset)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
@@ -140,6 +145,7 @@ def _block(
         v,
         keys,
         values,
+        **scales,
         slot_mapping=step.slot_mapping,
         positions=step.positions if config.theta is not None else step.positions * 0,  # a rotation by nothing
         theta=config.theta,
@@ -157,6 +163,7 @@ def _block(
         step.cu_seqlens_q,
         block_table=step.block_table,
         seqused_k=step.seqused_k,
+        **scales,
         max_seqlen_q=step.max_seqlen_q,
         **config.attention_options,
     )

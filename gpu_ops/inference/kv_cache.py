@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,16 @@ import numpy as np
 from gpu_ops.core import checks
 from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import OptionError
+from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
 from gpu_ops.inference.sequences import Sequence, Sequences, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled, written
-from gpu_ops.training.state_arrays import check_device, named_dtype, to_device, zeros
+from gpu_ops.ops.quantized_pages import QUANTIZED
+from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 
 __all__ = ["CacheStats", "PagedKVCache"]
 
 _CLASS = "PagedKVCache"
-_COPY_BYTES = 1 << 26  # that are copied at a time, through a temporary array
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class PagedKVCache:
     page_size : int
         Tokens per page. Prefixes are shared by whole pages; half a page of each sequence is empty on average.
     dtype : str or dtype
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64. Or int8 or float8_e4m3fn, in half the bytes of bfloat16: each head of a
+        token then has a scale, and :func:`gpu_ops.rope_append_kv` says how exact its elements are. Pages of
+        float8_e4m3fn are uint8 arrays of its bits, since CuPy has no such dtype.
     device : str
         ``"cuda"``: CuPy arrays on the current device, which is the current one in later calls too. ``"cpu"``,
         ``"emulator"``: NumPy arrays.
@@ -80,6 +82,8 @@ class PagedKVCache:
     ----------
     keys, values : tuples of arrays (num_pages, page_size, nheads_kv, head_dim)
         Of each layer, zeros at first. They stay where they are as long as the cache lives.
+    key_scales, value_scales : tuples of float32 arrays (num_pages, page_size, nheads_kv), or of None
+        The same for quantized pages. A page and its scales lie side by side, and are copied and moved together.
 
     Raises
     ------
@@ -94,7 +98,7 @@ class PagedKVCache:
 
     Notes
     -----
-    The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements.
+    The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements, and 4 bytes per scale.
 
     ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length.
 
@@ -148,16 +152,21 @@ class PagedKVCache:
             )
         first = int(self.window >= 0)  # page 0 is the null page
         self.num_pages = checks.integer(_CLASS, "num_pages", num_pages, low=1 + first, high=2**31 - 1)
-        self.dtype = named_dtype(_CLASS, "dtype", dtype)
+        self.dtype = named_dtype(_CLASS, "dtype", dtype, checks.FLOAT_DTYPES | QUANTIZED)
         self.device = checks.one_of(
             _CLASS, "device", device, ("cpu", "cuda", "emulator"), meant={"gpu": "cuda"}
         )
         check_device(_CLASS, self.device)
-        row = size["nheads_kv"] * size["head_dim"]
-        self._pages = _pages(size["nlayers"], self.num_pages, self.page_size * row, self.dtype, self.device)
-        shape = (self.num_pages, self.page_size, size["nheads_kv"], size["head_dim"])
-        arrays = tuple(x.view(self.dtype).reshape(shape) for x in self._pages)
-        self.keys, self.values = arrays[: size["nlayers"]], arrays[size["nlayers"] :]
+        n, page = size["nlayers"], (self.page_size, size["nheads_kv"], size["head_dim"])
+        with typed_memory_errors(_CLASS):
+            self._pages = PageArrays.zeros(2 * n, self.num_pages, page, self.dtype, self.device)
+        numbers, scales = self._pages.numbers, self._pages.scales
+        self.keys, self.values, self.key_scales, self.value_scales = (
+            numbers[:n],
+            numbers[n:],
+            scales[:n],
+            scales[n:],
+        )
         pool = PagePool(self.num_pages, self.page_size, first)
         self._sequences = Sequences(pool, self.window, -(-keep // self.page_size))
 
@@ -291,7 +300,7 @@ class PagedKVCache:
         places = self._sequences.pool.places()
         moved = [page for page, place in places.items() if page != place]
         with typed_memory_errors("defragment"):
-            self._copy(moved, [places[page] for page in moved])
+            self._pages.copy(moved, [places[page] for page in moved])
         self._sequences.renumber(places)
         return len(moved)
 
@@ -305,27 +314,9 @@ class PagedKVCache:
         pool = self._sequences.pool
         own = [pool.take() for _ in pages]
         try:
-            self._copy(pages, own)
+            self._pages.copy(pages, own)
         except BaseException:
             for page in own:
                 pool.drop(page)
             raise
         return own
-
-    def _copy(self, source: list[int], target: list[int]) -> None:
-        """Copy pages of all layers to others."""
-        if not source:
-            return
-        nbytes = len(source) * self._pages[0, 0].nbytes
-        planes = max(1, _COPY_BYTES // nbytes)
-        for start in range(0, self._pages.shape[0], planes):
-            part = self._pages[start : start + planes]
-            part[:, target] = part[:, source]
-
-
-@typed_memory_errors(_CLASS)
-def _pages(nlayers: int, num_pages: int, elements: int, dtype: np.dtype[Any], device: str) -> Any:
-    """(2 * nlayers, num_pages, words): the keys' pages of all layers, then the values', as words to be copied."""
-    nbytes = elements * dtype.itemsize
-    word = np.dtype(f"u{math.gcd(nbytes, 8)}")
-    return zeros((2 * nlayers, num_pages, nbytes // word.itemsize), word, device)
