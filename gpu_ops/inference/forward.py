@@ -8,9 +8,9 @@ from typing import Any
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.inference.attend import attend, check_window
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
+from gpu_ops.inference.step_attention import attend, check_window
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block, Llama

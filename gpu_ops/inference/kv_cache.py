@@ -9,12 +9,12 @@ from typing import Any
 from gpu_ops.core import checks
 from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import OptionError, StateError
-from gpu_ops.inference.attend import check_window
 from gpu_ops.inference.cascade import cascade_of
 from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
 from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled, written
+from gpu_ops.inference.step_attention import check_window
 from gpu_ops.inference.tree import moves, planted, read_parents, read_paths
 from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 

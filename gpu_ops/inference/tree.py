@@ -18,7 +18,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.inference.sequences import Sequences
 from gpu_ops.inference.step import Step, sent
 
-__all__ = ["Tree", "depths", "moves", "planted", "read_parents", "read_paths"]
+__all__ = ["Tree", "depths", "moves", "parent_list", "planted", "read_parents", "read_paths"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +50,21 @@ def read_parents(new: Mapping[int, list[int]], parents: Any) -> dict[int, list[i
     for handle, given in parents.items():
         if handle not in new:
             raise OptionError(f"reserve: parents has sequence {handle!r}, which gets no tokens in this step")
-        label = f"parents[{handle}]"
-        found[int(handle)] = own = _indices("reserve", label, given)
-        if len(own) != len(new[handle]):
-            raise OptionError(f"reserve: {label} has {len(own)} entries for {len(new[handle])} tokens")
-        for i, parent in enumerate(own):
-            if not -1 <= parent < i:
-                raise OptionError(
-                    f"reserve: {label}[{i}] is {parent}; the parent of token {i} is a token before it, "
-                    f"in [0, {i}), or -1: it follows the sequence"
-                )
+        found[int(handle)] = parent_list("reserve", f"parents[{handle}]", given, len(new[handle]))
+    return found
+
+
+def parent_list(op: str, name: str, values: Any, count: int) -> list[int]:
+    """The parents of ``count`` tokens, checked."""
+    found = _indices(op, name, values)
+    if len(found) != count:
+        raise OptionError(f"{op}: {name} has {len(found)} entries for {count} tokens")
+    for i, parent in enumerate(found):
+        if not -1 <= parent < i:
+            raise OptionError(
+                f"{op}: {name}[{i}] is {parent}; the parent of token {i} is a token before it, in [0, {i}), or -1: "
+                "it follows the sequence"
+            )
     return found
 
 
