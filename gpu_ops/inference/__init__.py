@@ -2,6 +2,7 @@
 
 from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for, next_logits
+from gpu_ops.inference.generation import generate
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.lookup import prompt_lookup
 from gpu_ops.inference.requests import Sampling, Token
@@ -10,7 +11,6 @@ from gpu_ops.inference.speculative import probabilities, verify
 from gpu_ops.inference.step import Step
 from gpu_ops.inference.step_attention import attend
 from gpu_ops.inference.text import TextStream
-from gpu_ops.inference.texts import generate
 
 __all__ = [
     "CacheStats",
