@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,13 +11,13 @@ import gpu_ops
 from gpu_ops import models
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import (
-    Engine,
     Sampling,
     cache_for,
     generate,
     next_logits,
     probabilities,
     prompt_lookup,
+    speculative,
     verify,
 )
 
@@ -33,123 +30,6 @@ SAMPLINGS = [
     Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=9),
     Sampling(temperature=0.0, presence_penalty=0.4),
 ]
-
-
-@functools.cache
-def plain():
-    return generate(WEIGHTS, CONFIG, PROMPTS, max_new_tokens=24, sampling=SAMPLINGS)
-
-
-def oracle(tokens, wrong=lambda n: False):
-    """The next tokens; those of numbers ``wrong`` are other ones."""
-    for prompt, text in zip(PROMPTS, plain(), strict=True):
-        if tokens[: len(prompt)] == prompt:
-            at = len(tokens) - len(prompt)
-            return [(t + wrong(at + i)) % 97 for i, t in enumerate(text[at : at + 6])]
-    return []
-
-
-DRAFTS = {
-    "right": oracle,
-    "every third wrong": functools.partial(oracle, wrong=lambda n: n % 3 == 0),
-    "all wrong": functools.partial(oracle, wrong=lambda n: True),
-    "by lookup": functools.partial(prompt_lookup, ngram=2, most=3),
-    "none": lambda tokens: [],
-}
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_texts_are_those_without_drafts(draft):
-    """Greedy and sampled, with filters and penalties, whatever is guessed."""
-    found = generate(WEIGHTS, CONFIG, PROMPTS, max_new_tokens=24, sampling=SAMPLINGS, draft=DRAFTS[draft])
-    assert found == plain()
-
-
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 5}, {"num_pages": 11}, {"max_requests": 2}], ids=str)
-def test_drafts_take_what_room_there_is(options):
-    """Of a pass and of the cache: no request waits or is preempted for a guess."""
-    pages = options.pop("num_pages", 64)
-
-    def run(draft):
-        engine = Engine(
-            WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=pages, page_size=4), draft=draft, **options
-        )
-        for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
-            engine.submit(prompt, max_new_tokens=24, sampling=sampling)
-        texts, passes = [[] for _ in PROMPTS], 0
-        while engine.unfinished:
-            passes += 1
-            for token in engine.step():
-                texts[token.request].append(token.token)
-        assert texts == plain()
-        assert engine.cache.stats.used == 0
-        return engine, passes
-
-    _, without = run(None)
-    engine, passes = run(oracle)
-    assert passes < without
-    assert 0 < engine.accepted == engine.drafted
-    engine, _ = run(DRAFTS["all wrong"])
-    assert engine.accepted == 0 < engine.drafted
-
-
-def test_a_right_draft_takes_a_pass_for_all_its_tokens():
-    engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
-    engine.submit(PROMPTS[0], max_new_tokens=24)
-    counts = []
-    while engine.unfinished:
-        counts.append(len(engine.step()))
-    assert counts == [1, 7, 7, 7, 2]  # no guess is run that cannot be kept
-
-
-def test_a_stop_token_among_the_guesses_ends_the_text():
-    text = plain()[0]
-    stop = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
-    engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
-    engine.submit(PROMPTS[0], max_new_tokens=24, stop=[stop])
-    tokens = list(engine.run())
-    assert [t.token for t in tokens] == text[: text.index(stop) + 1]
-    assert [t.finished for t in tokens if t.finished] == ["stop"]
-    assert engine.cache.stats.used == 0
-
-
-def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
-    import gpu_ops.inference.engine as module
-
-    whole, calls = module.draw, []
-
-    def failing(*args):
-        calls.append(args)
-        if len(calls) % 2:
-            raise KeyboardInterrupt
-        return whole(*args)
-
-    monkeypatch.setattr(module, "draw", failing)
-    engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
-    engine.submit(PROMPTS[0], max_new_tokens=24)
-    found = []
-    while engine.unfinished:
-        with contextlib.suppress(KeyboardInterrupt):
-            found += [token.token for token in engine.step()]
-    assert found == plain()[0]
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        ("abc", "draft is str, not a function"),
-        (lambda tokens: [97], r"Engine: draft guessed 97, not in \[0, 97\)"),
-        (lambda tokens: [0.5], "Engine: draft: token ids are float64"),
-        (lambda tokens: [[1]], "Engine: draft: token ids have shape"),
-        (lambda tokens: [-1], "Engine: draft: token ids lie in"),
-    ],
-)
-def test_drafts_that_are_refused(draft, message):
-    with pytest.raises(GpuOpsError, match=message):
-        generate(WEIGHTS, CONFIG, [[1, 2]], max_new_tokens=3, draft=draft)
-
-
-# ---- verify -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -234,6 +114,39 @@ def test_two_tokens_have_the_models_distribution(sampling, children):
     assert chi_square(counts, p[0][:, None] * p[1:]) < 1
 
 
+def test_every_threshold_is_that_of_the_formula(rng, monkeypatch):
+    """Of three drafts one after the other, and of the token where none is accepted: just below and just above it."""
+    numbers, gap = [0.0] * 4, 1e-9
+    monkeypatch.setattr(speculative, "_number", lambda row, i: numbers[i])
+
+    def first(place, number):
+        """The path's second node and the token, by this number in a place and those that reject before it."""
+        numbers[:] = [1.0] * place + [number] + [0.0] * (3 - place)
+        path, token = verify(logits, tokens, [-1, 0, 0, 0], sampling=PLAIN, draft_probs=draft)
+        return [*path, 0][1], token
+
+    rejected = 0
+    for _ in range(40):
+        logits, draft = rng.normal(0, 1, (4, 6)), rng.dirichlet(np.ones(6), 4)
+        tokens = [0, *drawn_without_replacement(rng, draft[0], 3)]
+        p, q = probabilities(logits[0], PLAIN), draft[0].copy()
+        for place, token in enumerate(tokens[1:]):
+            threshold = p[token] / q[token]
+            if threshold >= 1:
+                break
+            assert first(place, threshold - gap)[0] == place + 1
+            assert first(place, threshold + gap)[0] != place + 1
+            p = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
+            q = np.where(np.arange(6) == token, 0, q) / (1 - q[token])
+        else:
+            rejected += 1
+            for token, edge in enumerate(np.cumsum(p)[:-1]):
+                if p[token]:
+                    assert first(3, edge - gap) == (0, token)
+                assert first(3, edge + gap)[1] > token
+    assert rejected > 3
+
+
 def test_drafts_of_the_model_itself_are_all_accepted():
     logits = np.random.default_rng(0).normal(size=(3, 8))
     sampling = Sampling(temperature=0.8, seed=5)
@@ -309,9 +222,6 @@ def test_verify_refuses(arguments, options, message):
 def test_draft_probabilities_that_are_refused(tokens, probs, message):
     with pytest.raises(GpuOpsError, match=message):
         verify(np.zeros((3, 4)), tokens, [-1, 0, 0], sampling=Sampling(temperature=1.0), draft_probs=probs)
-
-
-# ---- prompt lookup ------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
