@@ -48,6 +48,9 @@ def cascade_of(step: Step, page_size: int, device: str) -> Cascade | None:
     batch, width = table.shape
     if batch < MIN_SEQUENCES or width * page_size < MIN_TOKENS or step.max_seqlen_q > MAX_QUERIES:
         return None
+    at = -(-MIN_TOKENS // page_size) - 1  # the last page that a group has to share
+    if np.count_nonzero((table[1:, at] == table[:-1, at]) & (table[1:, at] >= 0)) < MIN_SEQUENCES - 1:
+        return None
     equal = (table[1:] == table[:-1]) & (table[1:] >= 0)
     common = np.logical_and.accumulate(equal, axis=1).sum(
         axis=1
