@@ -16,6 +16,7 @@ from gpu_ops.errors import (
     StateError,
 )
 from gpu_ops.inference import PagedKVCache
+from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
 from gpu_ops.inference.sequences import Sequences
 from gpu_ops.inference.step import filled
@@ -282,7 +283,7 @@ def test_a_copy_that_fails_leaves_all_as_it_was(monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(cache._arrays, "copy", fail)
+    monkeypatch.setattr(PageArrays, "copy", fail)
     for call in (lambda: cache.reserve({b: [6]}), cache.defragment):
         with pytest.raises(OutOfMemoryError):
             call()

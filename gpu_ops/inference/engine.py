@@ -48,7 +48,8 @@ class Engine:
     draft : function, optional
         From the tokens of a text to guesses of the next ones, such as :func:`prompt_lookup`. A pass runs them beside
         the last token of the text, and keeps those that are the tokens it draws: texts are the same as without, and
-        come in fewer passes the better the guesses are.
+        come in fewer passes the better the guesses are. In 16 bits a pass over more tokens may round otherwise, and
+        tokens that are about equally likely change places.
 
     Attributes
     ----------
@@ -147,7 +148,10 @@ class Engine:
         return request.number
 
     def cancel(self, request: int) -> None:
-        """Forget a request that runs or waits, and give its pages back."""
+        """Forget a request that runs or waits, and give its pages back.
+
+        With a draft, the pass that gave its last token may have given it later ones too, and have finished it.
+        """
         for one in (*self._running, *self._waiting):
             if one.number == request:
                 (self._running if one.handle >= 0 else self._waiting).remove(one)
@@ -165,8 +169,8 @@ class Engine:
     def run(self) -> Iterator[Token]:
         """The tokens of all requests as they come, until none is left; more may be submitted meanwhile.
 
-        A pass gives tokens to each of several requests. To stop in between, call :meth:`step` instead: a loop that
-        is left loses the other tokens of its pass.
+        A pass gives tokens to several requests, and with a draft several to one. To stop in between, call
+        :meth:`step` instead: a loop that is left loses the other tokens of its pass.
         """
         while self.unfinished:
             yield from self.step()

@@ -1,13 +1,13 @@
-"""The arrays of a paged cache, and copies between their pages and slots."""
+"""The memory of a paged cache: keys and values of all layers in one array, so that pages are copied in few steps."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.training.state_arrays import zeros
 
 __all__ = ["PageArrays"]
@@ -15,34 +15,40 @@ __all__ = ["PageArrays"]
 _COPY_BYTES = 1 << 26  # that are copied at a time, through a temporary array
 
 
+@dataclass(frozen=True)
 class PageArrays:
-    """Keys and values of all layers in one block of memory: ``shape`` is that of one of them, pages first."""
+    """A plane is the keys or the values of a layer."""
 
-    @typed_memory_errors("PagedKVCache")
-    def __init__(self, nlayers: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: str) -> None:
-        nbytes = math.prod(shape[1:]) * dtype.itemsize
+    words: Any
+    """(planes, num_pages, words of a page): all bytes, for copies."""
+    numbers: tuple[Any, ...]
+    """Of each plane, (num_pages, page_size, nheads_kv, head_dim)."""
+
+    @classmethod
+    def zeros(
+        cls, planes: int, num_pages: int, page: tuple[int, int, int], dtype: np.dtype[Any], device: str
+    ) -> PageArrays:
+        """``page``: its size, nheads_kv and head_dim."""
+        nbytes = math.prod(page) * dtype.itemsize
         word = np.dtype(f"u{math.gcd(nbytes, 8)}")
-        self._pages = zeros((2 * nlayers, shape[0], nbytes // word.itemsize), word, device)
-        self._page_size = shape[1]
-        arrays = tuple(x.view(dtype).reshape(shape) for x in self._pages)
-        self.keys, self.values = arrays[:nlayers], arrays[nlayers:]
+        words = zeros((planes, num_pages, nbytes // word.itemsize), word, device)
+        return cls(words, tuple(x.view(dtype).reshape(num_pages, *page) for x in words))
 
     def copy(self, source: list[int], target: list[int]) -> None:
         """Copy pages of all layers to others."""
-        _copy(self._pages, source, target)
+        if not source:
+            return
+        nbytes = len(source) * self.words[0, 0].nbytes
+        planes = max(1, _COPY_BYTES // nbytes)
+        for start in range(0, self.words.shape[0], planes):
+            part = self.words[start : start + planes]
+            part[:, target] = part[:, source]
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Move tokens of all layers from slots to others, which may be slots that other ones leave."""
-        planes, num_pages, _ = self._pages.shape
-        slots = self._pages.view(np.uint8).reshape(planes, num_pages * self._page_size, -1)
-        _copy(slots, source, target)
-
-
-def _copy(rows: Any, source: list[int], target: list[int]) -> None:
-    """``rows[:, target] = rows[:, source]``, where all of a plane are read before one is written."""
-    if not source:
-        return
-    planes = max(1, _COPY_BYTES // (len(source) * rows[0, 0].nbytes))
-    for start in range(0, rows.shape[0], planes):
-        part = rows[start : start + planes]
-        part[:, target] = part[:, source]
+        """Move tokens of all layers from slots to others. All are read first: a slot may be in both lists."""
+        if not source:
+            return
+        size = self.numbers[0].shape[1]
+        rows = self.words.view(np.uint8).reshape(*self.words.shape[:2], size, -1)
+        (from_page, from_row), (to_page, to_row) = (np.divmod(slots, size) for slots in (source, target))
+        rows[:, to_page, to_row] = rows[:, from_page, from_row]

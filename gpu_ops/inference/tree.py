@@ -74,8 +74,8 @@ def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
         raise OptionError(f"accept: paths is {type(paths).__name__}; pass a dict, {{handle: tokens to keep}}")
     if set(paths) != set(sequences.parents):
         raise OptionError(
-            f"accept: paths are given for the sequences {sorted(paths)}, and the open step has parents for "
-            f"{sorted(sequences.parents)}"
+            f"accept: paths are given for the sequences {list(paths)}, and the open step has parents for "
+            f"{list(sequences.parents)}"
         )
     found = {}
     for handle, given in paths.items():
