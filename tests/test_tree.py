@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_ops import inference, models
-from gpu_ops.errors import GpuOpsError, OptionError, StateError
+from gpu_ops.errors import GpuOpsError, OptionError, OutOfMemoryError, StateError
 from gpu_ops.inference import PagedKVCache, cache_for, next_logits
+from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.tree import depths
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
@@ -193,6 +194,23 @@ def test_rows_move_in_every_dtype(dtype):
         for sign, pages in ((1, cache.keys[layer]), (-1, cache.values[layer])):
             want = sign * (layer * 10 + np.array([0, 2, 3, 6]))[:, None] + np.arange(3) / 4
             assert (pages.reshape(-1, 3)[slots] == want).all()
+
+
+def test_a_move_that_fails_leaves_the_step_open(monkeypatch):
+    cache = PagedKVCache(1, 1, 8, num_pages=3)
+    a = cache.add()
+    cache.reserve({a: [1, 2, 3]}, parents={a: [-1, 0, 0]})
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageArrays, "move", fail)
+        with pytest.raises(OutOfMemoryError):
+            cache.accept({a: [0, 2]})
+    assert cache.tokens(a) == [1, 2, 3]
+    cache.accept({a: [0, 2]})
+    assert cache.tokens(a) == [1, 3]
 
 
 def test_accepted_pages_are_found_by_their_own_tokens():

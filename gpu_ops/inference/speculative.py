@@ -37,9 +37,9 @@ def verify(
     """Walk down a tree of drafts as far as the model agrees, and draw the token after that.
 
     Without ``draft_probs`` the model's own token is drawn after each node, and the walk goes on to the child that is
-    this token: from the same logits, :func:`sample` draws the same tokens one by one. With them, drafts are accepted by
-    chance: as often as possible, and so that the tokens have the same distribution. Greedy sampling has one token to
-    draw: there both are the same.
+    this token: from the same logits, :func:`sample` draws the same tokens one by one. With them, drafts are accepted
+    by chance: as often as possible, and so that the tokens have the same distribution. Greedy sampling has one token
+    to draw: there both are the same.
 
     Parameters
     ----------
