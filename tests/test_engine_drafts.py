@@ -78,21 +78,25 @@ def test_drafts_take_what_room_there_is(options):
         assert engine.cache.stats.used == 0
         return engine, passes
 
-    _, without = run(None)
+    alone, without = run(None)
     engine, passes = run(oracle)
     assert passes < without
     assert 0 < engine.accepted == engine.drafted
-    engine, _ = run(DRAFTS["all wrong"])
+    engine, passes = run(DRAFTS["all wrong"])
     assert engine.accepted == 0 < engine.drafted
+    assert (passes, engine.cache.stats.tokens_added) == (without, alone.cache.stats.tokens_added)
 
 
 def test_a_right_draft_takes_a_pass_for_all_its_tokens():
-    engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
+    """No guess is run that the text has no room for."""
+    cache = cache_for(WEIGHTS, CONFIG, num_pages=64)
+    engine = Engine(WEIGHTS, CONFIG, cache, draft=lambda tokens: (oracle(tokens) + [0] * 6)[:6])
     engine.submit(PROMPTS[0], max_new_tokens=24)
     counts = []
     while engine.unfinished:
         counts.append(len(engine.step()))
-    assert counts == [1, 7, 7, 7, 2]  # no guess is run that cannot be kept
+    assert counts == [1, 7, 7, 7, 2]
+    assert engine.drafted == 6 + 6 + 6 + 1
 
 
 def test_a_stop_token_among_the_guesses_ends_the_text():
