@@ -254,7 +254,7 @@ def test_weights_config_and_cache_belong_together(changes, error):
         next_logits(weights, config, cache, cache.reserve({handle: [1]}))
 
 
-@pytest.mark.parametrize("part", ["next_logits", "sample"])
+@pytest.mark.parametrize("part", ["next_logits", "draw"])
 def test_a_pass_that_fails_runs_again(part, rng, monkeypatch):
     weights, (text,) = model(), prompts(rng, 9)
     engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=8, page_size=4))

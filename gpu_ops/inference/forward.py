@@ -10,12 +10,12 @@ from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
+from gpu_ops.inference.step_attention import attend, check_window
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, softcapped
 from gpu_ops.models.llama import last_norm
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block, Llama
-from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
 from gpu_ops.ops.linear import linear
 from gpu_ops.ops.rmsnorm import rmsnorm
@@ -29,6 +29,8 @@ def next_logits(
     weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: Step, *, max_seqlen: int | None = None
 ) -> Any:
     """The logits after the last new token of each sequence. Writes the new tokens' keys and values to the cache.
+
+    Of sequences that ``reserve`` had parents for, the logits after all new tokens: the rows are ``step.logit_rows``.
 
     Parameters
     ----------
@@ -46,7 +48,12 @@ def next_logits(
 
     Returns
     -------
-    logits : array (sequences, vocab), in the weights' dtype
+    logits : array (sequences, vocab), in the weights' dtype; (logit_rows, vocab) where the step has these
+
+    Raises
+    ------
+    OptionError, ShapeError
+        Weights, config and cache do not belong together, or a layer has a window that ends before tokens that branch.
 
     Examples
     --------
@@ -60,12 +67,14 @@ def next_logits(
     (2, 256)
     """
     check_model(weights, config, cache)
+    for own in config.by_layer:
+        check_window("next_logits", step.tree, own.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
     x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache, i, step, length)
-    last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
-    z = linear(last_norm(last, weights, config)[0], weights.lm_head)
+    rows = step.cu_seqlens_q[1:] - 1 if step.logit_rows is None else step.logit_rows
+    z = linear(last_norm(embedding(rows, x), weights, config)[0], weights.lm_head)
     return softcapped(z, config.logits_softcap)
 
 
@@ -156,17 +165,7 @@ def _block(
         eps=config.eps,
         weight_offset=offset,
     )
-    attn = attention_varlen(
-        q,
-        keys,
-        values,
-        step.cu_seqlens_q,
-        block_table=step.block_table,
-        seqused_k=step.seqused_k,
-        **scales,
-        max_seqlen_q=step.max_seqlen_q,
-        **config.attention_options,
-    )
+    attn = attend(q, keys, values, step, **scales, **config.attention_options)
     norms = layer.attn_sub_norm, layer.attn_post_norm
     x = _projected(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x, norms, config)
     h = rmsnorm(x, layer.mlp_norm, eps=eps, weight_offset=offset)

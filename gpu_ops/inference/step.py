@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,11 @@ from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.inference.sequences import Plan, Sequences
 from gpu_ops.training.state_arrays import to_device
 
-__all__ = ["Step", "check_room", "empty_step", "filled", "written"]
+if TYPE_CHECKING:
+    from gpu_ops.inference.cascade import Cascade
+    from gpu_ops.inference.tree import Tree
+
+__all__ = ["Step", "check_room", "empty_step", "filled", "sent", "written"]
 
 _ALIGNMENT = 64  # bytes: kernels load up to 16 at a time, from multiples of 16
 
@@ -27,13 +31,14 @@ class Step:
         attention_varlen(q, keys, values, step.cu_seqlens_q, block_table=step.block_table,
                          seqused_k=step.seqused_k, max_seqlen_q=step.max_seqlen_q, causal=True, ...)
 
-    Where every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same.
+    Where every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same. With ``tree`` neither
+    is what the model computes; :func:`attend` is, in all cases.
     """
 
     tokens: Any
     """int32 (total,): token ids, the sequences end to end. Padding: 0."""
     positions: Any
-    """int32 (total,): the place of each token in its sequence. Padding: 0."""
+    """int32 (total,): the place of each token in its sequence, in a tree its depth added. Padding: 0."""
     cu_seqlens_q: Any
     """int32 (batch + 1,): where the tokens of each sequence start, and the total."""
     seqused_k: Any
@@ -46,6 +51,12 @@ class Step:
     """New tokens of the longest sequence, or the bound that ``empty_step`` was given."""
     buffer: Any = field(repr=False)
     """uint8: the memory of all of them."""
+    logit_rows: Any = None
+    """int32 (rows,): tokens whose logits are wanted, where these are not the last of each sequence."""
+    tree: Tree | None = None
+    """Where tokens branch: what each of them sees."""
+    cascade: Cascade | None = None
+    """Where it pays: pages that many sequences begin with, to be read once for all of them."""
 
 
 def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: str) -> Step:
@@ -86,6 +97,19 @@ def written(step: Step, out: Step | None, device: str) -> Step:
         return _step(on_device, *_shape(step))
     out.buffer[...] = on_device
     return out
+
+
+def sent(arrays: dict[str, Any], device: str) -> dict[str, Any]:
+    """Arrays in host memory, on the device: in one copy."""
+    starts = np.cumsum([0] + [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in arrays.values()]).tolist()
+    buffer = np.empty(starts[-1], np.uint8)
+    for x, start in zip(arrays.values(), starts, strict=False):
+        buffer[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    on_device = to_device(buffer, device, blocking=False)
+    return {
+        name: on_device[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        for (name, x), start in zip(arrays.items(), starts, strict=False)
+    }
 
 
 def check_room(out: Any, plan: Plan, device: str) -> None:
