@@ -84,8 +84,7 @@ class PagedKVCache:
     -----
     The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements, and 4 bytes per scale.
 
-    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length; half as
-    long again where they share pages for a cascade.
+    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, 0.4 ms with a cascade.
 
     Tokens are compared, not hashes of them: two prompts never share a page by mistake. A page keeps its tokens after
     its last sequence is freed; those that were freed first are used again first, of one sequence the last pages.
@@ -271,8 +270,7 @@ class PagedKVCache:
             Sequences. Padding needs rows of its own: where a step may have fewer tokens, but as many sequences, with
             more than one token each, add one.
         width : int, optional
-            Pages of a sequence; default: ``num_pages``. With a window a sequence may become longer than that: its
-            table goes on from its first page.
+            Pages of a sequence; default: ``num_pages``. With a window, a longer table goes on from its first page.
         max_seqlen_q : int, optional
             New tokens of a sequence; default: ``tokens``. 1 for a graph of single tokens.
         """
@@ -336,7 +334,8 @@ class PagedKVCache:
             check_window("reserve", more.get("tree"), self.window)
         if out is None and self.window < 0 and more.get("tree") is None:
             more["cascade"] = cascade_of(step, self.page_size, self.device)
-        return replace(written(step, out, self.device), **more)
+        step = written(step, out, self.device)
+        return replace(step, **more) if more else step
 
     def _copied(self, pages: list[int]) -> list[int]:
         """New pages with what these hold."""
