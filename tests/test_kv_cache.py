@@ -225,7 +225,7 @@ def test_steps_of_fixed_shapes_stay_where_they_are():
         (OptionError, "num_pages must lie in", {"num_pages": 0}),
         (OptionError, r"num_pages must lie in \[2", {"num_pages": 1, "window": 4}),
         (OptionError, "num_pages must be an integer", {"num_pages": 1.5}),
-        (OptionError, "dtype='int8' is unknown", {"dtype": "int8"}),
+        (OptionError, "dtype='int4' is unknown", {"dtype": "int4"}),
         (OptionError, "did you mean 'cuda'", {"device": "gpu"}),
         (OptionError, "window must lie in", {"window": -2}),
         (OptionError, "without one, all tokens stay", {"keep": 4}),
