@@ -11,7 +11,7 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
-from gpu_ops.models.projection import project
+from gpu_ops.models.projection import normed, project
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
@@ -127,7 +127,7 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
 def _block(
     x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, step: Step, max_seqlen: int
 ) -> Any:
-    h = rmsnorm(x, layer.attn_norm, eps=config.eps)
+    h = normed(x, layer.attn_norm, layer.qkv, eps=config.eps)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
     q = rope_append_kv(
@@ -157,6 +157,6 @@ def _block(
         window_size=config.window_size,
     )
     x = project(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x)
-    h = rmsnorm(x, layer.mlp_norm, eps=config.eps)
+    h = normed(x, layer.mlp_norm, layer.gate_up, eps=config.eps)
     act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)
     return project(act, layer.down, layer.down_bias, x)

@@ -6,12 +6,14 @@ from gpu_ops.models.config import Layer, LlamaConfig
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
 from gpu_ops.models.presets import PRESETS
 from gpu_ops.models.projection import (
+    Int8Input,
     Latent,
     Lora,
     initial_lora,
     lora_grads,
     lora_shapes,
     merged,
+    with_int8_input,
     with_latent,
     with_lora,
 )
@@ -21,6 +23,7 @@ __all__ = [
     "POLICIES",
     "PRESETS",
     "Block",
+    "Int8Input",
     "Latent",
     "Layer",
     "Llama",
@@ -41,6 +44,7 @@ __all__ = [
     "loss_and_grads",
     "merged",
     "save",
+    "with_int8_input",
     "with_latent",
     "with_lora",
 ]
