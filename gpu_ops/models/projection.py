@@ -90,7 +90,7 @@ class Codes(NamedTuple):
 
 
 def normed(x: Any, norm: Any, weight: Any, **options: Any) -> Any:
-    """``rmsnorm(x, norm, **options)`` for :func:`project` with ``weight``, as int8 where that is :class:`Int8Input`."""
+    """``rmsnorm(x, norm, **options)`` for :func:`project` with ``weight``; int8 where that is :class:`Int8Input`."""
     if isinstance(weight, Int8Input):
         q, scale, _ = rmsnorm_quant_int8(x, norm, **options)
         return Codes(q, scale, x.dtype)
@@ -250,7 +250,8 @@ def with_int8_input(weights: Llama, projections: Sequence[str] = ("qkv", "gate_u
                     "with gpu_ops.ternary_quantize"
                 )
     layers = [
-        replace(layer, **{part: Int8Input(getattr(layer, part)) for part in parts}) for layer in weights.layers
+        replace(layer, **{part: Int8Input(getattr(layer, part)) for part in parts})
+        for layer in weights.layers
     ]
     return replace(weights, layers=layers)
 

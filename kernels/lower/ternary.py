@@ -122,7 +122,7 @@ def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
     x, codes, scale, y, k = p.x, p.codes, p.scale, p.y, p.k
     tokens, n = y.shape
     groups = scale.shape[1]
-    x_scale, x_scale_step = _given(x, p.x_scale)
+    x_scale, x_scale_step = _given(p.x_scale, scale)
     args = (
         x,
         x_scale,
@@ -147,9 +147,9 @@ def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
     on.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
 
 
-def _given(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, np.int32]:
-    """The scales of an int8 x and the step from one to the next; a stand-in, which no kernel reads, for other x."""
-    return (x, np.int32(0)) if x_scale is None else (x_scale, np.int32(len(x_scale) > 1))
+def _given(x_scale: Tensor | None, stand_in: Tensor) -> tuple[Tensor, np.int32]:
+    """The scales of an int8 x and the step from one to the next; ``stand_in``, which no kernel reads, for other x."""
+    return (stand_in, np.int32(0)) if x_scale is None else (x_scale, np.int32(len(x_scale) > 1))
 
 
 def _quantized(
@@ -160,7 +160,7 @@ def _quantized(
     q = on.empty((tokens, units * UNIT), np.int8, "x in int8")
     sums = on.empty((tokens, units) if grouped else (tokens,), np.int32, "sums of x")
     inverse = on.empty((tokens,), np.float64, "inverse scales of x")
-    scale, step = _given(x, x_scale)
+    scale, step = _given(x_scale, sums)
     sizes = (row_stride(x), step, np.int32(k), np.int32(units * UNIT), np.int32(is_whole(x)))
     args = (x, scale, q, inverse, sums, *sizes)
     kernel = tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
