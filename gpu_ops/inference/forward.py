@@ -14,7 +14,7 @@ from gpu_ops.inference.step_attention import attend, check_window
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, softcapped
 from gpu_ops.models.llama import last_norm
-from gpu_ops.models.projection import project
+from gpu_ops.models.projection import normed, project
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.embedding import embedding
 from gpu_ops.ops.linear import linear
@@ -147,7 +147,7 @@ def _block(
     keys, values = cache.keys[i], cache.values[i]
     scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
     eps, offset = config.stream_eps, config.weight_offset
-    h = rmsnorm(x, layer.attn_norm, eps=eps, weight_offset=offset)
+    h = normed(x, layer.attn_norm, layer.qkv, eps=eps, weight_offset=offset)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
     q = rope_append_kv(
@@ -170,7 +170,7 @@ def _block(
     attn = attend(q, keys, values, step, **scales, **config.attention_options)
     norms = layer.attn_sub_norm, layer.attn_post_norm
     x = _projected(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x, norms, config)
-    h = rmsnorm(x, layer.mlp_norm, eps=eps, weight_offset=offset)
+    h = normed(x, layer.mlp_norm, layer.gate_up, eps=eps, weight_offset=offset)
     act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)
     norms = layer.ffn_sub_norm, layer.mlp_post_norm
     return _projected(act, layer.down, layer.down_bias, x, norms, config)
@@ -181,7 +181,7 @@ def _projected(x: Any, weight: Any, bias: Any, residual: Any, norms: Any, config
     before, after = norms
     options: dict[str, Any] = {"eps": config.eps, "weight_offset": config.weight_offset}
     if before is not None:
-        x = rmsnorm(x, before, out=x, **options)
+        x = normed(x, before, weight, **options)
     if after is None:
         return project(x, weight, bias, residual)
     y = project(x, weight, bias)

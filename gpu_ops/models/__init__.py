@@ -8,12 +8,14 @@ from gpu_ops.models.config import Layer, LlamaConfig
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
 from gpu_ops.models.presets import PRESETS
 from gpu_ops.models.projection import (
+    Int8Input,
     Latent,
     Lora,
     initial_lora,
     lora_grads,
     lora_shapes,
     merged,
+    with_int8_input,
     with_latent,
     with_lora,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "BertBlock",
     "BertConfig",
     "Block",
+    "Int8Input",
     "Latent",
     "Layer",
     "Llama",
@@ -49,6 +52,7 @@ __all__ = [
     "merged",
     "save",
     "sentence_embeddings",
+    "with_int8_input",
     "with_latent",
     "with_lora",
 ]

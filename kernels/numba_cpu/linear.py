@@ -1,6 +1,6 @@
 """A linear layer on the CPU: :mod:`.gemm` with the bias and the residual in its epilogue, and sums over tokens.
 
-forward     y = x w^T, as (w x^T)^T: w is read where it lies, once per ``TOKENS`` tokens
+forward     y = x w^T, as (w x^T)^T: w is read where it lies, once per ``TOKENS`` tokens; few: linear_few.py
 backward    dx = dy w, as (w^T dy^T)^T; dweight = dy^T x, which adds up in float32 in place
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import linear_few
 from .dtype import bits, load, read_row, write_row
 from .gemm import matmul, tile_size
 from .jit import compute, kernel, read, types, write
@@ -32,12 +33,17 @@ def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
 def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, int, int]:
     """What y, dx and dweight of a weight (rows, cols) take while they are computed."""
     n, kind = min(tokens, TOKENS), packed(dtype)
-    return panel_bytes(cols, n, kind), panel_bytes(rows, n, kind), panel_bytes(n, cols, kind)
+    few = linear_few.is_few(tokens, dtype)
+    y = linear_few.scratch_bytes(cols, dtype) if few else panel_bytes(cols, n, kind)
+    return y, panel_bytes(rows, n, kind), panel_bytes(n, cols, kind)
 
 
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
     """x (tokens, in_features), y and residual (tokens, out_features)."""
     row = None if bias is None else bias[None]
+    if linear_few.is_few(len(x), x.dtype.name):
+        linear_few.forward(x, weight, (residual, row), y)
+        return
     for t in spans(len(x)):
         panels = pack(x[t], packed(x.dtype.name), trans=True)
         addends = (None if residual is None else residual[t], row)
