@@ -112,15 +112,15 @@ def test_types_that_are_not_read_are_named(gguf, tmp_path):
     tensors = stored(made(LLAMA), LLAMA, "llama")
     types = dict.fromkeys(("blk.0.ffn_up.weight",), "Q5_1")
     write(gguf, tmp_path / "a", "llama", metadata(LLAMA, "llama"), tensors, types)
-    with pytest.raises(
-        FormatError, match=r"ffn_up\.weight is Q5_1; F32, F16, BF16, F64, Q4_0, Q8_0, Q4_K, "
-    ):
+    with pytest.raises(FormatError, match=r"ffn_up\.weight is Q5_1; F32, F16, BF16, F64, Q4_0, Q8_0, Q4_K, "):
         models.load(tmp_path / "a")
 
 
 def test_other_architectures_are_named(gguf, tmp_path):
     write(gguf, tmp_path / "a", "mamba", {}, {"token_embd.weight": np.ones((3, 4), np.float32)})
-    with pytest.raises(OptionError, match="architecture is 'mamba'; known: llama, qwen2, qwen3"):
+    with pytest.raises(
+        OptionError, match="architecture is 'mamba'; known: llama, qwen2, qwen3, bitnet, bitnet-b1"
+    ):
         models.load(tmp_path / "a")
     gpu_ops.write_gguf(tmp_path / "a", {"token_embd.weight": np.ones((3, 4), np.float32)})
     with pytest.raises(OptionError, match="architecture is None"):
