@@ -21,6 +21,8 @@ CASES = {
     "qwen2": ("qwen2", LlamaConfig(**SIZES, tied=True, biases=("qkv",), eps=1e-6)),
     "qwen2-yarn": ("qwen2", LlamaConfig(**SIZES, biases=("qkv",), scaling=YARN)),
     "qwen3": ("qwen3", LlamaConfig(**SIZES, head_dim=128, qk_norm=True)),
+    "bitnet": ("bitnet", LlamaConfig(**SIZES, sub_norms=True)),
+    "bitnet-b1.58": ("bitnet-b1.58", LlamaConfig(**SIZES, sub_norms=True, activation="relu2", tied=True)),
 }
 NAMES = {
     "embed": ["token_embd"],
@@ -34,6 +36,8 @@ NAMES = {
     "down": ["ffn_down"],
     "q_norm": ["attn_q_norm"],
     "k_norm": ["attn_k_norm"],
+    "attn_sub_norm": ["attn_sub_norm"],
+    "ffn_sub_norm": ["ffn_sub_norm"],
 }
 
 
@@ -133,18 +137,18 @@ def same(a, b):
 BIG = LlamaConfig(vocab=40, hidden=256, ffn=256, nlayers=1, nheads=4, nheads_kv=2)
 
 
-def ternary_tensors(rng, format, scales):
+def ternary_tensors(rng, format, scales, config=BIG, arch="llama"):
     """A model's tensors, and its weights with ternary projections. ``scales``: of each tensor, in turn."""
-    weights = made(BIG)
+    weights = made(config)
     trits, scale = {}, {}
     for part in models.projection.PROJECTIONS:
-        shape = BIG.block_shapes()[part]
+        shape = config.block_shapes()[part]
         trits[part] = rng.integers(-1, 2, shape).astype(np.int8)
         sizes = {"qkv": (256, 128, 128), "gate_up": (256, 256)}.get(part, shape[:1])
         values = np.array([next(scales) for _ in sizes], np.float32)
         scale[part] = np.repeat(values, sizes)
     dense = {f"layers.0.{part}": trits[part] * scale[part][:, None] for part in trits}
-    tensors = stored(models.Llama.of(weights.arrays() | dense, BIG), BIG, "llama")
+    tensors = stored(models.Llama.of(weights.arrays() | dense, config), config, arch)
     for name, x in tensors.items():
         if x.ndim == 2 and name.startswith("blk."):
             step = np.float32(np.abs(x).max())

@@ -107,20 +107,25 @@ def test_rope_freqs(original, gguf, tmp_path):
 # --- ternary ---------------------------------------------------------------------------------------
 
 
+BITNET = dataclasses.replace(BIG, sub_norms=True, activation="relu2", tied=True)
+
+
 @pytest.mark.parametrize("one_scale", [True, False])
-@pytest.mark.parametrize("format", ["tq1_0", "tq2_0", "i2_s"])
-def test_ternary_projections_stay_packed(format, one_scale, gguf, tmp_path, rng):
+@pytest.mark.parametrize(
+    ("format", "arch", "big"),
+    [(x, "llama", BIG) for x in ("tq1_0", "tq2_0", "i2_s")] + [("i2_s", "bitnet-b1.58", BITNET)],
+)
+def test_ternary_projections_stay_packed(format, arch, big, one_scale, gguf, tmp_path, rng):
     scales = iter([0.5] * 7 if one_scale else [0.25, 0.5, 0.125, 1.0, 0.375, 2.0, 0.75])
-    tensors, right = ternary_tensors(rng, format, scales)
+    tensors, right = ternary_tensors(rng, format, scales, big, arch)
     path = tmp_path / "a.gguf"
     if format == "i2_s":
-        write_i2_s(gguf, path, tensors)
+        write_i2_s(gguf, path, tensors, arch, big)
     else:
-        gpu_ops.write_gguf(
-            path, tensors, {"general.architecture": "llama", **metadata(BIG, "llama"), "answer": [1, 2]}
-        )
+        keys = {"general.architecture": arch, **metadata(big, arch), "answer": [1, 2]}
+        gpu_ops.write_gguf(path, tensors, keys)
     found, config = models.load(path)
-    assert config == BIG
+    assert config == big
     for part in models.projection.PROJECTIONS:
         w, expected = getattr(found.layers[0], part), getattr(right.layers[0], part)
         assert w.format == "w2"
@@ -130,11 +135,11 @@ def test_ternary_projections_stay_packed(format, one_scale, gguf, tmp_path, rng)
     assert models.load(path, dtype="bfloat16")[0].layers[0].mlp_norm.dtype == ml_dtypes.bfloat16
 
 
-def write_i2_s(gguf, path, tensors):
+def write_i2_s(gguf, path, tensors, arch, config):
     """The package does not know the type: bytes go in as int8, and the number is exchanged in the file."""
     made_of = {n: x for n, x in tensors.items() if isinstance(x, gpu_ops.TernaryMatrix)}
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata(BIG, "llama").items():
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata(config, arch).items():
         getattr(writer, "add_float32" if isinstance(value, float) else "add_uint32")(key, value)
     for name, x in tensors.items():
         if name not in made_of:

@@ -118,7 +118,9 @@ def test_types_that_are_not_read_are_named(gguf, tmp_path):
 
 def test_other_architectures_are_named(gguf, tmp_path):
     write(gguf, tmp_path / "a", "mamba", {}, {"token_embd.weight": np.ones((3, 4), np.float32)})
-    with pytest.raises(OptionError, match="architecture is 'mamba'; known: llama, qwen2, qwen3"):
+    with pytest.raises(
+        OptionError, match="architecture is 'mamba'; known: llama, qwen2, qwen3, bitnet, bitnet-b1"
+    ):
         models.load(tmp_path / "a")
     gpu_ops.write_gguf(tmp_path / "a", {"token_embd.weight": np.ones((3, 4), np.float32)})
     with pytest.raises(OptionError, match="architecture is None"):

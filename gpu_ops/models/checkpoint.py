@@ -57,8 +57,8 @@ def load(
     ----------
     path : path
         A folder with ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json``
-        names. Or a GGUF file of the architecture llama, qwen2 or qwen3, with tensors in F32, F16, BF16, F64, Q4_0,
-        Q8_0, Q4_K, Q5_K, Q6_K (a Q4_K_M file has the last three), TQ1_0, TQ2_0 and I2_S.
+        names. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58, with tensors in F32,
+        F16, BF16, F64, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K (a Q4_K_M file has the last three), TQ1_0, TQ2_0 and I2_S.
     dtype : dtype, optional
         float16, bfloat16, float32 or float64, of all arrays; default: that of the embedding table in the file, or
         float32 where it is quantised.
@@ -68,9 +68,9 @@ def load(
     Returns
     -------
     weights : Llama
-        Ternary projections of a GGUF file stay packed: each is a :class:`gpu_ops.TernaryMatrix`, with a scale per row
-        or block where ``qkv`` or ``gate_up`` joins tensors of different scales. Everything else is an array.
-        Packed projections of BitNet's folders are :class:`gpu_ops.TernaryMatrix` too.
+        Ternary projections, of BitNet's folders and of GGUF files, stay packed: each is a
+        :class:`gpu_ops.TernaryMatrix`, with a scale per row or block where ``qkv`` or ``gate_up`` joins tensors of
+        different scales. Everything else is an array.
     config : LlamaConfig
 
     Raises

@@ -1,4 +1,4 @@
-"""The packed ternary projections of BitNet checkpoints, as models hold them."""
+"""Packed ternary projections as models hold them, and those of BitNet checkpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FormatError, OptionError, ShapeError
+from gpu_ops.formats.ternary_blocks import whole_scale
 from gpu_ops.formats.ternary_files import read_bitnet
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS
 from gpu_ops.models.tensors import Part
 
-__all__ = ["read_ternary"]
+__all__ = ["joined", "read_ternary", "scale_columns"]
 
 
 def read_ternary(
@@ -58,15 +60,25 @@ def read_ternary(
                 raise ShapeError(
                     f"{who}: {where}: {part.name} is {matrix.shape}, and {part.shape} by the config"
                 )
-        arrays[name] = _joined(matrices)
+        arrays[name] = joined([(matrix.trits(), scale_columns(matrix)) for matrix in matrices])
     if packed:
         raise FormatError(f"{who}: {where}: {min(packed)} is packed, and no part of a model of this config")
     return arrays
 
 
-def _joined(matrices: Sequence[TernaryMatrix]) -> TernaryMatrix:
-    """The rows of all, in the format that kernels read, with the scale of each in its rows."""
-    if len(matrices) == 1:
-        return matrices[0].to("w2")
-    scales = [np.broadcast_to(m.scale, m.shape[:1]) for m in matrices]
-    return TernaryMatrix.from_trits(np.concatenate([m.trits() for m in matrices]), np.concatenate(scales))
+def scale_columns(w: TernaryMatrix) -> Array:
+    """The scale of each row, or of each block of a row: (N, 1) or (N, blocks)."""
+    scale = whole_scale(w.codes, w.scale, w.shape, w.format)
+    return np.broadcast_to(scale, (w.shape[0], 1)) if scale.ndim == 0 else scale.reshape(w.shape[0], -1)
+
+
+def joined(parts: Sequence[tuple[Array, Array]]) -> TernaryMatrix:
+    """The rows of all, of (trits, :func:`scale_columns`), in the format that the kernels read. The scale is one
+    number, or one per row or block where they differ."""
+    groups = max(scale.shape[1] for _, scale in parts)
+    scale = np.concatenate([np.repeat(x, groups // x.shape[1], axis=1) for _, x in parts])
+    if (scale == scale[:1, :1]).all():
+        scale = scale[0, 0]
+    elif (scale == scale[:, :1]).all():
+        scale = scale[:, 0]
+    return TernaryMatrix.from_trits(np.concatenate([trits for trits, _ in parts]), scale, format="w2")

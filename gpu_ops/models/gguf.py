@@ -18,8 +18,8 @@ from gpu_ops.errors import FormatError, OptionError
 from gpu_ops.formats.gguf_blocks import FLOATS
 from gpu_ops.formats.gguf_file import TERNARY, GGUFFile
 from gpu_ops.formats.rope_scaling import RopeScaling
-from gpu_ops.formats.ternary_blocks import whole_scale
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.models.checkpoint_ternary import joined, scale_columns
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.tensors import Names, Part, Source, fill
 
@@ -38,6 +38,8 @@ NAMES = Names(
         "down": ("ffn_down",),
         "q_norm": ("attn_q_norm",),
         "k_norm": ("attn_k_norm",),
+        "attn_sub_norm": ("attn_sub_norm",),
+        "ffn_sub_norm": ("ffn_sub_norm",),
     },
     layer="blk.{}.",
     dtypes=(*FLOATS, *TERNARY),
@@ -52,12 +54,17 @@ class _Architecture:
     """Of transformers."""
     interleaved: bool
     """Whether rotary pairs are neighbours: the rows of a head are then 0, d/2, 1, d/2 + 1, ... of ours."""
+    activation: str = "silu"
 
 
 _ARCHITECTURES = {
     "llama": _Architecture("llama", interleaved=True),
     "qwen2": _Architecture("qwen2", interleaved=False),
     "qwen3": _Architecture("qwen3", interleaved=False),
+    "bitnet": _Architecture("bitnet", interleaved=False),  # of the first reproductions, in llama.cpp
+    **dict.fromkeys(  # of bitnet.cpp: BitNet b1.58 2B4T
+        ("bitnet-b1.58", "bitnet-25"), _Architecture("bitnet", interleaved=False, activation="relu2")
+    ),
 }
 # Keys of an architecture, and the entries of a Hugging Face config that say the same.
 _NEEDED = {
@@ -107,22 +114,10 @@ class GGUFSource(Source[LlamaConfig]):
         return array
 
     def _packed(self, parts: list[Part]) -> TernaryMatrix:
-        """In the format that the kernels read. Parts with scales of their own have one per row, or per block."""
-        found = [self._file.matrix(part.name) for part in parts]
-        scales = [_columns(w) for w in found]
-        groups = max(scale.shape[1] for scale in scales)
-        scale = np.concatenate(
-            [
-                self._ordered(part, np.repeat(x, groups // x.shape[1], axis=1))
-                for part, x in zip(parts, scales, strict=True)
-            ]
+        found = [(part, self._file.matrix(part.name)) for part in parts]
+        return joined(
+            [(self._ordered(part, w.trits()), self._ordered(part, scale_columns(w))) for part, w in found]
         )
-        trits = np.concatenate([self._ordered(part, w.trits()) for part, w in zip(parts, found, strict=True)])
-        if (scale == scale[:1, :1]).all():
-            scale = scale[0, 0]
-        elif (scale == scale[:, :1]).all():
-            scale = scale[:, 0]
-        return TernaryMatrix.from_trits(trits, scale, format="w2")
 
     def _ordered(self, part: Part, rows: Array) -> Array:
         """Rows of a part in our order: of queries and keys, the first of each pair before the second."""
@@ -130,12 +125,6 @@ class GGUFSource(Source[LlamaConfig]):
             return rows
         pairs = rows.reshape(-1, self.config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _columns(w: TernaryMatrix) -> Array:
-    """The scale of each row, or of each block of a row: (N, 1) or (N, blocks)."""
-    scale = whole_scale(w.codes, w.scale, w.shape, w.format)
-    return np.broadcast_to(scale, (w.shape[0], 1)) if scale.ndim == 0 else scale.reshape(w.shape[0], -1)
 
 
 class _Metadata:
@@ -166,6 +155,7 @@ class _Metadata:
         head_dim = self._head_dim()
         found |= {
             "model_type": self.architecture.model_type,
+            "hidden_act": self.architecture.activation,
             "vocab_size": tensors[_EMBED].shape[0],
             "num_key_value_heads": self._integer("attention.head_count_kv", found["num_attention_heads"]),
             "head_dim": head_dim,
