@@ -14,10 +14,14 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
     import torch
 
     f, d = torch.nn.functional, config.head_dim
+
+    def times(t: Any, factor: Any) -> Any:  # which costs nothing where there is none
+        return t if isinstance(factor, float) and factor == 1.0 else t * factor
+
     scale = config.embedding_scale
-    x = p["embed"][ids] * (
-        torch.tensor(config.hidden**0.5, dtype=p["embed"].dtype) if scale is None else scale
-    )
+    if scale is None:
+        scale = torch.tensor(config.hidden**0.5, dtype=p["embed"].dtype, device=ids.device)
+    x = times(p["embed"][ids], scale)
     batch, seqlen = ids.shape
     at = torch.arange(seqlen, dtype=torch.float64, device=ids.device)
     distance = at[:, None] - at
@@ -32,7 +36,8 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
         return t * cos + torch.cat([-second, first], -1) * sin
 
     def norm(t: Any, name: str) -> Any:
-        return f.rms_norm(t, t.shape[-1:], config.weight_offset + p[name], config.eps)
+        weight = p[name] + config.weight_offset if config.weight_offset else p[name]
+        return f.rms_norm(t, t.shape[-1:], weight, config.eps)
 
     def capped(t: Any, cap: float) -> Any:
         return cap * torch.tanh(t / cap) if cap else t
@@ -62,7 +67,7 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
         def add(x: Any, t: Any, part: str, norms: str, at: str = f"layers.{i}.") -> Any:
             before, after = norms.split()
             t = project(norm(t, at + before) if config.sub_norms else t, part)
-            return x + config.residual_scale * (norm(t, at + after) if config.post_norms else t)
+            return x + times(norm(t, at + after) if config.post_norms else t, config.residual_scale)
 
         qkv = project(norm(x, f"layers.{i}.attn_norm"), "qkv").view(batch, seqlen, -1, d)
         q, k, v = (qkv[:, :, heads] for heads in config.head_slices)
@@ -74,5 +79,5 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
         gate, up = project(norm(x, f"layers.{i}.mlp_norm"), "gate_up").chunk(2, -1)
         x = add(x, act(gate) * up, "down", "ffn_sub_norm mlp_post_norm")
     z = (norm(x, "norm") @ p["embed" if config.tied else "lm_head"].T).flatten(0, 1)
-    z = capped(z / config.logits_scaling, config.logits_softcap)
+    z = capped(times(z, 1 / config.logits_scaling), config.logits_softcap)
     return f.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets.flatten())

@@ -10,7 +10,7 @@ import pytest
 
 from gpu_ops import RopeScaling
 from gpu_ops.errors import FileError, OptionError
-from gpu_ops.models import Layer, LlamaConfig
+from gpu_ops.models import PRESETS, Layer, LlamaConfig
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -167,6 +167,24 @@ OF_TYPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": ROPE | {"rope_theta": 1e6},
 }
+
+
+def test_presets_are_what_the_published_configs_say():
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes += ("num_key_value_heads",)
+    gemma = {"rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+    published = {
+        "bitnet-b1.58-2b": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}
+        | {"rope_theta": 5e5, "tie_word_embeddings": True}
+        | dict(zip(sizes, (128256, 2560, 6912, 30, 20, 5), strict=True)),
+        "gemma-2-2b": {**gemma, "model_type": "gemma2", "head_dim": 256, "sliding_window": 4096}
+        | dict(zip(sizes, (256000, 2304, 9216, 26, 8, 4), strict=True)),
+        "gemma-3-1b": {**gemma, "model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}
+        | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None}
+        | dict(zip(sizes, (262144, 1152, 6912, 26, 4, 1), strict=True)),
+    }
+    for name, entries in published.items():
+        assert LlamaConfig.from_hf(entries) == PRESETS[name], name
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         ("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", *_SOFTCAPS),
         options=_GEMMA,
-        defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        defaults=_GEMMA_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope_theta": 10000.0},
         always={"sliding_window_pattern": 2},
         activation="hidden_activation",
     ),
