@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +17,7 @@ from gpu_ops.errors import DeviceError, DTypeError, OptionError
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.presets import find_config
+from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from gpu_ops.terminal import print_table, waiting
 
@@ -33,9 +36,14 @@ class Question:
     batch: str = "1"
     seqlen: str = "4096"
     dtype: str = "bf16"
+    kv_dtype: str | None = None
     train: bool = False
     policy: str = "none"
     card: str | None = None
+
+
+def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
+    return known[one_of(_WHO, name, _SHORT.get(value, value), (*known, *_SHORT))]
 
 
 def show_memory(asked: Question, console: Console) -> int:
@@ -46,16 +54,20 @@ def show_memory(asked: Question, console: Console) -> int:
     batch, seqlen = _count("batch", asked.batch), _count("seqlen", asked.seqlen)
     names = [p.name for p in PRESETS.values() if not p.generic]
     cards = [select_preset(asked.card)] if asked.card else [PRESETS[name] for name in names]
-    dtype = FLOAT_DTYPES[
-        one_of(_WHO, "dtype", _SHORT.get(asked.dtype, asked.dtype), (*FLOAT_DTYPES, *_SHORT))
-    ]
+    dtype = _dtype("dtype", asked.dtype, FLOAT_DTYPES)
+    kv_dtype = dtype
+    if asked.kv_dtype is not None:
+        kv_dtype = _dtype("kv-dtype", asked.kv_dtype, FLOAT_DTYPES | QUANTIZED)
+        if asked.train:
+            raise OptionError(f"{_WHO}: kv-dtype is of inference; omit it, or train")
 
     def plan(device: str) -> Estimate:
         if asked.train:
             return estimate(
                 config, batch=batch, seqlen=seqlen, dtype=dtype, policy=asked.policy, device=device
             )
-        return estimate_inference(config, batch=batch, seqlen=seqlen, dtype=dtype, device=device)
+        sizes = {"batch": batch, "seqlen": seqlen}
+        return estimate_inference(config, **sizes, dtype=dtype, cache_dtype=kv_dtype, device=device)
 
     planned = unavailable("emulator", "raw") is None
     home = cards[0].name if asked.card and planned else "cpu"

@@ -44,11 +44,16 @@ class Cache(RuleBasedStateMachine):
         page_size=st.integers(1, 5),
         window=st.sampled_from([-1, -1, 0, 3, 6]),
         keep=st.integers(0, 7),
+        dtype=st.sampled_from(["float64", "int8"]),
     )
-    def begin(self, num_pages, page_size, window, keep):
+    def begin(self, num_pages, page_size, window, keep, dtype):
         keep = keep if window >= 0 else 0
         sizes = {"num_pages": num_pages, "page_size": page_size}
-        self.cache = PagedKVCache(LAYERS, 1, 1, dtype="float64", window=window, keep=keep, **sizes)
+        self.cache = PagedKVCache(LAYERS, 1, 1, dtype=dtype, window=window, keep=keep, **sizes)
+        self.keys, self.values = self.cache.keys, self.cache.values
+        if dtype == "int8":  # scales follow their pages
+            scales = self.cache.key_scales, self.cache.value_scales
+            self.keys, self.values = ([x[..., None] for x in arrays] for arrays in scales)
         self.numbers: dict[tuple[int, int], int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.content: dict[int, tuple[int, ...]] = {}
@@ -252,7 +257,7 @@ class Cache(RuleBasedStateMachine):
         marks = [mark for handle, tokens in new.items() for mark in self.marks(handle)[-len(tokens) :]]
         some = slice(0, total, 1 if whole else 2)
         for layer in range(LAYERS):
-            for sign, cache in ((1, self.cache.keys[layer]), (-1, self.cache.values[layer])):
+            for sign, cache in ((1, self.keys[layer]), (-1, self.values[layer])):
                 cache.reshape(-1)[step.slot_mapping[some]] = sign * (np.array(marks[some]) * LAYERS + layer)
 
     def remember(self, new, lengths):
@@ -295,11 +300,11 @@ class Cache(RuleBasedStateMachine):
             table, at = self.table(handle), self.visible(len(tokens))
             wanted = np.array(self.marks(handle), np.int64)[at]
             for layer in range(LAYERS):
-                found = self.cache.keys[layer][table[at // size], at % size, 0, 0]
+                found = self.keys[layer][table[at // size], at % size, 0, 0]
                 assert (found == wanted * LAYERS + layer).all()
-                assert (self.cache.values[layer][table[at // size], at % size, 0, 0] == -found).all()
+                assert (self.values[layer][table[at // size], at % size, 0, 0] == -found).all()
         if self.null:
-            assert not self.cache.keys[0][0].any()
+            assert not self.keys[0][0].any()
 
 
 def test_random_calls_keep_to_the_model():

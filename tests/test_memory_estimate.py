@@ -248,7 +248,8 @@ def test_a_shorter_prompt_and_a_smaller_cache():
     sizes = {"batch": 2, "seqlen": 512, "dtype": "float16"}
     whole = memory.estimate_inference(MEASURED, **sizes)
     part = memory.estimate_inference(MEASURED, **sizes, prompt=64, cache_dtype=np.int8)
-    assert part.parts["KV cache"] == whole.parts["KV cache"] // 2
+    numbers, scales = whole.parts["KV cache"] // 2, 2 * MEASURED.nlayers * MEASURED.nheads_kv * 2 * 512 * 4
+    assert part.parts["KV cache"] == numbers + scales
     assert part.parts["activations"] < 0.2 * whole.parts["activations"]
     assert memory.kv_cache_bytes(models.PRESETS["llama-3-8b"], batch=2, seqlen=3) == 6 << 17
 

@@ -41,7 +41,8 @@ def _generate(options: argparse.Namespace) -> None:
             raise OptionError("a prompt is no UTF-8")
     prompts = [tokenizer.encode(text).ids for text in texts]
     tokens = [len(prompt) + options.max_new_tokens for prompt in prompts]
-    engine = Engine(weights, config, cache_for(weights, config, lengths=tokens), max_seqlen=max(tokens))
+    cache = cache_for(weights, config, lengths=tokens, dtype=options.kv_dtype)
+    engine = Engine(weights, config, cache, max_seqlen=max(tokens))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=options.seed)
     ends = end_tokens(folder)
     for prompt in prompts:

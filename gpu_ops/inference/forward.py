@@ -10,7 +10,7 @@ from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
-from gpu_ops.inference.step_attention import attend, check_window
+from gpu_ops.inference.step_attention import attend, check_tree
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block, Llama
@@ -36,7 +36,7 @@ def next_logits(
         Projections may be arrays, ternary, or carry adapters.
     config : LlamaConfig
     cache : PagedKVCache
-        With the layers and head sizes of ``config``, in the dtype of the weights.
+        With the layers and head sizes of ``config``, in the dtype of the weights, or int8 or float8_e4m3fn.
     step : Step
         What :meth:`PagedKVCache.reserve` returned for these tokens. Call :meth:`PagedKVCache.commit` next.
 
@@ -66,11 +66,11 @@ def next_logits(
     """
     check_model(weights, config, cache)
     for own in config.by_layer:
-        check_window("next_logits", step.tree, own.window)
+        check_tree("next_logits", step.tree, own.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
     x = embedding(step.tokens, weights.embed)
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
-        x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
+        x = _block(x, layer, own, cache, i, step, length)
     rows = step.cu_seqlens_q[1:] - 1 if step.logit_rows is None else step.logit_rows
     return linear(rmsnorm(embedding(rows, x), weights.norm, eps=config.eps), weights.lm_head)
 
@@ -87,10 +87,12 @@ def cache_for(
     num_pages: int | None = None,
     lengths: Sequence[int] | None = None,
     page_size: int = 16,
+    dtype: Any = None,
 ) -> PagedKVCache:
-    """A cache for a model: its layers and heads, in the dtype and on the device of its weights.
+    """A cache for a model: its layers and heads, on the device of its weights.
 
-    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together.
+    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together. ``dtype``: that of the weights, or
+    int8 or float8_e4m3fn in half the bytes of bfloat16; see :class:`PagedKVCache`.
     """
     windows = [own.window for own in config.by_layer]
     window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
@@ -107,7 +109,7 @@ def cache_for(
         config.head_dim,
         num_pages=num_pages,
         page_size=page_size,
-        dtype=weights.embed.dtype,
+        dtype=weights.embed.dtype if dtype is None else dtype,
         device="cuda" if on_cuda(weights.embed) else "cpu",
         window=window,
     )
@@ -134,8 +136,11 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
 
 
 def _block(
-    x: Any, layer: Block, config: LlamaConfig, keys: Any, values: Any, step: Step, max_seqlen: int
+    x: Any, layer: Block, config: LlamaConfig, cache: PagedKVCache, i: int, step: Step, max_seqlen: int
 ) -> Any:
+    """``i``: the number of the layer."""
+    keys, values = cache.keys[i], cache.values[i]
+    scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
     h = rmsnorm(x, layer.attn_norm, eps=config.eps)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
@@ -145,6 +150,7 @@ def _block(
         v,
         keys,
         values,
+        **scales,
         slot_mapping=step.slot_mapping,
         positions=step.positions if config.theta is not None else step.positions * 0,  # a rotation by nothing
         theta=config.theta,
@@ -154,7 +160,7 @@ def _block(
         k_weight=layer.k_norm,
         eps=config.eps,
     )
-    attn = attend(q, keys, values, step, window_size=config.window_size)
+    attn = attend(q, keys, values, step, **scales, window_size=config.window_size)
     x = project(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x)
     h = rmsnorm(x, layer.mlp_norm, eps=config.eps)
     act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
@@ -26,6 +27,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[int] = (),
     cache: PagedKVCache | None = None,
+    kv_dtype: Any = None,
     draft: Draft | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt. For streaming, and for requests that come one by one: :class:`Engine`.
@@ -42,6 +44,8 @@ def generate(
         That end a text, such as the tokenizer's end of sequence. The stop token is not returned.
     cache : PagedKVCache, optional
         Default: one that holds all prompts at full length, on the device of the weights.
+    kv_dtype : str or dtype, optional
+        Of that cache: the weights', or int8 or float8_e4m3fn.
     draft : function, optional
         Guesses of the next tokens, such as :func:`prompt_lookup`: see :class:`Engine`.
 
@@ -61,7 +65,9 @@ def generate(
         raise OptionError(f"generate: {len(each)} samplings for {len(prompts)} prompts")
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     if cache is None:
-        cache = cache_for(weights, config, lengths=lengths)
+        cache = cache_for(weights, config, lengths=lengths, dtype=kv_dtype)
+    elif kv_dtype is not None:
+        raise OptionError("generate: kv_dtype is for the cache that generate makes; omit it, or cache=")
     engine = Engine(weights, config, cache, max_seqlen=max(lengths, default=1), draft=draft)
     texts: list[list[int]] = [[] for _ in prompts]
     try:

@@ -14,8 +14,9 @@ from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
 from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled, written
-from gpu_ops.inference.step_attention import check_window
+from gpu_ops.inference.step_attention import check_tree
 from gpu_ops.inference.tree import moves, planted, read_parents, read_paths
+from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 
 __all__ = ["PagedKVCache"]
@@ -48,7 +49,9 @@ class PagedKVCache:
     page_size : int
         Tokens per page. Prefixes are shared by whole pages; half a page of each sequence is empty on average.
     dtype : str or dtype
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64. Or int8 or float8_e4m3fn, in half the bytes of bfloat16: each head of a
+        token then has a scale, and :func:`gpu_ops.rope_append_kv` says how exact its elements are. Pages of
+        float8_e4m3fn are uint8 arrays of its bits, since CuPy has no such dtype.
     device : str
         ``"cuda"``: CuPy arrays on the current device, which is the current one in later calls too. ``"cpu"``,
         ``"emulator"``: NumPy arrays.
@@ -64,6 +67,8 @@ class PagedKVCache:
     ----------
     keys, values : tuples of arrays (num_pages, page_size, nheads_kv, head_dim)
         Of each layer, zeros at first. They stay where they are as long as the cache lives.
+    key_scales, value_scales : tuples of float32 arrays (num_pages, page_size, nheads_kv), or of None
+        The same for quantized pages. A page and its scales lie side by side, and are copied and moved together.
 
     Raises
     ------
@@ -78,7 +83,7 @@ class PagedKVCache:
 
     Notes
     -----
-    The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements.
+    The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements, and 4 bytes per scale.
 
     ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length; half as
     long again where they share pages for a cascade.
@@ -133,7 +138,7 @@ class PagedKVCache:
             )
         first = int(self.window >= 0)  # page 0 is the null page
         self.num_pages = checks.integer(_CLASS, "num_pages", num_pages, low=1 + first, high=2**31 - 1)
-        self.dtype = named_dtype(_CLASS, "dtype", dtype)
+        self.dtype = named_dtype(_CLASS, "dtype", dtype, checks.FLOAT_DTYPES | QUANTIZED)
         self.device = checks.one_of(
             _CLASS, "device", device, ("cpu", "cuda", "emulator"), meant={"gpu": "cuda"}
         )
@@ -141,7 +146,9 @@ class PagedKVCache:
         n, page = size["nlayers"], (self.page_size, size["nheads_kv"], size["head_dim"])
         with typed_memory_errors(_CLASS):
             self._pages = PageArrays.zeros(2 * n, self.num_pages, page, self.dtype, self.device)
-        self.keys, self.values = self._pages.numbers[:n], self._pages.numbers[n:]
+        numbers, scales = self._pages.numbers, self._pages.scales
+        self.keys, self.values = numbers[:n], numbers[n:]
+        self.key_scales, self.value_scales = scales[:n], scales[n:]
         pool = PagePool(self.num_pages, self.page_size, first)
         self._sequences = Sequences(pool, self.window, -(-keep // self.page_size))
 
@@ -328,7 +335,8 @@ class PagedKVCache:
         more: dict[str, Any] = {}
         if self._sequences.parents:
             more = planted(step, self._sequences.parents, handles, self.device)
-            check_window("reserve", more.get("tree"), self.window)
+            quantized = self.key_scales[0] is not None
+            check_tree("reserve", more.get("tree"), self.window, quantized=quantized)
         if out is None and self.window < 0 and more.get("tree") is None:
             more["cascade"] = cascade_of(step, self.page_size, self.device)
         step = written(step, out, self.device)

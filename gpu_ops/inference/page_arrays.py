@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.training.state_arrays import zeros
 
 __all__ = ["PageArrays"]
 
 _COPY_BYTES = 1 << 26  # that are copied at a time, through a temporary array
+_ALIGNMENT = 16  # bytes of quantized pages and of their scales: CUDA C++ kernels read so many at a time
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,32 @@ class PageArrays:
     """(planes, num_pages, words of a page): all bytes, for copies."""
     numbers: tuple[Any, ...]
     """Of each plane, (num_pages, page_size, nheads_kv, head_dim)."""
+    scales: tuple[Any, ...]
+    """Of each plane, float32 (num_pages, page_size, nheads_kv), behind the numbers of each page; None without."""
 
     @classmethod
     def zeros(
         cls, planes: int, num_pages: int, page: tuple[int, int, int], dtype: np.dtype[Any], device: str
     ) -> PageArrays:
         """``page``: its size, nheads_kv and head_dim."""
-        nbytes = math.prod(page) * dtype.itemsize
+        quantized, count, rows = dtype in QUANTIZED.values(), math.prod(page), math.prod(page[:-1])
+        start = nbytes = count * dtype.itemsize
+        if quantized:
+            start += -start % _ALIGNMENT
+            nbytes = start + 4 * rows
+            nbytes += -nbytes % _ALIGNMENT
         word = np.dtype(f"u{math.gcd(nbytes, 8)}")
         words = zeros((planes, num_pages, nbytes // word.itemsize), word, device)
-        return cls(words, tuple(x.view(dtype).reshape(num_pages, *page) for x in words))
+        stored = np.dtype(np.uint8) if dtype == QUANTIZED["float8_e4m3fn"] else dtype
+        numbers = tuple(x.view(stored)[:, :count].reshape(num_pages, *page) for x in words)
+        if not quantized:
+            return cls(words, numbers, (None,) * planes)
+        place = slice(start // 4, start // 4 + rows)
+        scales = (x.view(np.float32)[:, place].reshape(num_pages, *page[:-1]) for x in words)
+        return cls(words, numbers, tuple(scales))
 
     def copy(self, source: list[int], target: list[int]) -> None:
-        """Copy pages of all layers to others."""
+        """Copy pages of all layers, with their scales, to others."""
         if not source:
             return
         nbytes = len(source) * self.words[0, 0].nbytes

@@ -15,12 +15,21 @@ from gpu_ops.ops.attention_options import ScoreOptions
 from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
 
-__all__ = ["attend", "check_window"]
+__all__ = ["attend", "check_tree"]
 
 _EVERYWHERE = (-1, -1)
 
 
-def attend(q: Any, keys: Any, values: Any, step: Step, **options: Unpack[ScoreOptions]) -> Any:
+def attend(
+    q: Any,
+    keys: Any,
+    values: Any,
+    step: Step,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    **options: Unpack[ScoreOptions],
+) -> Any:
     """Causal attention of a step's queries over the keys and values of a layer, which hold the new ones too.
 
     Parameters
@@ -30,6 +39,8 @@ def attend(q: Any, keys: Any, values: Any, step: Step, **options: Unpack[ScoreOp
     keys, values : arrays (num_pages, page_size, nheads_kv, head_dim)
         Of :class:`PagedKVCache`.
     step : Step
+    k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
+        Of quantized pages.
     **options
         Of :func:`attention_varlen`, such as ``window_size``; but ``causal``, and ``alibi_slopes``, whose distances
         trees and shared pages would change.
@@ -41,7 +52,7 @@ def attend(q: Any, keys: Any, values: Any, step: Step, **options: Unpack[ScoreOp
     Raises
     ------
     OptionError
-        Tokens branch and lie beyond the window.
+        Tokens branch, and lie beyond the window or in quantized pages.
 
     Notes
     -----
@@ -57,12 +68,12 @@ def attend(q: Any, keys: Any, values: Any, step: Step, **options: Unpack[ScoreOp
     >>> attend(q, cache.keys[0], cache.values[0], step, window_size=(2, 0)).shape
     (3, 4, 8)
     """
-    window = options.get("window_size", _EVERYWHERE)
+    window, scales = options.get("window_size", _EVERYWHERE), {"k_scale": k_scale, "v_scale": v_scale}
     if step.tree is not None:
-        check_window("attend", step.tree, window[0])
+        check_tree("attend", step.tree, window[0], quantized=k_scale is not None)
         return _tree(q, keys, values, step, step.tree, options)
     if step.cascade is not None and window == _EVERYWHERE:
-        return _cascade(q, keys, values, step, step.cascade, options)
+        return _cascade(q, keys, values, step, step.cascade, scales, options)
     return attention_varlen(
         q,
         keys,
@@ -71,12 +82,18 @@ def attend(q: Any, keys: Any, values: Any, step: Step, **options: Unpack[ScoreOp
         block_table=step.block_table,
         seqused_k=step.seqused_k,
         max_seqlen_q=step.max_seqlen_q,
+        **scales,
         **_causal(options),
     )
 
 
-def check_window(op: str, tree: Tree | None, window: int) -> None:
-    """All nodes of a tree see all keys before it."""
+def check_tree(op: str, tree: Tree | None, window: int, *, quantized: bool = False) -> None:
+    """All nodes of a tree see all keys before it, and its own keys and values are arrays of q's dtype."""
+    if tree is not None and quantized:
+        raise OptionError(
+            f"{op}: tokens that branch need pages of a float dtype: pass parents without branches, such as "
+            "range(-1, n - 1)"
+        )
     if tree is not None and 0 <= window < tree.last_position:
         raise OptionError(
             f"{op}: tokens that branch lie at positions up to {tree.last_position}, beyond the window of "
@@ -84,7 +101,9 @@ def check_window(op: str, tree: Tree | None, window: int) -> None:
         )
 
 
-def _cascade(q: Any, keys: Any, values: Any, step: Step, c: Cascade, options: ScoreOptions) -> Any:
+def _cascade(
+    q: Any, keys: Any, values: Any, step: Step, c: Cascade, scales: dict[str, Any], options: ScoreOptions
+) -> Any:
     own = attention_varlen(
         q,
         keys,
@@ -94,6 +113,7 @@ def _cascade(q: Any, keys: Any, values: Any, step: Step, c: Cascade, options: Sc
         seqused_k=c.own_seqused_k,
         max_seqlen_q=step.max_seqlen_q,
         return_lse=True,
+        **scales,
         **_causal(options),
     )
     shared = attention_varlen(
@@ -105,6 +125,7 @@ def _cascade(q: Any, keys: Any, values: Any, step: Step, c: Cascade, options: Sc
         seqused_k=c.seqused_k,
         max_seqlen_q=c.max_seqlen_q,
         return_lse=True,
+        **scales,
         **_open(options),
     )
     return attention_merge(*own, *shared, out=own)[0]

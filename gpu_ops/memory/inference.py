@@ -17,6 +17,7 @@ from gpu_ops.memory.sizes import read_size
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import Llama, LlamaConfig, hidden_states
 from gpu_ops.ops.linear import linear
+from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.presets import select_preset
 
 __all__ = ["estimate_inference", "fit", "kv_cache_bytes"]
@@ -28,6 +29,8 @@ _MOST_POSITIONS, _MOST_TOKENS = 1 << 20, 1 << 24
 def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.DTypeLike = np.float16) -> int:
     """Keys and values of all layers: ``2 nlayers nheads_kv head_dim itemsize`` bytes for each token.
 
+    With ``dtype`` int8 or float8_e4m3fn, 4 more for the scale of each head.
+
     Examples
     --------
     >>> from gpu_ops import memory, models
@@ -35,9 +38,10 @@ def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.D
     128
     """
     who = "memory.kv_cache_bytes"
-    numbers = 2 * config.nlayers * config.nheads_kv * config.head_dim
+    kind = read_dtype(who, dtype)
+    head = config.head_dim * kind.itemsize + (4 if kind in QUANTIZED.values() else 0)
     tokens = integer(who, "batch", batch, low=1) * integer(who, "seqlen", seqlen, low=0)
-    return numbers * read_dtype(who, dtype).itemsize * tokens
+    return 2 * config.nlayers * config.nheads_kv * head * tokens
 
 
 def estimate_inference(
@@ -61,8 +65,7 @@ def estimate_inference(
     batch, seqlen : int
         Sequences, and tokens of each, the prompt included.
     dtype : dtype
-        Of weights and activations. ``cache_dtype``: of the cache, default the same; scales of 8-bit caches are not
-        counted.
+        Of weights and activations. ``cache_dtype``: of the cache, default the same; see :func:`kv_cache_bytes`.
     prompt : int, optional
         Tokens of each sequence that go through the model at one time, default ``seqlen``.
     device : str, optional

@@ -19,6 +19,7 @@ __all__ = [
     "alignment",
     "as_line",
     "as_rows",
+    "codes_of",
     "float32",
     "four_axes",
     "heads_alignment",
@@ -42,6 +43,11 @@ KINDS = {"": 0, "int32": 1, "int64": 2, "float32": 3, "float64": 4}
 
 ROW_THREADS = 512  # at most, for one row
 _BLOCK = 128  # threads of a block that has several rows
+
+
+def codes_of(pages: Tensor) -> Tensor:
+    """Pages of float8_e4m3fn as its bits, uint8, which kernels take; others as they are."""
+    return pages.view(np.uint8) if pages.dtype.name == "float8_e4m3fn" else pages
 
 
 def address(array: Tensor) -> int:

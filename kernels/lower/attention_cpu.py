@@ -30,7 +30,7 @@ def forward(spec: Spec, on: Builder) -> None:
         a.seqlen_k,
         a.num_splits,
         decode=decodes,
-        dtype=a.q.dtype,
+        dtype=a.k.dtype,
         dims=a.head_dim + a.head_dim_v,
     )
     few = DECODE_ROWS // (a.nheads // a.nheads_kv) if a.packed and decodes and config.kernel == "tiled" else 0
@@ -93,6 +93,8 @@ def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
     given = {}
     if a.block_table is not None:
         given["block_table"] = views["block_table"]
+    if a.k_scale is not None:
+        given["k_scale"], given["v_scale"] = views["k_scale"], views["v_scale"]
     if a.sinks is not None:
         given["sinks"] = views["sinks"].astype(np.float64)
     if a.alibi_slopes is not None:

@@ -27,10 +27,11 @@ def results_of(t: str) -> tuple[str, str]:
     return t, compute(t).name
 
 
-# (dtype, dtype of the bias); forward also the dtypes of out and lse
+# (dtype, dtype of the bias); forward also the dtypes of out and lse, and of k and v: those of quantized pages compile
+# as they are needed
 VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
 VARIANTS = tuple(dict.fromkeys(VARIANTS))
-FORWARD_VARIANTS = tuple((t, bias, *results_of(t)) for t, bias in VARIANTS)
+FORWARD_VARIANTS = tuple((t, bias, *results_of(t), t) for t, bias in VARIANTS)
 
 OPTIONAL = (
     "block_table",

@@ -37,6 +37,7 @@ from .attention_decode_block import (
     mask_scores,
     note_special,
     place_rows,
+    scale_block,
     score_block,
     sum_values,
     values_careful,
@@ -53,12 +54,13 @@ from .codegen.target import VECTOR_BYTES
 from .dtype import like, read_row, store, write_row
 from .jit import FLOATS, compute, device_function, kernel, noinline_function, read, types, write
 from .parallel import claim
+from .quantized_pages import SCALE
 
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
 AHEAD_BYTES = 3 << 12  # prefetch distance; at 32 KB rows leave the first cache before use
 
-# (dtype, rows of a tile)
-VARIANTS = tuple((t, rows, *results_of(t)) for t in FLOATS for rows in (1, 2, 4))
+# (dtype, rows of a tile, dtypes of out, lse, and k and v: those of quantized pages compile as they are needed)
+VARIANTS = tuple((t, rows, *results_of(t), t) for t in FLOATS for rows in (1, 2, 4))
 
 
 def tile_rows(dtype: str, rows: int) -> int:
@@ -82,23 +84,23 @@ class Plan(NamedTuple):
 
 
 # as in attention.py
-Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks part_out part_sums")
+Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks k_scale v_scale part_out part_sums")
 
 
 def prepare_decode(
-    call: Call, dtype: np.dtype, results: tuple[Any, Any], launch: Callable[..., None]
+    call: Call, dtype: np.dtype, results: tuple[Any, Any], of_keys: np.dtype, launch: Callable[..., None]
 ) -> Callable[..., None]:
     """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
-    them to its kernels."""
+    them to its kernels. ``of_keys``: the dtype of k and v."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
-        block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(dtype.itemsize * call.head_dim)
+        block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(of_keys.itemsize * call.head_dim)
     )
-    variant = dtype.name, rows, *results
+    variant = dtype.name, rows, *results, of_keys
 
     def plan_of(heads_kv: int) -> tuple[int, Plan]:
-        row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
-        step = ADDED_KEYS if dtype.itemsize == 2 else 1  # rows prefetched together belong to one block
+        row_bytes = max(heads_kv * of_keys.itemsize * call.head_dim, 1)
+        step = ADDED_KEYS if of_keys.itemsize <= 2 else 1  # rows prefetched together belong to one block
         ahead = min(-(-AHEAD_BYTES // (row_bytes * step)) * step, call.block_n)
         tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
         return tasks, Plan((0,) * rows, call, heads_kv, ahead)
@@ -114,15 +116,17 @@ def prepare_decode(
     return decode
 
 
-def _signature(t: str, rows: int, of_out: str, of_lse: str) -> tuple[types.Type, ...]:
+def _signature(t: str, rows: int, of_out: str, of_lse: str, of_keys: str) -> tuple[types.Type, ...]:
     tile, wide = types.UniTuple(types.int64, rows), compute(t)
     return (
         types.NamedTuple([tile, CALL, types.int64, types.int64], Plan),
-        *(read(t, 4),) * 3,
+        read(t, 4),
+        *(read(of_keys, 4),) * 2,
         write(of_out, 4),
         write(of_lse, 3),
         SEQUENCES,
         *optional_types(t)[:3],
+        *(SCALE,) * 2,
         types.Array(wide, 3, "C"),
         types.Array(types.float64, 3, "C"),
     )
@@ -130,17 +134,33 @@ def _signature(t: str, rows: int, of_out: str, of_lse: str) -> tuple[types.Type,
 
 @kernel(_signature, variants=VARIANTS)
 def attention_decode(
-    state, n_tasks, plan, q, k, v, out, lse, sequences, table, alibi, sinks, part_out, part_sums
+    state,
+    n_tasks,
+    plan,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sequences,
+    table,
+    alibi,
+    sinks,
+    k_scale,
+    v_scale,
+    part_out,
+    part_sums,
 ):
-    arrays = by_reference(Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, part_out, part_sums))
+    options = table, alibi, sinks, k_scale, v_scale
+    arrays = by_reference(Arrays(q, k, v, out, lse, sequences, *options, part_out, part_sums))
     size, call, cut = arena_size(), by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead)
-    make_work(size, call, cut, q, part_out)
+    make_work(size, call, cut, k, part_out)
     decode_tasks(state, n_tasks, arena(size[0]), call, cut, arrays)
 
 
 @device_function
 def decode_tasks(state, n_tasks, memory, call, cut, x):
-    w = by_reference(make_work(memory, call, cut, x.q, x.part_out))
+    w = by_reference(make_work(memory, call, cut, x.k, x.part_out))
     rows, groups = len(w.tile), call.nheads_kv // w.heads_kv
     task = claim(state)
     while task < n_tasks:
@@ -156,7 +176,7 @@ def decode_tasks(state, n_tasks, memory, call, cut, x):
             part = (larger(last + 1 - first, 0) + call.n_splits - 1) // call.n_splits
             first += split * part
             last = smaller(last, first + part - 1)
-        pack_queries(w, call, x.q, b, q_start, n)
+        pack_queries(w, call, x.q, x.k, b, q_start, n)
         finite = special = False
         for careful in (False, True):
             if not finite:
@@ -199,19 +219,19 @@ def finish_row(w, call, v, to, row, inverse, special):
 
 
 @device_function
-def make_work(memory, call, cut, q, part_out):
+def make_work(memory, call, cut, k, part_out):
     """Scratch of one thread. ``cut``: the tile, heads_kv and ahead of the plan."""
     tile, heads_kv, ahead = cut
     zero = part_out.dtype.type(0)
     width = lanes(part_out)
     rows = call.block_m * heads_kv
-    chunk = chunk_elements(q)
+    chunk = chunk_elements(k)
     tiles = rows // len(tile)
     return Work(
         tile,
         heads_kv,
         ahead,
-        arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
+        arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(k)),
         arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         arena_array(memory, (rows, call.head_dim_v), np.uint8(0)),
@@ -227,13 +247,13 @@ def make_work(memory, call, cut, q, part_out):
 
 
 @device_function
-def pack_queries(w, call, q, b, q_start, n):
+def pack_queries(w, call, q, k, b, q_start, n):
     """Row r of w.q = q of row r as score_keys takes it; zero where nothing is."""
     w.q[:] = 0
     for kv in range(w.heads_kv):
         for r in range(n):
             source = read_row(q, (0 if call.packed else b, q_start + w.query[r], w.head[r] + kv * call.heads))
-            to_query(q, w.q[kv * call.block_m + r], source, call.head_dim)
+            to_query(k, w.q[kv * call.block_m + r], source, call.head_dim)
 
 
 @device_function
@@ -264,6 +284,7 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
             place_rows(next_places, x.k, x.table, call, b, k_start, first_kv, first + n_keys, n_next)
         padded = round_up(n_keys, w.row_max.shape[1] // len(w.tile))
         score_block(w, call, x.k, padded)
+        scale_block(w, call, x.k, x.k_scale, x.table, b, first_kv, first, n_keys)
         if not is_plain(call):
             finish_scores(w, call, x.alibi, b, first, n_keys, n, offset)
         if first < low_all or first + n_keys - 1 > high_all or padded > n_keys:
@@ -274,6 +295,7 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
         if careful:
             values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n)
         else:
+            scale_block(w, call, x.v, x.v_scale, x.table, b, first_kv, first, n_keys)
             sum_values(w, call, x.v, padded)
         add_block(w, padded)
         first, n_keys = first + n_keys, n_next
