@@ -213,8 +213,7 @@ class PagedKVCache:
             check_room(out, plan, self.device)
         self._sequences.evict(plan)
         with typed_memory_errors("reserve"):
-            own = self._copied([self._sequences.alive[handle].pages[-1] for handle in plan.copied])
-            self._sequences.extend(plan, own)
+            self._sequences.extend(plan, self._pages.copy)
             self._sequences.parents = drafts
             try:
                 return self._written(filled(self._sequences, plan, out), out, list(new))
@@ -341,15 +340,3 @@ class PagedKVCache:
             more["cascade"] = cascade_of(step, self.page_size, self.device)
         step = written(step, out, self.device)
         return replace(step, **more) if more else step
-
-    def _copied(self, pages: list[int]) -> list[int]:
-        """New pages with what these hold."""
-        pool = self._sequences.pool
-        own = [pool.take() for _ in pages]
-        try:
-            self._pages.copy(pages, own)
-        except BaseException:
-            for page in own:
-                pool.drop(page)
-            raise
-        return own
