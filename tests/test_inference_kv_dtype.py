@@ -14,8 +14,8 @@ from tests.test_generate import Bytes
 from tests.test_inference import CONFIG, model, prompts
 
 DTYPES = ("int8", "float8_e4m3fn")
-# Of the largest error of a logit in standard deviations of the logits; cache_for states them.
-BOUND = {"int8": 0.05, "float8_e4m3fn": 0.2}
+# Of the largest error of a logit, in standard deviations of the logits: cache_for says what three models had.
+BOUND = {"int8": 0.05, "float8_e4m3fn": 0.25}
 
 
 def logits(weights, dtype, texts):

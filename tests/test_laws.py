@@ -208,7 +208,8 @@ SLICED = {
 MIXED = ("attention_varlen", "embedding", "ternary_quantize", "ternary_pack", "ternary_unpack")
 WHOLE = (
     *("cross_entropy mean", "cross_entropy_backward mean", "linear_cross_entropy mean"),
-    *("global_norm", "linear_backward weights", "rope_append_kv pages", "ternary_matmul both"),
+    *("global_norm", "linear_backward weights", "ternary_matmul both"),
+    *("rope_append_kv pages", "rope_append_kv int8"),
 )
 SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in WHOLE]
 

@@ -162,6 +162,24 @@ def test_a_cache_with_a_window_refuses_trees_beyond_it():
     assert cache.tokens(a) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_pages_take_chains(dtype):
+    """Their last logits are those of a prompt."""
+    weights = models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
+    cache = cache_for(weights, CONFIG, num_pages=9, page_size=4, dtype=dtype)
+    one, other = cache.add(), cache.add()
+    with pytest.raises(OptionError, match="tokens that branch need pages of a float dtype"):
+        cache.reserve({one: [1, 2, 3]}, parents={one: [-1, 0, 0]})
+    tokens = [1, 2, 3, 4, 5]
+    want = read(cache, weights, CONFIG, {other: tokens})[0]
+    cache.rollback()
+    rows = read(cache, weights, CONFIG, {one: tokens}, parents={one: range(-1, 4)})
+    assert rows.shape == (5, 97)
+    np.testing.assert_allclose(rows[-1], want, rtol=0, atol=1e-5)
+    cache.accept({one: range(3)})
+    assert cache.tokens(one) == tokens[:3]
+
+
 def test_a_branch_does_not_see_its_siblings_nor_what_they_wrote(rng):
     """NaN in the keys of one branch reaches its descendants alone."""
     batch = Batch(rng, [6])
