@@ -9,9 +9,12 @@ import time
 
 import numpy as np
 import pytest
+from gguf_models import metadata, stored
 
+import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.__main__ import main
+from gpu_ops.errors import OptionError
 from gpu_ops.inference import command
 from tests.processes import PATIENCE
 
@@ -61,6 +64,25 @@ def test_ends_of_a_text(folder):
     for entries, found in (({"eos_token_id": 7}, [7]), ({"eos_token_id": [7, 9]}, [7, 9]), ({}, [])):
         (folder / "generation_config.json").write_text(json.dumps(entries))
         assert command.end_tokens(folder) == found
+
+
+def test_generate_from_a_gguf_file(folder, capsys):
+    path, tensors = folder / "a.gguf", stored(weights(), CONFIG, "llama")
+    keys = {"general.architecture": "llama", **metadata(CONFIG, "llama"), "tokenizer.ggml.eos_token_id": 7}
+    gpu_ops.write_gguf(path, tensors, keys)
+    given = ["generate", "--model", str(path), "--prompt", "abc", "--max-new-tokens", "9"]
+    assert main(given) == 2
+    assert "the vocabulary within a GGUF file is not read: pass --tokenizer FILE" in capsys.readouterr().err
+    for tokenizer in (["--tokenizer", str(folder / "other.json")], []):
+        (folder / "tokenizer.json").touch()  # beside it
+        assert main([*given, *tokenizer]) == 0
+        assert capsys.readouterr().out == text_of("abc", 9) + "\n"
+    assert command.end_tokens(path) == [7]
+    gpu_ops.write_gguf(path, tensors, {**keys, "tokenizer.ggml.eot_token_id": 9})
+    assert command.end_tokens(path) == [7, 9]
+    gpu_ops.write_gguf(path, tensors, {**keys, "tokenizer.ggml.eos_token_id": -1})
+    with pytest.raises(OptionError, match="eos_token_id"):
+        command.end_tokens(path)
 
 
 def test_mistakes_are_one_line(tmp_path, folder, capsys):

@@ -1,4 +1,4 @@
-"""A model over a cache of int8 or e4m3: its logits beside those of the cache in float32, and every way to ask for it."""
+"""A model over a cache of int8 or e4m3: its logits beside those of a float32 cache, and every way to ask for it."""
 
 from __future__ import annotations
 

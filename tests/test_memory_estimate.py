@@ -22,7 +22,9 @@ FAMILIES = {
     "llama": MEASURED,
     # the MLP so large that the peak is there, and not where threads of attention_backward have 4 MiB each
     "biases and qk_norm": replace(MEASURED, ffn=1024, biases=("qkv", "o", "gate_up", "down"), qk_norm=True),
+    "every norm": replace(MEASURED, ffn=1024, sub_norms=True, post_norms=True, activation="relu2", tied=True),
 }
+BRIEF = [(family, policy) for family in list(FAMILIES)[:2] for policy in ("none", "layer")]
 SHAPES = {"short": (8, 256), "long": (3, 1024)}
 CASES = [
     pytest.param(
@@ -30,7 +32,7 @@ CASES = [
         shape,
         dtype,
         policy,
-        marks=() if shape == "short" and policy in ("none", "layer") else pytest.mark.slow,
+        marks=() if shape == "short" and (family, policy) in BRIEF else pytest.mark.slow,
     )
     for family in FAMILIES
     for shape in SHAPES
@@ -305,5 +307,8 @@ def test_presets_have_the_published_numbers_of_parameters():
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.2-3b": 3_212_749_824,
         "mistral-7b": 7_241_732_096,
+        "bitnet-b1.58-2b": 2_412_820_480,
+        "gemma-2-2b": 2_614_341_888,
+        "gemma-3-1b": 999_885_952,
     }
     assert {name: config.parameters for name, config in models.PRESETS.items()} == published

@@ -130,7 +130,7 @@ def test_a_tree_beside_a_prompt_and_a_chain(rng):
 
 def test_chains_pass_through_windows(rng):
     layers = (models.Layer(window=7), models.Layer(theta=None))
-    batch = Batch(rng, [6], dataclasses.replace(CONFIG, layers=layers, qk_norm=True))
+    batch = Batch(rng, [6], dataclasses.replace(CONFIG, layers=layers, qk_norm=True, softcap=5.0))
     for _ in range(3):
         parents = {0: range(-1, 3)}
         batch.accept(parents, batch.run(parents), {0: 2})
@@ -139,7 +139,7 @@ def test_chains_pass_through_windows(rng):
 def test_trees_end_before_a_window_does(rng):
     """Every node sees all that is before the tree."""
     layers = (models.Layer(window=12), models.Layer(theta=None))
-    batch = Batch(rng, [9], dataclasses.replace(CONFIG, layers=layers, qk_norm=True))
+    batch = Batch(rng, [9], dataclasses.replace(CONFIG, layers=layers, qk_norm=True, softcap=5.0))
     parents = {0: [-1, 0, 0, 2]}
     batch.accept(parents, batch.run(parents), {0: 1})
     before = [x.copy() for x in batch.cache.keys]

@@ -12,6 +12,8 @@ from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.inference.step_attention import attend, check_tree
 from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.elementwise import added, softcapped
+from gpu_ops.models.llama import last_norm
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.embedding import embedding
@@ -68,11 +70,12 @@ def next_logits(
     for own in config.by_layer:
         check_tree("next_logits", step.tree, own.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
-    x = embedding(step.tokens, weights.embed)
+    x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache, i, step, length)
     rows = step.cu_seqlens_q[1:] - 1 if step.logit_rows is None else step.logit_rows
-    return linear(rmsnorm(embedding(rows, x), weights.norm, eps=config.eps), weights.lm_head)
+    z = linear(last_norm(embedding(rows, x), weights, config)[0], weights.lm_head)
+    return softcapped(z, config.logits_softcap)
 
 
 def longest(cache: PagedKVCache) -> int:
@@ -143,7 +146,8 @@ def _block(
     """``i``: the number of the layer."""
     keys, values = cache.keys[i], cache.values[i]
     scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
-    h = rmsnorm(x, layer.attn_norm, eps=config.eps)
+    eps, offset = config.stream_eps, config.weight_offset
+    h = rmsnorm(x, layer.attn_norm, eps=eps, weight_offset=offset)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
     q = rope_append_kv(
@@ -161,9 +165,24 @@ def _block(
         q_weight=layer.q_norm,
         k_weight=layer.k_norm,
         eps=config.eps,
+        weight_offset=offset,
     )
-    attn = attend(q, keys, values, step, **scales, window_size=config.window_size)
-    x = project(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x)
-    h = rmsnorm(x, layer.mlp_norm, eps=config.eps)
+    attn = attend(q, keys, values, step, **scales, **config.attention_options)
+    norms = layer.attn_sub_norm, layer.attn_post_norm
+    x = _projected(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x, norms, config)
+    h = rmsnorm(x, layer.mlp_norm, eps=eps, weight_offset=offset)
     act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)
-    return project(act, layer.down, layer.down_bias, x)
+    norms = layer.ffn_sub_norm, layer.mlp_post_norm
+    return _projected(act, layer.down, layer.down_bias, x, norms, config)
+
+
+def _projected(x: Any, weight: Any, bias: Any, residual: Any, norms: Any, config: LlamaConfig) -> Any:
+    """The residual stream with a projection of ``x`` added. ``norms``: before and after the projection, or None."""
+    before, after = norms
+    options: dict[str, Any] = {"eps": config.eps, "weight_offset": config.weight_offset}
+    if before is not None:
+        x = rmsnorm(x, before, out=x, **options)
+    if after is None:
+        return project(x, weight, bias, residual)
+    y = project(x, weight, bias)
+    return added(rmsnorm(y, after, out=y, **options), residual)

@@ -1,5 +1,7 @@
-"""Models as plain functions on arrays: a transformer block, a Llama, forward and backward."""
+"""Models as plain functions on arrays: a Llama, its blocks, forward and backward; and BERT, forward."""
 
+from gpu_ops.models.bert import Bert, BertBlock, bert_states, load_bert, sentence_embeddings
+from gpu_ops.models.bert_config import BertConfig
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.checkpoint import load, save
 from gpu_ops.models.config import Layer, LlamaConfig
@@ -20,6 +22,9 @@ from gpu_ops.models.weights import Block, Llama, initial_weights
 __all__ = [
     "POLICIES",
     "PRESETS",
+    "Bert",
+    "BertBlock",
+    "BertConfig",
     "Block",
     "Latent",
     "Layer",
@@ -28,12 +33,14 @@ __all__ = [
     "Lora",
     "Saved",
     "Sequences",
+    "bert_states",
     "block_backward",
     "block_forward",
     "hidden_states",
     "initial_lora",
     "initial_weights",
     "load",
+    "load_bert",
     "logits",
     "lora_grads",
     "lora_shapes",
@@ -41,6 +48,7 @@ __all__ = [
     "loss_and_grads",
     "merged",
     "save",
+    "sentence_embeddings",
     "with_latent",
     "with_lora",
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
+from typing import Any
 
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.rope_scaling import RopeScaling
-from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.config import Layer, LlamaConfig
 
 __all__ = ["PRESETS", "find_config"]
 
@@ -34,6 +35,17 @@ def _llama_3_2(hidden: int, ffn: int, nlayers: int, nheads: int, head_dim: int) 
     return LlamaConfig(*sizes, theta=500000.0, scaling=_scaling(32.0), tied=True)
 
 
+_GEMMA: dict[str, Any] = {
+    "weight_offset": 1.0,
+    "post_norms": True,
+    "embedding_scale": None,
+    "activation": "gelu_tanh",
+    "eps": 1e-6,
+    "tied": True,
+}
+_SLIDES, _SEES_ALL = Layer(window=4095), Layer()
+_SLIDES_3, _SEES_ALL_3 = Layer(window=511), Layer(1e6)
+
 #: From the config.json of each model.
 PRESETS: dict[str, LlamaConfig] = {
     #                          vocab  hidden ffn layers heads kv
@@ -47,6 +59,22 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-3.2-1b": _llama_3_2(2048, 8192, 16, 32, 64),
     "llama-3.2-3b": _llama_3_2(3072, 8192, 28, 24, 128),
     "mistral-7b": LlamaConfig(32000, 4096, 14336, 32, 32, 8, window=4095),
+    "bitnet-b1.58-2b": LlamaConfig(
+        *(128256, 2560, 6912, 30, 20, 5), theta=500000.0, sub_norms=True, activation="relu2", tied=True
+    ),
+    "gemma-2-2b": LlamaConfig(
+        *(256000, 2304, 9216, 26, 8, 4, 256),
+        **_GEMMA,
+        softcap=50.0,
+        logits_softcap=30.0,
+        layers=(_SLIDES, _SEES_ALL) * 13,
+    ),
+    "gemma-3-1b": LlamaConfig(
+        *(262144, 1152, 6912, 26, 4, 1, 256),
+        **_GEMMA,
+        qk_norm=True,
+        layers=((*(_SLIDES_3,) * 5, _SEES_ALL_3) * 5)[:26],
+    ),
 }
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.allocator import allocator, empty_like, new_array
+from gpu_ops.core.allocator import new_array
 from gpu_ops.core.checks import integer, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
+from gpu_ops.models.elementwise import added
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.linear import linear, linear_backward
 from gpu_ops.ops.ternary import ternary_quantize
@@ -25,7 +26,6 @@ __all__ = [
     "PROJECTIONS",
     "Latent",
     "Lora",
-    "copied",
     "initial_lora",
     "lora_grads",
     "lora_shapes",
@@ -74,7 +74,7 @@ def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
     if isinstance(weight, (Latent, TernaryMatrix)):
         packed, activations = _packed(weight)
         y = ternary_matmul(x, packed, activations=activations)
-        return _added(_added(y, bias), residual)
+        return added(added(y, bias), residual)
     return linear(x, weight, bias, residual=residual)
 
 
@@ -84,14 +84,14 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None)
         h = linear(x, weight.a)
         dh = project_backward(dy, h, weight.b, None if grad is None else grad.b)
         dx = project_backward(dh, x, weight.a, None if grad is None else grad.a)
-        return _added(dx, project_backward(dy, x, weight.base, None, dbias))
+        return added(dx, project_backward(dy, x, weight.base, None, dbias))
     if isinstance(weight, (Latent, TernaryMatrix)):
         packed, activations = _packed(weight)
         if grad is None:
             dx = ternary_matmul_backward(dy, x, packed, activations=activations, only="dx")
         else:
             dx, dweight = ternary_matmul_backward(dy, x, packed, activations=activations)
-            _added(grad, dweight)
+            added(grad, dweight)
     elif grad is None:
         dx = linear_backward(dy, x, weight, only="dx")
     elif dbias is not None:
@@ -106,25 +106,6 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None)
 
 def _packed(weight: Any) -> tuple[Any, str]:
     return (weight.quantized(), weight.activations) if isinstance(weight, Latent) else (weight, "int8")
-
-
-def copied(x: Any, to: Any = None) -> Any:
-    """``x`` in ``to``, or in a new contiguous array."""
-    if to is None:
-        to = empty_like(x, "copy")
-    instead = allocator()
-    if instead is None or instead.runs:
-        bits = np.dtype(f"u{x.dtype.itemsize}")  # CuPy does not know bfloat16
-        to.view(bits)[...] = x.view(bits)
-    return to
-
-
-def _added(y: Any, more: Any) -> Any:
-    """``y + more``, in place."""
-    instead = allocator()
-    if more is not None and (instead is None or instead.runs):
-        y += more
-    return y
 
 
 def lora_shapes(
