@@ -125,7 +125,7 @@ def test_a_window_has_no_shared_pages():
 @pytest.mark.parametrize("layers", [(), (models.Layer(window=6), models.Layer())], ids=["all", "a window"])
 def test_logits_are_those_without(layers):
     """Single tokens, parts of prompts and chains of drafts, in two groups and one sequence alone."""
-    config = dataclasses.replace(CONFIG, layers=layers)
+    config = dataclasses.replace(CONFIG, layers=layers, softcap=5.0)
     arrays = models.initial_weights(config, std=0.2)
     weights = models.Llama.of({n: x.astype(np.float64) for n, x in arrays.items()}, config)
     cache = cache_for(weights, config, num_pages=99, page_size=4)

@@ -326,5 +326,5 @@ def test_slots_past_the_31st_bit():
     sequences = Sequences(PagePool(9, 2**28), window=-1, keep_pages=0)
     handles = [sequences.add([]) for _ in range(9)]
     plan = sequences.plan({handle: [5, 6] for handle in handles})
-    sequences.extend(plan, [])
+    sequences.extend(plan, lambda source, target: None)
     assert filled(sequences, plan, None).slot_mapping[-2:].tolist() == [2**31, 2**31 + 1]

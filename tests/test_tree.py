@@ -130,7 +130,7 @@ def test_a_tree_beside_a_prompt_and_a_chain(rng):
 
 def test_chains_pass_through_windows(rng):
     layers = (models.Layer(window=7), models.Layer(theta=None))
-    batch = Batch(rng, [6], dataclasses.replace(CONFIG, layers=layers, qk_norm=True))
+    batch = Batch(rng, [6], dataclasses.replace(CONFIG, layers=layers, qk_norm=True, softcap=5.0))
     for _ in range(3):
         parents = {0: range(-1, 3)}
         batch.accept(parents, batch.run(parents), {0: 2})
@@ -139,7 +139,7 @@ def test_chains_pass_through_windows(rng):
 def test_trees_end_before_a_window_does(rng):
     """Every node sees all that is before the tree."""
     layers = (models.Layer(window=12), models.Layer(theta=None))
-    batch = Batch(rng, [9], dataclasses.replace(CONFIG, layers=layers, qk_norm=True))
+    batch = Batch(rng, [9], dataclasses.replace(CONFIG, layers=layers, qk_norm=True, softcap=5.0))
     parents = {0: [-1, 0, 0, 2]}
     batch.accept(parents, batch.run(parents), {0: 1})
     before = [x.copy() for x in batch.cache.keys]
@@ -160,6 +160,22 @@ def test_a_cache_with_a_window_refuses_trees_beyond_it():
     cache.reserve({a: [5, 6, 7]}, parents={a: [-1, 0, 1]})
     cache.accept({a: [0, 1]})
     assert cache.tokens(a) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_pages_take_chains(dtype):
+    """Their last logits are those of a prompt."""
+    weights = models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
+    cache = cache_for(weights, CONFIG, num_pages=9, page_size=4, dtype=dtype)
+    one, other = cache.add(), cache.add()
+    tokens = [1, 2, 3, 4, 5]
+    want = read(cache, weights, CONFIG, {other: tokens})[0]
+    cache.rollback()
+    rows = read(cache, weights, CONFIG, {one: tokens}, parents={one: range(-1, 4)})
+    assert rows.shape == (5, 97)
+    np.testing.assert_allclose(rows[-1], want, rtol=0, atol=1e-5)
+    cache.accept({one: range(3)})
+    assert cache.tokens(one) == tokens[:3]
 
 
 def test_a_branch_does_not_see_its_siblings_nor_what_they_wrote(rng):

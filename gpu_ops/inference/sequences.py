@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,11 +157,18 @@ class Sequences:
                 s.pages[i] = 0
             s.gone = end
 
-    def extend(self, plan: Plan, own: list[int]) -> None:
-        """Give every sequence its new tokens and pages. ``own``: pages in place of those that are shared."""
+    def extend(self, plan: Plan, copy: Callable[[list[int], list[int]], None]) -> None:
+        """Give every sequence its new tokens and pages. ``copy``: what pages hold, to others of their own."""
         size, pool = self.pool.page_size, self.pool
-        for handle, page in zip(plan.copied, own, strict=True):
-            s = self.alive[handle]
+        shared = [self.alive[handle] for handle in plan.copied]
+        own = [pool.take() for _ in shared]
+        try:
+            copy([s.pages[-1] for s in shared], own)
+        except BaseException:
+            for page in own:
+                pool.drop(page)
+            raise
+        for s, page in zip(shared, own, strict=True):
             pool.drop(s.pages[-1])
             s.pages[-1] = page
         for handle, new in plan.tokens.items():
