@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention_config import SEQUENCES, optional_types, results_of
+from .attention_config import SEQUENCES, Prepared, optional_types, private_bytes, results_of
 from .attention_decode_block import (
     Work,
     add_block,
@@ -50,7 +50,7 @@ from .codegen.decode_rows import chunk_elements, from_slots, query_type, slot, t
 from .codegen.exp2 import LOG2E
 from .codegen.memory import lanes, larger, round_up, smaller
 from .codegen.target import VECTOR_BYTES
-from .dtype import like, read_row, store, write_row
+from .dtype import bits, like, read_row, store, write_row
 from .jit import FLOATS, compute, device_function, kernel, noinline_function, read, types, write
 from .parallel import claim
 
@@ -87,8 +87,8 @@ Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks part_ou
 
 def prepare_decode(
     call: Call, dtype: np.dtype, results: tuple[Any, Any], launch: Callable[..., None]
-) -> Callable[..., None]:
-    """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
+) -> Prepared:
+    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
     them to its kernels."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
@@ -105,19 +105,31 @@ def prepare_decode(
 
     together, apart = plan_of(max(call.nheads_kv, 1)), plan_of(1)
 
-    def decode(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
+    def run(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         # Follow memory: all heads of a key in one task when they lie side by side.
         strides = arrays[1].strides
         tasks, plan = together if abs(strides[2]) < abs(strides[1]) else apart
         launch(attention_decode[variant], tasks, plan, *arrays, *optional, *parts)
 
-    return decode
+    def scratch() -> int:
+        tasks, plan = together
+        like_q, like_part = (
+            bits(np.empty((0, 0, 0, 0), dtype)),
+            np.empty((0, 0, 0), results_of(dtype.name)[1]),
+        )
+        return private_bytes(launch, tasks, attention_decode_work[dtype.name, rows], plan, like_q, like_part)
+
+    return Prepared(run, scratch)
+
+
+def _plan_type(rows: int) -> types.Type:
+    return types.NamedTuple([types.UniTuple(types.int64, rows), CALL, types.int64, types.int64], Plan)
 
 
 def _signature(t: str, rows: int, of_out: str, of_lse: str) -> tuple[types.Type, ...]:
-    tile, wide = types.UniTuple(types.int64, rows), compute(t)
+    wide = compute(t)
     return (
-        types.NamedTuple([tile, CALL, types.int64, types.int64], Plan),
+        _plan_type(rows),
         *(read(t, 4),) * 3,
         write(of_out, 4),
         write(of_lse, 3),
@@ -136,6 +148,17 @@ def attention_decode(
     size, call, cut = arena_size(), by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead)
     make_work(size, call, cut, q, part_out)
     decode_tasks(state, n_tasks, arena(size[0]), call, cut, arrays)
+
+
+@kernel(
+    lambda t, rows: (_plan_type(rows), read(t, 4), types.Array(compute(t), 3, "C")),
+    variants=tuple(dict.fromkeys(variant[:2] for variant in VARIANTS)),
+)
+def attention_decode_work(state, n_tasks, plan, q, part_out):
+    """state[0] = bytes of the scratch of a thread. Only the types of the arrays count."""
+    size = arena_size()
+    make_work(size, by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead), q, part_out)
+    state[0] = size[0]
 
 
 @device_function

@@ -13,6 +13,7 @@ import numpy as np
 
 from .dtype import bits, load, read_row, write_row
 from .gemm import matmul, tile_size
+from .gemm_memory import private_bytes
 from .jit import compute, kernel, read, types, write
 from .packing import pack, packed, panel_bytes
 from .parallel import claim, launch
@@ -32,7 +33,11 @@ def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
 def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, int, int]:
     """What y, dx and dweight of a weight (rows, cols) take while they are computed."""
     n, kind = min(tokens, TOKENS), packed(dtype)
-    return panel_bytes(cols, n, kind), panel_bytes(rows, n, kind), panel_bytes(n, cols, kind)
+    return (
+        panel_bytes(cols, n, kind) + private_bytes(rows, n, cols, kind),
+        panel_bytes(rows, n, kind) + private_bytes(cols, n, rows, kind, trans_a=True),
+        panel_bytes(n, cols, kind) + private_bytes(rows, cols, n, kind, trans_a=True),
+    )
 
 
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
