@@ -23,6 +23,7 @@ from gpu_ops.terminal import print_table, waiting
 __all__ = ["Question", "show_memory"]
 
 _WHO = "memory"
+_MOST_DIGITS = 18
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
@@ -117,17 +118,27 @@ def _model(name: str | None) -> LlamaConfig:
         raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    if not Path(name).exists():
+    if not _exists(name):
         near = difflib.get_close_matches(name.lower(), MODELS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise OptionError(f"{_WHO}: no model and no file {name!r}; {hint}models: {', '.join(MODELS)}")
     return LlamaConfig.from_hf(name)
 
 
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # too long for a name; with a NUL
+        return False
+
+
 def _count(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not int(text):
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal() and digits):
         raise OptionError(f"{_WHO}: --{name} must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    if len(digits) > _MOST_DIGITS:  # also more than Python reads
+        raise OptionError(f"{_WHO}: --{name} has {len(digits)} digits, more than any memory holds")
+    return int(digits)
 
 
 def _size(nbytes: int) -> str:

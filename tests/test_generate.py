@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import sys
 import threading
 import time
 
@@ -69,6 +71,25 @@ def test_mistakes_are_one_line(tmp_path, folder, capsys):
     error = capsys.readouterr().err
     assert error.startswith("generate: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", "-"), "standard input is no UTF-8"),
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt", "a", "--max-new-tokens", "1" + "0" * 30), "num_pages must lie in"),
+        (("--prompt", "a", "--temperature", "nan"), "temperature must be finite"),
+        (("--prompt", "a", "--model", "a" * 300), "File name too long"),
+        (("--prompt", "a", "--model", "a\0b"), "it holds a NUL"),
+    ],
+)
+def test_absurd_arguments_are_one_line(folder, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"))
+    assert main(["generate", "--model", str(folder), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n"), error.count("generate: ")) == ("", 1, 1)
+    assert words in error
 
 
 # ---- the server --------------------------------------------------------------------------------------------------
