@@ -60,6 +60,7 @@ def forward(context: int, new: int, batch: int, dtype: str, *, ternary: bool = F
         ours=ours,
         reference=functools.partial(last_logits, ternary=ternary),
         torch=None if ternary else torch_forward,
+        tokens=batch * new,
     )
 
 
