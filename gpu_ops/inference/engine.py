@@ -16,9 +16,11 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError, OutOfPages
+from gpu_ops.inference.captured import Graphs
 from gpu_ops.inference.forward import cache_for, check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
+from gpu_ops.inference.step import Step
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
@@ -45,6 +47,9 @@ class Engine:
     max_seqlen : int, optional
         Of a prompt and its new tokens; default: what fits in the cache, or 2^20 with a window. ``dynamic`` and
         ``longrope`` scalings take their frequencies from it, so engines on one cache need the same.
+    capture : bool
+        On CUDA, launch passes of single tokens as CUDA graphs: one for each power of two of sequences, and of pages
+        of the longest. They hold the addresses of the weights. A warning says so where that cannot be done.
 
     Examples
     --------
@@ -66,6 +71,7 @@ class Engine:
         max_tokens: int = 512,
         max_requests: int = 64,
         max_seqlen: int | None = None,
+        capture: bool = True,
     ) -> None:
         check_model(weights, config, cache)
         self.weights, self.config, self.cache = weights, config, cache
@@ -73,9 +79,12 @@ class Engine:
         self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
+        captures = checks.flag("Engine", "capture", capture) and cache.device == "cuda"
+        self._graphs = Graphs(weights, config, cache, self.max_seqlen) if captures else None
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._submitted = 0
+        self._sampled_by: tuple[list[int], dict[str, Any]] | None = None
 
     @property
     def unfinished(self) -> int:
@@ -161,7 +170,7 @@ class Engine:
         if step is None:
             return []
         try:
-            logits = next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
+            logits = self._logits(step, len(batch))
             ready = [i for i, r in enumerate(batch) if self.cache.length(r.handle) == len(r.tokens)]
             tokens, logprobs = self._draw(logits, batch) if ready else ((), ())
         except BaseException:
@@ -169,6 +178,11 @@ class Engine:
             raise
         self.cache.commit()
         return [self._accept(batch[i], int(tokens[i]), float(logprobs[i])) for i in ready]
+
+    def _logits(self, step: Step, count: int) -> Any:
+        if self._graphs is not None:
+            return self._graphs.logits(step, count)
+        return next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
 
     # ---- what a pass runs ------------------------------------------------------------------------------------------
 
@@ -191,7 +205,8 @@ class Engine:
             if not parts:
                 return [], None
             try:
-                step = self.cache.reserve(parts)
+                out = None if self._graphs is None else self._graphs.step_for(parts)
+                step = self.cache.reserve(parts, out=out)
             except OutOfPages:
                 if len(self._running) == 1:
                     # a window frees pages as it moves
@@ -214,11 +229,7 @@ class Engine:
     def _draw(self, logits: Any, batch: Sequence[Request]) -> tuple[Any, Any]:
         """A token and its log-probability for each row."""
         penalised = any(r.sampling.counts_tokens for r in batch)
-        options = {
-            f.name: self._array([getattr(r.sampling, f.name) for r in batch], _DTYPES.get(f.name, np.float32))
-            for f in fields(Sampling)
-            if penalised or not f.name.endswith("_penalty")
-        }
+        options = self._options(batch, penalised)
         options["step"] = self._array([len(r.tokens) - r.prompt for r in batch], np.int64)
         if penalised:
             none = np.zeros(self.config.vocab, np.int32)
@@ -227,6 +238,20 @@ class Engine:
         tokens, logprobs = sample(logits, **options, return_logprob=True)
         on_host = [StateArray("sample", "a result", x).copied() for x in (tokens, logprobs)]
         return on_host[0], on_host[1]
+
+    def _options(self, batch: Sequence[Request], penalised: bool) -> dict[str, Any]:
+        """What the requests of a pass sample by: arrays that are kept for the next pass of the same requests."""
+        numbers = [r.number for r in batch]
+        if self._sampled_by is None or self._sampled_by[0] != numbers:
+            options = {
+                f.name: self._array(
+                    [getattr(r.sampling, f.name) for r in batch], _DTYPES.get(f.name, np.float32)
+                )
+                for f in fields(Sampling)
+                if penalised or not f.name.endswith("_penalty")
+            }
+            self._sampled_by = numbers, options
+        return dict(self._sampled_by[1])
 
     def _array(self, values: Any, dtype: Any) -> Any:
         return to_device(np.asarray(values, dtype), self.cache.device)

@@ -62,8 +62,9 @@ def next_logits(
     x = embedding(step.tokens, weights.embed)
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
-    last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
-    return linear(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
+    if step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
+        x = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
+    return linear(rmsnorm(x, weights.norm, eps=config.eps), weights.lm_head)
 
 
 def longest(cache: PagedKVCache) -> int:

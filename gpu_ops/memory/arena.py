@@ -6,14 +6,14 @@ import contextlib
 import math
 import threading
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from gpu_ops.core.allocator import new_array, use_allocator
 from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.errors import OptionError, OutOfMemoryError
-from gpu_ops.memory.trace import Buffer, Trace
+from gpu_ops.memory.trace import Buffer
 
 __all__ = ["Arena", "place"]
 
@@ -60,6 +60,12 @@ def _joined(skyline: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
+class Traced(Protocol):
+    """What an arena is made for: a :class:`Trace`, or another record of a step."""
+
+    buffers: list[Buffer]
+
+
 class Arena:
     """Memory for a step that has been traced: one allocation, used again by every step.
 
@@ -99,7 +105,7 @@ class Arena:
     runs = True
     from_device = False
 
-    def __init__(self, trace: Trace, device: str = "cpu", limit: int | None = None) -> None:
+    def __init__(self, trace: Traced, device: str = "cpu", limit: int | None = None) -> None:
         if device not in ("cpu", "cuda"):
             raise OptionError(f"memory.Arena: device must be 'cpu' or 'cuda', got {device!r}")
         self.on_gpu = device == "cuda"
@@ -216,5 +222,5 @@ class _CudaMemory:
     def array(self, alive: _Alive, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         alive.memory = self._memory  # type: ignore[attr-defined]
         size = math.prod(shape) * dtype.itemsize
-        at = self._cupy.cuda.UnownedMemory(self._memory.ptr + offset, size, alive)
+        at = self._cupy.cuda.UnownedMemory(self._memory.ptr + offset, size, alive, self._memory.device_id)
         return self._cupy.ndarray(shape, dtype, memptr=self._cupy.cuda.MemoryPointer(at, 0))
