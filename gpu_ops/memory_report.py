@@ -24,6 +24,7 @@ from gpu_ops.terminal import print_table, waiting
 __all__ = ["Question", "show_memory"]
 
 _WHO = "memory"
+_MOST_DIGITS = 18
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
@@ -125,9 +126,12 @@ def _terms(found: Estimate) -> dict[str, int]:
 
 
 def _count(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not int(text):
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal() and digits):
         raise OptionError(f"{_WHO}: --{name} must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    if len(digits) > _MOST_DIGITS:  # also more than Python reads
+        raise OptionError(f"{_WHO}: --{name} has {len(digits)} digits, more than any memory holds")
+    return int(digits)
 
 
 def _size(nbytes: int) -> str:

@@ -62,6 +62,7 @@ def forward(context: int, new: int, batch: int, dtype: str, *, weights: str = ""
         ours=ours,
         reference=last_logits,
         torch=None if weights else torch_forward,
+        tokens=batch * new,
     )
 
 

@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         _generate(options)
     except GpuOpsError as error:
-        print(f"generate: {error}", file=sys.stderr)
+        words = " ".join(str(error).split()).removeprefix("generate: ")
+        print(f"generate: {words}", file=sys.stderr)
         return 2
     return 0
 
@@ -37,7 +38,10 @@ def _generate(options: argparse.Namespace) -> None:
     model = Path(options.model)
     tokenizer = _tokenizer(model, options.tokenizer)
     weights, config = load(model, dtype=options.dtype, device=options.device)
-    texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
+    try:
+        texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the prompt from standard input is no UTF-8: {error}") from error
     for text in texts:
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise OptionError("a prompt is no UTF-8")

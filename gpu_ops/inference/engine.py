@@ -16,12 +16,14 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError, OutOfPages
+from gpu_ops.inference.captured import Graphs
 from gpu_ops.inference.cascade import MIN_TOKENS
-from gpu_ops.inference.draws import Row, draw
+from gpu_ops.inference.draws import Draws, Row
 from gpu_ops.inference.forward import check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
 from gpu_ops.inference.sequences import token_ids
+from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
 
@@ -50,6 +52,9 @@ class Engine:
         the last token of the text, and keeps those that are the tokens it draws: texts are the same as without, and
         come in fewer passes the better the guesses are. In 16 bits a pass over more tokens may round otherwise, and
         tokens that are about equally likely change places.
+    capture : bool
+        On CUDA, launch passes of single tokens as CUDA graphs: one for each power of two of sequences, and of pages
+        of the longest. They hold the addresses of the weights. A warning says so where that cannot be done.
 
     Attributes
     ----------
@@ -77,6 +82,7 @@ class Engine:
         max_requests: int = 64,
         max_seqlen: int | None = None,
         draft: Draft | None = None,
+        capture: bool = True,
     ) -> None:
         check_model(weights, config, cache)
         self.weights, self.config, self.cache = weights, config, cache
@@ -89,9 +95,13 @@ class Engine:
                 f"Engine: draft is {type(draft).__name__}, not a function from tokens to guesses"
             )
         self.draft, self.drafted, self.accepted = draft, 0, 0
+        captures = checks.flag("Engine", "capture", capture) and cache.device == "cuda"
+        self._graphs = Graphs(weights, config, cache, self.max_seqlen) if captures else None
+        self._draws = Draws(cache.device)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._submitted = 0
+        self._sampled_by: tuple[list[int], dict[str, Any]] | None = None
 
     @property
     def unfinished(self) -> int:
@@ -181,7 +191,7 @@ class Engine:
         if step is None:
             return []
         try:
-            logits = next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
+            logits = self._logits(step, len(batch))
             drawn = self._draw(logits, batch, guesses)
         except BaseException:
             self.cache.rollback()  # the next pass runs the same tokens
@@ -191,6 +201,11 @@ class Engine:
         self.accepted += sum(len(own) - 1 for _, own in drawn)
         drawn.sort(key=lambda item: item[0].number)
         return [token for r, own in drawn for token in self._accept(r, own)]
+
+    def _logits(self, step: Step, count: int) -> Any:
+        if self._graphs is not None:
+            return self._graphs.logits(step, count)
+        return next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
 
     # ---- what a pass runs ------------------------------------------------------------------------------------------
 
@@ -217,7 +232,9 @@ class Engine:
             tokens = {r.handle: parts[r.handle] + drafts.get(r.handle, []) for r in batch}
             parents = {handle: range(-1, len(own)) for handle, own in drafts.items()}
             try:
-                return batch, drafts, self.cache.reserve(tokens, parents=parents)
+                if drafts or self._graphs is None:
+                    return batch, drafts, self.cache.reserve(tokens, parents=parents)
+                return batch, drafts, self.cache.reserve(tokens, out=self._graphs.step_for(tokens))
             except OutOfPages:
                 if drafts:
                     guesses = False
@@ -264,7 +281,7 @@ class Engine:
         ready = [self.cache.length(r.handle) >= len(r.tokens) for r in batch]
         if not any(ready):
             return []
-        drawn = iter(zip(*(x.tolist() for x in draw(logits, rows, self.cache.device)), strict=True))
+        drawn = iter(zip(*(x.tolist() for x in self._draws(logits, rows)), strict=True))
         found = []
         for r, is_ready in zip(batch, ready, strict=True):
             own = guesses.get(r.handle, [])

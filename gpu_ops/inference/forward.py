@@ -73,8 +73,11 @@ def next_logits(
     x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache, i, step, length)
-    rows = step.cu_seqlens_q[1:] - 1 if step.logit_rows is None else step.logit_rows
-    z = linear(last_norm(embedding(rows, x), weights, config)[0], weights.lm_head)
+    if step.logit_rows is not None:
+        x = embedding(step.logit_rows, x)
+    elif step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
+        x = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
+    z = linear(last_norm(x, weights, config)[0], weights.lm_head)
     return softcapped(z, config.logits_softcap)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, on_cuda
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.inference.draws import Row, draw
+from gpu_ops.inference.draws import Draws, Row
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.tree import parent_list
@@ -149,7 +149,7 @@ def _drawn(
     rows = [row]
     for node in range(1, len(ids)):
         rows.append(rows[above[node]].after(ids[node]))
-    tokens, _ = draw(logits, rows, "cuda" if on_cuda(logits) else "cpu")
+    tokens, _ = Draws("cuda" if on_cuda(logits) else "cpu")(logits, rows)
     path = [0]
     while True:
         token = int(tokens[path[-1]])

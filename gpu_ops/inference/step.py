@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,8 @@ def filled(sequences: Sequences, plan: Plan, out: Step | None) -> Step:
 def written(step: Step, out: Step | None, device: str) -> Step:
     """A step in host memory, on the device: in the arrays of ``out``, if given."""
     on_device = to_device(step.buffer, device, blocking=False)
+    if out is None and on_device is step.buffer:
+        return step
     if out is None:
         return _step(on_device, *_shape(step))
     out.buffer[...] = on_device
@@ -141,8 +144,11 @@ def _shape(step: Step) -> tuple[int, int, int, int]:
     return step.tokens.shape[0], batch, width, step.max_seqlen_q
 
 
-def _layout(tokens: int, batch: int, width: int) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
-    """Offset, shape and dtype of each array in the buffer, and the buffer's size."""
+@functools.lru_cache(256)
+def _layout(
+    tokens: int, batch: int, width: int
+) -> tuple[dict[str, tuple[slice, tuple[int, ...], np.dtype[Any]]], int]:
+    """Place, shape and dtype of each array in the buffer, and the buffer's size."""
     shapes = {
         "tokens": (tokens,),
         "positions": (tokens,),
@@ -154,16 +160,15 @@ def _layout(tokens: int, batch: int, width: int) -> tuple[dict[str, tuple[int, t
     found, at = {}, 0
     for name, shape in shapes.items():
         dtype = np.dtype(np.int64 if name == "slot_mapping" else np.int32)
-        found[name] = at, shape, dtype.name
-        at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        nbytes = math.prod(shape) * dtype.itemsize
+        found[name] = slice(at, at + nbytes), shape, dtype
+        at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return found, at
 
 
 def _step(buffer: Any, tokens: int, batch: int, width: int, max_seqlen_q: int) -> Step:
-    views = {}
-    for name, (start, shape, dtype) in _layout(tokens, batch, width)[0].items():
-        end = start + math.prod(shape) * np.dtype(dtype).itemsize
-        views[name] = buffer[start:end].view(dtype).reshape(shape)
+    layout = _layout(tokens, batch, width)[0]
+    views = {name: buffer[place].view(dtype).reshape(shape) for name, (place, shape, dtype) in layout.items()}
     return Step(**views, max_seqlen_q=max_seqlen_q, buffer=buffer)
 
 

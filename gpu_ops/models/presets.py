@@ -94,11 +94,18 @@ def find_config(op: str, name: str) -> LlamaConfig:
     plain = {_plain(known): known for known in PRESETS}
     if _plain(name) in plain:
         return PRESETS[plain[_plain(name)]]
-    if not Path(name).exists():
+    if not _exists(name):
         near = difflib.get_close_matches(_plain(name), plain, n=1)
         hint = f"did you mean {plain[near[0]]}? " if near else ""
         raise OptionError(f"{op}: no model and no file {name!r}; {hint}models: {', '.join(PRESETS)}")
     return LlamaConfig.from_hf(name)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # too long for a name; with a NUL
+        return False
 
 
 def _plain(name: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from . import linear_few
 from .dtype import bits, load, read_row, write_row
 from .gemm import matmul, tile_size
+from .gemm_memory import private_bytes
 from .jit import compute, kernel, read, types, write
 from .packing import pack, packed, panel_bytes
 from .parallel import claim, launch
@@ -34,8 +35,12 @@ def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, i
     """What y, dx and dweight of a weight (rows, cols) take while they are computed."""
     n, kind = min(tokens, TOKENS), packed(dtype)
     few = linear_few.is_few(tokens, dtype)
-    y = linear_few.scratch_bytes(cols, dtype) if few else panel_bytes(cols, n, kind)
-    return y, panel_bytes(rows, n, kind), panel_bytes(n, cols, kind)
+    dense = panel_bytes(cols, n, kind) + private_bytes(rows, n, cols, kind)
+    return (
+        linear_few.scratch_bytes(cols, dtype) if few else dense,
+        panel_bytes(rows, n, kind) + private_bytes(cols, n, rows, kind, trans_a=True),
+        panel_bytes(n, cols, kind) + private_bytes(rows, cols, n, kind, trans_a=True),
+    )
 
 
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
