@@ -1,0 +1,58 @@
+"""Ranks that go wrong, one way per run: ``mpiexec -n 3 python -m tests.ranks.faults raises``. The last rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from gpu_ops import distributed
+
+
+def killed(comm):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(comm):
+    raise ValueError("the data ends here")
+
+
+def raises_in_a_thread(comm):
+    thread = threading.Thread(target=raises, args=(comm,))
+    thread.start()
+    thread.join()
+    time.sleep(60)
+
+
+def never_comes(comm):
+    time.sleep(60)
+
+
+def another_shape(comm):
+    comm.all_reduce(np.ones(1024, np.float32))
+
+
+def another_group(comm):
+    comm.barrier()
+
+
+def aborts(comm):
+    comm.abort("no more disk", status=5)
+
+
+def main(fault: str) -> None:
+    comm = distributed.world(timeout=1.0)
+    pair = comm.split(0, name="pair")
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        globals()[fault](comm)
+    (pair if fault == "another_group" else comm).all_reduce(np.ones(1000, np.float32))
+    comm.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
