@@ -25,7 +25,9 @@ MPIEXEC = shutil.which(
 needs_mpi = pytest.mark.skipif(
     not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
 )
-GROUPS = ("collectives", "mesh")
+# modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
+GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,)}
+RANKS = (2, 3, 4)
 SEVERAL = (
     "check_a_message_of_another_size",
     "check_a_different_call",
@@ -49,11 +51,24 @@ def launch(ranks: int, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_ranks(ranks):
-    done = launch(ranks, "-m", "tests.ranks", *GROUPS)
+    passes(ranks, [group for group, default in GROUPS.items() if ranks in default])
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "ranks"), [(group, n) for group, default in GROUPS.items() for n in RANKS if n not in default]
+)
+def test_other_ranks(group, ranks):
+    passes(ranks, [group])
+
+
+def passes(ranks: int, groups: list[str]) -> None:
+    done = launch(ranks, "-m", "tests.ranks", *groups)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count(f"checks passed on {ranks} ranks") == len(GROUPS)
+    assert done.stdout.count(f"checks passed on {ranks} ranks") == len(groups)
 
 
 # fault, whether calls are compared, what some rank says, whether the default tests run it

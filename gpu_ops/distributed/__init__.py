@@ -5,6 +5,24 @@ Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiex
 
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.engine import Pending
-from gpu_ops.distributed.world import Mesh, world
+from gpu_ops.distributed.mesh import Mesh, world
+from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
+from gpu_ops.distributed.sequence import sequence_positions
+from gpu_ops.distributed.ulysses import (
+    UlyssesSaved,
+    ulysses_attention,
+    ulysses_attention_backward,
+)
 
-__all__ = ["Comm", "Mesh", "Pending", "world"]
+__all__ = [
+    "Comm",
+    "Mesh",
+    "Pending",
+    "UlyssesSaved",
+    "ring_attention",
+    "ring_attention_backward",
+    "sequence_positions",
+    "ulysses_attention",
+    "ulysses_attention_backward",
+    "world",
+]

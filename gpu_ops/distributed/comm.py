@@ -64,7 +64,7 @@ class Comm(Engine):
         """
         view, library = self._reducible("all_reduce", x, op)
         result, target = self._result("all_reduce", view, view.shape, out)
-        call = self._begin("all_reduce", view, f"op={op!r}")
+        call = self.begin("all_reduce", view, f"op={op!r}")
         sent = _bytes(view)
         bounds = [view.size * r // self.size for r in range(self.size + 1)]
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
@@ -76,11 +76,11 @@ class Comm(Engine):
 
     def all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Any:
         """All ranks' ``x``, in rank order along ``axis``, on every rank."""
-        view, library = self._movable("all_gather", x)
+        view, library = self.movable("all_gather", x)
         axis = _axis("all_gather", "axis", axis, view)
         shape = (*view.shape[:axis], self.size * view.shape[axis], *view.shape[axis + 1 :])
         result, target = self._result("all_gather", view, shape, out, direct=axis == 0)
-        call = self._begin("all_gather", view, f"axis={axis}")
+        call = self.begin("all_gather", view, f"axis={axis}")
         # whole arrays, one after the other: the result itself if the axis is the first
         stacked = result if axis == 0 else np.empty((self.size, *view.shape), view.dtype)
         self._finish(self._all_gather(_bytes(view), _bytes(stacked), [view.nbytes] * self.size), call)
@@ -96,7 +96,7 @@ class Comm(Engine):
         self._divides("reduce_scatter", "axis", axis, view)
         shape = (*view.shape[:axis], view.shape[axis] // self.size, *view.shape[axis + 1 :])
         result, target = self._result("reduce_scatter", view, shape, out)
-        call = self._begin("reduce_scatter", view, f"axis={axis}, op={op!r}")
+        call = self.begin("reduce_scatter", view, f"axis={axis}, op={op!r}")
         pieces = _bytes(_side_by_side(view, axis, self.size))
         part = self._sum_of_parts(call, view, pieces, [result.size] * self.size, op)
         result[...] = part.reshape(shape)
@@ -105,7 +105,7 @@ class Comm(Engine):
 
     def all_to_all(self, x: Any, split: int, concat: int, *, out: Any = None) -> Any:
         """Piece r of ``x`` along axis ``split`` goes to rank r; what arrives lies in rank order along ``concat``."""
-        view, library = self._movable("all_to_all", x)
+        view, library = self.movable("all_to_all", x)
         split, concat = (
             _axis("all_to_all", name, axis, view) for name, axis in (("split", split), ("concat", concat))
         )
@@ -113,7 +113,7 @@ class Comm(Engine):
         piece = [n // self.size if i == split else n for i, n in enumerate(view.shape)]
         shape = tuple(n * self.size if i == concat else n for i, n in enumerate(piece))
         result, target = self._result("all_to_all", view, shape, out, direct=concat == 0)
-        call = self._begin("all_to_all", view, f"split={split}, concat={concat}")
+        call = self.begin("all_to_all", view, f"split={split}, concat={concat}")
         sent = _bytes(_side_by_side(view, split, self.size))
         stacked = result if concat == 0 else np.empty((self.size, *piece), view.dtype)
         counts = [view.nbytes // self.size] * self.size
@@ -125,10 +125,10 @@ class Comm(Engine):
 
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
         """``x`` of rank ``root`` on every rank; of the others' ``x`` only shape and dtype count."""
-        view, library = self._movable("broadcast", x)
+        view, library = self.movable("broadcast", x)
         root = self._member("broadcast", "root", root)
         result, target = self._result("broadcast", view, view.shape, out)
-        call = self._begin("broadcast", view, f"root={root}")
+        call = self.begin("broadcast", view, f"root={root}")
         if self.rank == root:
             result[...] = view
         self._finish(self._broadcast(_bytes(result), root), call)
@@ -137,7 +137,7 @@ class Comm(Engine):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        call = self._begin("barrier")
+        call = self.begin("barrier")
         found = np.empty(self.size, np.uint8)
         self._finish(self._all_gather(np.zeros(1, np.uint8), found, [1] * self.size), call)
 
@@ -148,9 +148,9 @@ class Comm(Engine):
 
         Returns at once; ``wait()`` on the result returns the arrays that arrived, as a tuple.
         """
-        views = [self._movable("shift", x) for x in xs]
+        views = [self.movable("shift", x) for x in xs]
         by = checks.integer("shift", "by", by)
-        call = self._begin("shift", *(view for view, _ in views), f"by={by}")
+        call = self.begin("shift", *(view for view, _ in views), f"by={by}")
         found = [np.empty(view.shape, view.dtype) for view, _ in views]
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         transfer = self._point_to_point(
@@ -165,7 +165,7 @@ class Comm(Engine):
 
     def send(self, x: Any, to: int) -> Pending:
         """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` until ``x`` may be written."""
-        view, _ = self._movable("send", x)
+        view, _ = self.movable("send", x)
         to = self._other("send", "to", to)
         call = self._described("message", "send", view, f"to={to}")
         transfer = self._point_to_point([(_bytes(view), to)], [], _MESSAGE)
@@ -204,7 +204,7 @@ class Comm(Engine):
         with np.errstate(over="ignore"):
             return total.astype(view.dtype, copy=False)
 
-    def _movable(self, op: str, x: Any) -> tuple[Array, str | None]:
+    def movable(self, op: str, x: Any) -> tuple[Array, str | None]:
         """A view of an array that can be sent, and its library."""
         if on_cuda(x):
             raise DeviceError(
@@ -217,7 +217,7 @@ class Comm(Engine):
 
     def _reducible(self, name: str, x: Any, op: str) -> tuple[Array, str | None]:
         checks.one_of(name, "op", op, _OPS)
-        view, library = self._movable(name, x)
+        view, library = self.movable(name, x)
         checks.native(name, "x", view)
         if view.dtype.kind not in "iu" and view.dtype not in checks.FLOAT_DTYPES.values():
             raise DTypeError(
@@ -231,7 +231,7 @@ class Comm(Engine):
         """A contiguous array to fill, and the caller's if that is another one."""
         if out is None:
             return np.empty(shape, view.dtype), None
-        target, _ = self._movable(op, out)
+        target, _ = self.movable(op, out)
         checks.exactly(op, "out", target, shape)
         check_writable(op, "out", out, target, view.dtype, "")
         if overlap(view, target) and not (view.shape == target.shape and same_memory(view, target)):

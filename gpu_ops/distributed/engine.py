@@ -53,7 +53,7 @@ class Pending:
 
     def poll(self) -> bool:
         """Whether it has ended. Between two computations it lets MPI move data."""
-        return self._results is None or self._transfer.done()
+        return self._results is None or self._engine._moves(self._transfer)
 
 
 class Engine(ABC):
@@ -103,8 +103,12 @@ class Engine(ABC):
 
     # What all engines have
 
-    def _begin(self, op: str, *facts: Any) -> str:
-        """A collective begins: its name for messages. With the check, all ranks describe theirs first."""
+    def begin(self, op: str, *facts: Any) -> str:
+        """Begin a call that all ranks make; its name for messages. With the check, ranks compare it first.
+
+        ``facts``: arrays, of which shape and dtype count, and words. A computation that divides its work among ranks
+        calls it before it sends anything.
+        """
         call = self._described("call", op, *facts)
         if self._checks:
             self._agree(call)
@@ -134,15 +138,19 @@ class Engine(ABC):
     def _finish(self, transfer: Transfer, call: str) -> None:
         """Wait, without a core of its own."""
         start = time.monotonic()
-        while True:
-            for _ in range(_BURST):
-                if transfer.done():
-                    return
-                os.sched_yield()
+        while not self._moves(transfer):
             waited = time.monotonic() - start
             if waited > self.timeout:
                 self._time_out(call)
             time.sleep(min(_LONGEST_SLEEP, waited / 20))
+
+    def _moves(self, transfer: Transfer) -> bool:
+        """Let the engine move data; whether the transfer has ended."""
+        for _ in range(_BURST):
+            if transfer.done():
+                return True
+            os.sched_yield()
+        return False
 
     def _time_out(self, call: str) -> None:
         words = self._roll_call(call)
