@@ -19,9 +19,8 @@ from gpu_ops.distributed.single import Single
 from gpu_ops.errors import CommError
 from tests.processes import PATIENCE, ROOT, python
 
-MPIEXEC = shutil.which(
-    "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-)
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+MPIEXEC = shutil.which("mpiexec", path=PATH)
 needs_mpi = pytest.mark.skipif(
     not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
 )
@@ -35,19 +34,23 @@ SEVERAL = (
 )  # checks that one rank cannot run
 
 
-def launch(ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``python arguments`` as so many ranks of one thread each."""
-    threads = {"NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    assert MPIEXEC is not None
+def launch(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``scripts/launch.sh command``."""
     return subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *arguments],
+        ["scripts/launch.sh", *map(str, command)],
         cwd=ROOT,
-        env={**os.environ, **threads, **variables},
+        env={**os.environ, "PATH": PATH, **variables},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
+
+
+def ranks_run(ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``python arguments`` as so many ranks of one thread each."""
+    threads = {"NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return launch(ranks, sys.executable, *arguments, **threads, **variables)
 
 
 @needs_mpi
@@ -66,7 +69,7 @@ def test_other_ranks(group, ranks):
 
 
 def passes(ranks: int, groups: list[str]) -> None:
-    done = launch(ranks, "-m", "tests.ranks", *groups)
+    done = ranks_run(ranks, "-m", "tests.ranks", *groups)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert done.stdout.count(f"checks passed on {ranks} ranks") == len(groups)
 
@@ -89,14 +92,14 @@ FAULTS = (
     [pytest.param(*row, marks=[] if default else [pytest.mark.slow]) for *row, default in FAULTS],
 )
 def test_a_rank_that_fails_ends_the_job(fault, checked, words):
-    done = launch(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
+    done = ranks_run(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
     assert done.returncode != 0
     assert words in done.stderr, done.stderr[-4000:]
 
 
 @needs_mpi
 def test_a_rank_that_never_comes_is_named():
-    done = launch(3, "-m", "tests.ranks.faults", "never_comes")
+    done = ranks_run(3, "-m", "tests.ranks.faults", "never_comes")
     assert done.returncode != 0
     call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 2 of 'world'"
     assert re.search(
@@ -110,7 +113,7 @@ def test_a_rank_that_never_comes_is_named():
 @pytest.mark.slow
 def test_processes_compile_a_kernel_once(tmp_path):
     """And one of them says so."""
-    done = launch(3, "-m", "tests.ranks.compiles", GPU_OPS_CACHE_DIR=str(tmp_path))
+    done = ranks_run(3, "-m", "tests.ranks.compiles", GPU_OPS_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["1"]
     assert 1 <= done.stderr.count("compiling") <= 2  # at its start and its end
@@ -200,32 +203,17 @@ def test_one_rank(group):
 @pytest.mark.slow
 def test_launch_script(tmp_path):
     """Threads are shared out; a failed run starts again, and its last exit status is the script's."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     code = "import os, sys; print(os.environ['NUMBA_NUM_THREADS']); open(sys.argv[1], 'a').write('x'); sys.exit(3)"
-
-    def run(*arguments):
-        command = ["scripts/launch.sh", *arguments]
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-
     count = tmp_path / "count"
     cores = len(os.sched_getaffinity(0))
-    done = run("1", "--restarts", "2", sys.executable, "-c", code, str(count))
+    unset = {"NUMBA_NUM_THREADS": "", "OMP_NUM_THREADS": ""}  # nproc heeds the second
+    done = launch(1, "--restarts", 2, sys.executable, "-c", code, count, **unset)
     assert done.returncode == 3
     assert count.read_text() == "xxx"
     assert done.stdout.split() == [str(cores)] * 3
-    assert (
-        run("2", sys.executable, "-c", code.replace("3)", "0)"), str(count)).stdout.split()
-        == [str(max(1, cores // 2))] * 2
-    )
+    done = launch(2, sys.executable, "-c", code.replace("3)", "0)"), count, **unset)
+    assert done.stdout.split() == [str(max(1, cores // 2))] * 2
     for wrong in ([], ["0", "true"], ["2"], ["2", "--restarts", "x", "true"]):
-        done = run(*wrong)
+        done = launch(*wrong)
         assert done.returncode == 2
         assert "usage" in done.stderr
