@@ -199,6 +199,41 @@ def test_one_rank(group):
             check(comm)
 
 
+@pytest.mark.peers
+def test_torch_tensors():
+    """They come back as torch tensors."""
+    torch = pytest.importorskip("torch")
+    comm = Single()
+    x = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    for found in (
+        comm.all_reduce(x.T),
+        comm.all_gather(x.T, 1),
+        comm.shift(x.T).wait()[0],
+        comm.broadcast(x.T),
+    ):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, x.T)
+    out = torch.empty_like(x)
+    assert comm.all_reduce(x, out=out) is out
+    assert torch.equal(out, x)
+    q, k, v = torch.randn(3, 1, 16, 2, 8, dtype=torch.float64).unbind()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    out, lse = distributed.ring_attention(comm, q, k, v, causal=True, return_lse=True)
+    assert torch.allclose(out, expected)
+    grads = distributed.ring_attention_backward(comm, torch.ones_like(out), q, k, v, out, lse, causal=True)
+    assert [type(x) for x in grads] == [torch.Tensor] * 3
+    out, saved = distributed.ulysses_attention(comm, q, k, v, causal=True, return_saved=True)
+    assert torch.allclose(out, expected)
+    assert torch.allclose(
+        distributed.ulysses_attention_backward(comm, torch.ones_like(out), saved, causal=True)[2], grads[2]
+    )
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    packed = distributed.gathered_attention_varlen(comm, q[0], k[0], v[0], cu, causal=True)
+    assert torch.allclose(packed, expected[0])
+
+
 @needs_mpi
 @pytest.mark.slow
 def test_launch_script(tmp_path):

@@ -63,7 +63,7 @@ class Comm(Engine):
         ``out``: receives the result; may be ``x``.
         """
         view, library = self._reducible("all_reduce", x, op)
-        result, target = self._result("all_reduce", view, view.shape, out)
+        result, target = self._result("all_reduce", view, view.shape, out, in_place=True)
         call = self.begin("all_reduce", view, f"op={op!r}")
         sent = _bytes(view)
         bounds = [view.size * r // self.size for r in range(self.size + 1)]
@@ -127,7 +127,7 @@ class Comm(Engine):
         """``x`` of rank ``root`` on every rank; of the others' ``x`` only shape and dtype count."""
         view, library = self.movable("broadcast", x)
         root = self._member("broadcast", "root", root)
-        result, target = self._result("broadcast", view, view.shape, out)
+        result, target = self._result("broadcast", view, view.shape, out, in_place=True)
         call = self.begin("broadcast", view, f"root={root}")
         if self.rank == root:
             result[...] = view
@@ -140,6 +140,12 @@ class Comm(Engine):
         call = self.begin("barrier")
         found = np.empty(self.size, np.uint8)
         self._finish(self._all_gather(np.zeros(1, np.uint8), found, [1] * self.size), call)
+
+    def split(self, color: int, *, name: str = "split") -> Comm:
+        """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
+        color = checks.integer("split", "color", color, low=0, high=2**31 - 1)
+        self.begin("split")
+        return self._split(color, name)
 
     # From rank to rank
 
@@ -186,8 +192,7 @@ class Comm(Engine):
     # Shared parts
 
     @abstractmethod
-    def split(self, color: int, *, name: str = "split") -> Comm:
-        """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
+    def _split(self, color: int, name: str) -> Comm: ...
 
     def _sum_of_parts(self, call: str, view: Array, sent: Array, lengths: Sequence[int], op: str) -> Array:
         """Of the parts of these lengths, this rank's of every rank, added in rank order. ``sent``: bytes of all."""
@@ -226,18 +231,30 @@ class Comm(Engine):
         return view, library
 
     def _result(
-        self, op: str, view: Array, shape: tuple[int, ...], out: Any, *, direct: bool = True
+        self,
+        op: str,
+        view: Array,
+        shape: tuple[int, ...],
+        out: Any,
+        *,
+        direct: bool = True,
+        in_place: bool = False,
     ) -> tuple[Array, Array | None]:
-        """A contiguous array to fill, and the caller's if that is another one."""
+        """A contiguous array to fill, and the caller's if that is another one.
+
+        ``direct``: the caller's may be filled itself; ``in_place``: also where it is x.
+        """
         if out is None:
             return np.empty(shape, view.dtype), None
         target, _ = self.movable(op, out)
         checks.exactly(op, "out", target, shape)
         check_writable(op, "out", out, target, view.dtype, "")
-        if overlap(view, target) and not (view.shape == target.shape and same_memory(view, target)):
+        shared = overlap(view, target)
+        if shared and not (view.shape == target.shape and same_memory(view, target)):
             raise ShapeError(f"{op}: out shares memory with x; pass x itself or an array of its own")
-        in_place = target.flags.c_contiguous and not overlap(view, target) and direct
-        return (target, None) if in_place else (np.empty(shape, view.dtype), target)
+        if direct and target.flags.c_contiguous and (in_place or not shared):
+            return target, None
+        return np.empty(shape, view.dtype), target
 
     def _divides(self, op: str, name: str, axis: int, view: Array) -> None:
         if view.shape[axis] % self.size:

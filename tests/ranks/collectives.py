@@ -143,9 +143,31 @@ def check_shift(comm):
         same(y, ys[source])
         assert handle.wait()[0] is x
         assert handle.poll()
+    for _ in range(3):  # nobody waits for these
+        comm.shift(np.full(1 << 16, 7.0))
     first, second = comm.shift(np.int32(1) * np.ones(1)), comm.shift(2 * np.ones(1))
     assert second.wait()[0][0] == 2
     assert first.wait()[0][0] == 1
+
+
+def check_in_place(comm):
+    """Each operation that can, where out is x."""
+    xs = draw(comm, (2 * comm.size, comm.size), "bfloat16")
+    expected = {
+        "all_reduce": in_rank_order(xs),
+        "broadcast": xs[0],
+        "all_to_all": np.concatenate([np.split(x, comm.size)[comm.rank] for x in xs]),
+    }
+    for strided in (False, True):
+        for name, arguments in (("all_reduce", ()), ("broadcast", ()), ("all_to_all", (0, 0))):
+            x = (
+                np.zeros((2 * comm.size, 2 * comm.size), xs.dtype)[:, : comm.size]
+                if strided
+                else np.empty_like(xs[0])
+            )
+            x[...] = xs[comm.rank]
+            assert getattr(comm, name)(x, *arguments, out=x) is x
+            same(x, expected[name])
 
 
 def check_send_and_recv(comm):
