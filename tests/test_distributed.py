@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpu_ops import distributed
+from gpu_ops.distributed import mesh
 from gpu_ops.distributed.launchers import launched
 from gpu_ops.distributed.single import Single
-from gpu_ops.errors import CommError
+from gpu_ops.errors import CommError, MissingPackageError
 from tests.processes import PATIENCE, ROOT, python
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -27,11 +28,14 @@ needs_mpi = pytest.mark.skipif(
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
 GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,)}
 RANKS = (2, 3, 4)
+# checks that one rank cannot run
 SEVERAL = (
     "check_a_message_of_another_size",
+    "check_sends_that_nobody_waits_for",
     "check_a_different_call",
     "check_uneven_lengths",
-)  # checks that one rank cannot run
+    "check_different_options",
+)
 
 
 def launch(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -79,8 +83,8 @@ FAULTS = (
     ("killed", "0", "", True),
     ("raises", "0", "ValueError: the data ends here", True),
     ("raises_in_a_thread", "0", "ValueError in a thread ends the job", False),
-    ("another_group", "0", "in barrier(), call 2 of 'world'", False),
-    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 2 of 'world'", True),
+    ("another_group", "0", "in barrier(), call 3 of 'world'", False),
+    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 3 of 'world'", True),
     ("another_shape", "0", "", False),
     ("aborts", "0", "no more disk", False),
 )
@@ -101,7 +105,7 @@ def test_a_rank_that_fails_ends_the_job(fault, checked, words):
 def test_a_rank_that_never_comes_is_named():
     done = ranks_run(3, "-m", "tests.ranks.faults", "never_comes")
     assert done.returncode != 0
-    call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 2 of 'world'"
+    call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 3 of 'world'"
     assert re.search(
         rf"rank [01] of 'world' \([01] of the world, on \S+\): waited 1 s in {call}", done.stderr
     ), done.stderr
@@ -149,38 +153,26 @@ def test_no_launcher():
         launched({"PMI_RANK": "0", "PMI_SIZE": "many"})
 
 
-ONE = "from gpu_ops import distributed as d; c = d.world(); print(type(c).__name__, c.size)"
-
-
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("launcher", "error", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "CommError: torchrun started 4 processes"),
-        (
-            {"PMI_RANK": "0", "PMI_SIZE": "4"},
-            "MissingPackageError: MPICH started 4 processes, but mpi4py does not load",
-        ),
+        ("torchrun", CommError, "torchrun started 4 processes; .* by `scripts/launch.sh 4 command`"),
+        ("MPICH", MissingPackageError, r"mpi4py does not load .* pip install 'gpu-ops\[mpi\]'"),
     ],
 )
-def test_what_cannot_start_says_what_to_do(variables, words):
-    code = (
-        f"import sys\nsys.modules['mpi4py'] = None\ntry:\n    {ONE}\n"
-        "except Exception as error:\n    print(type(error).__name__, error, sep=': ')"
-    )
-    said = python("-c", code, **variables)
-    assert words in said
-    assert "launch.sh" in said or "pip install 'gpu-ops[mpi]'" in said
+def test_what_cannot_start_says_what_to_do(launcher, error, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "gpu_ops.distributed.mpi", raising=False)
+    with pytest.raises(error, match=words):
+        mesh._start(launched(VARIABLES[launcher]), 1.0)
 
 
 def test_one_process_needs_no_mpi():
-    code = f"import sys; sys.modules['mpi4py'] = None\n{ONE}"
-    assert python("-c", code).split() == ["Single", "1"]
-    assert python("-c", code, PMI_RANK="0", PMI_SIZE="1").split() == ["Single", "1"]
-
-
-def test_import_loads_no_mpi():
-    code = "import sys, gpu_ops.distributed; print('mpi4py' in sys.modules, 'numba' in sys.modules)"
-    assert python("-c", code).split() == ["False", "False"]
+    code = (
+        "import sys; from gpu_ops import distributed; c = distributed.world(); print(type(c).__name__, c.size, "
+        "'mpi4py' in sys.modules, 'numba' in sys.modules)"
+    )
+    assert python("-c", code, PMI_RANK="0", PMI_SIZE="1").split() == ["Single", "1", "False", "False"]
 
 
 def test_abort_of_one_rank():

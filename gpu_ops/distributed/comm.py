@@ -144,7 +144,7 @@ class Comm(Engine):
     def split(self, color: int, *, name: str = "split") -> Comm:
         """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
         color = checks.integer("split", "color", color, low=0, high=2**31 - 1)
-        self.begin("split")
+        self.begin("split", f"name={name!r}")
         return self._split(color, name)
 
     # From rank to rank

@@ -9,7 +9,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import distributed
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import CommError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference import attention as reference
 from gpu_ops.reference import context_parallel
 from tests.attention_cases import DTYPES
@@ -141,7 +141,7 @@ def check_ring_bytes(comm):
     """Forward (p - 1) times k and v; backward the same, and p times their gradients in float32."""
     p = comm.size
     for dtype, wide in (("bfloat16", 4), ("float64", 8)):
-        arrays = draw(4 * p, dtype)
+        arrays = draw(16 * p, dtype)
         per_rank = (arrays[1].size + arrays[2].size) // p
         item = arrays[1].itemsize
         before = comm.bytes_sent["shift"]
@@ -275,3 +275,28 @@ def check_context_mistakes(comm):
             with pytest.raises(kind, match=words):
                 call()
     assert dict(comm.bytes_sent) == before
+
+
+def check_different_options(comm):
+    """Every rank gets the error, before it sends anything else."""
+    q, k, v, dout = draw(16, "float32", heads=(2 * comm.size, comm.size))
+    other = {"causal": comm.rank == comm.size - 1}
+    _, lse = distributed.ring_attention(comm, q, k, v, return_lse=True)
+    _, saved = distributed.ulysses_attention(comm, q, k, v, return_saved=True)
+    cu = np.array([0, 16 * comm.size], np.int32)
+    packed, _ = distributed.gathered_attention_varlen(comm, q[0], k[0], v[0], cu, return_lse=True)
+    calls = (
+        lambda: distributed.ring_attention(comm, q, k, v, **other),
+        lambda: distributed.ring_attention_backward(comm, dout, q, k, v, dout, lse, **other),
+        lambda: distributed.ulysses_attention(comm, q, k, v, **other),
+        lambda: distributed.ulysses_attention_backward(comm, dout, saved, **other),
+        lambda: distributed.gathered_attention_varlen(comm, q[0], k[0], v[0], cu, **other),
+        lambda: distributed.gathered_attention_varlen_backward(
+            comm, packed, q[0], k[0], v[0], packed, lse[0].astype(np.float32), cu, **other
+        ),
+    )
+    for call in calls:
+        before = dict(comm.bytes_sent)
+        with pytest.raises(CommError, match=r"causal=False.*causal=True"):
+            call()
+        assert dict(comm.bytes_sent) == before
