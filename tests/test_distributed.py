@@ -83,8 +83,9 @@ FAULTS = (
     ("killed", "0", "", True),
     ("raises", "0", "ValueError: the data ends here", True),
     ("raises_in_a_thread", "0", "ValueError in a thread ends the job", False),
-    ("another_group", "0", "in barrier(), call 3 of 'world'", False),
-    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 3 of 'world'", True),
+    ("another_group", "0", "in barrier(), call 4 of 'world'", False),
+    ("never_calls_world", "0", "waits in world()", False),
+    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 4 of 'world'", True),
     ("another_shape", "0", "", False),
     ("aborts", "0", "no more disk", False),
 )
@@ -105,7 +106,7 @@ def test_a_rank_that_fails_ends_the_job(fault, checked, words):
 def test_a_rank_that_never_comes_is_named():
     done = ranks_run(3, "-m", "tests.ranks.faults", "never_comes")
     assert done.returncode != 0
-    call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 3 of 'world'"
+    call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 4 of 'world'"
     assert re.search(
         rf"rank [01] of 'world' \([01] of the world, on \S+\): waited 1 s in {call}", done.stderr
     ), done.stderr

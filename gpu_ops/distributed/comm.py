@@ -145,6 +145,7 @@ class Comm(Engine):
         """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
         color = checks.integer("split", "color", color, low=0, high=2**31 - 1)
         self.begin("split", f"name={name!r}")
+        self.barrier()  # MPI makes communicators in a blocking call, which has no timeout
         return self._split(color, name)
 
     # From rank to rank

@@ -94,11 +94,13 @@ class Mpi(Comm):
 
     @classmethod
     def world(cls, timeout: float) -> Mpi:
-        """All ranks. Their messages stay apart from those of other users of MPI."""
-        roll = MPI.COMM_WORLD.Dup()
-        return cls(
-            MPI.COMM_WORLD.Dup(), "world", timeout, _World(roll, roll.allgather(MPI.Get_processor_name()))
-        )
+        """All ranks, once all of them are here. Their messages stay apart from those of other users of MPI."""
+        all_ranks, here = MPI.COMM_WORLD, MPI.Get_processor_name()
+        hosts = [here if rank == all_ranks.rank else "an unknown host" for rank in range(all_ranks.size)]
+        first = cls(all_ranks, "world", timeout, _World(all_ranks, hosts))
+        first._finish(_Requests([all_ranks.Ibarrier()], [None]), "world()")
+        roll = all_ranks.Dup()
+        return cls(all_ranks.Dup(), "world", timeout, _World(roll, roll.allgather(here)))
 
     @_errors()
     def _split(self, color: int, name: str) -> Mpi:

@@ -44,7 +44,16 @@ def aborts(comm):
     comm.abort("no more disk", status=5)
 
 
+def last_starts_mpi_only() -> None:
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        time.sleep(60)
+
+
 def main(fault: str) -> None:
+    if fault == "never_calls_world":
+        last_starts_mpi_only()
     comm = distributed.world(timeout=1.0)
     pair = comm.split(0, name="pair")
     comm.barrier()
