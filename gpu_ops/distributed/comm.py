@@ -210,15 +210,16 @@ class Comm(Engine):
         with np.errstate(over="ignore"):
             return total.astype(view.dtype, copy=False)
 
-    def movable(self, op: str, x: Any) -> tuple[Array, str | None]:
-        """A view of an array that can be sent, and its library."""
+    def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
+        """Return a NumPy view of an argument that can be sent, and the library whose array it is."""
         if on_cuda(x):
             raise DeviceError(
-                f"{op}: x is on a CUDA device; {type(self).__name__} sends arrays in host memory: pass x.get()"
+                f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: "
+                f"pass {name}.get()"
             )
-        view, library = host_view(op, "x", np.asarray(x) if isinstance(x, np.generic) else x)
+        view, library = host_view(op, name, np.asarray(x) if isinstance(x, np.generic) else x)
         if view.dtype.hasobject:
-            raise DTypeError(f"{op}: x is {view.dtype}: Python objects cannot be sent")
+            raise DTypeError(f"{op}: {name} is {view.dtype}: Python objects cannot be sent")
         return view, library
 
     def _reducible(self, name: str, x: Any, op: str) -> tuple[Array, str | None]:
@@ -247,7 +248,7 @@ class Comm(Engine):
         """
         if out is None:
             return np.empty(shape, view.dtype), None
-        target, _ = self.movable(op, out)
+        target, _ = self.movable(op, out, "out")
         checks.exactly(op, "out", target, shape)
         check_writable(op, "out", out, target, view.dtype, "")
         shared = overlap(view, target)

@@ -164,7 +164,7 @@ def _read(
     op: str, comm: Comm, arrays: tuple[Any, Any, Any], cu_seqlens: Any, options: ContextOptions
 ) -> tuple[Shards, _Spans]:
     """Check everything but results."""
-    starts = comm.movable(op, cu_seqlens)[0]
+    starts = comm.movable(op, cu_seqlens, "cu_seqlens")[0]
     if starts.dtype != np.int32 or starts.ndim != 1 or not starts.size:
         raise ShapeError(
             f"{op}: cu_seqlens is {starts.dtype} {starts.shape}, expected int32 (documents + 1,)"
@@ -179,7 +179,7 @@ def _read(
         raise OptionError(f"{op}: window_size and alibi_slopes want causal=True here")
     own: dict[str, Any] = dict(options)
     if own.get("alibi_slopes") is not None:
-        own["alibi_slopes"] = comm.movable(op, own["alibi_slopes"])[0]
+        own["alibi_slopes"] = comm.movable(op, own["alibi_slopes"], "alibi_slopes")[0]
     return shards, _spans(starts, comm.rank * length, length, own)
 
 
@@ -208,7 +208,9 @@ def _read_results(
     op: str, comm: Comm, shards: Shards, results: tuple[Any, Any, Any]
 ) -> tuple[Array, Array, Array]:
     """dout, out and lse."""
-    dout, out, lse = (comm.movable(op, x)[0] for x in results)
+    dout, out, lse = (
+        comm.movable(op, x, name)[0] for name, x in zip(("dout", "out", "lse"), results, strict=True)
+    )
     length, nheads, _ = shards.q.shape
     for name, x in (("dout", dout), ("out", out)):
         kind = shards.wide if x.dtype == shards.wide else shards.q.dtype

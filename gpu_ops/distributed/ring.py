@@ -228,7 +228,7 @@ def _read_results(
 ) -> tuple[Array, Array, Array]:
     """dout in q's dtype, delta = sum(dout * out) over head_dim_v, and lse."""
     batch, length, nheads, _ = shards.q.shape
-    views = {name: comm.movable(op, x)[0] for name, x in (("dout", dout), ("out", out), ("lse", lse))}
+    views = {name: comm.movable(op, x, name)[0] for name, x in (("dout", dout), ("out", out), ("lse", lse))}
     for name in ("dout", "out"):
         kind = shards.wide if views[name].dtype == shards.wide else shards.q.dtype
         checks.exactly(op, name, views[name], (batch, length, nheads, shards.v.shape[-1]), kind)

@@ -129,7 +129,7 @@ def read_shards(
         if name not in ContextOptions.__annotations__:
             known = ", ".join(ContextOptions.__annotations__)
             raise UnknownOptionError(f"{op}: unknown option {name!r}; options: {known}")
-    views = [comm.movable(op, x) for x in arrays]
+    views = [comm.movable(op, x, name) for name, x in zip("qkv", arrays, strict=True)]
     call, axes = Call(op), "batch seqlen"
     if documents is not None:
         call.axes.set("batch", documents, "cu_seqlens")

@@ -88,7 +88,7 @@ def ulysses_attention(
             )
     comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
     of_q, of_k, of_v = (comm.all_to_all(x, _HEADS, _TOKENS) for x in (shards.q, shards.k, shards.v))
-    out, lse = attention(of_q, of_k, of_v, return_lse=True, **_own_heads(comm, options))
+    out, lse = attention(of_q, of_k, of_v, return_lse=True, **_own_heads(op, comm, options))
     result = give(comm.all_to_all(out, _TOKENS, _HEADS), shards.library)
     return (result, UlyssesSaved(of_q, of_k, of_v, out, lse)) if return_saved else result
 
@@ -130,9 +130,9 @@ def ulysses_attention_backward(
     (1, 16, 2, 8)
     """
     op = "ulysses_attention_backward"
-    own = _own_heads(comm, options)
+    own = _own_heads(op, comm, options)
     read_shards(op, comm, saved[:3], own)
-    view, library = comm.movable(op, dout)
+    view, library = comm.movable(op, dout, "dout")
     batch, seqlen, heads, _ = saved.q.shape
     expected = (batch, seqlen // comm.size, heads * comm.size, saved.out.shape[-1])
     wide = checks.computing_dtype(saved.q.dtype.name)
@@ -144,10 +144,10 @@ def ulysses_attention_backward(
     return dq, dk, dv
 
 
-def _own_heads(comm: Comm, options: ContextOptions) -> dict[str, Any]:
+def _own_heads(op: str, comm: Comm, options: ContextOptions) -> dict[str, Any]:
     found: dict[str, Any] = dict(options)
     if found.get("alibi_slopes") is not None:
-        slopes: npt.NDArray[Any] = comm.movable("ulysses_attention", found["alibi_slopes"])[0]
+        slopes: npt.NDArray[Any] = comm.movable(op, found["alibi_slopes"], "alibi_slopes")[0]
         each = slopes.shape[-1] // comm.size if slopes.ndim else 0
         found["alibi_slopes"] = slopes[..., comm.rank * each : (comm.rank + 1) * each]
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops.errors import CommError, DTypeError, OptionError, ShapeError
+from gpu_ops.errors import CommError, DeviceError, DTypeError, OptionError, ShapeError
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8")
 
@@ -219,6 +221,10 @@ def check_a_different_call(comm):
     assert comm.all_reduce(np.ones(1))[0] == comm.size
 
 
+class OnCuda:
+    __cuda_array_interface__: ClassVar = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}
+
+
 def check_mistakes(comm):
     x = np.ones((comm.size, 3), np.float32)
     mistakes = (
@@ -226,6 +232,7 @@ def check_mistakes(comm):
         (DTypeError, "bool", lambda: comm.all_reduce(x > 0)),
         (DTypeError, "byte-swapped", lambda: comm.all_reduce(x.astype(">f4"))),
         (DTypeError, "not an array", lambda: comm.all_reduce(1.0)),
+        (DeviceError, "x is on a CUDA device", lambda: comm.all_reduce(OnCuda())),
         (DTypeError, "objects", lambda: comm.broadcast(np.array([None]))),
         (OptionError, "root", lambda: comm.broadcast(x, comm.size)),
         (OptionError, "axis", lambda: comm.all_gather(x, 2)),

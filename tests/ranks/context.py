@@ -257,6 +257,8 @@ def check_context_mistakes(comm):
         (ShapeError, "seqlen is 6 here but 8 in q", lambda: ring_(comm, q, k[:, :6], v[:, :6])),
         (OptionError, "unknown option 'dropout_p'", lambda: ring_(comm, q, k, v, dropout_p=0.1)),
         (OptionError, "softcap", lambda: ring_(comm, q, k, v, softcap=-1.0)),
+        (DTypeError, "v is list, not an array", lambda: ring_(comm, q, k, [1.0])),
+        (DTypeError, "dout is NoneType", lambda: back(comm, None, q, k, v, out, lse)),
         (DTypeError, "out_dtype", lambda: ring_(comm, q, k, v, out_dtype=np.float16)),
         (DTypeError, "mixed", lambda: ring_(comm, q, k.astype(np.float64), v)),
         (DTypeError, "lse is float32", lambda: back(comm, dout, q, k, v, out, lse.astype(np.float32))),
