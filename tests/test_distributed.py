@@ -108,7 +108,7 @@ def test_a_rank_that_never_comes_is_named():
     assert done.returncode != 0
     call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 4 of 'world'"
     assert re.search(
-        rf"rank [01] of 'world' \([01] of the world, on \S+\): waited 1 s in {call}", done.stderr
+        rf"rank [01] of 'world' \([01] of the world, on \S+\): waited 2 s in {call}", done.stderr
     ), done.stderr
     assert re.search(rf"rank [01] \([01] of the world, on \S+\) waits in {call}", done.stderr), done.stderr
     assert re.search(r"rank 2 \(2 of the world, on \S+\) does not answer", done.stderr), done.stderr
