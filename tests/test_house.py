@@ -26,6 +26,7 @@ LAYERS = (
     ("gpu_ops.models", "gpu_ops.training"),
     ("gpu_ops.memory",),
     ("gpu_ops.inference",),
+    ("gpu_ops.distributed",),
     ("gpu_ops",),  # gpu_ops/__init__.py, environment, warmup, __main__
 )
 
