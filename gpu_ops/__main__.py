@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         choices=("all", "old"),
         help="remove it: all, or what was made of sources that have changed since",
     )
-    _add_generate(commands.add_parser("generate", help="text from a model's folder"))
+    _add_generate(commands.add_parser("generate", help="text from a model's folder or GGUF file"))
     _add_memory(commands.add_parser("memory", help="what a model takes, by term, and which cards have room"))
     options = parser.parse_args(argv)
     if options.command == "generate":
@@ -63,7 +63,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _add_generate(text: argparse.ArgumentParser) -> None:
-    text.add_argument("--model", required=True, help="folder with config.json, *.safetensors, tokenizer.json")
+    text.add_argument(
+        "--model",
+        required=True,
+        help="folder with config.json, *.safetensors, tokenizer.json; or a GGUF file",
+    )
+    text.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; default: that beside the model")
     text.add_argument(
         "--prompt", action="append", required=True, help="may be repeated; - reads standard input"
     )

@@ -6,6 +6,7 @@ A message says what was given, what is allowed and what to do next.
 from collections.abc import Mapping
 
 __all__ = [
+    "CommError",
     "DTypeError",
     "DeviceError",
     "FileError",
@@ -46,6 +47,10 @@ class UnknownOptionError(OptionError, TypeError):
 
 class DeviceError(GpuOpsError, RuntimeError):
     """Arrays lie on different devices, or the requested device or backend cannot run the problem."""
+
+
+class CommError(GpuOpsError, RuntimeError):
+    """Ranks make different calls, a message did not arrive as announced, or ranks do not find each other."""
 
 
 class StateError(GpuOpsError, RuntimeError):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
-from gpu_ops.models import LlamaConfig
+from gpu_ops.models.presets import find_config
 from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from gpu_ops.terminal import print_table, waiting
@@ -26,6 +24,7 @@ from gpu_ops.terminal import print_table, waiting
 __all__ = ["Question", "show_memory"]
 
 _WHO = "memory"
+_MOST_DIGITS = 18
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
@@ -50,7 +49,9 @@ def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtyp
 
 def show_memory(asked: Question, console: Console) -> int:
     """Print the terms and the cards; 1 where no card has room. Typed errors for what makes no sense."""
-    config = _model(asked.model)
+    if not asked.model:
+        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
+    config = find_config(_WHO, asked.model)
     batch, seqlen = _count("batch", asked.batch), _count("seqlen", asked.seqlen)
     names = [p.name for p in PRESETS.values() if not p.generic]
     cards = [select_preset(asked.card)] if asked.card else [PRESETS[name] for name in names]
@@ -124,22 +125,13 @@ def _terms(found: Estimate) -> dict[str, int]:
     return {name: parts[name] for name in _TERMS if name in parts}
 
 
-def _model(name: str | None) -> LlamaConfig:
-    if not name:
-        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    if not Path(name).exists():
-        near = difflib.get_close_matches(name.lower(), MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise OptionError(f"{_WHO}: no model and no file {name!r}; {hint}models: {', '.join(MODELS)}")
-    return LlamaConfig.from_hf(name)
-
-
 def _count(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not int(text):
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal() and digits):
         raise OptionError(f"{_WHO}: --{name} must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    if len(digits) > _MOST_DIGITS:  # also more than Python reads
+        raise OptionError(f"{_WHO}: --{name} has {len(digits)} digits, more than any memory holds")
+    return int(digits)
 
 
 def _size(nbytes: int) -> str:

@@ -92,3 +92,32 @@ def test_bytes(dtype):
     cache = inference.PagedKVCache(2, 2, 8, num_pages=4, page_size=16, dtype=dtype)
     held = sum(x.nbytes for x in (*cache.keys, *cache.values, *cache.key_scales, *cache.value_scales))
     assert held == memory.kv_cache_bytes(small, batch=1, seqlen=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_weights", [np.float32, ml_dtypes.bfloat16])
+def test_drafts_in_a_tree_are_each_path_alone(dtype, of_weights, rng):
+    """Before and after the accepted ones moved, with their scales, to where they stay."""
+    weights, (text, new) = model(dtype=of_weights), prompts(rng, 13, 6)
+    parents, paths = [-1, 0, 0, 2, -1, 4], ([0], [0, 1], [0, 2], [0, 2, 3], [4], [4, 5])
+    cache = inference.cache_for(weights, CONFIG, num_pages=32, page_size=4, dtype=dtype)
+
+    def after(handle, tokens, **options):
+        return inference.next_logits(
+            weights, CONFIG, cache, cache.reserve({handle: tokens}, **options)
+        ).astype(np.float32)
+
+    tree = cache.add()
+    after(tree, text)
+    cache.commit()
+    alone = [cache.fork(tree) for _ in paths]
+    found = after(tree, new, parents={tree: parents})
+    cache.accept({tree: paths[3]})
+    more = [after(tree, [17]), cache.rollback()][0]
+    wanted = []
+    for handle, path in zip(alone, paths, strict=True):
+        wanted.append(after(handle, [new[i] for i in path])[0])
+        cache.commit()
+    close = {"rtol": 0, "atol": (1e-5 if of_weights is np.float32 else 0.05) * np.std(wanted)}
+    np.testing.assert_allclose(found, wanted, **close)
+    np.testing.assert_allclose(more, after(alone[3], [17]), **close)

@@ -29,6 +29,11 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)  # two of them: man
 PICK = st.integers(0, 999)
 
 
+def path_to(parents, node):
+    """The nodes of a tree down to this one; of -1, none."""
+    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+
+
 class Cache(RuleBasedStateMachine):
     """``tokens``: the model. ``content``: the tokens up to the end of each page that can be found."""
 
@@ -147,6 +152,34 @@ class Cache(RuleBasedStateMachine):
     @rule(first=PICK, count=st.integers(1, 4), token=st.integers(0, 1), fixed=st.booleans())
     def single_tokens(self, first, count, token, fixed):
         self.run_step({self.pick(first + i): [token] for i in range(count)}, fixed, True)
+
+    @precondition(lambda self: self.tokens)
+    @rule(first=PICK, tree=st.lists(st.tuples(st.integers(0, 1), PICK), min_size=1, max_size=9), end=PICK)
+    def drafts(self, first, tree, end):
+        """A tree whose nodes branch where no window is; of it the way to one node stays."""
+        handle, start = self.pick(first), self.tokens[self.pick(first)]
+        state, tokens = self.state(), [token for token, _ in tree]
+        parents = [i - 1 if self.null else n % (i + 1) - 1 for i, (_, n) in enumerate(tree)]
+        try:
+            step = self.cache.reserve({handle: tokens}, parents={handle: parents})
+        except OutOfPages:
+            assert self.state() == state
+            return
+        marks = []
+        for node in range(len(tree)):
+            path = path_to(parents, node)
+            self.tokens[handle] = start + [tokens[i] for i in path]
+            marks.append(self.marks(handle)[-1])
+            assert step.positions[node] == len(start) + len(path) - 1
+        for page in set((step.slot_mapping // self.cache.page_size).tolist()):
+            self.content.pop(page, None)
+        for layer in range(LAYERS):
+            for sign, cache in ((1, self.cache.keys[layer]), (-1, self.cache.values[layer])):
+                cache.reshape(-1)[step.slot_mapping] = sign * (np.array(marks) * LAYERS + layer)
+        path = path_to(parents, end % (len(tree) + 1) - 1)
+        self.cache.accept({handle: path})
+        self.tokens[handle] = start + [tokens[i] for i in path]
+        self.remember([handle], {handle: len(start)})
 
     def run_step(self, new, fixed, run):
         state = self.state()

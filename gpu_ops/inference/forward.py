@@ -10,10 +10,12 @@ from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
+from gpu_ops.inference.step_attention import attend, check_window
 from gpu_ops.models.config import LlamaConfig
-from gpu_ops.models.projection import project
+from gpu_ops.models.elementwise import added, softcapped
+from gpu_ops.models.llama import last_norm
+from gpu_ops.models.projection import normed, project
 from gpu_ops.models.weights import Block, Llama
-from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
 from gpu_ops.ops.linear import linear
 from gpu_ops.ops.rmsnorm import rmsnorm
@@ -27,6 +29,8 @@ def next_logits(
     weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: Step, *, max_seqlen: int | None = None
 ) -> Any:
     """The logits after the last new token of each sequence. Writes the new tokens' keys and values to the cache.
+
+    Of sequences that ``reserve`` had parents for, the logits after all new tokens: the rows are ``step.logit_rows``.
 
     Parameters
     ----------
@@ -44,7 +48,12 @@ def next_logits(
 
     Returns
     -------
-    logits : array (sequences, vocab), in the weights' dtype
+    logits : array (sequences, vocab), in the weights' dtype; (logit_rows, vocab) where the step has these
+
+    Raises
+    ------
+    OptionError, ShapeError
+        Weights, config and cache do not belong together, or a layer has a window that ends before tokens that branch.
 
     Examples
     --------
@@ -58,12 +67,18 @@ def next_logits(
     (2, 256)
     """
     check_model(weights, config, cache)
+    for own in config.by_layer:
+        check_window("next_logits", step.tree, own.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
-    x = embedding(step.tokens, weights.embed)
+    x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache, i, step, length)
-    last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
-    return linear(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
+    if step.logit_rows is not None:
+        x = embedding(step.logit_rows, x)
+    elif step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
+        x = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
+    z = linear(last_norm(x, weights, config)[0], weights.lm_head)
+    return softcapped(z, config.logits_softcap)
 
 
 def longest(cache: PagedKVCache) -> int:
@@ -134,7 +149,8 @@ def _block(
     """``i``: the number of the layer."""
     keys, values = cache.keys[i], cache.values[i]
     scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
-    h = rmsnorm(x, layer.attn_norm, eps=config.eps)
+    eps, offset = config.stream_eps, config.weight_offset
+    h = normed(x, layer.attn_norm, layer.qkv, eps=eps, weight_offset=offset)
     heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
     q, k, v = (heads[:, part] for part in config.head_slices)
     q = rope_append_kv(
@@ -152,20 +168,24 @@ def _block(
         q_weight=layer.q_norm,
         k_weight=layer.k_norm,
         eps=config.eps,
+        weight_offset=offset,
     )
-    attn = attention_varlen(
-        q,
-        keys,
-        values,
-        step.cu_seqlens_q,
-        block_table=step.block_table,
-        seqused_k=step.seqused_k,
-        **scales,
-        max_seqlen_q=step.max_seqlen_q,
-        causal=True,
-        window_size=config.window_size,
-    )
-    x = project(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x)
-    h = rmsnorm(x, layer.mlp_norm, eps=config.eps)
+    attn = attend(q, keys, values, step, **scales, **config.attention_options)
+    norms = layer.attn_sub_norm, layer.attn_post_norm
+    x = _projected(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x, norms, config)
+    h = normed(x, layer.mlp_norm, layer.gate_up, eps=eps, weight_offset=offset)
     act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)
-    return project(act, layer.down, layer.down_bias, x)
+    norms = layer.ffn_sub_norm, layer.mlp_post_norm
+    return _projected(act, layer.down, layer.down_bias, x, norms, config)
+
+
+def _projected(x: Any, weight: Any, bias: Any, residual: Any, norms: Any, config: LlamaConfig) -> Any:
+    """The residual stream with a projection of ``x`` added. ``norms``: before and after the projection, or None."""
+    before, after = norms
+    options: dict[str, Any] = {"eps": config.eps, "weight_offset": config.weight_offset}
+    if before is not None:
+        x = normed(x, before, weight, **options)
+    if after is None:
+        return project(x, weight, bias, residual)
+    y = project(x, weight, bias)
+    return added(rmsnorm(y, after, out=y, **options), residual)

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, StateError
+from gpu_ops.inference.cascade import cascade_of
 from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
-from gpu_ops.inference.sequences import Sequence, Sequences, requests, token_ids
+from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled, written
+from gpu_ops.inference.step_attention import check_window
+from gpu_ops.inference.tree import moves, planted, read_parents, read_paths
 from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 
-__all__ = ["CacheStats", "PagedKVCache"]
+__all__ = ["PagedKVCache"]
 
 _CLASS = "PagedKVCache"
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Pages, and what prefixes saved. ``used + cached + free == total``."""
-
-    total: int
-    used: int
-    """Named by the table of a sequence, or of several."""
-    cached: int
-    """Named by none, and kept for sequences that begin with their tokens, until they are needed."""
-    free: int
-    tokens_added: int
-    """Tokens passed to ``add``."""
-    tokens_hit: int
-    """How many of them were in the cache."""
 
 
 class PagedKVCache:
@@ -100,7 +85,8 @@ class PagedKVCache:
     -----
     The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements, and 4 bytes per scale.
 
-    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length.
+    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length; half as
+    long again where they share pages for a cascade.
 
     Tokens are compared, not hashes of them: two prompts never share a page by mistake. A page keeps its tokens after
     its last sequence is freed; those that were freed first are used again first, of one sequence the last pages.
@@ -161,12 +147,8 @@ class PagedKVCache:
         with typed_memory_errors(_CLASS):
             self._pages = PageArrays.zeros(2 * n, self.num_pages, page, self.dtype, self.device)
         numbers, scales = self._pages.numbers, self._pages.scales
-        self.keys, self.values, self.key_scales, self.value_scales = (
-            numbers[:n],
-            numbers[n:],
-            scales[:n],
-            scales[n:],
-        )
+        self.keys, self.values = numbers[:n], numbers[n:]
+        self.key_scales, self.value_scales = scales[:n], scales[n:]
         pool = PagePool(self.num_pages, self.page_size, first)
         self._sequences = Sequences(pool, self.window, -(-keep // self.page_size))
 
@@ -200,32 +182,77 @@ class PagedKVCache:
         self._get("free", handle, closed=True)
         self._sequences.free(int(handle))
 
-    def reserve(self, tokens: Mapping[int, Any], *, out: Step | None = None) -> Step:
+    def reserve(
+        self,
+        tokens: Mapping[int, Any],
+        *,
+        parents: Mapping[int, Any] | None = None,
+        out: Step | None = None,
+    ) -> Step:
         """Places for new tokens of some sequences: all of them, or ``OutOfPages`` and nothing changes.
 
         Parameters
         ----------
         tokens : dict of lists or arrays of integers, by handle
             At least one for each.
+        parents : dict of lists or arrays of integers, by handle, optional
+            For sequences whose new tokens are drafts: the index of the one before each of them, -1 for the sequence
+            itself. A token sees its ancestors alone. The step then has ``logit_rows``, and :meth:`accept` ends it.
+            Where any token branches, sequences are padded to one number of tokens.
         out : Step, optional
-            Made by :meth:`empty_step`; its arrays are written and it is returned. The rest is padding.
+            Made by :meth:`empty_step`; its arrays are written and it is returned. The rest is padding. Without
+            ``parents``; such a step has no ``cascade``.
         """
         self._sequences.check_closed("reserve")
-        plan = self._sequences.plan(requests(self._sequences, tokens))
+        new = requests(self._sequences, tokens)
+        drafts = {} if parents is None else read_parents(new, parents)
+        if drafts and out is not None:
+            raise OptionError("reserve: a step made by empty_step() has no place for parents; omit out")
+        plan = self._sequences.plan(new)
         if out is not None:
             check_room(out, plan, self.device)
         self._sequences.evict(plan)
         with typed_memory_errors("reserve"):
-            own = self._copied([self._sequences.alive[handle].pages[-1] for handle in plan.copied])
-            self._sequences.extend(plan, own)
+            self._sequences.extend(plan, self._pages.copy)
+            self._sequences.parents = drafts
             try:
-                return written(filled(self._sequences, plan, out), out, self.device)
+                return self._written(filled(self._sequences, plan, out), out, list(new))
             except BaseException:
                 self._sequences.rollback()
                 raise
 
     def commit(self) -> None:
         """The forward of the open step is done, or enqueued on a GPU: later steps may share its pages."""
+        if self._sequences.parents:
+            raise StateError("commit: the open step has drafts; accept() says which of them stay")
+        self._sequences.commit()
+
+    def accept(self, paths: Mapping[int, Any]) -> None:
+        """End a step as ``commit`` does, and keep these drafts alone. Their keys and values follow the sequence.
+
+        Parameters
+        ----------
+        paths : dict of lists or arrays of integers, by handle
+            For each sequence that ``reserve`` had parents for: indices of tokens, each the parent of the next. The
+            first has no parent. An empty path keeps none.
+
+        Examples
+        --------
+        >>> from gpu_ops.inference import PagedKVCache
+        >>> cache = PagedKVCache(1, 2, 8, num_pages=4)
+        >>> text = cache.add()
+        >>> step = cache.reserve({text: [5, 6, 7, 8]}, parents={text: [-1, 0, 0, 2]})  # 5 6, or 5 7 8
+        >>> step.positions
+        array([0, 1, 1, 2], dtype=int32)
+        >>> cache.accept({text: [0, 2]})  # after the forward
+        >>> cache.tokens(text)
+        [5, 7]
+        """
+        self._sequences.opened("accept")
+        kept = read_paths(self._sequences, paths)
+        with typed_memory_errors("accept"):
+            self._pages.move(*moves(self._sequences, kept))
+        self._sequences.keep(kept)
         self._sequences.commit()
 
     def rollback(self) -> None:
@@ -272,9 +299,7 @@ class PagedKVCache:
     @property
     def stats(self) -> CacheStats:
         """Pages used, cached and free, and tokens found by :meth:`add`, as of now."""
-        used, cached, free = self._sequences.pool.counts
-        total = self._sequences.pool.total
-        return CacheStats(total, used, cached, free, self._sequences.asked, self._sequences.hits)
+        return self._sequences.stats
 
     def csr(self, handles: Iterable[int] | None = None) -> tuple[Any, Any, Any]:
         """Tables in FlashInfer's form, of these sequences or all: ``kv_indptr, kv_indices, kv_last_page_len``.
@@ -283,13 +308,8 @@ class PagedKVCache:
         sequence without tokens has none, and a last page of length 0.
         """
         chosen = [self._get("csr", handle) for handle in (self.handles if handles is None else handles)]
-        size = self.page_size
-        indptr = np.zeros(len(chosen) + 1, np.int32)
-        np.cumsum([len(s.pages) for s in chosen], out=indptr[1:])
-        indices = np.array([page for s in chosen for page in s.pages], np.int32)
-        last = np.array([len(s.tokens) - (len(s.pages) - bool(s.pages)) * size for s in chosen], np.int32)
-        indptr, indices, last = (to_device(x, self.device, blocking=False) for x in (indptr, indices, last))
-        return indptr, indices, last
+        indptr, indices, last = self._sequences.csr(chosen)
+        return tuple(to_device(x, self.device, blocking=False) for x in (indptr, indices, last))
 
     def defragment(self) -> int:
         """Move the used and the cached pages to the front, into free ones; how many moved.
@@ -309,14 +329,13 @@ class PagedKVCache:
             self._sequences.check_closed(op)
         return self._sequences.get(op, handle)
 
-    def _copied(self, pages: list[int]) -> list[int]:
-        """New pages with what these hold."""
-        pool = self._sequences.pool
-        own = [pool.take() for _ in pages]
-        try:
-            self._pages.copy(pages, own)
-        except BaseException:
-            for page in own:
-                pool.drop(page)
-            raise
-        return own
+    def _written(self, step: Step, out: Step | None, handles: list[int]) -> Step:
+        """A step in host memory, on the device, with what its forward can use beside the tables."""
+        more: dict[str, Any] = {}
+        if self._sequences.parents:
+            more = planted(step, self._sequences.parents, handles, self.device)
+            check_window("reserve", more.get("tree"), self.window)
+        if out is None and self.window < 0 and more.get("tree") is None:
+            more["cascade"] = cascade_of(step, self.page_size, self.device)
+        step = written(step, out, self.device)
+        return replace(step, **more) if more else step

@@ -27,6 +27,8 @@ class PageArrays:
     """Of each plane, (num_pages, page_size, nheads_kv, head_dim)."""
     scales: tuple[Any, ...]
     """Of each plane, float32 (num_pages, page_size, nheads_kv), behind the numbers of each page; None without."""
+    parts: tuple[tuple[int, int], ...]
+    """Where in a page the numbers are, and the scales if there are any: first byte, and bytes. Each has rows."""
 
     @classmethod
     def zeros(
@@ -44,10 +46,10 @@ class PageArrays:
         stored = np.dtype(np.uint8) if dtype == QUANTIZED["float8_e4m3fn"] else dtype
         numbers = tuple(x.view(stored)[:, :count].reshape(num_pages, *page) for x in words)
         if not quantized:
-            return cls(words, numbers, (None,) * planes)
+            return cls(words, numbers, (None,) * planes, ((0, nbytes),))
         place = slice(start // 4, start // 4 + rows)
         scales = (x.view(np.float32)[:, place].reshape(num_pages, *page[:-1]) for x in words)
-        return cls(words, numbers, tuple(scales))
+        return cls(words, numbers, tuple(scales), ((0, count * dtype.itemsize), (start, 4 * rows)))
 
     def copy(self, source: list[int], target: list[int]) -> None:
         """Copy pages of all layers, with their scales, to others."""
@@ -58,3 +60,13 @@ class PageArrays:
         for start in range(0, self.words.shape[0], planes):
             part = self.words[start : start + planes]
             part[:, target] = part[:, source]
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Move tokens of all layers from slots to others. All are read first: a slot may be in both lists."""
+        if not source:
+            return
+        size, octets = self.numbers[0].shape[1], self.words.view(np.uint8)
+        (from_page, from_row), (to_page, to_row) = (np.divmod(slots, size) for slots in (source, target))
+        for start, nbytes in self.parts:
+            rows = octets[:, :, start : start + nbytes].reshape(*octets.shape[:2], size, -1)
+            rows[:, to_page, to_row] = rows[:, from_page, from_row]

@@ -31,8 +31,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = [
     "Entry",
+    "alone",
     "cache_folder",
     "folder_problem",
     "ignore_entry",
@@ -49,6 +55,7 @@ _MAGIC = b"gpu_ops entry 3\n"
 _DIGEST, _LENGTH = 32, 4
 _HEADER = len(_MAGIC) + _DIGEST + _LENGTH
 _TEMPORARY, _OLD_SECONDS = ".tmp", 24 * 3600
+_LONGEST_COMPILATION = 300.0  # seconds that others wait for a process which may be stopped
 _warned: set[object] = set()
 
 
@@ -206,6 +213,46 @@ def read_header(path: Path) -> tuple[str, dict[str, Any]] | None:
             return str(header["key"]), dict(header["fields"])
     except (OSError, ValueError, TypeError, LookupError):
         return None
+
+
+@contextlib.contextmanager
+def alone(*parts: str) -> Iterator[bool]:
+    """While an entry is missing, one process at a time: what it compiles the others then find.
+
+    Yields whether it has waited. Where the folder cannot be written or has no locks (some network drives), or after
+    300 s, they go on side by side.
+    """
+    folder = cache_folder(*parts[:-1], quiet=True)
+    if fcntl is None or folder is None or (folder / parts[-1]).exists():
+        yield False
+        return
+    path = folder / f".{parts[-1][:64]}-{hashlib.sha256(parts[-1].encode()).hexdigest()[:16]}{_TEMPORARY}"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        waited = False
+        end = time.monotonic() + _LONGEST_COMPILATION
+        while not _locked(handle) and time.monotonic() < end:
+            waited = True
+            time.sleep(0.02)
+        yield waited
+    finally:
+        path.unlink(missing_ok=True)  # one that opened it before compiles alone still, or finds the entry
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Whether this process has the lock now, or there is none to be had. It ends with the process."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here
+        return True
+    return True
 
 
 def _pack(entry: Entry, key: str) -> bytes:

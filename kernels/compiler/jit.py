@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
-from gpu_ops.kernels.compiler.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.cache import alone, cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.cache_contents import CUDA, sources_digest
 from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
 from gpu_ops.kernels.compiler.kernel import (
@@ -207,9 +207,12 @@ def _from_disk(name: str, arch: str, key: str, origin: Path, build: Callable[[],
     if unit is None:
         folder = cache_folder(CUDA, quiet=True)
         where = f" (once; then from {folder})" if folder else ""
-        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}{where}"):
-            unit = build()
-        publish(pack(unit, {"origin": str(origin), "digest": sources_digest(origin)}), CUDA, entry)
+        message = f"gpu_ops: compiling {short_label(name)} for {arch}{where}"
+        with visible(message), alone(CUDA, entry) as waited:
+            unit = _load(entry) if waited else None
+            if unit is None:
+                unit = build()
+                publish(pack(unit, {"origin": str(origin), "digest": sources_digest(origin)}), CUDA, entry)
     dump(unit, name, arch)
     return unit
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE = 1.0  # seconds before anything is shown
+silent = False  # of several processes that do the same, one speaks: the others set this
 _in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
 
 
@@ -21,7 +22,7 @@ def visible(message: str) -> Iterator[None]:
     On a terminal it is a spinner that disappears. In a log or notebook it is a line, and a second line at the end,
     since other output may have come in between and other threads may be at work.
     """
-    if _in_steps.get():
+    if silent or _in_steps.get():
         yield
         return
     done = threading.Event()
@@ -68,7 +69,7 @@ def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
     Until it ends, nested messages of this thread are suppressed.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    if not terminal:
+    if silent or not terminal:
         with visible(message):
             yield from _quietly(lambda: None)
         return

@@ -36,7 +36,7 @@ __all__ = [
 
 # For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
+ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "relu2": "kRelu2"}
 
 # Of numbers that kernels read, as in number.cuh: by value, or from an array of this dtype.
 KINDS = {"": 0, "int32": 1, "int64": 2, "float32": 3, "float64": 4}

@@ -52,17 +52,18 @@ def forward(spec: Spec, on: Builder) -> None:
             q, k = as_bshd(q, layout), as_bshd(k, layout)
             v, out = as_bshd(v, layout), as_bshd(out, layout)
             lse = lse if lse.ndim == 3 else lse[None]
-        attend(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
+        attend.run(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
 
-    on.call(run, f"{config}; sequences of up to {few} queries: decode kernel" if few else str(config))
+    text = f"{config}; sequences of up to {few} queries: decode kernel" if few else str(config)
+    on.call(run, text, attend.scratch)
 
 
-def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable[..., Any]:
-    """``prepare`` of the forward or the backward kernels, for this call."""
+def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Any:
+    """``prepare`` of the forward or the backward kernels, for this call: ``run`` and ``scratch``."""
     from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
 
     left, right = a.window(UNLIMITED)
-    run: Callable[..., Any] = prepare(
+    return prepare(
         a.q,  # of which only shape and dtype are read, as of all arrays
         a.k,
         a.v,
@@ -78,7 +79,6 @@ def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable
         **a.numbers,
         **more,
     )
-    return run
 
 
 def optional_tensors(a: Attention) -> dict[str, Any]:

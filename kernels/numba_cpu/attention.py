@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,13 @@ from .attention_config import (
     FORWARD_VARIANTS,
     SEQUENCES,
     Config,
+    Prepared,
     decode_nanoseconds,
     launcher_of,
     make_call,
     optional_arrays,
     optional_types,
+    private_bytes,
     results_of,
     select_config,
 )
@@ -67,7 +68,7 @@ def prepare(
     max_seqlen_k: int,
     given: dict[str, Array],
     **options: Any,
-) -> Callable[..., None]:
+) -> Prepared:
     """``run(q, k, v, out, lse, sequences, given)`` for these options and arrays like these, which are not kept.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
@@ -93,38 +94,45 @@ def prepare(
         launch = launcher(decode_nanoseconds(call.batch, call.nheads_kv, max_seqlen_k, k.dtype))
         decode = prepare_decode(call, dtype, results, of_keys, launch)
 
-    elements = call.n_splits * call.batch * call.nheads * max_seqlen_q * call.head_dim_v
-    launch_combine = launcher(elements * ELEMENT_NANOSECONDS)
+    rows = call.batch * call.nheads * max_seqlen_q
+    launch_combine = launcher(call.n_splits * rows * call.head_dim_v * ELEMENT_NANOSECONDS)
 
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
     ) -> None:
         optional = fill(given)
-        parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
+        parts = _parts(call, rows, dtype) if split else unsplit
         inputs = map(bits, (q, k, v)) if quantized else all_bits(q, k, v)
         arrays = *inputs, bits(out), lse, sequences
         scales = (given["k_scale"], given["v_scale"]) if quantized else no_scales
         if config.kernel == "decode":
-            decode(arrays, (*optional[:3], *scales), parts)
+            decode.run(arrays, (*optional[:3], *scales), parts)
         else:
             launch(attention_forward[variant], tasks, call, *arrays, *optional, *scales, *parts)
         if split:
             combine = attention_combine[of_parts]
             launch_combine(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
 
-    return run
+    def scratch() -> int:
+        of_parts = call.n_splits * rows * (call.head_dim_v * unsplit[0].itemsize + 16) if split else 0
+        if config.kernel == "decode":
+            return of_parts + decode.scratch()
+        like_k, wide = bits(np.empty((0, 0, 0, 0), of_keys)), unsplit[0].reshape(-1)
+        return of_parts + private_bytes(launch, tasks, attention_work[of_keys, dtype], call, like_k, wide)
+
+    return Prepared(run, scratch)
 
 
 def prepare_ragged(
     q: Array, k: Array, v: Array, batch: int, *, config: Config, few: int, max_seqlen_q: int, **rest: Any
-) -> Callable[..., None]:
+) -> Prepared:
     """:func:`prepare` for sequences long and short. The decode kernel takes those of up to ``few`` queries: in tiles
     each head would pack their keys again, for a lane or two."""
     heads, shapes = (q.shape[2], k.shape[2]), (q, k, v, batch)
     attend = prepare(*shapes, config=config, max_seqlen_q=max_seqlen_q, **rest)
 
     @functools.cache
-    def decode(longest: int) -> Callable[..., None]:
+    def decode(longest: int) -> Prepared:
         cut = select_config(batch, *heads, longest, rest["max_seqlen_k"], decode=True, dtype=k.dtype)
         return prepare(*shapes, config=cut, max_seqlen_q=longest, **rest)
 
@@ -137,10 +145,10 @@ def prepare_ragged(
         if longest > 0:
             short, sequences = sequences.copy(), sequences.copy()
             short[~is_short, 1] = sequences[is_short, 1] = 0
-            decode(longest)(q, k, v, out, lse, short, given)
-        attend(q, k, v, out, lse, sequences, given)
+            decode(longest).run(q, k, v, out, lse, short, given)
+        attend.run(q, k, v, out, lse, sequences, given)
 
-    return run
+    return Prepared(run, lambda: max(attend.scratch(), decode(few).scratch()))
 
 
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -201,6 +209,17 @@ def attention_forward(
     size, settings = arena_size(), by_reference(call)
     make_work(size, settings, k, part_out.dtype.type(0))
     attend(state, n_tasks, arena(size[0]), settings, arrays)
+
+
+@kernel(
+    lambda of_keys, t: (CALL, read(of_keys, 4), types.Array(compute(t), 1, "C")),
+    variants=tuple((t, t) for t in FLOATS),
+)
+def attention_work(state, n_tasks, call, k, wide):
+    """state[0] = bytes of the scratch of a thread. Only the types of ``k`` and ``wide`` count."""
+    size = arena_size()
+    make_work(size, by_reference(call), k, wide.dtype.type(0))
+    state[0] = size[0]
 
 
 @device_function

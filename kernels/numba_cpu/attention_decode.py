@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention_config import SEQUENCES, optional_types, results_of
+from .attention_config import SEQUENCES, Prepared, optional_types, private_bytes, results_of
 from .attention_decode_block import (
     Work,
     add_block,
@@ -51,7 +51,7 @@ from .codegen.decode_rows import chunk_elements, from_slots, query_type, slot, t
 from .codegen.exp2 import LOG2E
 from .codegen.memory import lanes, larger, round_up, smaller
 from .codegen.target import VECTOR_BYTES
-from .dtype import like, read_row, store, write_row
+from .dtype import bits, like, read_row, store, write_row
 from .jit import FLOATS, compute, device_function, kernel, noinline_function, read, types, write
 from .parallel import claim
 from .quantized_pages import SCALE
@@ -89,8 +89,8 @@ Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks k_scale
 
 def prepare_decode(
     call: Call, dtype: np.dtype, results: tuple[Any, Any], of_keys: np.dtype, launch: Callable[..., None]
-) -> Callable[..., None]:
-    """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
+) -> Prepared:
+    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
     them to its kernels. ``of_keys``: the dtype of k and v."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
@@ -107,19 +107,30 @@ def prepare_decode(
 
     together, apart = plan_of(max(call.nheads_kv, 1)), plan_of(1)
 
-    def decode(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
+    def run(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         # Follow memory: all heads of a key in one task when they lie side by side.
         strides = arrays[1].strides
         tasks, plan = together if abs(strides[2]) < abs(strides[1]) else apart
         launch(attention_decode[variant], tasks, plan, *arrays, *optional, *parts)
 
-    return decode
+    def scratch() -> int:
+        tasks, plan = together
+        like_k = bits(np.empty((0, 0, 0, 0), of_keys))
+        like_part = np.empty((0, 0, 0), results_of(dtype.name)[1])
+        work = attention_decode_work[dtype.name, rows, of_keys]
+        return private_bytes(launch, tasks, work, plan, like_k, like_part)
+
+    return Prepared(run, scratch)
+
+
+def _plan_type(rows: int) -> types.Type:
+    return types.NamedTuple([types.UniTuple(types.int64, rows), CALL, types.int64, types.int64], Plan)
 
 
 def _signature(t: str, rows: int, of_out: str, of_lse: str, of_keys: str) -> tuple[types.Type, ...]:
-    tile, wide = types.UniTuple(types.int64, rows), compute(t)
+    wide = compute(t)
     return (
-        types.NamedTuple([tile, CALL, types.int64, types.int64], Plan),
+        _plan_type(rows),
         read(t, 4),
         *(read(of_keys, 4),) * 2,
         write(of_out, 4),
@@ -156,6 +167,17 @@ def attention_decode(
     size, call, cut = arena_size(), by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead)
     make_work(size, call, cut, k, part_out)
     decode_tasks(state, n_tasks, arena(size[0]), call, cut, arrays)
+
+
+@kernel(
+    lambda t, rows, of_keys: (_plan_type(rows), read(of_keys, 4), types.Array(compute(t), 3, "C")),
+    variants=tuple(dict.fromkeys((*variant[:2], variant[-1]) for variant in VARIANTS)),
+)
+def attention_decode_work(state, n_tasks, plan, k, part_out):
+    """state[0] = bytes of the scratch of a thread. Only the types of the arrays count."""
+    size = arena_size()
+    make_work(size, by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead), k, part_out)
+    state[0] = size[0]
 
 
 @device_function

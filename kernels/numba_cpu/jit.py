@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.compiler.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.cache import alone, cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.cache_contents import CPU, cpu_sources
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.compiler.progress import visible
@@ -206,7 +206,8 @@ class Kernel:
                 dispatcher._cache = DiskCache(function, label)
                 kept = cache_dir(quiet=True)
                 where = f" (once; then from {kept})" if kept else ""
-                with visible(f"gpu_ops: compiling {short_label(label)} for this CPU{where}"):
+                message = f"gpu_ops: compiling {short_label(label)} for this CPU{where}"
+                with visible(message), alone(*_parts(), f"{label}.nbc"):
                     # under the lock, which a fork takes too: no child keeps the thresholds
                     with global_compiler_lock, _garbage_in_batches():
                         dispatcher.compile(

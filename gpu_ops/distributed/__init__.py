@@ -1,0 +1,31 @@
+"""Several processes, on one machine or many: communicators, and computations that divide their arrays among ranks.
+
+Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiexec; the same program runs without.
+"""
+
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.engine import Pending
+from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_attention_varlen_backward
+from gpu_ops.distributed.mesh import Mesh, world
+from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
+from gpu_ops.distributed.sequence import sequence_positions
+from gpu_ops.distributed.ulysses import (
+    UlyssesSaved,
+    ulysses_attention,
+    ulysses_attention_backward,
+)
+
+__all__ = [
+    "Comm",
+    "Mesh",
+    "Pending",
+    "UlyssesSaved",
+    "gathered_attention_varlen",
+    "gathered_attention_varlen_backward",
+    "ring_attention",
+    "ring_attention_backward",
+    "sequence_positions",
+    "ulysses_attention",
+    "ulysses_attention_backward",
+    "world",
+]

@@ -1,0 +1,302 @@
+"""Communicators: what ranks send each other, the same for every engine.
+
+An engine (:class:`Single`, ``Mpi``) moves bytes; validation, layouts, sums and counts are here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.aliasing import overlap, same_memory
+from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
+from gpu_ops.distributed.engine import Engine, Pending
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+
+__all__ = ["Comm"]
+
+Array = npt.NDArray[Any]
+
+
+class Comm(Engine):
+    """A group of ranks that exchange arrays: all of them make the same calls in the same order.
+
+    Arrays are NumPy's, or others in host memory that know DLPack, of any dtype without objects, with any strides.
+    Results are new contiguous arrays of the same library. All ranks pass equal shapes and dtypes. Sums are made in
+    rank order, in float32 for 16-bit floats and otherwise in x's dtype: every rank gets the same bits, under any MPI,
+    and they are those of one rank that adds in this order.
+
+    Attributes
+    ----------
+    rank, size : int
+        This process, from 0 to size - 1.
+    name : str
+        "world", or the name that :meth:`split` and :class:`Mesh` gave.
+    ranks : tuple of int
+        The members' ranks in the world.
+    bytes_sent : Counter
+        By operation, what this rank sent. Of N bytes and p ranks: 2 N (p - 1) / p for all_reduce, N (p - 1) for
+        all_gather and at the root of broadcast, N (p - 1) / p for reduce_scatter and all_to_all, N for shift and
+        send. The check below is not counted.
+    timeout : float
+        Seconds that a call waits for other ranks before it ends the job.
+
+    Notes
+    -----
+    With ``GPU_OPS_COMM_CHECK=1`` ranks first compare their calls: shapes, dtypes or options that differ are a
+    CommError that names a rank. Without, such calls end in an error of MPI, a wrong result or a timeout.
+    A call that waits longer than ``timeout`` prints where the other ranks wait, and which do not answer, and ends
+    the job.
+    """
+
+    # Collectives
+
+    def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Sum, or largest, of all ranks' ``x``, element by element, on every rank.
+
+        ``out``: receives the result; may be ``x``.
+        """
+        view, library = self._reducible("all_reduce", x, op)
+        result, target = self._result("all_reduce", view, view.shape, out, in_place=True)
+        call = self.begin("all_reduce", view, f"op={op!r}")
+        sent = _bytes(view)
+        bounds = [view.size * r // self.size for r in range(self.size + 1)]
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
+        part = self._sum_of_parts(call, view, sent, lengths, op)
+        counts = [n * view.itemsize for n in lengths]
+        self._finish(self._all_gather(_bytes(part), _bytes(result), counts), call)
+        self.bytes_sent["all_reduce"] += len(sent) - counts[self.rank] + counts[self.rank] * (self.size - 1)
+        return _delivered(result, target, out, library)
+
+    def all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Any:
+        """All ranks' ``x``, in rank order along ``axis``, on every rank."""
+        view, library = self.movable("all_gather", x)
+        axis = _axis("all_gather", "axis", axis, view)
+        shape = (*view.shape[:axis], self.size * view.shape[axis], *view.shape[axis + 1 :])
+        result, target = self._result("all_gather", view, shape, out, direct=axis == 0)
+        call = self.begin("all_gather", view, f"axis={axis}")
+        # whole arrays, one after the other: the result itself if the axis is the first
+        stacked = result if axis == 0 else np.empty((self.size, *view.shape), view.dtype)
+        self._finish(self._all_gather(_bytes(view), _bytes(stacked), [view.nbytes] * self.size), call)
+        self.bytes_sent["all_gather"] += view.nbytes * (self.size - 1)
+        if axis:
+            _side_by_side(result, axis, self.size)[...] = stacked
+        return _delivered(result, target, out, library)
+
+    def reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Any:
+        """Sum, or largest, of all ranks' ``x``, of which this rank gets piece number ``rank`` along ``axis``."""
+        view, library = self._reducible("reduce_scatter", x, op)
+        axis = _axis("reduce_scatter", "axis", axis, view)
+        self._divides("reduce_scatter", "axis", axis, view)
+        shape = (*view.shape[:axis], view.shape[axis] // self.size, *view.shape[axis + 1 :])
+        result, target = self._result("reduce_scatter", view, shape, out)
+        call = self.begin("reduce_scatter", view, f"axis={axis}, op={op!r}")
+        pieces = _bytes(_side_by_side(view, axis, self.size))
+        part = self._sum_of_parts(call, view, pieces, [result.size] * self.size, op)
+        result[...] = part.reshape(shape)
+        self.bytes_sent["reduce_scatter"] += view.nbytes - result.nbytes
+        return _delivered(result, target, out, library)
+
+    def all_to_all(self, x: Any, split: int, concat: int, *, out: Any = None) -> Any:
+        """Piece r of ``x`` along axis ``split`` goes to rank r; what arrives lies in rank order along ``concat``."""
+        view, library = self.movable("all_to_all", x)
+        split, concat = (
+            _axis("all_to_all", name, axis, view) for name, axis in (("split", split), ("concat", concat))
+        )
+        self._divides("all_to_all", "split", split, view)
+        piece = [n // self.size if i == split else n for i, n in enumerate(view.shape)]
+        shape = tuple(n * self.size if i == concat else n for i, n in enumerate(piece))
+        result, target = self._result("all_to_all", view, shape, out, direct=concat == 0)
+        call = self.begin("all_to_all", view, f"split={split}, concat={concat}")
+        sent = _bytes(_side_by_side(view, split, self.size))
+        stacked = result if concat == 0 else np.empty((self.size, *piece), view.dtype)
+        counts = [view.nbytes // self.size] * self.size
+        self._finish(self._all_to_all(sent, counts, _bytes(stacked), counts), call)
+        self.bytes_sent["all_to_all"] += view.nbytes - counts[0]
+        if concat:
+            _side_by_side(result, concat, self.size)[...] = stacked
+        return _delivered(result, target, out, library)
+
+    def broadcast(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
+        """``x`` of rank ``root`` on every rank; of the others' ``x`` only shape and dtype count."""
+        view, library = self.movable("broadcast", x)
+        root = self._member("broadcast", "root", root)
+        result, target = self._result("broadcast", view, view.shape, out, in_place=True)
+        call = self.begin("broadcast", view, f"root={root}")
+        if self.rank == root:
+            result[...] = view
+        self._finish(self._broadcast(_bytes(result), root), call)
+        self.bytes_sent["broadcast"] += view.nbytes * (self.size - 1) if self.rank == root else 0
+        return _delivered(result, target, out, library)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        call = self.begin("barrier")
+        found = np.empty(self.size, np.uint8)
+        self._finish(self._all_gather(np.zeros(1, np.uint8), found, [1] * self.size), call)
+
+    def split(self, color: int, *, name: str = "split") -> Comm:
+        """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
+        color = checks.integer("split", "color", color, low=0, high=2**31 - 1)
+        self.begin("split", f"name={name!r}")
+        self.barrier()  # MPI makes communicators in a blocking call, which has no timeout
+        return self._split(color, name)
+
+    # From rank to rank
+
+    def shift(self, *xs: Any, by: int = 1) -> Pending:
+        """Send arrays to rank + ``by`` and receive those of rank - ``by``, in a ring.
+
+        Returns at once; ``wait()`` on the result returns the arrays that arrived, as a tuple.
+        """
+        views = [self.movable("shift", x) for x in xs]
+        by = checks.integer("shift", "by", by)
+        call = self.begin("shift", *(view for view, _ in views), f"by={by}")
+        found = [np.empty(view.shape, view.dtype) for view, _ in views]
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        transfer = self._point_to_point(
+            [(_bytes(view), to) for view, _ in views], [(_bytes(x), source) for x in found], _RING
+        )
+        if to != self.rank:
+            self.bytes_sent["shift"] += sum(view.nbytes for view, _ in views)
+        libraries = [library for _, library in views]
+        return Pending(
+            self, call, transfer, lambda: tuple(give(x, of) for x, of in zip(found, libraries, strict=True))
+        )
+
+    def send(self, x: Any, to: int) -> Pending:
+        """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` until ``x`` may be written."""
+        view, _ = self.movable("send", x)
+        to = self._other("send", "to", to)
+        call = self._described("message", "send", view, f"to={to}")
+        transfer = self._point_to_point([(_bytes(view), to)], [], _MESSAGE)
+        self.bytes_sent["send"] += view.nbytes
+        return Pending(self, call, transfer, lambda: None)
+
+    def recv(self, shape: Sequence[int], dtype: npt.DTypeLike, source: int) -> Pending:
+        """Receive a NumPy array that ``source`` sends. Returns at once; ``wait()`` returns the array.
+
+        A message of another number of bytes is a CommError.
+        """
+        source = self._other("recv", "source", source)
+        found = np.empty(tuple(shape), dtype)
+        call = self._described("message", "recv", found, f"source={source}")
+        transfer = self._point_to_point([], [(_bytes(found), source)], _MESSAGE)
+        return Pending(self, call, transfer, lambda: found)
+
+    # Shared parts
+
+    @abstractmethod
+    def _split(self, color: int, name: str) -> Comm: ...
+
+    def _sum_of_parts(self, call: str, view: Array, sent: Array, lengths: Sequence[int], op: str) -> Array:
+        """Of the parts of these lengths, this rank's of every rank, added in rank order. ``sent``: bytes of all."""
+        n = lengths[self.rank]
+        parts = np.empty((self.size, n), view.dtype)
+        counts = [length * view.itemsize for length in lengths]
+        self._finish(self._all_to_all(sent, counts, _bytes(parts), [n * view.itemsize] * self.size), call)
+        wide = np.dtype(np.float32) if view.dtype.name in ("float16", "bfloat16") else view.dtype
+        total: Array = parts[0].astype(wide)
+        combine = _OPS[op]
+        for part in parts[1:]:
+            with np.errstate(invalid="ignore", over="ignore"):  # inf - inf: NaN, as on every device
+                combine(total, part.astype(wide, copy=False), out=total)
+        with np.errstate(over="ignore"):
+            return total.astype(view.dtype, copy=False)
+
+    def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
+        """Return a NumPy view of an argument that can be sent, and the library whose array it is."""
+        if on_cuda(x):
+            raise DeviceError(
+                f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: "
+                f"pass {name}.get()"
+            )
+        view, library = host_view(op, name, np.asarray(x) if isinstance(x, np.generic) else x)
+        if view.dtype.hasobject:
+            raise DTypeError(f"{op}: {name} is {view.dtype}: Python objects cannot be sent")
+        return view, library
+
+    def _reducible(self, name: str, x: Any, op: str) -> tuple[Array, str | None]:
+        checks.one_of(name, "op", op, _OPS)
+        view, library = self.movable(name, x)
+        checks.native(name, "x", view)
+        if view.dtype.kind not in "iu" and view.dtype not in checks.FLOAT_DTYPES.values():
+            raise DTypeError(
+                f"{name}: x is {view.dtype}; allowed: integers, {', '.join(checks.FLOAT_DTYPES)}"
+            )
+        return view, library
+
+    def _result(
+        self,
+        op: str,
+        view: Array,
+        shape: tuple[int, ...],
+        out: Any,
+        *,
+        direct: bool = True,
+        in_place: bool = False,
+    ) -> tuple[Array, Array | None]:
+        """A contiguous array to fill, and the caller's if that is another one.
+
+        ``direct``: the caller's may be filled itself; ``in_place``: also where it is x.
+        """
+        if out is None:
+            return np.empty(shape, view.dtype), None
+        target, _ = self.movable(op, out, "out")
+        checks.exactly(op, "out", target, shape)
+        check_writable(op, "out", out, target, view.dtype, "")
+        shared = overlap(view, target)
+        if shared and not (view.shape == target.shape and same_memory(view, target)):
+            raise ShapeError(f"{op}: out shares memory with x; pass x itself or an array of its own")
+        if direct and target.flags.c_contiguous and (in_place or not shared):
+            return target, None
+        return np.empty(shape, view.dtype), target
+
+    def _divides(self, op: str, name: str, axis: int, view: Array) -> None:
+        if view.shape[axis] % self.size:
+            raise ShapeError(
+                f"{op}: {name} {axis} of x has length {view.shape[axis]}, which {self.size} ranks do not divide "
+                f"evenly; pad it to {-(-view.shape[axis] // self.size) * self.size}"
+            )
+
+    def _member(self, op: str, name: str, rank: int) -> int:
+        return checks.integer(op, name, rank, low=0, high=self.size - 1)
+
+    def _other(self, op: str, name: str, rank: int) -> int:
+        if self._member(op, name, rank) == self.rank:
+            raise OptionError(f"{op}: {name}={rank} is this rank itself")
+        return rank
+
+
+_OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum}
+_RING, _MESSAGE = 0, 1  # channels: what shift sends never meets a recv
+
+
+def _bytes(x: Array) -> Array:
+    """The bytes of an array in row-major order: a view where it is contiguous."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _side_by_side(x: Array, axis: int, size: int) -> Array:
+    """A view (size, ...) of the pieces along an axis."""
+    shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    return np.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _axis(op: str, name: str, axis: int, view: Array) -> int:
+    if not view.ndim:
+        raise ShapeError(f"{op}: x has no axes; pass an array with one: x.reshape(1)")
+    return checks.integer(op, name, axis, low=-view.ndim, high=view.ndim - 1) % view.ndim
+
+
+def _delivered(result: Array, target: Array | None, out: Any, library: str | None) -> Any:
+    """The result for the caller, in ``out`` if that was given."""
+    if target is not None:
+        target[...] = result
+    return give(result, library) if out is None else out

@@ -1,0 +1,173 @@
+"""What every engine shares: who is in a group, the check that all ranks make the same call, waiting and timeouts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.errors import CommError
+
+__all__ = ["Engine", "Pending", "Transfer"]
+
+Array = npt.NDArray[Any]
+
+_CHECK = "GPU_OPS_COMM_CHECK"
+_DIGEST, _RECORD = 16, 256  # bytes of a call's description: its hash, then its words
+
+# MPI moves a large message only within its calls: 256 between two sleeps reach 0.8 of a blocking call's speed, 16 an
+# eighth, one a hundredth (16 MiB, MPICH). The sleeps leave the core to others while a rank is late.
+_BURST, _LONGEST_SLEEP = 256, 2e-3
+
+
+class Transfer(Protocol):
+    """What an engine has under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended; an engine moves data within this call. CommError if it failed."""
+        ...
+
+
+class Pending:
+    """A transfer under way. Do not write to the arrays that are sent until :meth:`wait` has returned."""
+
+    def __init__(self, engine: Engine, call: str, transfer: Transfer, results: Callable[[], Any]) -> None:
+        self._engine, self._call, self._transfer = engine, call, transfer
+        self._results: Callable[[], Any] | None = results
+        self._found: Any = None
+
+    def wait(self) -> Any:
+        """Return what arrived, once it has; the same arrays in every call."""
+        if self._results is not None:
+            self._engine._finish(self._transfer, self._call)
+            self._found, self._results = self._results(), None
+        return self._found
+
+    def poll(self) -> bool:
+        """Whether it has ended. Between two computations it lets MPI move data."""
+        return self._results is None or self._engine._moves(self._transfer)
+
+
+class Engine(ABC):
+    """A group of ranks that exchange bytes; :class:`Comm` has the operations on arrays."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], name: str, timeout: float) -> None:
+        self.rank, self.size, self.name, self.timeout = rank, len(ranks), name, timeout
+        self.ranks = tuple(ranks)
+        self.bytes_sent: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._checks = os.environ.get(_CHECK) == "1"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: rank {self.rank} of {self.size}>"
+
+    # What an engine has: sends and receives bytes, in one-dimensional contiguous arrays; counts by rank.
+
+    @abstractmethod
+    def _all_to_all(
+        self, sent: Array, counts: Sequence[int], found: Array, found_counts: Sequence[int]
+    ) -> Transfer: ...
+
+    @abstractmethod
+    def _all_gather(self, sent: Array, found: Array, counts: Sequence[int]) -> Transfer: ...
+
+    @abstractmethod
+    def _broadcast(self, data: Array, root: int) -> Transfer: ...
+
+    @abstractmethod
+    def _point_to_point(
+        self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
+    ) -> Transfer:
+        """Arrays and the ranks they go to or come from; those of one channel and rank arrive in order."""
+
+    @abstractmethod
+    def _roll_call(self, word: str) -> list[str | None]:
+        """After a timeout: the words of other ranks that wait as well, None of those that do not answer."""
+
+    @abstractmethod
+    def abort(self, message: str, status: int = 1) -> None:
+        """Print ``message`` with this rank, and end the processes of all ranks with ``status``."""
+
+    @property
+    @abstractmethod
+    def hosts(self) -> tuple[str, ...]:
+        """The machine of each rank."""
+
+    # What all engines have
+
+    def begin(self, op: str, *facts: Any) -> str:
+        """Begin a call that all ranks make; its name for messages. With the check, ranks compare it first.
+
+        ``facts``: arrays, of which shape and dtype count, and words. A computation that divides its work among ranks
+        calls it before it sends anything.
+        """
+        call = self._described("call", op, *facts)
+        if self._checks:
+            self._agree(call)
+        return call
+
+    def _described(self, kind: str, op: str, *facts: Any) -> str:
+        self._calls[kind] += 1
+        words = (fact if isinstance(fact, str) else f"{fact.dtype} {fact.shape}" for fact in facts)
+        return f"{op}({', '.join(words)}), {kind} {self._calls[kind]} of {self.name!r}"
+
+    def _agree(self, call: str) -> None:
+        text = call.encode()
+        record = np.zeros(_RECORD, np.uint8)
+        head = hashlib.sha256(text).digest()[:_DIGEST] + text[: _RECORD - _DIGEST]
+        record[: len(head)] = np.frombuffer(head, np.uint8)
+        found = np.empty((self.size, _RECORD), np.uint8)
+        self._finish(self._all_gather(record, found.reshape(-1), [_RECORD] * self.size), call)
+        differs = (found[:, :_DIGEST] != found[0, :_DIGEST]).any(axis=1)
+        if differs.any():
+            other = int(differs.argmax())
+            said = [bytes(found[r, _DIGEST:]).rstrip(b"\0").decode(errors="replace") for r in (0, other)]
+            raise CommError(
+                f"ranks of {self.name!r} make different calls: rank 0 {said[0]}; rank {other} {said[1]}. All ranks "
+                "make the same calls in the same order, with equal shapes, dtypes and options"
+            )
+
+    def _finish(self, transfer: Transfer, call: str) -> None:
+        """Wait, without a core of its own."""
+        start = time.monotonic()
+        while not self._moves(transfer):
+            waited = time.monotonic() - start
+            if waited > self.timeout:
+                self._time_out(call)
+            time.sleep(min(_LONGEST_SLEEP, waited / 20))
+
+    def _moves(self, transfer: Transfer) -> bool:
+        """Let the engine move data; whether the transfer has ended."""
+        for _ in range(_BURST):
+            if transfer.done():
+                return True
+            os.sched_yield()
+        return False
+
+    def _time_out(self, call: str) -> None:
+        words = self._roll_call(call)
+        lines = [f"waited {self.timeout:g} s in {call}"]
+        for rank, word in enumerate(words):
+            if rank != self.rank:
+                who = f"rank {rank} ({self._place(rank)})"
+                lines.append(
+                    f"  {who} waits in {word}" if word else f"  {who} does not answer: in no call, or ended"
+                )
+        self.abort("\n".join(lines))
+
+    def _place(self, rank: int) -> str:
+        return f"{self.ranks[rank]} of the world, on {self.hosts[rank]}"
+
+    def _say(self, message: str) -> None:
+        head = f"gpu_ops.distributed: rank {self.rank} of {self.name!r} ({self._place(self.rank)}): "
+        sys.stdout.flush()
+        sys.stderr.write(f"{head}{message}\n")
+        sys.stderr.flush()

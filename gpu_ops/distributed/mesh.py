@@ -1,0 +1,154 @@
+"""The communicator of all ranks, and meshes of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from gpu_ops.core import checks
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.launchers import Launch, launched
+from gpu_ops.distributed.single import Single
+from gpu_ops.errors import CommError, MissingPackageError, OptionError
+from gpu_ops.kernels.compiler import progress
+
+__all__ = ["Mesh", "world"]
+
+_TIMEOUT = 600.0  # seconds
+_lock = threading.Lock()
+_made: list[Comm] = []
+
+
+def world(timeout: float | None = None) -> Comm:
+    """Return the communicator of all ranks that the launcher started; the same object in every call.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds that a rank waits for the others before it ends the job, with a message; default 600. Meshes and
+        splits made later take it over.
+
+    Returns
+    -------
+    Comm
+        ``Single`` without a launcher (or under one that starts one process), else ``Mpi``: under mpiexec, mpirun,
+        srun or ``scripts/launch.sh N command``.
+
+    Raises
+    ------
+    MissingPackageError
+        Several ranks, but no mpi4py: ``pip install 'gpu-ops[mpi]'``.
+    CommError
+        MPI and the launcher disagree about the number of ranks.
+
+    Notes
+    -----
+    All ranks make the first call, which starts MPI: that waits for all processes without a timeout. From then on an
+    exception that nobody catches ends all ranks, with a non-zero exit status, and only rank 0 prints progress.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed
+    >>> comm = distributed.world()
+    >>> comm.rank, comm.size
+    (0, 1)
+    >>> comm.all_reduce(np.array([1.0, 2.0]))
+    array([1., 2.])
+    """
+    if timeout is not None:
+        timeout = checks.number("world", "timeout", timeout, above=0.0)
+    with _lock:
+        if not _made:
+            _made.append(_start(launched(), _TIMEOUT if timeout is None else timeout))
+        comm = _made[0]
+    if timeout is not None:
+        comm.timeout = timeout
+    return comm
+
+
+def _start(launch: Launch | None, timeout: float) -> Comm:
+    if launch is None or launch.size == 1:
+        return Single(timeout=timeout)
+    if not launch.has_mpi:
+        raise CommError(
+            f"{launch.launcher} started {launch.size} processes; arrays in host memory travel by MPI: start them by "
+            f"`scripts/launch.sh {launch.size} command`, or mpiexec"
+        )
+    try:
+        from gpu_ops.distributed.mpi import Mpi, end_job_on_errors
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
+        raise MissingPackageError(
+            f"{launch.launcher} started {launch.size} processes, but mpi4py does not load ({error}); "
+            "pip install 'gpu-ops[mpi]'"
+        ) from error
+    comm = Mpi.world(timeout)
+    if comm.size != launch.size:
+        raise CommError(
+            f"{launch.launcher} started {launch.size} processes and mpi4py finds {comm.size}: it loaded another MPI "
+            "than the launcher's. Install mpich or openmpi, not both, and use its mpiexec (srun: see srun --mpi=list)"
+        )
+    end_job_on_errors(comm)
+    progress.silent = comm.rank > 0
+    return comm
+
+
+class Mesh:
+    """Ranks on a grid, with a communicator along each of its axes.
+
+    Neighbours in ``tp`` are neighbours in the world, and so on one machine; then come ``cp``, ``dp`` and ``pp``.
+
+    Parameters
+    ----------
+    comm : Comm, optional
+        The ranks to arrange; default :func:`world`.
+    tp, cp, pp, dp : int
+        Ranks for tensor, context, pipeline and data parallelism; their product is ``comm.size``.
+
+    Attributes
+    ----------
+    tp, cp, pp, dp : Comm
+        This rank's communicator along each axis.
+
+    Examples
+    --------
+    >>> from gpu_ops.distributed import Mesh
+    >>> mesh = Mesh(tp=1, dp=1)
+    >>> mesh.tp, mesh.group("dp", "cp").size
+    (<Single 'tp': rank 0 of 1>, 1)
+    """
+
+    def __init__(
+        self, comm: Comm | None = None, *, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1
+    ) -> None:
+        comm = world() if comm is None else comm
+        given = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}  # the first varies fastest
+        self.shape = {name: checks.integer("Mesh", name, n, low=1) for name, n in given.items()}
+        if math.prod(self.shape.values()) != comm.size:
+            words = " * ".join(f"{name}={n}" for name, n in self.shape.items())
+            raise OptionError(f"Mesh: {words} is not {comm.size}, the number of ranks")
+        self.comm = comm
+        self.coordinates: dict[str, int] = {}
+        rest = comm.rank
+        for name, n in self.shape.items():
+            rest, self.coordinates[name] = divmod(rest, n)
+        self._groups: dict[tuple[str, ...], Comm] = {}
+        self.tp, self.cp, self.pp, self.dp = (self.group(name) for name in ("tp", "cp", "pp", "dp"))
+
+    def group(self, *axes: str) -> Comm:
+        """Return the communicator of the ranks that differ from this one along ``axes`` only.
+
+        ``group("dp", "cp")`` sums gradients of weights. The first call for these axes is made by all ranks.
+        """
+        for axis in axes:
+            checks.one_of("Mesh.group", "axes", axis, self.shape)
+        along = tuple(axis for axis in self.shape if axis in axes)
+        if along not in self._groups:
+            color = 0
+            for name, n in reversed(self.shape.items()):
+                color = color * n + (0 if name in along else self.coordinates[name])
+            self._groups[along] = self.comm.split(color, name="_".join(along) or "self")
+        return self._groups[along]
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={n}' for name, n in self.shape.items())}) at {self.coordinates}"

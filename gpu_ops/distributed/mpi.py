@@ -1,0 +1,177 @@
+"""Communicators over MPI, by mpi4py: arrays in host memory, on one machine or several."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI  # starts MPI
+
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.errors import CommError
+
+__all__ = ["Mpi", "end_job_on_errors"]
+
+Array = npt.NDArray[Any]
+
+_PATIENCE = 2.0  # seconds that ranks have to answer a roll call: they time out at about the same time
+_WORD = 256  # bytes of an answer
+
+
+def _explain(error: Exception) -> str:
+    return f"MPI: {error}. Ranks that pass other shapes are one cause: GPU_OPS_COMM_CHECK=1 names them"
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """MPI's errors as CommError."""
+    try:
+        yield
+    except MPI.Exception as error:
+        raise CommError(_explain(error)) from error
+
+
+class _Requests:
+    """Operations of MPI under way, with the bytes that each receives; None where it is not a receive."""
+
+    def __init__(self, requests: Sequence[Any], expected: Sequence[int | None], *buffers: Any) -> None:
+        self._requests, self._expected, self._buffers = list(requests), expected, buffers
+        self._statuses = [MPI.Status() for _ in requests]
+        self._ended, self._error = False, ""
+        _in_flight.add(self)
+
+    def done(self) -> bool:
+        if not self._ended:
+            try:
+                self._ended = MPI.Request.Testall(self._requests, self._statuses)
+            except MPI.Exception as error:
+                self._ended, self._error = True, _explain(error)
+            if self._ended:
+                _in_flight.discard(self)
+                self._error = self._error or self._wrong_size()
+        if self._error:
+            raise CommError(self._error)
+        return self._ended
+
+    def _wrong_size(self) -> str:
+        for status, expected in zip(self._statuses, self._expected, strict=True):
+            found = expected if expected is None else status.Get_count(MPI.BYTE)
+            if found != expected:
+                return (
+                    f"rank {status.Get_source()} sent {found} bytes where {expected} were to come: shape and dtype "
+                    "must be equal on both sides"
+                )
+        return ""
+
+
+_in_flight: set[_Requests] = set()  # MPI uses their buffers, whether or not anybody still waits for them
+
+
+@dataclass(frozen=True)
+class _World:
+    """What all communicators share: the roll call among all ranks, and each one's machine."""
+
+    mpi: Any
+    hosts: Sequence[str]
+
+
+class Mpi(Comm):
+    """Ranks of an MPI communicator, made by :func:`world` and :meth:`split`."""
+
+    def __init__(self, mpi: Any, name: str, timeout: float, world: _World) -> None:
+        ranks = mpi.group.Translate_ranks(list(range(mpi.size)), world.mpi.group)
+        super().__init__(mpi.rank, ranks, name, timeout)
+        self._mpi, self._world = mpi, world
+        mpi.Set_errhandler(MPI.ERRORS_RETURN)
+
+    @classmethod
+    def world(cls, timeout: float) -> Mpi:
+        """All ranks, once all of them are here. Their messages stay apart from those of other users of MPI."""
+        all_ranks, here = MPI.COMM_WORLD, MPI.Get_processor_name()
+        hosts = [here if rank == all_ranks.rank else "an unknown host" for rank in range(all_ranks.size)]
+        first = cls(all_ranks, "world", timeout, _World(all_ranks, hosts))
+        first._finish(_Requests([all_ranks.Ibarrier()], [None]), "world()")
+        roll = all_ranks.Dup()
+        return cls(all_ranks.Dup(), "world", timeout, _World(roll, roll.allgather(here)))
+
+    @_errors()
+    def _split(self, color: int, name: str) -> Mpi:
+        return Mpi(self._mpi.Split(color, self.rank), name, self.timeout, self._world)
+
+    def abort(self, message: str, status: int = 1) -> None:
+        self._say(message)
+        MPI.COMM_WORLD.Abort(status)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(self._world.hosts[rank] for rank in self.ranks)
+
+    @_errors()
+    def _all_to_all(
+        self, sent: Array, counts: Sequence[int], found: Array, found_counts: Sequence[int]
+    ) -> _Requests:
+        gives = [sent, counts, _starts(counts), MPI.BYTE]
+        takes = [found, found_counts, _starts(found_counts), MPI.BYTE]
+        return _Requests([self._mpi.Ialltoallv(gives, takes)], [None], gives, takes)
+
+    @_errors()
+    def _all_gather(self, sent: Array, found: Array, counts: Sequence[int]) -> _Requests:
+        takes = [found, counts, _starts(counts), MPI.BYTE]
+        return _Requests([self._mpi.Iallgatherv([sent, MPI.BYTE], takes)], [None], sent, takes)
+
+    @_errors()
+    def _broadcast(self, data: Array, root: int) -> _Requests:
+        return _Requests([self._mpi.Ibcast([data, MPI.BYTE], root)], [None], data)
+
+    @_errors()
+    def _point_to_point(
+        self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
+    ) -> _Requests:
+        for earlier in list(_in_flight):  # sends that nobody waits for end here
+            with contextlib.suppress(CommError):  # its own wait() raises it
+                earlier.done()
+        receives = [self._mpi.Irecv([x, MPI.BYTE], source, channel) for x, source in found]
+        sends = [self._mpi.Isend([x, MPI.BYTE], to, channel) for x, to in sent]
+        expected = [*(x.nbytes for x, _ in found), *[None] * len(sends)]
+        return _Requests([*receives, *sends], expected, sent, found)
+
+    def _roll_call(self, word: str) -> list[str | None]:
+        mpi, mine = self._world.mpi, np.zeros(_WORD, np.uint8)
+        text = word.encode()[:_WORD]
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        found = np.zeros((mpi.size, _WORD), np.uint8)
+        sends = [mpi.Isend([mine, MPI.BYTE], rank) for rank in range(mpi.size)]
+        receives = [mpi.Irecv([found[rank], MPI.BYTE], rank) for rank in range(mpi.size)]
+        end = time.monotonic() + min(self.timeout, _PATIENCE)
+        while time.monotonic() < end and not MPI.Request.Testall([*sends, *receives]):
+            time.sleep(0.01)
+        words = [bytes(x).rstrip(b"\0").decode(errors="replace") or None for x in found]
+        return [words[rank] for rank in self.ranks]
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(counts)][:-1]
+
+
+def end_job_on_errors(comm: Mpi) -> None:
+    """An exception that nobody catches, in any thread, ends all ranks: the others would wait for this one."""
+    before, before_in_threads = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        comm.abort(f"{kind.__name__} ends the job")
+
+    def hook_in_threads(arguments: threading.ExceptHookArgs) -> None:
+        before_in_threads(arguments)
+        if arguments.exc_type is not SystemExit:
+            comm.abort(f"{arguments.exc_type.__name__} in a thread ends the job")
+
+    sys.excepthook, threading.excepthook = hook, hook_in_threads

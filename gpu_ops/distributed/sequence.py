@@ -1,0 +1,170 @@
+"""Sequences divided among ranks: which tokens a rank holds, and what the functions of context parallelism share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.call import Call
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.errors import OptionError, ShapeError, UnknownOptionError
+from gpu_ops.ops.attention_options import read_inputs, read_options
+
+__all__ = [
+    "ContextOptions",
+    "Piece",
+    "Shards",
+    "by_distance",
+    "check_layout",
+    "option_words",
+    "pieces",
+    "read_shards",
+    "sequence_positions",
+]
+
+Array = npt.NDArray[Any]
+
+LAYOUTS = ("zigzag", "contiguous", "striped")
+
+
+class ContextOptions(TypedDict, total=False):
+    """What decides the scores; :func:`gpu_ops.attention` says what each does."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    alibi_slopes: Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a rank's array and the position of the first; striped: of every ``size``-th token."""
+
+    rows: slice
+    start: int
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A rank's q, k and v, checked. ``library``: of the caller's arrays; ``wide``: what sums are made in."""
+
+    q: Array
+    k: Array
+    v: Array
+    library: str | None
+    wide: np.dtype[Any]
+
+
+def sequence_positions(comm: Comm, seqlen: int, layout: str = "zigzag") -> npt.NDArray[np.int64]:
+    """Positions of the tokens that this rank holds, in the order of its rows.
+
+    ``x[:, sequence_positions(comm, seqlen)]`` is this rank's shard of x, and ``positions=`` of :func:`gpu_ops.rope`.
+
+    Parameters
+    ----------
+    comm : Comm
+    seqlen : int
+        Of the whole sequence; a multiple of ``comm.size``, and of twice that for zigzag.
+    layout : {"zigzag", "contiguous", "striped"}
+        Of 2 p equal chunks and p ranks, rank r holds chunks r and 2 p - 1 - r: with a causal mask all ranks have
+        equal work. Or one run of tokens, the last rank having most work. Or every p-th token, from r on.
+
+    Raises
+    ------
+    OptionError, ShapeError
+
+    Notes
+    -----
+    Source: zigzag: Zhu, ring-flash-attention, 2024; striped: Brandon et al., 2023.
+
+    Examples
+    --------
+    >>> from gpu_ops import distributed
+    >>> distributed.sequence_positions(distributed.world(), 4)
+    array([0, 1, 2, 3])
+    """
+    op = "sequence_positions"
+    layout = checks.one_of(op, "layout", layout, LAYOUTS)
+    seqlen = checks.integer(op, "seqlen", seqlen, low=0)
+    chunks = comm.size * (2 if layout == "zigzag" else 1)
+    if seqlen % chunks:
+        raise ShapeError(
+            f"{op}: {layout} over {comm.size} ranks makes {chunks} equal chunks; {seqlen} tokens do not divide: "
+            f"pad to {-(-seqlen // chunks) * chunks}"
+        )
+    step = comm.size if layout == "striped" else 1
+    found = [
+        piece.start + step * np.arange(piece.rows.stop - piece.rows.start)
+        for piece in pieces(comm.rank, comm.size, seqlen // comm.size, layout)
+    ]
+    return np.concatenate(found)
+
+
+def pieces(rank: int, size: int, length: int, layout: str) -> list[Piece]:
+    """Of a rank that holds ``length`` tokens; zigzag wants an even number."""
+    if layout == "striped":
+        return [Piece(slice(0, length), rank)]
+    if layout == "contiguous":
+        return [Piece(slice(0, length), rank * length)]
+    half = length // 2
+    mirrored = 2 * size - 1 - rank
+    return [Piece(slice(0, half), rank * half), Piece(slice(half, length), mirrored * half)]
+
+
+def read_shards(
+    op: str,
+    comm: Comm,
+    arrays: tuple[Any, Any, Any],
+    options: Mapping[str, Any],
+    documents: int | None = None,
+) -> Shards:
+    """Check what attention would check, before anything is sent. ``documents``: packed ones; None: a batch."""
+    for name in options:
+        if name not in ContextOptions.__annotations__:
+            known = ", ".join(ContextOptions.__annotations__)
+            raise UnknownOptionError(f"{op}: unknown option {name!r}; options: {known}")
+    views = [comm.movable(op, x, name) for name, x in zip("qkv", arrays, strict=True)]
+    call, axes = Call(op), "batch seqlen"
+    if documents is not None:
+        call.axes.set("batch", documents, "cu_seqlens")
+        axes = "tokens"
+    given = dict(zip("qkv", (view for view, _ in views), strict=True))
+    dtype = read_inputs(
+        call,
+        q=(given["q"], f"{axes} nheads head_dim"),
+        k=(given["k"], f"{axes} nheads_kv head_dim"),
+        v=(given["v"], f"{axes} nheads_kv head_dim_v"),
+    )
+    read_options(call, dtype, **options)
+    return Shards(**given, library=views[0][1], wide=checks.computing_dtype(dtype))
+
+
+def check_layout(op: str, layout: str, options: Mapping[str, Any], length: int) -> str:
+    """A layout that these options and this many tokens of a rank can have."""
+    layout = checks.one_of(op, "layout", layout, LAYOUTS)
+    if layout == "zigzag" and length % 2:
+        raise ShapeError(
+            f"{op}: zigzag wants an even number of tokens on each rank, got {length}; pad the sequence"
+        )
+    if layout == "striped" and by_distance(options):
+        raise OptionError(
+            f"{op}: layout='striped' has no window_size and no alibi_slopes; use zigzag or contiguous"
+        )
+    return layout
+
+
+def by_distance(options: Mapping[str, Any]) -> bool:
+    """Whether scores depend on how far a key is from its query, beyond the causal mask."""
+    window = tuple(options.get("window_size", (-1, -1)))
+    return window != (-1, -1) or options.get("alibi_slopes") is not None
+
+
+def option_words(options: Mapping[str, Any]) -> str:
+    """Options as ranks compare them: all but arrays."""
+    return ", ".join(f"{name}={x!r}" for name, x in sorted(options.items()) if name != "alibi_slopes")

@@ -1,0 +1,153 @@
+"""Attention over a sequence that is divided among ranks: each rank takes some heads of the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import give
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.sequence import ContextOptions, option_words, read_shards
+from gpu_ops.errors import ShapeError
+from gpu_ops.ops.attention import attention, attention_backward
+
+__all__ = ["UlyssesSaved", "ulysses_attention", "ulysses_attention_backward"]
+
+_HEADS, _TOKENS = 2, 1  # axes
+
+
+class UlyssesSaved(NamedTuple):
+    """This rank's heads of the whole sequence, for the backward: (batch, seqlen, heads / p, head_dim), and lse."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+
+
+def ulysses_attention(
+    comm: Comm,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_saved: bool = False,
+    **options: Unpack[ContextOptions],
+) -> Any:
+    """:func:`gpu_ops.attention` of a sequence of which each rank holds an equal run of tokens.
+
+    An all-to-all gives each rank nheads / p heads of the whole sequence, another one brings the results back: the
+    same kernel per head as on one rank, and the same bits.
+
+    Parameters
+    ----------
+    comm : Comm
+        p ranks, which divide nheads and nheads_kv evenly; all of them make the call.
+    q : array (batch, seqlen / p, nheads, head_dim)
+        Tokens from rank * seqlen / p on. float16, bfloat16, float32 or float64, in host memory.
+    k : array (batch, seqlen / p, nheads_kv, head_dim)
+    v : array (batch, seqlen / p, nheads_kv, head_dim_v)
+    return_saved : bool
+        Also return what :func:`ulysses_attention_backward` needs.
+    causal, window_size, softmax_scale, softcap, alibi_slopes
+        As in :func:`gpu_ops.attention`; slopes of all heads.
+
+    Returns
+    -------
+    out : array (batch, seqlen / p, nheads, head_dim_v)
+    saved : UlyssesSaved, only with ``return_saved``
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is sent.
+
+    Notes
+    -----
+    Sends (p - 1) / p of q, k, v and out. Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> from gpu_ops import distributed
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8))
+    >>> out = distributed.ulysses_attention(distributed.world(), q, k, v, causal=True)
+    >>> np.array_equal(out, gpu_ops.attention(q, k, v, causal=True))
+    True
+    """
+    op = "ulysses_attention"
+    return_saved = checks.flag(op, "return_saved", return_saved)
+    shards = read_shards(op, comm, (q, k, v), options)
+    for name, x in (("nheads", shards.q), ("nheads_kv", shards.k)):
+        if x.shape[_HEADS] % comm.size:
+            raise ShapeError(
+                f"{op}: {name}={x.shape[_HEADS]} is not divided evenly by {comm.size} ranks; use ring_attention"
+            )
+    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
+    of_q, of_k, of_v = (comm.all_to_all(x, _HEADS, _TOKENS) for x in (shards.q, shards.k, shards.v))
+    out, lse = attention(of_q, of_k, of_v, return_lse=True, **_own_heads(op, comm, options))
+    result = give(comm.all_to_all(out, _TOKENS, _HEADS), shards.library)
+    return (result, UlyssesSaved(of_q, of_k, of_v, out, lse)) if return_saved else result
+
+
+def ulysses_attention_backward(
+    comm: Comm, dout: Any, saved: UlyssesSaved, **options: Unpack[ContextOptions]
+) -> tuple[Any, Any, Any]:
+    """Gradients of :func:`ulysses_attention` with respect to this rank's q, k and v: the bits of one rank.
+
+    Parameters
+    ----------
+    comm, and every option
+        As given to :func:`ulysses_attention`.
+    dout : array like out, q's dtype or float32
+    saved : UlyssesSaved
+        As returned by ``ulysses_attention(..., return_saved=True)``.
+
+    Returns
+    -------
+    dq, dk, dv : arrays like q, k, v
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+
+    Notes
+    -----
+    Sends (p - 1) / p of dout, dq, dk and dv.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed
+    >>> comm = distributed.world()
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 8))
+    >>> out, saved = distributed.ulysses_attention(comm, q, k, v, return_saved=True)
+    >>> dq, dk, dv = distributed.ulysses_attention_backward(comm, np.ones_like(out), saved)
+    >>> dk.shape
+    (1, 16, 2, 8)
+    """
+    op = "ulysses_attention_backward"
+    own = _own_heads(op, comm, options)
+    read_shards(op, comm, saved[:3], own)
+    view, library = comm.movable(op, dout, "dout")
+    batch, seqlen, heads, _ = saved.q.shape
+    expected = (batch, seqlen // comm.size, heads * comm.size, saved.out.shape[-1])
+    wide = checks.computing_dtype(saved.q.dtype.name)
+    checks.exactly(op, "dout", view, expected, wide if view.dtype == wide else saved.q.dtype)
+    comm.begin(op, view, option_words(options))
+    given = comm.all_to_all(view, _HEADS, _TOKENS)
+    grads = attention_backward(given, *saved, **own)
+    dq, dk, dv = (give(comm.all_to_all(x, _TOKENS, _HEADS), library) for x in grads)
+    return dq, dk, dv
+
+
+def _own_heads(op: str, comm: Comm, options: ContextOptions) -> dict[str, Any]:
+    found: dict[str, Any] = dict(options)
+    if found.get("alibi_slopes") is not None:
+        slopes: npt.NDArray[Any] = comm.movable(op, found["alibi_slopes"], "alibi_slopes")[0]
+        each = slopes.shape[-1] // comm.size if slopes.ndim else 0
+        found["alibi_slopes"] = slopes[..., comm.rank * each : (comm.rank + 1) * each]
+    return found

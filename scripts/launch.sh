@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Runs a command as N ranks on this machine, by mpiexec, each with its share of the cores.
+#
+#   scripts/launch.sh N [--restarts R] COMMAND...     e.g. scripts/launch.sh 4 python train.py
+#
+# --restarts R: start again, at most R times, when a rank has failed; the program loads its last checkpoint.
+# .venv/bin comes first in PATH. Set NUMBA_NUM_THREADS or OPENBLAS_NUM_THREADS to choose threads yourself.
+set -euo pipefail
+
+fail() { printf 'launch: %s\n' "$*" >&2; exit 2; }
+usage="usage: scripts/launch.sh N [--restarts R] COMMAND..."
+
+ranks=${1:-}
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "N must be a number of ranks, got '$ranks'; $usage"
+shift
+restarts=0
+if [[ ${1:-} == --restarts ]]; then
+    restarts=${2:-}
+    [[ $restarts =~ ^[0-9]+$ ]] || fail "--restarts must be a number, got '$restarts'; $usage"
+    shift 2
+fi
+(($#)) || fail "no command; $usage"
+
+venv=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin
+PATH=$venv:$PATH
+command -v mpiexec >/dev/null || fail "no mpiexec; pip install 'gpu-ops[mpi]' brings one"
+
+threads=$(($(nproc) / ranks))
+threads=$((threads > 0 ? threads : 1))
+export NUMBA_NUM_THREADS=${NUMBA_NUM_THREADS:-$threads} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$threads}
+# Open MPI alone refuses root and more ranks than cores; containers and small machines have both
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+
+for ((left = restarts; ; left--)); do
+    status=0
+    mpiexec -n "$ranks" "$@" || status=$?
+    # 130: Ctrl-C
+    if ((status == 0 || status == 130 || left == 0)); then exit "$status"; fi
+    echo "launch: exit status $status; starting again ($((left - 1)) restarts left)" >&2
+done
