@@ -173,9 +173,7 @@ class Cache(RuleBasedStateMachine):
             assert step.positions[node] == len(start) + len(path) - 1
         for page in set((step.slot_mapping // self.cache.page_size).tolist()):
             self.content.pop(page, None)
-        for layer in range(LAYERS):
-            for sign, cache in ((1, self.cache.keys[layer]), (-1, self.cache.values[layer])):
-                cache.reshape(-1)[step.slot_mapping] = sign * (np.array(marks) * LAYERS + layer)
+        self.put(step.slot_mapping, marks)
         path = path_to(parents, end % (len(tree) + 1) - 1)
         self.cache.accept({handle: path})
         self.tokens[handle] = start + [tokens[i] for i in path]
@@ -256,9 +254,13 @@ class Cache(RuleBasedStateMachine):
         total = sum(map(len, new.values()))
         marks = [mark for handle, tokens in new.items() for mark in self.marks(handle)[-len(tokens) :]]
         some = slice(0, total, 1 if whole else 2)
+        self.put(step.slot_mapping[some], marks[some])
+
+    def put(self, slots, marks):
+        page, row = np.divmod(slots, self.cache.page_size)
         for layer in range(LAYERS):
             for sign, cache in ((1, self.keys[layer]), (-1, self.values[layer])):
-                cache.reshape(-1)[step.slot_mapping[some]] = sign * (np.array(marks[some]) * LAYERS + layer)
+                cache[page, row, 0, 0] = sign * (np.array(marks) * LAYERS + layer)
 
     def remember(self, new, lengths):
         size = self.cache.page_size
