@@ -16,6 +16,7 @@ from gpu_ops.inference import (
     generate,
     prompt_lookup,
 )
+from gpu_ops.inference.draws import Draws
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 WEIGHTS = models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
@@ -111,9 +112,7 @@ def test_a_stop_token_among_the_guesses_ends_the_text():
 
 
 def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
-    import gpu_ops.inference.engine as module
-
-    whole, calls = module.draw, []
+    whole, calls = Draws.__call__, []
 
     def failing(*args):
         calls.append(args)
@@ -121,7 +120,7 @@ def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
             raise KeyboardInterrupt
         return whole(*args)
 
-    monkeypatch.setattr(module, "draw", failing)
+    monkeypatch.setattr(Draws, "__call__", failing)
     engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
     engine.submit(PROMPTS[0], max_new_tokens=24)
     found = []

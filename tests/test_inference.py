@@ -13,6 +13,7 @@ import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.errors import GpuOpsError, OptionError, OutOfPages
 from gpu_ops.inference import Engine, Sampling, cache_for, generate, next_logits
+from gpu_ops.inference.draws import Draws
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 
@@ -254,12 +255,14 @@ def test_weights_config_and_cache_belong_together(changes, error):
         next_logits(weights, config, cache, cache.reserve({handle: [1]}))
 
 
-@pytest.mark.parametrize("part", ["next_logits", "draw"])
-def test_a_pass_that_fails_runs_again(part, rng, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "part"), [(inference.engine, "next_logits"), (Draws, "__call__")], ids=["logits", "draws"]
+)
+def test_a_pass_that_fails_runs_again(owner, part, rng, monkeypatch):
     weights, (text,) = model(), prompts(rng, 9)
     engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=8, page_size=4))
     engine.submit(text, max_new_tokens=5)
-    whole, calls = getattr(inference.engine, part), []
+    whole, calls = getattr(owner, part), []
 
     def failing(*args, **options):
         calls.append(part)
@@ -267,7 +270,7 @@ def test_a_pass_that_fails_runs_again(part, rng, monkeypatch):
             raise KeyboardInterrupt
         return whole(*args, **options)
 
-    monkeypatch.setattr(inference.engine, part, failing)
+    monkeypatch.setattr(owner, part, failing)
     found = []
     while engine.unfinished:
         with contextlib.suppress(KeyboardInterrupt):

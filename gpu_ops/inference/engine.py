@@ -101,7 +101,6 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._submitted = 0
-        self._sampled_by: tuple[list[int], dict[str, Any]] | None = None
 
     @property
     def unfinished(self) -> int:
