@@ -59,3 +59,19 @@ def test_scripts_are_executable(script):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+@pytest.mark.peers
+def test_from_a_folder_to_text(tmp_path, capsys):
+    """With a tokenizer of the tokenizers package."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from gpu_ops import models
+
+    config = models.LlamaConfig(vocab=64, hidden=32, ffn=48, nlayers=1, nheads=2)
+    models.save(tmp_path, models.Llama.of(models.initial_weights(config), config), config)
+    words = {"Once": 0} | {f"w{i}": i for i in range(1, 64)}
+    model = tokenizers.models.WordLevel(words, unk_token="w1")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (block,) = re.findall(r"^```py\n(.*?)^```", TEXT, re.M | re.S)
+    exec(compile(block, "README.md", "exec"), {"FOLDER": str(tmp_path)})
+    assert len(capsys.readouterr().out.split()) == 128
