@@ -12,10 +12,10 @@ from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.projection import project
+from gpu_ops.models.table import Table, embed, head_logits
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
-from gpu_ops.ops.linear import linear
 from gpu_ops.ops.rmsnorm import rmsnorm
 from gpu_ops.ops.rope_append_kv import rope_append_kv
 from gpu_ops.ops.swiglu import swiglu
@@ -59,11 +59,11 @@ def next_logits(
     """
     check_model(weights, config, cache)
     length = longest(cache) if max_seqlen is None else max_seqlen
-    x = embedding(step.tokens, weights.embed)
+    x = embed(step.tokens, weights.embed)
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache.keys[i], cache.values[i], step, length)
     last = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
-    return linear(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
+    return head_logits(rmsnorm(last, weights.norm, eps=config.eps), weights.lm_head)
 
 
 def longest(cache: PagedKVCache) -> int:
@@ -111,6 +111,8 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
             f"inference: the config has {config.nlayers} layers, the weights have {len(weights.layers)}, and the "
             f"cache has {len(cache.keys)}"
         )
+    if isinstance(weights.embed, Table) and weights.embed.divides_tokens:
+        raise OptionError("inference: the weights divide tokens among ranks; use sequence_parallel=False")
     heads = (config.nheads_kv, config.head_dim)
     if cache.keys and cache.keys[0].shape[2:] != heads:
         raise ShapeError(

@@ -11,10 +11,8 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.offload import prefetch, release
+from gpu_ops.models.table import embed, embed_backward, head_logits, head_loss
 from gpu_ops.models.weights import Llama
-from gpu_ops.ops.embedding import embedding, embedding_backward
-from gpu_ops.ops.linear import linear
-from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
 from gpu_ops.ops.loss_options import LossOptions
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 
@@ -25,7 +23,7 @@ def hidden_states(
     ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None
 ) -> Any:
     """The normalised states before the output layer, (..., hidden). Keeps nothing of the layers."""
-    x = embedding(ids, weights.embed)
+    x = embed(ids, weights.embed)
     for layer, own in zip(weights.layers, config.by_layer, strict=True):
         x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
     return rmsnorm(x, weights.norm, eps=config.eps)
@@ -33,7 +31,7 @@ def hidden_states(
 
 def logits(ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None) -> Any:
     """(..., vocab), in the weights' dtype."""
-    return linear(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
+    return head_logits(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
 
 
 def loss(
@@ -48,7 +46,7 @@ def loss(
     """The cross-entropy of the targets, float32 (float64 for float64). ``options``: those of
     :func:`gpu_ops.linear_cross_entropy`."""
     h = hidden_states(ids, weights, config, sequences=sequences)
-    return linear_cross_entropy(h, weights.lm_head, targets, **options)
+    return head_loss(h, weights.lm_head, targets, **options)
 
 
 def loss_and_grads(
@@ -84,7 +82,7 @@ def loss_and_grads(
     loss : 0-d array, float32 (float64 for float64)
     """
     _check(weights, grads, config, options)
-    x = embedding(ids, weights.embed)
+    x = embed(ids, weights.embed)
     saved: list[Saved] = []
     for layer, own, kept in zip(weights.layers, config.by_layer, _policies(policy, config), strict=True):
         x, one = block_forward(x, layer, own, policy=kept, sequences=sequences)
@@ -94,9 +92,7 @@ def loss_and_grads(
         del one
     h, rstd = rmsnorm(x, weights.norm, eps=config.eps, return_rstd=True)
     to: dict[str, Any] = {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
-    value, dh, *_ = linear_cross_entropy(
-        h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options
-    )
+    value, dh, *_ = head_loss(h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options)
     del h
     dx, _ = rmsnorm_backward(dh, x, weights.norm, rstd, dweight=grads.norm)
     del dh, x, rstd
@@ -108,7 +104,7 @@ def loss_and_grads(
             prefetch(saved[-1].x)
         dx = block_backward(dx, layer, one, own, grads=grad, sequences=sequences)
     if grads.embed is not None:
-        embedding_backward(dx, ids, config.vocab, dweight=grads.embed)
+        embed_backward(dx, ids, weights.embed, config.vocab, dweight=grads.embed)
     return value
 
 

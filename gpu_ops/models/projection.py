@@ -1,9 +1,10 @@
-"""Projections of a block whose weight is more than an array: LoRA adapters on a frozen base, and ternary weights that
-are trained through the floats behind them."""
+"""Projections of a block whose weight is more than an array: LoRA adapters on a frozen base, ternary weights that are
+trained through the floats behind them, and parts of weights that several processes share."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "PROJECTIONS",
     "Latent",
     "Lora",
+    "Projection",
     "copied",
     "initial_lora",
     "lora_grads",
@@ -66,8 +68,20 @@ class Latent:
         return ternary_quantize(self.weight)
 
 
+class Projection(ABC):
+    """A weight that multiplies in a way of its own. :func:`project` and :func:`project_backward` of it are these."""
+
+    @abstractmethod
+    def project(self, x: Any, bias: Any, residual: Any) -> Any: ...
+
+    @abstractmethod
+    def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any: ...
+
+
 def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
     """``x @ weight.T + bias + residual``."""
+    if isinstance(weight, Projection):
+        return weight.project(x, bias, residual)
     if isinstance(weight, Lora):
         y = project(x, weight.base, bias, residual)
         return linear(linear(x, weight.a), weight.b, residual=y, out=y)
@@ -80,6 +94,8 @@ def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
 
 def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) -> Any:
     """The gradient for x; those of weight and bias are added to ``grad`` and ``dbias``, unless they are None."""
+    if isinstance(weight, Projection):
+        return weight.project_backward(dy, x, grad, dbias)
     if isinstance(weight, Lora):
         h = linear(x, weight.a)
         dh = project_backward(dy, h, weight.b, None if grad is None else grad.b)
