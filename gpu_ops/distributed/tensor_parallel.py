@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank holds some heads and channels of every layer, and some rows of the vocabulary.
 
-A block of a rank is a block of a smaller config. What ranks exchange belongs to the weights: a :class:`Column` sums the
-gradient for its input, a :class:`Row` its output. The functions of :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`
-take such weights as any others.
+A block of a rank is a block of a smaller config. What ranks exchange belongs to the weights: a :class:`Column` sums
+the gradient for its input, a :class:`Row` its output. The functions of :mod:`gpu_ops.models` and
+:mod:`gpu_ops.inference` take such weights as any others.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class TensorParallel:
 
     Notes
     -----
-    ``qkv`` and ``gate_up`` are divided by rows, ``o`` and ``down`` by columns, that is by heads and channels; ``embed``
-    and ``lm_head`` by rows. Norms and the biases of ``o`` and ``down`` are on every rank. Arrays are in host memory.
+    ``qkv`` and ``gate_up`` are divided by rows, ``o`` and ``down`` by columns, that is by heads and channels;
+    ``embed`` and ``lm_head`` by rows. Norms and the biases of ``o`` and ``down`` are on every rank. Arrays are in
+    host memory.
 
     For N bytes of hidden states, forward and backward of a layer send 8 N (p - 1) / p bytes, with
     ``sequence_parallel`` 10 N (p - 1) / p: the backward gathers again what the forward did not keep. What all ranks
@@ -240,8 +241,8 @@ class TensorParallel:
         """Add up, in place, the gradients of which each rank has a share.
 
         Those of ``q_norm`` and ``k_norm``; of heads of keys and values that several ranks hold; with
-        ``sequence_parallel`` of the other norms. Call it once per step, when all parts of the batch have been added and
-        before the gradients are read.
+        ``sequence_parallel`` of the other norms. Call it once per step, when all parts of the batch have been added
+        and before the gradients are read.
         """
         arrays = _named(grads)
         norms = (*_HEAD_NORMS, *(_STREAM_NORMS if self.stream.divided else ()))
@@ -250,7 +251,7 @@ class TensorParallel:
             _sum_in_place(self._same_kv, [self._kv_rows(name, x) for name, x in arrays.items()])
 
     def grad_norm(self, grads: Llama | Mapping[str, Any]) -> float:
-        """The Euclidean norm of the whole model's gradients, the same on every rank, after :meth:`sum_shared_grads`."""
+        """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
         total = 0.0
         for name, x in _named(grads).items():
             total += _squares(x) / (1 if self.pieces(name)[1] else self.comm.size)

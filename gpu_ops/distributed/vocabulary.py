@@ -60,8 +60,8 @@ class VocabularyRows(Table):
     Notes
     -----
     Sent for N bytes of hidden states: 2 N (p - 1) / p by an embedding, and as much by the gradient of a loss. The
-    loss takes 6 (p - 1) / p numbers per token, float32 (float64 for float64): a maximum, a sum of exponentials and the
-    target's logit, each summed over ranks. Label smoothing adds a sum.
+    loss takes 6 (p - 1) / p numbers per token, float32 (float64 for float64): a maximum, a sum of exponentials and
+    the target's logit, each over all ranks. Label smoothing adds a sum.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
@@ -155,11 +155,16 @@ class VocabularyRows(Table):
         if adds and dweight is None:
             dweight = np.zeros(self.part.shape, op.wide)
         each = np.asarray(dloss, op.wide)
-        checks.exactly(_LOSS, "dloss", each, h.shape[:-1] if op.reduction == "none" and each.ndim else ())
+        checks.exactly(
+            _LOSS, "dloss", each, h.shape[:-1] if op.given.reduction == "none" and each.ndim else ()
+        )
         each = np.broadcast_to(each.reshape(-1) * op.factor, op.targets.shape)
         losses, dx = np.empty(len(x), op.wide), np.empty(x.shape, x.dtype) if grads else None
         weight = self.part.astype(op.wide, copy=False)
-        step = checks.integer(_LOSS, "chunk", chunk, low=0) or op.default_chunk()
+        step = checks.integer(_LOSS, "chunk", chunk, low=0)
+        if not step:  # the same on every rank
+            row_bytes = -(-self.vocab // self.stream.comm.size) * op.wide.itemsize
+            step = max(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes)
         for rows in (slice(start, start + step) for start in range(0, len(x), step)):
             losses[rows], dz = op.of_rows(linear(x[rows].astype(op.wide, copy=False), weight), rows, each)
             if dx is None:
@@ -170,7 +175,7 @@ class VocabularyRows(Table):
             else:
                 dx[rows] = linear_backward(dz, x[rows], self.part, only="dx")
         value = losses.reshape(h.shape[:-1])
-        if op.reduction != "none":
+        if op.given.reduction != "none":
             value = np.asarray(np.sum(losses, dtype=np.float64) * op.factor, op.wide)
         if dx is None:
             return value
@@ -190,16 +195,18 @@ class _Loss:
     """Cross-entropy of some rows' logits, of which this rank has some columns. Symbols as in
     :func:`gpu_ops.cross_entropy`."""
 
-    table: VocabularyRows
+    comm: Comm
+    columns: slice
     wide: np.dtype[Any]
+    given: LossOptions
     targets: Array
     kept: Array
-    own: float
+    w: Any
+    """Weights of this rank's classes."""
+    w_y: Array
+    w_sum: float
     others: float
-    z_loss: float
-    softcap: float
-    class_weight: Array | None
-    reduction: str
+    """label_smoothing / vocab"""
     factor: float
     """What the sum of the rows' losses is multiplied by."""
 
@@ -208,68 +215,60 @@ class _Loss:
         for name in options:
             checks.one_of(_LOSS, "option", name, _DEFAULTS)
         call, given = Call(_LOSS), LossOptions(**(_DEFAULTS | options))
-        wide = checks.computing_dtype(call.read("x", h).dtype.name)
-        given.read(call, targets, h.shape[:-1], table.vocab, "x")
-        look = given.look(call, table.vocab)
+        wide, vocab = checks.computing_dtype(call.read("x", h).dtype.name), table.vocab
+        given.read(call, targets, h.shape[:-1], vocab, "x")
+        look = given.look(call, vocab)
         if look is not None:
             look(dict(call.views), "")
         flat = call.views["targets"].reshape(-1)
         kept, weight = flat != given.ignore_index, call.views.get("class_weight")
+        w: Any = 1.0
+        w_y, w_sum = np.ones(len(flat), wide), float(vocab)
+        if weight is not None:
+            w, w_y, w_sum = (
+                weight[table.rows],
+                weight[np.where(kept, flat, 0)],
+                float(np.sum(weight, dtype="f8")),
+            )
         factor = 1.0
         if given.reduction == "mean":
             count = call.views.get("denominator", given.denominator)
-            if count is None:
-                count = np.count_nonzero(kept) if weight is None else weight[flat[kept]].sum(dtype=np.float64)
+            count = np.sum(w_y[kept], dtype=np.float64) if count is None else count
             factor = 1.0 / float(count) if count else 0.0
-        smoothing = float(given.label_smoothing)
-        return cls(
-            table, wide, flat, kept, 1.0 - smoothing, smoothing / table.vocab, float(given.z_loss),
-            float(given.softcap), weight, given.reduction, factor,
-        )  # fmt: skip
-
-    def default_chunk(self) -> int:
-        """The same on every rank."""
-        widest = -(-self.table.vocab // self.table.stream.comm.size)
-        return max(_CHUNK_ROWS, _CHUNK_BYTES // (widest * self.wide.itemsize))
+        rows = flat, kept, w, w_y, w_sum, float(given.label_smoothing) / vocab, factor
+        return cls(table.stream.comm, table.rows, wide, given, *rows)
 
     def of_rows(self, z: Array, rows: slice, dloss: Array) -> tuple[Array, Array]:
         """The losses of these rows, and the gradient of ``z``, their logits for this rank's classes."""
-        targets, kept, comm, place = (
-            self.targets[rows],
-            self.kept[rows],
-            self.table.stream.comm,
-            self.table.rows,
-        )
-        here = np.flatnonzero(kept & (targets >= place.start) & (targets < place.stop))
-        at = targets[here] - place.start
+        targets, kept, w, w_y = self.targets[rows], self.kept[rows], self.w, self.w_y[rows]
+        here = np.flatnonzero(kept & (targets >= self.columns.start) & (targets < self.columns.stop))
+        at = targets[here] - self.columns.start
+        own, others = 1 - float(self.given.label_smoothing), self.others
+        z_loss, softcap = float(self.given.z_loss), float(self.given.softcap)
         slope: Any = 1.0
-        if self.softcap:
-            t = np.tanh(z / self.softcap)
-            z, slope = self.softcap * t, 1 - t * t
-        weight, w_y, weight_sum = 1.0, 1.0, float(self.table.vocab)
-        if self.class_weight is not None:
-            weight, weight_sum = self.class_weight[place], float(self.class_weight.sum(dtype=np.float64))
-            w_y = self.class_weight[np.where(kept, targets, 0)]
+        if softcap:
+            t = np.tanh(z / softcap)
+            z, slope = softcap * t, 1 - t * t
         with np.errstate(
             invalid="ignore", divide="ignore", over="ignore"
         ):  # -inf and NaN as in cross_entropy
-            top = comm.all_reduce(z.max(axis=-1), "max")
+            top = self.comm.all_reduce(z.max(axis=-1), "max")
             p = np.exp(z - np.where(top == -np.inf, 0, top)[:, None])
-            sums = np.zeros((3 if self.others else 2, len(z)), self.wide)
+            sums = np.zeros((3 if others else 2, len(z)), self.wide)
             sums[0] = p.sum(axis=-1)
             sums[1, here] = z[here, at] - top[here]
-            if self.others:
-                sums[2] = (weight * z).sum(axis=-1)
-            sums = comm.all_reduce(sums)
+            if others:
+                sums[2] = (w * z).sum(axis=-1)
+            sums = self.comm.all_reduce(sums)
             log_sum = np.log(sums[0])
             lse = top + log_sum
-            loss = self.own * w_y * (log_sum - sums[1]) + self.z_loss * lse * lse
-            if self.others:
-                loss += self.others * (weight_sum * lse - sums[2])
-            share = self.own * w_y + self.others * weight_sum + 2 * self.z_loss * lse
-            p *= (share / sums[0])[:, None]
-            p -= self.others * weight
-            p[here, at] -= self.own * (w_y if self.class_weight is None else w_y[here])
+            # differences first: a loss near 0 keeps its digits
+            loss = own * w_y * (log_sum - sums[1]) + z_loss * lse * lse
+            if others:
+                loss += others * (self.w_sum * lse - sums[2])
+            p *= ((own * w_y + others * self.w_sum + 2 * z_loss * lse) / sums[0])[:, None]
+            p -= others * w
+            p[here, at] -= own * w_y[here]
             p *= slope * dloss[rows][:, None]
         p[~kept] = 0
-        return np.where(kept, loss, 0).astype(self.wide, copy=False), p
+        return np.where(kept, loss, 0), p

@@ -104,7 +104,7 @@ def loss_and_grads(
             prefetch(saved[-1].x)
         dx = block_backward(dx, layer, one, own, grads=grad, sequences=sequences)
     if grads.embed is not None:
-        embed_backward(dx, ids, weights.embed, config.vocab, dweight=grads.embed)
+        embed_backward(dx, ids, weights.embed, dweight=grads.embed)
     return value
 
 

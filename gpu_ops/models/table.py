@@ -19,10 +19,10 @@ class Table(ABC):
     """Whether ``embed`` returns some of the tokens only."""
 
     @abstractmethod
-    def embed(self, ids: Any, **options: Any) -> Any: ...
+    def embed(self, ids: Any, *, scale: float = 1.0) -> Any: ...
 
     @abstractmethod
-    def embed_backward(self, dx: Any, ids: Any, **options: Any) -> None: ...
+    def embed_backward(self, dx: Any, ids: Any, *, dweight: Any, scale: float = 1.0) -> None: ...
 
     @abstractmethod
     def logits(self, h: Any) -> Any: ...
@@ -31,17 +31,17 @@ class Table(ABC):
     def loss(self, h: Any, targets: Any, **options: Any) -> Any: ...
 
 
-def embed(ids: Any, table: Any, **options: Any) -> Any:
+def embed(ids: Any, table: Any, *, scale: float = 1.0) -> Any:
     """:func:`gpu_ops.embedding`."""
-    return table.embed(ids, **options) if isinstance(table, Table) else embedding(ids, table, **options)
+    return table.embed(ids, scale=scale) if isinstance(table, Table) else embedding(ids, table, scale=scale)
 
 
-def embed_backward(dx: Any, ids: Any, table: Any, vocab: int, **options: Any) -> None:
-    """:func:`gpu_ops.embedding_backward`, added to ``dweight=``."""
+def embed_backward(dx: Any, ids: Any, table: Any, *, dweight: Any, scale: float = 1.0) -> None:
+    """:func:`gpu_ops.embedding_backward`, added to ``dweight``."""
     if isinstance(table, Table):
-        table.embed_backward(dx, ids, **options)
+        table.embed_backward(dx, ids, dweight=dweight, scale=scale)
     else:
-        embedding_backward(dx, ids, vocab, **options)
+        embedding_backward(dx, ids, table.shape[0], dweight=dweight, scale=scale)
 
 
 def head_logits(h: Any, table: Any) -> Any:
