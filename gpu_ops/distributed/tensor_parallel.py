@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core import checks
+from gpu_ops.core.arrays import check_writable
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.stream import Stream
 from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
@@ -186,18 +187,18 @@ class TensorParallel:
 
     def shard_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole model, by name: new NumPy arrays."""
-        arrays = Llama.of(_named(weights), self.whole).arrays()
+        arrays = Llama.of(self._arrays("shard_weights", weights), self.whole).arrays()
         found = {}
-        for name, given in arrays.items():
-            x, (axis, pieces) = self.comm.movable("shard_weights", given)[0], self.pieces(name)
+        for name, x in arrays.items():
+            axis, pieces = self.pieces(name)
             parts = [_along(x, axis, piece) for piece in pieces or (slice(None),)]
             found[name] = np.concatenate(parts, axis)
         return found
 
     def gather_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
         """The whole model on every rank, by name: new arrays. Of gradients, after :meth:`sum_shared_grads`."""
-        arrays, ranks = self.grads(weights).arrays(), range(self.comm.size)
-        of_ranks = [self._plain(r).shapes() for r in ranks]
+        arrays = self._plain_model("gather_weights", weights).arrays()
+        of_ranks = [self._plain(r).shapes() for r in range(self.comm.size)]
         found = {}
         for name, x in arrays.items():
             if not self.pieces(name)[1]:
@@ -214,9 +215,9 @@ class TensorParallel:
                     _along(whole, axis, piece)[...] = one
         return found
 
-    def model(self, weights: Mapping[str, Any]) -> Llama:
+    def model(self, weights: Llama | Mapping[str, Any]) -> Llama:
         """The weights for :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`, over this rank's arrays."""
-        plain = self.grads(weights)
+        plain = self._plain_model("model", weights)
         layers = [
             replace(
                 layer,
@@ -235,7 +236,7 @@ class TensorParallel:
 
     def grads(self, grads: Llama | Mapping[str, Any]) -> Llama:
         """This rank's arrays as ``grads`` of :func:`gpu_ops.models.loss_and_grads`."""
-        return Llama.of(_named(grads), self._plain(self.comm.rank))
+        return self._plain_model("grads", grads)
 
     def sum_shared_grads(self, grads: Llama | Mapping[str, Any]) -> None:
         """Add up, in place, the gradients of which each rank has a share.
@@ -244,7 +245,9 @@ class TensorParallel:
         ``sequence_parallel`` of the other norms. Call it once per step, when all parts of the batch have been added
         and before the gradients are read.
         """
-        arrays = _named(grads)
+        arrays = self._arrays("sum_shared_grads", grads)
+        for name, x in arrays.items():
+            check_writable(f"{_OP}.sum_shared_grads", name, x, x, x.dtype, "")
         norms = (*_HEAD_NORMS, *(_STREAM_NORMS if self.stream.divided else ()))
         _sum_in_place(self.comm, [x for name, x in arrays.items() if name.rpartition(".")[2] in norms])
         if self.replicas > 1:
@@ -253,7 +256,7 @@ class TensorParallel:
     def grad_norm(self, grads: Llama | Mapping[str, Any]) -> float:
         """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
         total = 0.0
-        for name, x in _named(grads).items():
+        for name, x in self._arrays("grad_norm", grads).items():
             total += _squares(x) / (1 if self.pieces(name)[1] else self.comm.size)
             total -= _squares(self._kv_rows(name, x)) * (1 - 1 / self.replicas)
         return math.sqrt(self.comm.all_reduce(np.array([total]))[0])
@@ -263,16 +266,19 @@ class TensorParallel:
         rows = rows_of_rank(self.whole.vocab, self.comm, rank)
         return replace(self.config, vocab=rows.stop - rows.start)
 
+    def _plain_model(self, op: str, arrays: Llama | Mapping[str, Any]) -> Llama:
+        return Llama.of(self._arrays(op, arrays), self._plain(self.comm.rank))
+
+    def _arrays(self, op: str, weights: Llama | Mapping[str, Any]) -> dict[str, Array]:
+        """By name, without frozen ones."""
+        arrays = weights.arrays() if isinstance(weights, Llama) else weights
+        given = {name: x for name, x in arrays.items() if x is not None}
+        return {name: self.comm.movable(f"{_OP}.{op}: {name}", x)[0] for name, x in given.items()}
+
     def _kv_rows(self, name: str, x: Array) -> Array:
         """A view of the rows of keys and values; of other arrays none."""
         has_any = name.rpartition(".")[2] in ("qkv", "qkv_bias")
         return x[self.config.nheads * self.config.head_dim if has_any else len(x) :]
-
-
-def _named(weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
-    """Without frozen ones."""
-    arrays = weights.arrays() if isinstance(weights, Llama) else weights
-    return {name: x for name, x in arrays.items() if x is not None}
 
 
 def _run(number: int, length: int, start: int = 0) -> slice:

@@ -182,6 +182,9 @@ def _lora_layers(layers: Sequence[Block], adapters: Mapping[str, Any]) -> list[B
         names = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
         given = {p: n for p, n in names.items() if f"{n}.a" in adapters and f"{n}.b" in adapters}
         used += 2 * len(given)
+        for p in given:
+            if isinstance(getattr(layer, p), Projection):
+                raise OptionError(f"with_lora: layers.{i}.{p} is divided among ranks, and adapters are not")
         parts = {p: Lora(getattr(layer, p), adapters[f"{n}.a"], adapters[f"{n}.b"]) for p, n in given.items()}
         found.append(replace(layer, **parts))
     if used != len(adapters):

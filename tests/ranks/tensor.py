@@ -279,7 +279,14 @@ def check_what_cannot_be_divided(comm):
     wrong = parts.grads(mine | {"lm_head": mine["lm_head"].astype(np.float32)})
     before = dict(comm.bytes_sent)
     run = (ids, targets, parts.model(mine), parts.config)
+    model, locked = parts.model(mine), {name: x.view() for name, x in mine.items()}
+    locked["norm"].flags.writeable = False
+    adapters = models.initial_lora(models.lora_shapes(parts.config, 2))
     mistakes = [
+        (OptionError, "layers.0.qkv is divided among ranks", lambda: models.with_lora(model, adapters)),
+        (DTypeError, "gather_weights: embed.*VocabularyRows", lambda: parts.gather_weights(model)),
+        (DTypeError, "grad_norm: embed.*VocabularyRows", lambda: parts.grad_norm(model)),
+        (ShapeError, "norm is read-only", lambda: parts.sum_shared_grads(locked)),
         (OptionError, "no array 'norm'", lambda: parts.model({k: x for k, x in mine.items() if k != "norm"})),
         (ShapeError, "layers.0.o has shape", lambda: parts.grads(mine | {"layers.0.o": arrays["norm"]})),
         (OptionError, "cannot be divided", lambda: parts.pieces("layers.0.router")),
