@@ -165,7 +165,7 @@ def check_a_block(comm):
 
 def check_gradients_add_up(comm):
     """Parts of a batch, whose shared gradients are summed once; frozen weights are left out."""
-    ids, targets = batch(2 * comm.size)
+    ids, targets = batch(4 * comm.size)
     *_, config = configs(comm)
     _, want = of_whole(config, np.float64, ids, targets, denominator=targets.size - 1)
     for parts in layouts(comm, config):
