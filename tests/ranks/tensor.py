@@ -86,10 +86,10 @@ def check_gradients_in_float64(comm):
     """Of every weight, and their norm; and the same bits wherever ranks hold the same."""
     ids, targets = batch(4 * comm.size)
     for config in configs(comm):
-        want_loss, want = of_whole(config, np.float64, ids, targets)
+        want_loss, want = of_whole(config, np.float64, ids, targets, reduction="sum")
         norm = np.sqrt(sum(np.vdot(x, x) for x in want.values()))
         for parts in layouts(comm, config):
-            loss, grads, mine = of_parts(parts, np.float64, ids, targets)
+            loss, grads, mine = of_parts(parts, np.float64, ids, targets, reduction="sum")
             close(loss, want_loss)
             for name, x in want.items():
                 close(grads[name], x, name)
@@ -128,10 +128,10 @@ def check_gradients_in_other_dtypes(comm):
         rounded = {name: x.astype(np.float64) for name, x in made(config, kind)[0].items()}
         exact = {name: np.zeros(x.shape) for name, x in rounded.items()}
         weights, into = models.Llama.of(rounded, config), models.Llama.of(exact, config)
-        want_loss = models.loss_and_grads(ids, targets, weights, config, grads=into)
-        one_loss, one = of_whole(config, kind, ids, targets)
+        want_loss = models.loss_and_grads(ids, targets, weights, config, grads=into, reduction="sum")
+        one_loss, one = of_whole(config, kind, ids, targets, reduction="sum")
         for parts in layouts(comm, config):
-            loss, grads, _ = of_parts(parts, kind, ids, targets)
+            loss, grads, _ = of_parts(parts, kind, ids, targets, reduction="sum")
             for name, x in {**exact, "loss": want_loss}.items():
                 found, own = (loss, one_loss) if name == "loss" else (grads[name], one[name])
                 error, of_one = (np.abs(np.asarray(y, np.float64) - x).max() for y in (found, own))
