@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         choices=("all", "old"),
         help="remove it: all, or what was made of sources that have changed since",
     )
-    _add_generate(commands.add_parser("generate", help="text from a model's folder"))
+    _add_generate(commands.add_parser("generate", help="text from a model's folder or GGUF file"))
     _add_memory(commands.add_parser("memory", help="what a model takes, by term, and which cards have room"))
     options = parser.parse_args(argv)
     if options.command == "generate":
@@ -63,7 +63,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _add_generate(text: argparse.ArgumentParser) -> None:
-    text.add_argument("--model", required=True, help="folder with config.json, *.safetensors, tokenizer.json")
+    text.add_argument(
+        "--model",
+        required=True,
+        help="folder with config.json, *.safetensors, tokenizer.json; or a GGUF file",
+    )
+    text.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; default: that beside the model")
     text.add_argument(
         "--prompt", action="append", required=True, help="may be repeated; - reads standard input"
     )
@@ -74,6 +79,7 @@ def _add_generate(text: argparse.ArgumentParser) -> None:
     text.add_argument("--seed", type=int, default=0)
     text.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
     text.add_argument("--dtype", help="such as bfloat16; default: that of the files")
+    text.add_argument("--kv-dtype", help="of the cache: int8 or float8_e4m3fn; default: that of the weights")
     text.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
 
 
@@ -82,6 +88,7 @@ def _add_memory(of_model: argparse.ArgumentParser) -> None:
     of_model.add_argument("--batch", default="1", help="sequences (default 1)")
     of_model.add_argument("--seqlen", default="4096", help="tokens of each (default 4096)")
     of_model.add_argument("--dtype", default="bf16", help="bf16 (the default), fp16, fp32 or fp64")
+    of_model.add_argument("--kv-dtype", help="of the KV cache, int8 and float8_e4m3fn too; default: dtype")
     of_model.add_argument("--train", action="store_true", help="a training step with AdamW, not inference")
     of_model.add_argument("--policy", default="none", help="what layers keep in training: none, ..., layer")
     of_model.add_argument("--card", help='only this one, such as H200 or "RTX 4090"')

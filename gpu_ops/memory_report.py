@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,13 +16,15 @@ from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
-from gpu_ops.models import LlamaConfig
+from gpu_ops.models.presets import find_config
+from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from gpu_ops.terminal import print_table, waiting
 
 __all__ = ["Question", "show_memory"]
 
 _WHO = "memory"
+_MOST_DIGITS = 18
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
@@ -35,27 +37,38 @@ class Question:
     batch: str = "1"
     seqlen: str = "4096"
     dtype: str = "bf16"
+    kv_dtype: str | None = None
     train: bool = False
     policy: str = "none"
     card: str | None = None
 
 
+def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
+    return known[one_of(_WHO, name, _SHORT.get(value, value), (*known, *_SHORT))]
+
+
 def show_memory(asked: Question, console: Console) -> int:
     """Print the terms and the cards; 1 where no card has room. Typed errors for what makes no sense."""
-    config = _model(asked.model)
+    if not asked.model:
+        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
+    config = find_config(_WHO, asked.model)
     batch, seqlen = _count("batch", asked.batch), _count("seqlen", asked.seqlen)
     names = [p.name for p in PRESETS.values() if not p.generic]
     cards = [select_preset(asked.card)] if asked.card else [PRESETS[name] for name in names]
-    dtype = FLOAT_DTYPES[
-        one_of(_WHO, "dtype", _SHORT.get(asked.dtype, asked.dtype), (*FLOAT_DTYPES, *_SHORT))
-    ]
+    dtype = _dtype("dtype", asked.dtype, FLOAT_DTYPES)
+    kv_dtype = dtype
+    if asked.kv_dtype is not None:
+        kv_dtype = _dtype("kv-dtype", asked.kv_dtype, FLOAT_DTYPES | QUANTIZED)
+        if asked.train:
+            raise OptionError(f"{_WHO}: kv-dtype is of inference; omit it, or train")
 
     def plan(device: str) -> Estimate:
         if asked.train:
             return estimate(
                 config, batch=batch, seqlen=seqlen, dtype=dtype, policy=asked.policy, device=device
             )
-        return estimate_inference(config, batch=batch, seqlen=seqlen, dtype=dtype, device=device)
+        sizes = {"batch": batch, "seqlen": seqlen}
+        return estimate_inference(config, **sizes, dtype=dtype, cache_dtype=kv_dtype, device=device)
 
     planned = unavailable("emulator", "raw") is None
     home = cards[0].name if asked.card and planned else "cpu"
@@ -112,22 +125,13 @@ def _terms(found: Estimate) -> dict[str, int]:
     return {name: parts[name] for name in _TERMS if name in parts}
 
 
-def _model(name: str | None) -> LlamaConfig:
-    if not name:
-        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    if not Path(name).exists():
-        near = difflib.get_close_matches(name.lower(), MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise OptionError(f"{_WHO}: no model and no file {name!r}; {hint}models: {', '.join(MODELS)}")
-    return LlamaConfig.from_hf(name)
-
-
 def _count(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not int(text):
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal() and digits):
         raise OptionError(f"{_WHO}: --{name} must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    if len(digits) > _MOST_DIGITS:  # also more than Python reads
+        raise OptionError(f"{_WHO}: --{name} has {len(digits)} digits, more than any memory holds")
+    return int(digits)
 
 
 def _size(nbytes: int) -> str:

@@ -149,8 +149,9 @@ class HostCall:
 
     function: Callable[[dict[str, Any]], None]
     text: str
-    scratch: int = 0
-    """Bytes that it allocates itself for its own duration, where they are more than some KB."""
+    scratch: int | Callable[[], int] = 0
+    """Bytes that it allocates itself for its own duration, where they are more than some KB; or a function that finds
+    them, for what takes time."""
 
     def __str__(self) -> str:
         return self.text
@@ -190,10 +191,11 @@ class Program:
         """All workspaces side by side, each at a multiple of 256 bytes."""
         return sum(-(-w.nbytes // ALIGNMENT) * ALIGNMENT for w in self.workspaces)
 
-    @property
+    @functools.cached_property
     def scratch_bytes(self) -> int:
         """What functions on the CPU allocate themselves; they run one after the other."""
-        return max((step.scratch for step in self.steps if isinstance(step, HostCall)), default=0)
+        found = (step.scratch for step in self.steps if isinstance(step, HostCall))
+        return max((n if isinstance(n, int) else n() for n in found), default=0)
 
     def __str__(self) -> str:
         lines = [str(step) for step in self.steps if not isinstance(step, Memset)]
@@ -285,7 +287,12 @@ class Builder:
         """A call of a CUDA library, and what ``explain`` says of it."""
         self._steps.append(LibraryCall(function, tuple(arguments), label))
 
-    def call(self, function: Callable[[dict[str, Any]], None], text: str, scratch: int = 0) -> None:
+    def call(
+        self,
+        function: Callable[[dict[str, Any]], None],
+        text: str,
+        scratch: int | Callable[[], int] = 0,
+    ) -> None:
         """A function on the CPU, what ``explain`` says of it, and the bytes that it allocates itself."""
         self._steps.append(HostCall(function, text, scratch))
 

@@ -11,7 +11,6 @@ import sys
 if not __package__:  # run as a file: import perf from the repository root
     sys.path[0] += "/.."
 
-import functools
 import os
 import tempfile
 from typing import Any
@@ -30,17 +29,20 @@ SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nhe
 
 
 def cases(config: Config) -> list[Case]:
-    """``ternary``: projections of 2-bit weights; embedding and output layer stay as they are."""
+    """``ternary``: projections of 2-bit weights; embedding and output layer stay as they are. ``ternary int8``: those
+    after a norm take int8 from it.
+    """
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for length in config.seqlens or (512,):
             found += [forward(0, length, 1, dtype), forward(length, 1, 1, dtype)]
             if not config.quick:
-                found += [forward(length, 1, 16, dtype), forward(length, 1, 1, dtype, ternary=True)]
+                found += [forward(length, 1, 16, dtype)]
+                found += [forward(length, 1, 1, dtype, weights=kind) for kind in ("ternary", "ternary int8")]
     return found
 
 
-def forward(context: int, new: int, batch: int, dtype: str, *, ternary: bool = False) -> Case:
+def forward(context: int, new: int, batch: int, dtype: str, *, weights: str = "") -> Case:
     c = CONFIG
     head = c.vocab * c.hidden
     matrices = sum(n * k for n, k in (s for s in c.shapes().values() if len(s) == 2)) - head
@@ -50,16 +52,17 @@ def forward(context: int, new: int, batch: int, dtype: str, *, ternary: bool = F
     what = "prefill" if not context else "decode"
     return Case(
         op="generate",
-        name=f"{what}, ternary" if ternary else what,
+        name=f"{what}, {weights}" if weights else what,
         shape=f"{c.parameters / 1e6:.0f}M parameters, {batch} x {new} tokens, {context} in the cache",
         dtype=dtype,
         flops=2.0 * (matrices * new + head) * batch + 4.0 * pairs * c.nheads * c.head_dim * c.nlayers,
-        bytes=(matrices / 4 if ternary else matrices * itemsize) + head * itemsize + cached,
-        make=lambda rng: data(rng, c, batch, context, new, dtype, ternary),
-        make_small=lambda rng: data(rng, SMALL, 2, 3 if context else 0, 1 if context else 5, dtype, ternary),
+        bytes=(matrices / 4 if weights else matrices * itemsize) + head * itemsize + cached,
+        make=lambda rng: data(rng, c, batch, context, new, dtype, weights),
+        make_small=lambda rng: data(rng, SMALL, 2, 3 if context else 0, 1 if context else 5, dtype, weights),
         ours=ours,
-        reference=functools.partial(last_logits, ternary=ternary),
-        torch=None if ternary else torch_forward,
+        reference=last_logits,
+        torch=None if weights else torch_forward,
+        tokens=batch * new,
     )
 
 
@@ -70,22 +73,22 @@ def data(
     context: int,
     new: int,
     dtype: str,
-    ternary: bool,
+    kind: str,
 ) -> Inputs:
     weights = models.initial_weights(config, seed=int(rng.integers(1 << 30)), std=0.05)
     arrays: Inputs = {"ids": rng.integers(0, config.vocab, (batch, context + new)), "new": new}
     arrays["weights"] = {name: x.astype(DTYPES[dtype]) for name, x in weights.items()}
-    return arrays | {"ternary": ternary}
+    return arrays | {"kind": kind}
 
 
 def model_of(x: Inputs, arrays: dict[str, Any]) -> tuple[models.Llama, models.LlamaConfig]:
     config = SMALL if arrays["embed"].shape[0] == SMALL.vocab else CONFIG
     weights = models.Llama.of(arrays, config)
-    if x["ternary"]:
+    if x["kind"]:
         for layer in weights.layers:
             for part in PROJECTIONS:
                 setattr(layer, part, gpu_ops.ternary_quantize(getattr(layer, part).astype(np.float32)))
-    return weights, config
+    return models.with_int8_input(weights) if x["kind"] == "ternary int8" else weights, config
 
 
 def ours(x: Inputs, **how: Any) -> Call:
@@ -108,8 +111,8 @@ def ours(x: Inputs, **how: Any) -> Call:
     return run
 
 
-def last_logits(x: Inputs, precision: Precision, *, ternary: bool) -> Any:
-    """By the references of the ops, without a cache."""
+def last_logits(x: Inputs, precision: Precision) -> Any:
+    """By the references of the ops, without a cache, and with a float between a norm and its projections."""
     dtype = np.float64 if precision == "float64" else x["weights"]["embed"].dtype
     weights, config = model_of(x, {name: w.astype(dtype) for name, w in x["weights"].items()})
     with mock.patch.dict(os.environ, GPU_OPS_DEVICE="cpu", GPU_OPS_BACKEND="reference"):

@@ -80,6 +80,8 @@ class Case:
     dense_bytes: float | None = None
     """Working set of naive and torch where it differs from ours (ternary: dense weights)."""
     note: str = ""
+    tokens: int = 0
+    """That a call reads or makes: the rate is theirs per second, and the memory of torch is measured, too."""
 
     @property
     def key(self) -> str:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.terminal import make_console, print_table, waiting
-from perf import compare, emulate, limits, machine, report, roofline, runs
+from perf import compare, emulate, limits, machine, plan, report, roofline, runs
 from perf.case import DTYPES, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
@@ -41,7 +42,8 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=prog,
         description="Times gpu_ops against the plain NumPy formula, torch and this machine's limits.",
-        epilog="Exit code: 0 fine, 1 error out of tolerance, failed case or regression, 2 wrong usage.",
+        epilog="Exit code: 0 fine, 1 error out of tolerance, failed case or regression, 2 wrong usage. "
+        "For layouts of training on many GPUs: python -m perf --plan --help",
     )
     add = p.add_argument
     add("--quick", action="store_true", help="a few Llama-3-8B shapes; under three minutes on 2 cores")
@@ -72,9 +74,12 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
 
 
 def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) -> int:
-    """Run the named ops, or those of ``--op``. Returns the exit code."""
+    """Run the named ops, or those of ``--op``; or the planner. Returns the exit code."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if ops is None and any(word.partition("=")[0] == "--plan" for word in given):
+        return plan.main(given)
     p = parser("python -m perf" if ops is None else f"python perf/bench_{ops[0]}.py", one_op=ops is not None)
-    args = p.parse_args(argv)
+    args = p.parse_args(given)
     names = list(ops or args.op or bench_names())
     old = check(p, args, names)
     if args.grid:

@@ -103,6 +103,9 @@ class Result:
         found: dict[str, Any] = {
             name: getattr(case, name) for name in ("key", "op", "name", "shape", "dtype", "flops", "bytes")
         }
+        if case.tokens and "ours" in self.timings:
+            found["tokens"] = case.tokens
+            found |= {f"{name}_tokens_per_second": case.tokens / t.median for name, t in self.timings.items()}
         for name, timing in self.timings.items():
             found |= _columns(name, asdict(timing))
         if self.power is not None:
@@ -255,7 +258,8 @@ def run_case(
             error = accuracy.check(case, inputs, config)
         del inputs
         if probe is not None:
-            names = [name for name in ("ours", "naive", ALL_SCORES) if name in timings]
+            measured = ("ours", "naive", ALL_SCORES, *(("torch",) if case.tokens else ()))
+            names = [name for name in measured if name in timings]
             with stage("measuring memory"):
                 growths = {name: probe.growth(case, config, name) for name in names}
     except Exception as exc:  # one broken case must not hide the others

@@ -20,8 +20,9 @@ from perf.stats import Power, Timing
 
 CAPTION = (
     "time: median (p20-p80) · limit: share of the roofline, on a CPU measured in turns with the case: M matmul, "
-    "C copy, R read bandwidth · memory: peak beyond inputs and results, ours / naive · energy: of a call, on a GPU, "
-    "and the mean clock · x naive, x torch: their time over ours · error: largest / tolerance (mean)"
+    "C copy, R read bandwidth · memory: peak beyond inputs and results, ours / naive, of models ours / torch · "
+    "energy: of a call, on a GPU, and the mean clock · x naive, x torch: their time over ours · "
+    "error: largest / tolerance (mean)"
 )
 PEERS = ("naive", "torch")
 """Contenders that always have a column. Others have one where they were timed."""
@@ -72,7 +73,9 @@ def cells(result: Result, peers: Sequence[str] = PEERS, *, energy: bool = False)
     if ours is None:
         return [*head, "[red]failed[/]", *[""] * (3 + energy + len(peers)), error_text(result)]
     rate = tflops(case.flops / ours.median) if case.in_flops else f"{case.bytes / ours.median / 1e9:.1f} GB/s"
-    memory = (result.memory.get(name) for name in ("ours", "naive"))
+    if case.tokens:
+        rate = f"{case.tokens / ours.median:.4g} tokens/s"
+    memory = (result.memory.get(name) for name in ("ours", "torch" if case.tokens else "naive"))
     return [
         *head,
         spread(ours),

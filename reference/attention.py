@@ -23,6 +23,7 @@ from .attention_core import (
     weigh_values,
 )
 from .precision import Array, Precision, Steps, steps
+from .quantized_pages import dequantize
 
 __all__ = [
     "attention",
@@ -91,6 +92,8 @@ def attention_varlen(
     *,
     block_table: Array | None = None,
     seqused_k: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
@@ -111,6 +114,7 @@ def attention_varlen(
     block_table : (batch, max_pages) ``k`` and ``v`` are then pages as in :func:`attention_decode`, without
         ``cu_seqlens_k``
     seqused_k : (batch,) keys in use per sequence, its first ones; the rest is never read
+    k_scale, v_scale : (num_pages, page_size, nheads_kv) of pages in one byte per element: ``quantized_pages.py``
     max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
     options : the fields of :class:`WeightOptions`
@@ -128,7 +132,12 @@ def attention_varlen(
     starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k  # of pages, not used
     for b, rows, keys in sequences(cu_seqlens_q, starts_k):
         seqlen = keys.stop - keys.start if seqused_k is None else int(seqused_k[b])
-        k_b, v_b = (_used(x, b, seqlen, block_table) if paged else x[keys][:seqlen] for x in (k, v))
+        if paged:
+            k_b, v_b = (
+                _used(x, b, seqlen, block_table, x_scale) for x, x_scale in ((k, k_scale), (v, v_scale))
+            )
+        else:
+            k_b, v_b = (x[keys][:seqlen] for x in (k, v))
         one = _forward(q[None, rows], k_b[None], v_b[None], given.of_sequence(b), s, sequence=b)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     out = s.store(out, out_dtype)
@@ -143,6 +152,8 @@ def attention_decode(
     *,
     seqused_k: Array,
     block_table: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
     lse_dtype: Any = None,
@@ -158,6 +169,7 @@ def attention_decode(
         (num_pages, page_size, nheads_kv, head_dim). Values may have their own head_dim_v.
     seqused_k : (batch,) keys in use per sequence; the rest is never read.
     block_table : (batch, max_pages) pages of each sequence, in order. Entries past the last used page are ignored.
+    k_scale, v_scale : as in :func:`attention_varlen`
 
     options : the fields of :class:`Options`, with ``seqlen_k = seqused_k[b]``: causal aligns the last query with the
         last used key
@@ -173,8 +185,11 @@ def attention_decode(
     out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[3]))
     lse = np.full((batch, nheads, seqlen_q), -np.inf)
     for b in range(batch):
-        k, v = (_used(cache, b, int(seqused_k[b]), block_table)[None] for cache in (k_cache, v_cache))
-        one = _forward(q[b, None], k, v, given.of_sequence(b), s)
+        k, v = (
+            _used(cache, b, int(seqused_k[b]), block_table, scale)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        one = _forward(q[b, None], k[None], v[None], given.of_sequence(b), s)
         out[b], lse[b] = one[0][0], one[1][0]
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
@@ -192,9 +207,10 @@ def _forward(
     return to_bhsd(s.step(out), layout), rows.lse
 
 
-def _used(cache: Array, b: int, seqlen: int, block_table: Array | None) -> Array:
+def _used(cache: Array, b: int, seqlen: int, block_table: Array | None, scale: Array | None) -> Array:
     """The used keys (or values) of sequence ``b``: (seqlen, nheads_kv, head_dim)."""
     if block_table is None:
         return cache[b, :seqlen]
     pages = block_table[b, : -(-seqlen // max(cache.shape[1], 1))]
-    return cache[pages].reshape(-1, *cache.shape[2:])[:seqlen]
+    rows = cache[pages] if scale is None else dequantize(cache[pages], scale[pages])
+    return rows.reshape(-1, *cache.shape[2:])[:seqlen]

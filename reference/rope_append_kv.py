@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .precision import Array, Precision, steps
+from .quantized_pages import quantize
 from .rmsnorm import rmsnorm
 from .rope import rope
 from .rope_scaling import Scaling
@@ -48,6 +49,8 @@ def rope_append_kv(
     seqused_k: Array | None = None,
     block_table: Array | None = None,
     slot_mapping: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     q_weight: Array | None = None,
     k_weight: Array | None = None,
     eps: float = 1e-6,
@@ -59,13 +62,15 @@ def rope_append_kv(
     scaling: Scaling | None = None,
     seqlen: int | None = None,
     precision: Precision = "rounded",
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """The rotated q, and the caches with the new rows. No argument is changed.
 
     q (batch, seqlen, nheads, head_dim), k and v (batch, seqlen, nheads_kv, head_dim), caches (batch, max_seqlen,
     nheads_kv, head_dim) or, with ``block_table``, (num_pages, page_size, nheads_kv, head_dim): token i of sequence b
     goes to row ``seqused_k[b] + i`` of its cache, which is also its position unless ``positions`` is given. Or q, k
     and v (total, nheads, head_dim) with ``slot_mapping`` and ``positions`` (total,).
+
+    Caches of int8 or uint8 (e4m3) have scales, (num_pages, page_size, nheads_kv), which are returned behind them.
     """
     p = steps(precision, q.dtype)
     inner: Precision = "naive" if precision == "naive" else "float64"
@@ -92,6 +97,11 @@ def rope_append_kv(
     slots = cache_slots(q.shape[:-2], seqused_k, block_table, slot_mapping, k_cache.shape[1])
     kept = slots >= 0
     place = (slots[kept] // k_cache.shape[1], slots[kept] % k_cache.shape[1])
+    if k_scale is not None and v_scale is not None:
+        caches = [np.array(x) for x in (k_cache, v_cache, k_scale, v_scale)]
+        for i, x in enumerate((k_rotated, v)):
+            caches[i][place], caches[2 + i][place] = quantize(x[kept], k_cache.dtype)
+        return p.store(q_rotated), *caches
     new_k, new_v = np.array(p.store(k_cache)), np.array(p.store(v_cache))
     new_k[place], new_v[place] = p.store(k_rotated)[kept], p.store(v)[kept]
     return p.store(q_rotated), new_k, new_v

@@ -2,9 +2,10 @@
 
 SwiGLU is ``act = silu``; GeGLU is ``act = gelu`` (erf) or ``gelu_tanh``. Source: Shazeer, "GLU
 Variants Improve Transformer", arXiv:2002.05202, equations 5 and 6; the tanh form is from Hendrycks
-and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415, section 2.
+and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415, section 2; ``relu2`` from So et al., "Primer",
+arXiv:2109.08668.
 
-At infinity the functions take their limits: act(-inf) = -0, act'(-inf) = 0, act'(inf) = 1.
+At infinity the functions take their limits: act(-inf) = -0 (relu2: 0), act'(-inf) = 0, act'(inf) = 1 (relu2: inf).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .precision import Array, Precision, Steps, steps, textbook_product
 
 __all__ = ["Activation", "swiglu", "swiglu_backward", "swiglu_mlp", "swiglu_mlp_backward"]
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
@@ -45,16 +46,20 @@ def _gate(g: Array, activation: Activation, p: Steps) -> tuple[Array, Array]:
         c, dc = _gate(p.step(2.0 * z), "silu", p)
         slope = p.step(2.0 * SQRT_2_OVER_PI * p.step(1.0 + p.step(3.0 * GELU_CUBIC * np.square(g))))
         return c, p.step(dc * slope)
-    raise ValueError(f"activation must be 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
+    raise ValueError(f"activation must be 'silu', 'gelu', 'gelu_tanh' or 'relu2', got {activation!r}")
 
 
 def _activate(g: Array, activation: Activation, p: Steps) -> Array:
+    if activation == "relu2":
+        return p.step(np.square(np.maximum(g, 0.0)))
     c, _ = _gate(np.clip(g, -SATURATED, SATURATED), activation, p)
     return p.step(np.multiply(g, c, out=np.full_like(g, -0.0), where=g != -np.inf))
 
 
 def _activate_backward(g: Array, activation: Activation, p: Steps) -> Array:
     """act'(g) = c + g * c'."""
+    if activation == "relu2":
+        return p.step(2.0 * np.maximum(g, 0.0))
     g = np.clip(g, -SATURATED, SATURATED)
     c, dc = _gate(g, activation, p)
     return p.step(c + p.step(g * dc))
@@ -92,7 +97,7 @@ def swiglu(
     gate : (..., d), or packed (..., 2 * d) with gate in the first half
     up : (..., d), or None if packed
     activation : ``"silu"`` g * sigmoid(g); ``"gelu"`` g * (1 + erf(g / sqrt 2)) / 2; ``"gelu_tanh"``
-        g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g**3))) / 2
+        g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g**3))) / 2; ``"relu2"`` max(g, 0)**2
 
     Returns
     -------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from .precision import Array, Precision, steps
 from .ternary_layouts import decode, encode
@@ -120,15 +121,19 @@ def ternary_matmul(
     trits: Array,
     scale: Array,
     *,
+    x_scale: Array | None = None,
     activations: Literal["int8", "native"] = "int8",
+    out_dtype: npt.DTypeLike | None = None,
     precision: Precision = "rounded",
 ) -> Array:
     """``y[..., n] = sum_k x[..., k] * scale * trits[n, k]``, in x's dtype, shape (..., N).
 
     ``activations="int8"`` quantises each token of x first (:func:`quantize_activations`); the sum over
-    k is then exact, in integers, and only the scales are floating point. ``"native"`` keeps x.
+    k is then exact, in integers, and only the scales are floating point. ``"native"`` keeps x. An int8 x is
+    multiplied as it is, and by ``x_scale`` (per token, or one for all); y is then in ``out_dtype``, by default that
+    of x_scale.
     """
-    st = steps(precision, x.dtype)
+    st = steps(precision, x.dtype if x_scale is None else out_dtype or x_scale.dtype)
     n, k = trits.shape
     tokens = x.reshape(int(np.prod(x.shape[:-1])), k)
     scales = _by_group(scale, n)
@@ -140,9 +145,13 @@ def ternary_matmul(
         dense: Array = (np.repeat(scales, group, axis=1) * trits).astype(wide)
         product: Array = tokens.astype(wide) @ dense.T
         return st.store(product.reshape(*x.shape[:-1], n))
-    if activations == "int8":
+    left: Array
+    if x_scale is not None:
+        left = tokens.astype(np.int64)
+        token_scale = np.broadcast_to(x_scale.astype(np.float64).reshape(-1), len(tokens))
+    elif activations == "int8":
         q, token_scale = quantize_activations(tokens)
-        left: Array = q.astype(np.int64)
+        left = q.astype(np.int64)
     else:
         left, token_scale = st.load(tokens), np.ones(len(tokens))
     y = np.zeros((len(tokens), n))

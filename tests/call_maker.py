@@ -13,7 +13,10 @@ Array = np.ndarray[Any, Any]
 Made = tuple[dict[str, Any], dict[str, Any]]  # arrays, options
 
 # Arguments that an op changes in place, in the order in which it looks at them.
-WRITTEN = {"adamw_step": ("params", "m", "v", "master"), "rope_append_kv": ("k_cache", "v_cache")}
+WRITTEN = {
+    "adamw_step": ("params", "m", "v", "master"),
+    "rope_append_kv": ("k_cache", "v_cache", "k_scale", "v_scale"),
+}
 # Options to which gradients are added, where they are given.
 ADDED = {
     "embedding_backward": ("dweight",),

@@ -8,6 +8,7 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import BlockMask, RopeScaling
+from gpu_ops.reference.quantized_pages import quantize
 from tests.call_maker import Made, Maker
 
 F32, I32 = np.float32, np.int32
@@ -188,6 +189,19 @@ def append_slots(new: Maker) -> Made:
     return {**tokens, **caches}, {"slot_mapping": mapping, **new.integers(0, 99, np.int64, positions="total")}
 
 
+def quantized(new: Maker, made: Made, codes: Any) -> Made:
+    """The call with its pages in ``codes`` and their scales; float64 is not quantized."""
+    arrays, options = made
+    if new.dtype == np.float64:
+        return made
+    pages = [name for name in arrays if name in PAGES][-2:]  # behind k and v of new tokens
+    for name, scale in zip(pages, ("k_scale", "v_scale"), strict=True):
+        new.axes[scale] = ("num_pages", "page_size", "nheads_kv")
+        arrays[name], options[scale] = quantize(arrays[name], codes)
+    return arrays, options
+
+
+PAGES = ("k", "v", "k_cache", "v_cache")
 YARN = RopeScaling.yarn(4.0, 64)
 DYNAMIC = RopeScaling.dynamic(2.0, 4)
 DROPOUT = {"dropout_p": 0.3, "seed": 5}
@@ -237,6 +251,8 @@ VARIANTS = {
     "attention_varlen wide": lambda new: (packed(new, (3,)), {"return_lse": True, **wide(new)}),
     "attention_decode wide": lambda new: with_options(cache(new), return_lse=True, **wide(new)),
     "attention_decode paged": paged_cache,
+    "attention_decode int8": lambda new: quantized(new, paged_cache(new), np.int8),
+    "attention_varlen e4m3": lambda new: quantized(new, packed_pages(new), np.uint8),
     "rope": lambda new: (rope(new), {}),
     "rope q": lambda new: (rope(new, second=None), {"positions": 7, "interleaved": True}),
     "rope positions": lambda new: (
@@ -253,6 +269,7 @@ VARIANTS = {
     "rope_append_kv": append,
     "rope_append_kv pages": append_pages,
     "rope_append_kv slots": append_slots,
+    "rope_append_kv int8": lambda new: quantized(new, append_pages(new), np.int8),
 }
 
 

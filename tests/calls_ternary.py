@@ -37,6 +37,10 @@ VARIANTS: dict[str, Any] = {
         {**new.normal(x="batch rows K"), "w": matrix(new, 64).to("base3")},
         {"activations": "native"},
     ),
+    "ternary_matmul given": lambda new: (
+        {**new.integers(-128, 128, np.int8, x="batch rows K"), "w": matrix(new, 64)},
+        {**new.normal(new.wide, x_scale="batch rows"), "out_dtype": new.dtype},
+    ),
     "ternary_matmul both": lambda new: ({"x": matrix(new, rows="rows"), "w": matrix(new).to("base3")}, {}),
     "ternary_matmul_backward": lambda new: (
         {**new.normal(dy="rows N", x="rows K"), "w": matrix(new)},

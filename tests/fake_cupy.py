@@ -111,6 +111,15 @@ class FakeArray:
         cupy.run(lambda: np.copyto(found.host, self.host, casting="unsafe"))
         return found
 
+    def __sub__(self, number):
+        cupy = sys.modules["cupy"]
+        found = cupy.empty(self.shape, self.dtype)
+        cupy.run(lambda: np.subtract(self.host, number, out=found.host))
+        return found
+
+    def __len__(self):
+        return len(self.host)
+
     def __int__(self):
         return int(sys.modules["cupy"].asnumpy(self))
 
@@ -200,7 +209,7 @@ class FakeCupy(ModuleType, FakeDriver):
             Stream=_Streams(self),
             get_current_stream=lambda: FakeStream(self, self.current_stream()),
             MemoryPool=lambda: FakeMemoryPool(self),
-            UnownedMemory=lambda ptr, size, owner, device_id: SimpleNamespace(
+            UnownedMemory=lambda ptr, size, owner, device_id=0: SimpleNamespace(
                 ptr=ptr, owner=owner, device=SimpleNamespace(id=device_id)
             ),
             MemoryPointer=lambda memory, offset: FakePointer(memory.ptr + offset, memory),

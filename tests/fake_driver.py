@@ -35,7 +35,10 @@ class FakeDriver:
     def __init__(self):
         self.streams, self.entered, self.launched, self.waits = [], [], [], []
         self.capturing, self.deferred, self.sms = False, False, 56
-        self.graph = []  # what a captured stream has recorded: functions
+        self.graph, self.graphs = (
+            [],
+            [],
+        )  # what a captured stream has recorded: functions; FakeGraphs launched
         self._queues, self._done = {}, {}
 
     def current_device(self):
@@ -118,9 +121,16 @@ class FakeDriver:
             (kernel.label, self.current_device(), self.streams[-1] if self.streams else None)
         )
         host = [np.atleast_1d(a.host) if hasattr(a, "host") else a for a in args]
+        if self.capturing:
+            host = [_at_the_address(a) if isinstance(a, np.ndarray) and a.ndim else a for a in host]
         host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
         one = Launch(kernel, grid, block, tuple(host), shared)
         self.run(lambda: EmulatorDevice().link(one)({}))
+
+
+def _at_the_address(a):
+    """The same array, which it does not keep alive: what a graph holds."""
+    return np.asarray(SimpleNamespace(__array_interface__=a.__array_interface__)).view(a.dtype)
 
 
 class FakeKernel:
@@ -194,9 +204,31 @@ class FakeStream:
     def synchronize(self):
         self.driver.wait("stream", self.ptr)
 
+    def begin_capture(self):
+        assert self.ptr not in (0, 2), "cudaErrorStreamCaptureUnsupported: the default stream"
+        assert not self.driver.capturing
+        self.driver.capturing, self.driver.graph = True, []
+
+    def end_capture(self):
+        """A cupy.cuda.Graph."""
+        self.driver.capturing = False
+        return FakeGraph(self.driver, self.driver.graph)
+
     def __enter__(self):
         self.driver.streams.append(self.ptr)
         return self
 
     def __exit__(self, *_):
         self.driver.streams.pop()
+
+
+class FakeGraph:
+    """What a stream has recorded. ``FakeDriver.graphs``: those launched, in order."""
+
+    def __init__(self, driver, works):
+        self.driver, self.works = driver, works
+
+    def launch(self):
+        self.driver.graphs.append(self)
+        for work in self.works:
+            self.driver.run(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -33,6 +34,41 @@ def said(function, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         return function(*args), [str(each.message) for each in caught]
+
+
+def test_one_compiles_while_others_wait(top):
+    """Each holder of the lock has a file of its own open, as processes have."""
+    cache.publish(ENTRY, "cuda", "other.jit")
+    waited = []
+
+    def second():
+        with cache.alone(*NAME) as has_waited:
+            waited.append((has_waited, cache.read_entry(*NAME)))
+
+    other = threading.Thread(target=second)
+    with cache.alone(*NAME) as has_waited:
+        assert not has_waited
+        other.start()
+        other.join(0.2)
+        assert not waited
+        with cache.alone("cuda", "third.jit") as has_waited:  # another kernel does not wait
+            assert not has_waited
+        cache.publish(ENTRY, *NAME)
+        with cache.alone(*NAME) as has_waited:  # nor does one that is there
+            assert not has_waited
+    other.join(60)
+    assert waited == [(True, ENTRY)]
+    assert sorted(path.name for path in (top / "cuda").iterdir()) == ["kernel.jit", "other.jit"]
+
+
+def test_without_a_lock_none_waits_for_ever(top, monkeypatch):
+    """A stopped process, or a folder that no lock can be made in."""
+    monkeypatch.setattr(cache, "_LONGEST_COMPILATION", 0.1)
+    with cache.alone(*NAME), cache.alone(*NAME) as has_waited:
+        assert has_waited
+    monkeypatch.setattr(cache.os, "open", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+    with cache.alone(*NAME) as has_waited:
+        assert not has_waited
 
 
 def test_what_is_written_is_read(top):

@@ -14,40 +14,47 @@ from pathlib import Path
 import pytest
 
 from gpu_ops import distributed
+from gpu_ops.distributed import mesh
 from gpu_ops.distributed.launchers import launched
 from gpu_ops.distributed.single import Single
-from gpu_ops.errors import CommError
+from gpu_ops.errors import CommError, MissingPackageError
 from tests.processes import PATIENCE, ROOT, python
 
-MPIEXEC = shutil.which(
-    "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-)
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+MPIEXEC = shutil.which("mpiexec", path=PATH)
 needs_mpi = pytest.mark.skipif(
     not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
 )
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
 GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)}
 RANKS = (2, 3, 4)
+# checks that one rank cannot run
 SEVERAL = (
     "check_a_message_of_another_size",
+    "check_sends_that_nobody_waits_for",
     "check_a_different_call",
     "check_uneven_lengths",
-)  # checks that one rank cannot run
+    "check_different_options",
+)
 
 
-def launch(ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``python arguments`` as so many ranks of one thread each."""
-    threads = {"NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    assert MPIEXEC is not None
+def launch(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``scripts/launch.sh command``."""
     return subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *arguments],
+        ["scripts/launch.sh", *map(str, command)],
         cwd=ROOT,
-        env={**os.environ, **threads, **variables},
+        env={**os.environ, "PATH": PATH, **variables},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
+
+
+def ranks_run(ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``python arguments`` as so many ranks of one thread each."""
+    threads = {"NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return launch(ranks, sys.executable, *arguments, **threads, **variables)
 
 
 @needs_mpi
@@ -66,7 +73,7 @@ def test_other_ranks(group, ranks):
 
 
 def passes(ranks: int, groups: list[str]) -> None:
-    done = launch(ranks, "-m", "tests.ranks", *groups)
+    done = ranks_run(ranks, "-m", "tests.ranks", *groups)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert done.stdout.count(f"checks passed on {ranks} ranks") == len(groups)
 
@@ -76,8 +83,9 @@ FAULTS = (
     ("killed", "0", "", True),
     ("raises", "0", "ValueError: the data ends here", True),
     ("raises_in_a_thread", "0", "ValueError in a thread ends the job", False),
-    ("another_group", "0", "in barrier(), call 2 of 'world'", False),
-    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 2 of 'world'", True),
+    ("another_group", "0", "in barrier(), call 4 of 'world'", False),
+    ("never_calls_world", "0", "waits in world()", False),
+    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 4 of 'world'", True),
     ("another_shape", "0", "", False),
     ("aborts", "0", "no more disk", False),
 )
@@ -89,18 +97,18 @@ FAULTS = (
     [pytest.param(*row, marks=[] if default else [pytest.mark.slow]) for *row, default in FAULTS],
 )
 def test_a_rank_that_fails_ends_the_job(fault, checked, words):
-    done = launch(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
+    done = ranks_run(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
     assert done.returncode != 0
     assert words in done.stderr, done.stderr[-4000:]
 
 
 @needs_mpi
 def test_a_rank_that_never_comes_is_named():
-    done = launch(3, "-m", "tests.ranks.faults", "never_comes")
+    done = ranks_run(3, "-m", "tests.ranks.faults", "never_comes")
     assert done.returncode != 0
-    call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 2 of 'world'"
+    call = r"all_reduce\(float32 \(1000,\), op='sum'\), call 4 of 'world'"
     assert re.search(
-        rf"rank [01] of 'world' \([01] of the world, on \S+\): waited 1 s in {call}", done.stderr
+        rf"rank [01] of 'world' \([01] of the world, on \S+\): waited 2 s in {call}", done.stderr
     ), done.stderr
     assert re.search(rf"rank [01] \([01] of the world, on \S+\) waits in {call}", done.stderr), done.stderr
     assert re.search(r"rank 2 \(2 of the world, on \S+\) does not answer", done.stderr), done.stderr
@@ -110,7 +118,7 @@ def test_a_rank_that_never_comes_is_named():
 @pytest.mark.slow
 def test_processes_compile_a_kernel_once(tmp_path):
     """And one of them says so."""
-    done = launch(3, "-m", "tests.ranks.compiles", GPU_OPS_CACHE_DIR=str(tmp_path))
+    done = ranks_run(3, "-m", "tests.ranks.compiles", GPU_OPS_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["1"]
     assert 1 <= done.stderr.count("compiling") <= 2  # at its start and its end
@@ -146,38 +154,26 @@ def test_no_launcher():
         launched({"PMI_RANK": "0", "PMI_SIZE": "many"})
 
 
-ONE = "from gpu_ops import distributed as d; c = d.world(); print(type(c).__name__, c.size)"
-
-
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("launcher", "error", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "CommError: torchrun started 4 processes"),
-        (
-            {"PMI_RANK": "0", "PMI_SIZE": "4"},
-            "MissingPackageError: MPICH started 4 processes, but mpi4py does not load",
-        ),
+        ("torchrun", CommError, "torchrun started 4 processes; .* by `scripts/launch.sh 4 command`"),
+        ("MPICH", MissingPackageError, r"mpi4py does not load .* pip install 'gpu-ops\[mpi\]'"),
     ],
 )
-def test_what_cannot_start_says_what_to_do(variables, words):
-    code = (
-        f"import sys\nsys.modules['mpi4py'] = None\ntry:\n    {ONE}\n"
-        "except Exception as error:\n    print(type(error).__name__, error, sep=': ')"
-    )
-    said = python("-c", code, **variables)
-    assert words in said
-    assert "launch.sh" in said or "pip install 'gpu-ops[mpi]'" in said
+def test_what_cannot_start_says_what_to_do(launcher, error, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "gpu_ops.distributed.mpi", raising=False)
+    with pytest.raises(error, match=words):
+        mesh._start(launched(VARIABLES[launcher]), 1.0)
 
 
 def test_one_process_needs_no_mpi():
-    code = f"import sys; sys.modules['mpi4py'] = None\n{ONE}"
-    assert python("-c", code).split() == ["Single", "1"]
-    assert python("-c", code, PMI_RANK="0", PMI_SIZE="1").split() == ["Single", "1"]
-
-
-def test_import_loads_no_mpi():
-    code = "import sys, gpu_ops.distributed; print('mpi4py' in sys.modules, 'numba' in sys.modules)"
-    assert python("-c", code).split() == ["False", "False"]
+    code = (
+        "import sys; from gpu_ops import distributed; c = distributed.world(); print(type(c).__name__, c.size, "
+        "'mpi4py' in sys.modules, 'numba' in sys.modules)"
+    )
+    assert python("-c", code, PMI_RANK="0", PMI_SIZE="1").split() == ["Single", "1", "False", "False"]
 
 
 def test_abort_of_one_rank():
@@ -196,36 +192,56 @@ def test_one_rank(group):
             check(comm)
 
 
+@pytest.mark.peers
+def test_torch_tensors():
+    """They come back as torch tensors."""
+    torch = pytest.importorskip("torch")
+    comm = Single()
+    x = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    for found in (
+        comm.all_reduce(x.T),
+        comm.all_gather(x.T, 1),
+        comm.shift(x.T).wait()[0],
+        comm.broadcast(x.T),
+    ):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, x.T)
+    out = torch.empty_like(x)
+    assert comm.all_reduce(x, out=out) is out
+    assert torch.equal(out, x)
+    q, k, v = torch.randn(3, 1, 16, 2, 8, dtype=torch.float64).unbind()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    out, lse = distributed.ring_attention(comm, q, k, v, causal=True, return_lse=True)
+    assert torch.allclose(out, expected)
+    grads = distributed.ring_attention_backward(comm, torch.ones_like(out), q, k, v, out, lse, causal=True)
+    assert [type(x) for x in grads] == [torch.Tensor] * 3
+    out, saved = distributed.ulysses_attention(comm, q, k, v, causal=True, return_saved=True)
+    assert torch.allclose(out, expected)
+    assert torch.allclose(
+        distributed.ulysses_attention_backward(comm, torch.ones_like(out), saved, causal=True)[2], grads[2]
+    )
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    packed = distributed.gathered_attention_varlen(comm, q[0], k[0], v[0], cu, causal=True)
+    assert torch.allclose(packed, expected[0])
+
+
 @needs_mpi
 @pytest.mark.slow
 def test_launch_script(tmp_path):
     """Threads are shared out; a failed run starts again, and its last exit status is the script's."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     code = "import os, sys; print(os.environ['NUMBA_NUM_THREADS']); open(sys.argv[1], 'a').write('x'); sys.exit(3)"
-
-    def run(*arguments):
-        command = ["scripts/launch.sh", *arguments]
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-
     count = tmp_path / "count"
     cores = len(os.sched_getaffinity(0))
-    done = run("1", "--restarts", "2", sys.executable, "-c", code, str(count))
+    unset = {"NUMBA_NUM_THREADS": "", "OMP_NUM_THREADS": ""}  # nproc heeds the second
+    done = launch(1, "--restarts", 2, sys.executable, "-c", code, count, **unset)
     assert done.returncode == 3
     assert count.read_text() == "xxx"
     assert done.stdout.split() == [str(cores)] * 3
-    assert (
-        run("2", sys.executable, "-c", code.replace("3)", "0)"), str(count)).stdout.split()
-        == [str(max(1, cores // 2))] * 2
-    )
+    done = launch(2, sys.executable, "-c", code.replace("3)", "0)"), count, **unset)
+    assert done.stdout.split() == [str(max(1, cores // 2))] * 2
     for wrong in ([], ["0", "true"], ["2"], ["2", "--restarts", "x", "true"]):
-        done = run(*wrong)
+        done = launch(*wrong)
         assert done.returncode == 2
         assert "usage" in done.stderr

@@ -200,3 +200,19 @@ def test_finetuning_draws_its_losses(example, tmp_path):
     path = tmp_path / "curve.svg"
     example("finetuning").plot(str(path), {"a": [2.0, 1.0], "b": [1.5]})
     assert "<svg" in path.read_text()
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_speculative(example, capsys, temperature):
+    sizes = ["--hidden", "32", "--count", "8", "--widths", "2", "2"]
+    assert example("speculative").main([*sizes, "--temperature", temperature]) == 0
+    printed = capsys.readouterr().out
+    assert int(printed.split(" passes")[0].split()[-1]) < 8
+    assert "trees of 7 tokens" in printed
+
+
+def test_speculative_notices_another_text(example, monkeypatch, capsys):
+    module = example("speculative")
+    monkeypatch.setattr(module.inference, "generate", lambda *args, **options: [[0] * 8])
+    assert module.main(["--hidden", "32", "--count", "8"]) == 1
+    assert "the texts differ" in capsys.readouterr().err

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+from gguf_models import metadata, stored
 
+import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.__main__ import main
+from gpu_ops.errors import OptionError
 from gpu_ops.inference import command
 from tests.processes import PATIENCE
 
@@ -63,6 +68,25 @@ def test_ends_of_a_text(folder):
         assert command.end_tokens(folder) == found
 
 
+def test_generate_from_a_gguf_file(folder, capsys):
+    path, tensors = folder / "a.gguf", stored(weights(), CONFIG, "llama")
+    keys = {"general.architecture": "llama", **metadata(CONFIG, "llama"), "tokenizer.ggml.eos_token_id": 7}
+    gpu_ops.write_gguf(path, tensors, keys)
+    given = ["generate", "--model", str(path), "--prompt", "abc", "--max-new-tokens", "9"]
+    assert main(given) == 2
+    assert "the vocabulary within a GGUF file is not read: pass --tokenizer FILE" in capsys.readouterr().err
+    for tokenizer in (["--tokenizer", str(folder / "other.json")], []):
+        (folder / "tokenizer.json").touch()  # beside it
+        assert main([*given, *tokenizer]) == 0
+        assert capsys.readouterr().out == text_of("abc", 9) + "\n"
+    assert command.end_tokens(path) == [7]
+    gpu_ops.write_gguf(path, tensors, {**keys, "tokenizer.ggml.eot_token_id": 9})
+    assert command.end_tokens(path) == [7, 9]
+    gpu_ops.write_gguf(path, tensors, {**keys, "tokenizer.ggml.eos_token_id": -1})
+    with pytest.raises(OptionError, match="eos_token_id"):
+        command.end_tokens(path)
+
+
 def test_mistakes_are_one_line(tmp_path, folder, capsys):
     (folder / "model.safetensors").unlink()
     assert main(["generate", "--model", str(folder), "--prompt", "a"]) == 2
@@ -71,16 +95,36 @@ def test_mistakes_are_one_line(tmp_path, folder, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", "-"), "standard input is no UTF-8"),
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt", "a", "--max-new-tokens", "1" + "0" * 30), "num_pages must lie in"),
+        (("--prompt", "a", "--temperature", "nan"), "temperature must be finite"),
+        (("--prompt", "a", "--model", "a" * 300), "File name too long"),
+        (("--prompt", "a", "--model", "a\0b"), "it holds a NUL"),
+    ],
+)
+def test_absurd_arguments_are_one_line(folder, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"))
+    assert main(["generate", "--model", str(folder), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n"), error.count("generate: ")) == ("", 1, 1)
+    assert words in error
+
+
 # ---- the server --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def served(example):
-    """Its address, and a function that makes a server of so many requests at most."""
+    """A server of so many requests at most, and its address."""
     module, servers = example("server"), []
 
-    def make(most=128, pages=512):
-        engine = inference.Engine(weights(), CONFIG, inference.cache_for(weights(), CONFIG, num_pages=pages))
+    def make(most=128, pages=512, model=None, config=CONFIG):
+        of = model or weights()
+        engine = inference.Engine(of, config, inference.cache_for(of, config, num_pages=pages))
         service = module.Service(engine, Bytes(), [], most)
         servers.append(module.serve(service, "127.0.0.1", 0))
         return service, servers[-1].server_port
@@ -137,6 +181,45 @@ def test_more_than_there_is_room_for_is_503(served):
     _, port = served(most=0)
     status, body = post(port, {"prompt": "abc"})
     assert (status, json.loads(body)) == (503, {"error": "too many requests are here; try again"})
+
+
+@pytest.mark.slow
+def test_a_larger_model_loses_no_request(served):
+    """64 clients at once that ask four times each, of a server with room for 40: an answer is 200 or 503, and who
+    got a 503 asks again."""
+    config = models.LlamaConfig(vocab=256, hidden=384, ffn=1024, nlayers=8, nheads=6, nheads_kv=2)
+    model = models.Llama.of(models.initial_weights(config), config)
+    service, port = served(most=40, pages=1024, model=model, config=config)
+    found, refused = [], []
+
+    def ask(client):
+        for turn in range(4):
+            body = {
+                "prompt": f"{client}, {turn}: " + "word " * (client % 7),
+                "max_tokens": 32,
+                "temperature": 0.8,
+            }
+            while (answer := post(port, body))[0] == 503:
+                refused.append(client)
+                time.sleep(0.05)
+            found.append((answer[0], json.loads(answer[1])))
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(64)]
+    start, cpu = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    tokens = sum(body["usage"]["completion_tokens"] for _, body in found)
+    print(
+        f"{config.parameters / 1e6:.0f}M parameters: {tokens} tokens in {seconds:.1f} s and {cpu:.1f} s of CPU time; "
+        f"{len(refused)} times 503"
+    )
+    assert [status for status, _ in found] == [200] * 256
+    assert tokens == 256 * 32
+    assert refused
+    assert service.engine.unfinished == service.engine.cache.stats.used == 0
 
 
 BAD = [

@@ -23,8 +23,9 @@ LAYERS = (
     ("gpu_ops.core",),
     ("gpu_ops.formats",),
     ("gpu_ops.ops",),
-    ("gpu_ops.models", "gpu_ops.training", "gpu_ops.inference"),
+    ("gpu_ops.models", "gpu_ops.training"),
     ("gpu_ops.memory",),
+    ("gpu_ops.inference",),
     ("gpu_ops.distributed",),
     ("gpu_ops",),  # gpu_ops/__init__.py, environment, warmup, __main__
 )

@@ -16,6 +16,8 @@ from gpu_ops.inference import Engine, Sampling, cache_for, generate, next_logits
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 
+GEMMA = {"weight_offset": 1.0, "post_norms": True, "embedding_scale": None, "tied": True}
+
 
 def model(config=CONFIG, dtype=np.float32, seed=0):
     arrays = models.initial_weights(config, seed=seed, std=0.2)
@@ -61,8 +63,20 @@ def test_logits_are_those_without_a_cache(window, part, rng):
         {"biases": ("qkv", "o", "gate_up", "down"), "qk_norm": True, "head_dim": 16},
         {"layers": (models.Layer(window=4), models.Layer(theta=None, window=6)), "tied": True},
         {"layers": (models.Layer(window=4), models.Layer(theta=None)), "activation": "gelu_tanh"},
+        {"embedding_scale": 3.0, "residual_scale": 0.4, "logits_scaling": 6.0, "softmax_scale": 0.5},
+        {"sub_norms": True, "activation": "relu2"},
+        {**GEMMA, "softcap": 2.0, "logits_softcap": 1.5, "softmax_scale": 0.3},
+        {**GEMMA, "qk_norm": True, "layers": (models.Layer(100.0, window=4), models.Layer())},
     ],
-    ids=["biases and qk_norm", "windows", "a layer without rotation"],
+    ids=[
+        "biases and qk_norm",
+        "windows",
+        "a layer without rotation",
+        "granite",
+        "bitnet",
+        "gemma2",
+        "gemma3",
+    ],
 )
 def test_every_family_is_that_without_a_cache(changes, rng):
     config = dataclasses.replace(CONFIG, **changes)
@@ -240,7 +254,7 @@ def test_weights_config_and_cache_belong_together(changes, error):
         next_logits(weights, config, cache, cache.reserve({handle: [1]}))
 
 
-@pytest.mark.parametrize("part", ["next_logits", "sample"])
+@pytest.mark.parametrize("part", ["next_logits", "draw"])
 def test_a_pass_that_fails_runs_again(part, rng, monkeypatch):
     weights, (text,) = model(), prompts(rng, 9)
     engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=8, page_size=4))

@@ -16,6 +16,7 @@ from gpu_ops.errors import (
     StateError,
 )
 from gpu_ops.inference import PagedKVCache
+from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
 from gpu_ops.inference.sequences import Sequences
 from gpu_ops.inference.step import filled
@@ -224,7 +225,7 @@ def test_steps_of_fixed_shapes_stay_where_they_are():
         (OptionError, "num_pages must lie in", {"num_pages": 0}),
         (OptionError, r"num_pages must lie in \[2", {"num_pages": 1, "window": 4}),
         (OptionError, "num_pages must be an integer", {"num_pages": 1.5}),
-        (OptionError, "dtype='int8' is unknown", {"dtype": "int8"}),
+        (OptionError, "dtype='int4' is unknown", {"dtype": "int4"}),
         (OptionError, "did you mean 'cuda'", {"device": "gpu"}),
         (OptionError, "window must lie in", {"window": -2}),
         (OptionError, "without one, all tokens stay", {"keep": 4}),
@@ -282,7 +283,7 @@ def test_a_copy_that_fails_leaves_all_as_it_was(monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(cache, "_copy", fail)
+    monkeypatch.setattr(PageArrays, "copy", fail)
     for call in (lambda: cache.reserve({b: [6]}), cache.defragment):
         with pytest.raises(OutOfMemoryError):
             call()
@@ -306,6 +307,14 @@ def test_arrays_of_a_gpu(cupy, dtype):
     assert out.tokens.host.tolist() == [9, 0]
     assert out.block_table.host[0, :3].tolist() == [0, 1, -1]
     assert cache.csr([a])[1].host.tolist() == [0, 1]
+    cache.commit()
+    step = cache.reserve({a: [5, 6, 7]}, parents={a: [-1, 0, 0]})
+    assert step.positions.host.tolist() == [6, 7, 7]
+    assert step.tree.bias.host[0, 0, 2].tolist() == [0, -np.inf, 0]
+    cache.keys[1].host.reshape(-1, 8)[step.slot_mapping.host] = np.arange(3)[:, None]
+    cache.accept({a: [0, 2]})
+    assert (cache.keys[1].host.reshape(-1, 8)[step.slot_mapping.host[:2]] == [[0], [2]]).all()
+    cache.reserve({a: [9]}, out=out)
     other = cache_of()
     other.add()
     with pytest.raises(DeviceError, match="another device"):
@@ -317,5 +326,5 @@ def test_slots_past_the_31st_bit():
     sequences = Sequences(PagePool(9, 2**28), window=-1, keep_pages=0)
     handles = [sequences.add([]) for _ in range(9)]
     plan = sequences.plan({handle: [5, 6] for handle in handles})
-    sequences.extend(plan, [])
+    sequences.extend(plan, lambda source, target: None)
     assert filled(sequences, plan, None).slot_mapping[-2:].tolist() == [2**31, 2**31 + 1]

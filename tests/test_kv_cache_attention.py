@@ -11,6 +11,7 @@ from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops.inference import PagedKVCache
+from gpu_ops.reference.quantized_pages import dequantize, quantize
 
 
 class Run:
@@ -29,9 +30,10 @@ class Run:
         step = self.cache.reserve(new, out=out)
         keys, values = self.cache.keys[0], self.cache.values[0]
         q, k, v = (x[step.tokens] for x in (self.q, self.k, self.v))
-        places = {"slot_mapping": step.slot_mapping, "positions": step.positions}
+        scales = {"k_scale": self.cache.key_scales[0], "v_scale": self.cache.value_scales[0]}
+        places = {"slot_mapping": step.slot_mapping, "positions": step.positions, **scales}
         q = gpu_ops.rope_append_kv(q, k, v, keys, values, **places, **self.where)
-        tables = {"block_table": step.block_table, "seqused_k": step.seqused_k}
+        tables = {"block_table": step.block_table, "seqused_k": step.seqused_k, **scales}
         if decode:
             found = gpu_ops.attention_decode(q[:, None], keys, values, **tables, **self.window, **self.where)[
                 :, 0
@@ -46,6 +48,8 @@ class Run:
         """The same without a cache, in one call."""
         q, k, v = (x[None, tokens] for x in (self.q, self.k, self.v))
         q, k = gpu_ops.rope(q, k, backend="reference")
+        if self.cache.key_scales[0] is not None:
+            k, v = (dequantize(*quantize(x, self.cache.keys[0].dtype)).astype(np.float32) for x in (k, v))
         return gpu_ops.attention(q, k, v, **self.window, backend="reference")[0]
 
 
@@ -61,11 +65,26 @@ class Run:
 )
 @pytest.mark.parametrize("window", [-1, 5])
 def test_attention_through_steps_is_attention(where, window):
+    check_steps(Run(*where, window=window), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("window", [-1, 5])
+def test_attention_through_quantized_pages_is_attention_of_their_numbers(dtype, window):
+    check_steps(Run(dtype=dtype, window=window), rtol=0, atol=0.02)  # where a code is one off
+
+
+def check_steps(run, **tolerance):
     """Chunks of prompts beside single tokens, padding, a fork, a shared prefix; the null page is poisoned."""
-    run = Run(*where, window=window)
     cache = run.cache
-    if window >= 0:
-        cache.keys[0][0] = cache.values[0][0] = np.nan
+    if cache.window >= 0:
+        poisoned = (
+            (cache.keys, cache.values)
+            if cache.key_scales[0] is None
+            else (cache.key_scales, cache.value_scales)
+        )
+        for arrays in poisoned:
+            arrays[0][0] = np.nan
     rng = np.random.default_rng(2)
     out = cache.empty_step(tokens=24, batch=5, width=20)
     a, prompt = cache.add(), rng.integers(0, 50, 19).tolist()
@@ -84,13 +103,12 @@ def test_attention_through_steps_is_attention(where, window):
         for handle, y in zip(new, run.step(new, fixed, decode=True), strict=True):
             found[handle].append(y)
     for handle, parts in found.items():
-        np.testing.assert_allclose(
-            np.concatenate(parts), run.dense(cache.tokens(handle)), rtol=2e-5, atol=2e-6
-        )
+        np.testing.assert_allclose(np.concatenate(parts), run.dense(cache.tokens(handle)), **tolerance)
 
 
-def test_shared_pages_give_the_bits_of_own_ones():
-    shared, alone = Run(), Run()
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_shared_pages_give_the_bits_of_own_ones(dtype):
+    shared, alone = Run(dtype=dtype), Run(dtype=dtype)
     prompt, tails = list(range(18)), ([3, 4], [5, 6, 7])
     a = prefill_run(shared, prompt)
     forks = [a, shared.cache.fork(a)]
@@ -102,11 +120,15 @@ def test_shared_pages_give_the_bits_of_own_ones():
             assert (alone.step({handle: tail})[0] == y).all()
     again = shared.cache.add([*prompt, 40, 41])
     assert shared.cache.length(again) == 16
-    fresh = Run()
+    fresh = Run(dtype=dtype)
     b = fresh.cache.add()
     fresh.step({b: prompt[:16]})
     tokens = [*prompt[16:], 40, 41]
     assert (shared.step({again: tokens})[0] == fresh.step({b: tokens})[0]).all()
+    for handle in forks:
+        shared.cache.free(handle)
+    assert shared.cache.defragment()
+    assert (shared.step({again: [8]})[0] == fresh.step({b: [8]})[0]).all()
 
 
 def prefill_run(run, tokens):

@@ -29,6 +29,11 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)  # two of them: man
 PICK = st.integers(0, 999)
 
 
+def path_to(parents, node):
+    """The nodes of a tree down to this one; of -1, none."""
+    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+
+
 class Cache(RuleBasedStateMachine):
     """``tokens``: the model. ``content``: the tokens up to the end of each page that can be found."""
 
@@ -39,11 +44,16 @@ class Cache(RuleBasedStateMachine):
         page_size=st.integers(1, 5),
         window=st.sampled_from([-1, -1, 0, 3, 6]),
         keep=st.integers(0, 7),
+        dtype=st.sampled_from(["float64", "int8"]),
     )
-    def begin(self, num_pages, page_size, window, keep):
+    def begin(self, num_pages, page_size, window, keep, dtype):
         keep = keep if window >= 0 else 0
         sizes = {"num_pages": num_pages, "page_size": page_size}
-        self.cache = PagedKVCache(LAYERS, 1, 1, dtype="float64", window=window, keep=keep, **sizes)
+        self.cache = PagedKVCache(LAYERS, 1, 1, dtype=dtype, window=window, keep=keep, **sizes)
+        self.keys, self.values = self.cache.keys, self.cache.values
+        if dtype == "int8":  # scales follow their pages
+            scales = self.cache.key_scales, self.cache.value_scales
+            self.keys, self.values = ([x[..., None] for x in arrays] for arrays in scales)
         self.numbers: dict[tuple[int, int], int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.content: dict[int, tuple[int, ...]] = {}
@@ -143,6 +153,32 @@ class Cache(RuleBasedStateMachine):
     def single_tokens(self, first, count, token, fixed):
         self.run_step({self.pick(first + i): [token] for i in range(count)}, fixed, True)
 
+    @precondition(lambda self: self.tokens)
+    @rule(first=PICK, tree=st.lists(st.tuples(st.integers(0, 1), PICK), min_size=1, max_size=9), end=PICK)
+    def drafts(self, first, tree, end):
+        """A tree whose nodes branch where no window is; of it the way to one node stays."""
+        handle, start = self.pick(first), self.tokens[self.pick(first)]
+        state, tokens = self.state(), [token for token, _ in tree]
+        parents = [i - 1 if self.null else n % (i + 1) - 1 for i, (_, n) in enumerate(tree)]
+        try:
+            step = self.cache.reserve({handle: tokens}, parents={handle: parents})
+        except OutOfPages:
+            assert self.state() == state
+            return
+        marks = []
+        for node in range(len(tree)):
+            path = path_to(parents, node)
+            self.tokens[handle] = start + [tokens[i] for i in path]
+            marks.append(self.marks(handle)[-1])
+            assert step.positions[node] == len(start) + len(path) - 1
+        for page in set((step.slot_mapping // self.cache.page_size).tolist()):
+            self.content.pop(page, None)
+        self.put(step.slot_mapping, marks)
+        path = path_to(parents, end % (len(tree) + 1) - 1)
+        self.cache.accept({handle: path})
+        self.tokens[handle] = start + [tokens[i] for i in path]
+        self.remember([handle], {handle: len(start)})
+
     def run_step(self, new, fixed, run):
         state = self.state()
         try:
@@ -218,9 +254,13 @@ class Cache(RuleBasedStateMachine):
         total = sum(map(len, new.values()))
         marks = [mark for handle, tokens in new.items() for mark in self.marks(handle)[-len(tokens) :]]
         some = slice(0, total, 1 if whole else 2)
+        self.put(step.slot_mapping[some], marks[some])
+
+    def put(self, slots, marks):
+        page, row = np.divmod(slots, self.cache.page_size)
         for layer in range(LAYERS):
-            for sign, cache in ((1, self.cache.keys[layer]), (-1, self.cache.values[layer])):
-                cache.reshape(-1)[step.slot_mapping[some]] = sign * (np.array(marks[some]) * LAYERS + layer)
+            for sign, cache in ((1, self.keys[layer]), (-1, self.values[layer])):
+                cache[page, row, 0, 0] = sign * (np.array(marks) * LAYERS + layer)
 
     def remember(self, new, lengths):
         size = self.cache.page_size
@@ -262,11 +302,11 @@ class Cache(RuleBasedStateMachine):
             table, at = self.table(handle), self.visible(len(tokens))
             wanted = np.array(self.marks(handle), np.int64)[at]
             for layer in range(LAYERS):
-                found = self.cache.keys[layer][table[at // size], at % size, 0, 0]
+                found = self.keys[layer][table[at // size], at % size, 0, 0]
                 assert (found == wanted * LAYERS + layer).all()
-                assert (self.cache.values[layer][table[at // size], at % size, 0, 0] == -found).all()
+                assert (self.values[layer][table[at // size], at % size, 0, 0] == -found).all()
         if self.null:
-            assert not self.cache.keys[0][0].any()
+            assert not self.keys[0][0].any()
 
 
 def test_random_calls_keep_to_the_model():

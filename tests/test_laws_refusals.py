@@ -10,9 +10,11 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
+from gpu_ops import errors
 from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
 from tests.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, Call, call
 from tests.laws import (
+    FIRST_OF_OPS,
     WITH_OUT,
     every_other,
     filled,
@@ -27,6 +29,21 @@ from tests.laws import (
     unaligned,
     with_result,
 )
+
+
+def flags_of(name):
+    """The options of an op that are True or False."""
+    parameters = inspect.signature(getattr(gpu_ops, name)).parameters.values()
+    return [p.name for p in parameters if isinstance(p.default, bool)]
+
+
+def judged(one):
+    """The bytes of the results, or the error in words."""
+    try:
+        return [x.tobytes() for x in outcome(one)]
+    except errors.GpuOpsError as error:
+        return f"{type(error).__name__}: {error}"
+
 
 with_out = pytest.mark.parametrize("name", WITH_OUT)
 
@@ -251,3 +268,18 @@ def test_the_table_of_outs_is_complete():
     }
     takes_out = {op for op, names in options.items() if {"out", "grads"} & set(names)}
     assert takes_out == set(OUT)
+
+
+FLAGGED = [(name, option) for name in FIRST_OF_OPS for option in flags_of(name)]
+
+
+@pytest.mark.parametrize(("name", "option"), FLAGGED, ids=[" ".join(pair) for pair in FLAGGED])
+def test_a_bool_of_numpy_is_a_bool(name, option):
+    """Right or wrong, in a first call and in a repeated one."""
+    one = law_call(name)
+    for value in (True, False):
+        for form in (bool, np.bool_, bool):
+            found = judged(one.having(**{option: form(value)}))
+            if form is bool:
+                want = found
+            assert found == want

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
-from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import gpu_ops
 from gpu_ops import memory, models
 from gpu_ops.errors import DTypeError, OptionError, OutOfMemoryError, ShapeError, UnknownOptionError
-from gpu_ops.kernels.numba_cpu.parallel import thread_count
 
 CONFIG = models.LlamaConfig(vocab=512, hidden=128, ffn=344, nlayers=8, nheads=4, nheads_kv=2)
-# So large that the private memory of threads, up to 0.3 MiB each, does not count.
-MEASURED = models.LlamaConfig(vocab=512, hidden=256, ffn=688, nlayers=8, nheads=4, nheads_kv=2)
-FAMILIES = {
-    "llama": MEASURED,
-    # the MLP so large that the peak is there, and not where threads of attention_backward have 4 MiB each
-    "biases and qk_norm": replace(MEASURED, ffn=1024, biases=("qkv", "o", "gate_up", "down"), qk_norm=True),
-}
-SHAPES = {"short": (8, 256), "long": (3, 1024)}
-CASES = [
-    pytest.param(
-        family,
-        shape,
-        dtype,
-        policy,
-        marks=() if shape == "short" and policy in ("none", "layer") else pytest.mark.slow,
-    )
-    for family in FAMILIES
-    for shape in SHAPES
-    for dtype in (np.float32, ml_dtypes.bfloat16)
-    for policy in models.POLICIES
-]
 
 
 def step(batch, seqlen, dtype, policy, config=CONFIG):
@@ -52,30 +27,6 @@ def step(batch, seqlen, dtype, policy, config=CONFIG):
         return float(loss)
 
     return run
-
-
-def measured(run, monkeypatch):
-    """The most bytes that a second run holds."""
-    monkeypatch.setattr(
-        gpu_ops.memory_pool.POOL, "limit", 0
-    )  # so that NumPy allocates, which tracemalloc sees
-    run()
-    tracemalloc.start()
-    run()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
-
-
-@pytest.mark.parametrize(("family", "shape", "dtype", "policy"), CASES)
-def test_an_estimate_is_what_a_step_takes(family, shape, dtype, policy, monkeypatch):
-    config = FAMILIES[family]
-    batch, seqlen = SHAPES[shape]
-    peak = measured(step(batch, seqlen, dtype, policy, config), monkeypatch)
-    found = memory.estimate(config, batch=batch, seqlen=seqlen, dtype=dtype, policy=policy)
-    assert abs(peak - found.parts["activations"]) <= 0.02 * peak
-    assert found.peak == found.state + found.parts["activations"]
-    assert found.parts["weights"] == config.parameters * np.dtype(dtype).itemsize
 
 
 def test_policies_save_what_they_should():
@@ -135,57 +86,6 @@ def test_mistakes_are_typed(change):
         memory.estimate(CONFIG, **({"batch": 1, "seqlen": 8} | change))
 
 
-# So large that the private memory of threads does not count: up to 0.7 MiB each for matrix products.
-HEADS, ROWS, TALL, SQUARE = (1, 8192, 8, 64), (65536, 256), (131072, 256), (256, 256)
-CALLS = {
-    "cross_entropy_backward": ((((), "float32"), ROWS, ((65536,), "int32"), ((65536,), "float32")), {}),
-    "embedding": ((((1, 65536), "int64"), SQUARE), {}),
-    "layernorm": ((ROWS, (256,), (256,)), {"return_stats": True}),
-    "linear": ((ROWS, SQUARE), {"bias": ((256,), "float32")}),
-    "linear_backward": ((ROWS, ROWS, SQUARE), {}),
-    "linear_cross_entropy": (((16384, 1024), (256, 1024), ((16384,), "int32")), {"grads": True}),
-    "rmsnorm": ((ROWS, (256,)), {"residual": (ROWS, "float32")}),
-    "rope": ((HEADS, HEADS), {}),
-    "softmax": ((ROWS,), {"mask": (ROWS, "bool")}),
-    "swiglu_mlp": ((TALL, SQUARE, SQUARE, SQUARE), {}),
-    "swiglu_mlp_backward": ((TALL, TALL, SQUARE, SQUARE, SQUARE), {}),
-}
-
-
-def arrays_of(shapes):
-    """The arrays that are given to an estimate as shapes."""
-    pairs = [s if isinstance(s[0], tuple) else (s, "float32") for s in shapes]
-    return [np.zeros(shape, dtype) for shape, dtype in pairs]
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_an_estimate_is_what_a_call_takes(op, monkeypatch):
-    shapes, options = CALLS[op]
-    found = memory.estimate_call(op, *shapes, **options)
-    arrays = {n: arrays_of([x])[0] if isinstance(x, tuple) else x for n, x in options.items()}
-    given = arrays_of(shapes)
-    peak = measured(lambda: getattr(gpu_ops, op)(*given, **arrays), monkeypatch)
-    assert abs(peak - (found.peak - found.state)) <= 0.02 * peak
-    assert found.workspaces <= found.parts["workspaces"]
-    assert found.parts["arguments"] == sum(
-        x.nbytes for x in [*given, *arrays.values()] if isinstance(x, np.ndarray)
-    )
-
-
-@pytest.mark.parametrize(("nheads", "nheads_kv"), [(8, 8), (4, 1)])
-def test_attention_takes_a_bounded_memory_of_each_thread_more(nheads, nheads_kv, monkeypatch):
-    q, kv = ((1, 1024, n, 64) for n in (nheads, nheads_kv))
-    for op, shapes in (
-        ("attention", (q, kv, kv)),
-        ("attention_backward", (q, q, kv, kv, q, ((1, nheads, 1024), "float32"))),
-    ):
-        found, given = memory.estimate_call(op, *shapes, causal=True), arrays_of(shapes)
-        peak = measured(lambda op=op, given=given: getattr(gpu_ops, op)(*given, causal=True), monkeypatch)
-        beside = peak - (found.peak - found.state)
-        assert 0 <= beside <= thread_count() * 4 * 2**20
-    assert found.workspaces > 0
-
-
 @pytest.mark.parametrize("device", [None, "sm_80", "H100 SXM", "T4"])
 def test_a_call_is_planned_for_a_card(device):
     shape = (2, 64, 4, 64)
@@ -223,32 +123,12 @@ def test_mistakes_in_a_call_are_those_of_the_op(args, options, error):
         memory.estimate_call(*args, **options)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_estimate_is_what_inference_takes(shape, dtype, monkeypatch):
-    """The prompt through the model, and the logits of its last tokens."""
-    batch, seqlen = SHAPES[shape]
-    arrays = {n: x.astype(dtype) for n, x in models.initial_weights(MEASURED).items()}
-    weights = models.Llama.of(arrays, MEASURED)
-    ids = np.zeros((batch, seqlen), np.int32)
-
-    def run():
-        states = models.hidden_states(ids, weights, MEASURED)
-        gpu_ops.linear(states[:, -1], weights.lm_head)
-
-    peak = measured(run, monkeypatch)
-    found = memory.estimate_inference(MEASURED, batch=batch, seqlen=seqlen, dtype=dtype)
-    assert abs(peak - found.parts["activations"]) <= 0.02 * peak
-    assert found.parts["weights"] == sum(x.nbytes for x in arrays.values())
-    cache = [np.zeros((batch, seqlen, 2, 64), dtype) for _ in range(2 * 8)]
-    assert found.parts["KV cache"] == sum(x.nbytes for x in cache)
-
-
 def test_a_shorter_prompt_and_a_smaller_cache():
     sizes = {"batch": 2, "seqlen": 512, "dtype": "float16"}
-    whole = memory.estimate_inference(MEASURED, **sizes)
-    part = memory.estimate_inference(MEASURED, **sizes, prompt=64, cache_dtype=np.int8)
-    assert part.parts["KV cache"] == whole.parts["KV cache"] // 2
+    whole = memory.estimate_inference(CONFIG, **sizes)
+    part = memory.estimate_inference(CONFIG, **sizes, prompt=64, cache_dtype=np.int8)
+    numbers, scales = whole.parts["KV cache"] // 2, 2 * CONFIG.nlayers * CONFIG.nheads_kv * 2 * 512 * 4
+    assert part.parts["KV cache"] == numbers + scales
     assert part.parts["activations"] < 0.2 * whole.parts["activations"]
     assert memory.kv_cache_bytes(models.PRESETS["llama-3-8b"], batch=2, seqlen=3) == 6 << 17
 
@@ -300,8 +180,12 @@ def test_presets_have_the_published_numbers_of_parameters():
         "llama-2-13b": 13_015_864_320,
         "llama-3-8b": 8_030_261_248,
         "llama-3-70b": 70_553_706_496,
+        "llama-3-405b": 405_853_388_800,
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.2-3b": 3_212_749_824,
         "mistral-7b": 7_241_732_096,
+        "bitnet-b1.58-2b": 2_412_820_480,
+        "gemma-2-2b": 2_614_341_888,
+        "gemma-3-1b": 999_885_952,
     }
     assert {name: config.parameters for name, config in models.PRESETS.items()} == published

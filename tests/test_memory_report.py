@@ -60,6 +60,14 @@ def test_terms_are_those_of_the_estimate(folder, capsys, train):
     assert rows["H200"][-1] == "left"
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "fp32"])
+def test_dtype_of_the_cache(dtype, folder, capsys):
+    sizes = ("--batch", "3", "--seqlen", "40", "--card", "H200")
+    rows, _ = shown(capsys, "--model", str(folder), *sizes, "--kv-dtype", dtype)
+    config, named = models.LlamaConfig.from_hf(folder), {"fp32": "float32"}.get(dtype, dtype)
+    assert rows["KV"][2] == f"{memory.kv_cache_bytes(config, batch=3, seqlen=40, dtype=named):,}"
+
+
 def test_every_card_is_judged(capsys):
     rows, lines = shown(capsys, "--model", "llama-3-8b", "--batch", "8", "--dtype", "bfloat16")
     assert "llama-3-8b, inference: bfloat16, batch 8 x 4096 tokens, planned for cpu" in map(" ".join, lines)
@@ -99,7 +107,15 @@ def test_without_compilers_the_cpus_plan_stands_in(folder, capsys, monkeypatch):
         (("--model", "nothing/there"), "no model and no file"),
         (("--model", "llama-3-8b", "--batch", "0"), "--batch must be"),
         (("--model", "llama-3-8b", "--seqlen", "4k"), "--seqlen must be"),
+        (("--model", "a" * 300), "no model and no file"),
+        (("--model", "a\0b"), "no model and no file"),
+        (("--model", "llama-3-8b", "--batch", "9" * 5000), "--batch has 5000 digits"),
+        (("--model", "llama-3-8b", "--batch", "0" * 5000), "--batch must be"),
+        (("--model", "llama-3-8b", "--batch", str(10**13)), "batch must lie in [1, 16777216]"),
+        (("--model", "llama-3-8b", "--seqlen", str(10**13), "--train"), "seqlen must lie in [1, 16777216]"),
         (("--model", "llama-3-8b", "--dtype", "bf17"), "did you mean 'bf16'"),
+        (("--model", "llama-3-8b", "--kv-dtype", "int4"), "did you mean 'int8'"),
+        (("--model", "llama-3-8b", "--kv-dtype", "int8", "--train"), "kv-dtype is of inference"),
         (("--model", "llama-3-8b", "--card", "A1000"), "no preset for 'A1000'"),
         (("--model", "llama-3-8b", "--train", "--policy", "all"), "policy='all'"),
     ],

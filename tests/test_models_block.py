@@ -17,11 +17,21 @@ from gpu_ops.models import Layer, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=29, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 BIASES = dataclasses.replace(CONFIG, biases=("qkv", "o", "gate_up", "down"))
+GEMMA = dataclasses.replace(
+    CONFIG, weight_offset=1.0, post_norms=True, embedding_scale=None, activation="gelu_tanh", tied=True
+)
 FAMILIES = {
     "llama": CONFIG,
     "biases": BIASES,
     "qwen2": dataclasses.replace(CONFIG, biases=("qkv",)),
     "qwen3": dataclasses.replace(CONFIG, qk_norm=True, head_dim=16),
+    "granite": dataclasses.replace(
+        BIASES, embedding_scale=3.0, residual_scale=0.4, logits_scaling=6.0, softmax_scale=0.5
+    ),
+    "bitnet": dataclasses.replace(CONFIG, sub_norms=True, activation="relu2"),
+    "gemma2": dataclasses.replace(GEMMA, softcap=2.0, logits_softcap=1.5, layers=(Layer(window=3), Layer())),
+    "gemma3": dataclasses.replace(GEMMA, qk_norm=True, layers=(Layer(100.0, window=3), Layer(1e4))),
+    "everything": dataclasses.replace(GEMMA, sub_norms=True, residual_scale=0.5, qk_norm=True),
     "mixed": dataclasses.replace(BIASES, qk_norm=True, layers=(Layer(None, None, 3), Layer(500.0))),
 }
 DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.float16]
@@ -105,12 +115,13 @@ def test_the_same_bits_for_any_number_of_threads(monkeypatch):
         assert all(np.array_equal(grads[name], g) for name, g in found[0][1].items())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_a_policy_keeps_what_it_says(family):
     config = FAMILIES[family]
     arrays, _ = made(config, np.float32)
     layer = models.Llama.of(arrays, config).layers[0]
     apart = set() if config.qk_norm else {"q", "k", "rstd_q", "rstd_k"}
+    apart |= set() if config.post_norms else {"o", "rstd_o", "down", "rstd_down"}
     x = np.random.default_rng(0).standard_normal((1, 8, 32)).astype(np.float32)
     kept = {}
     for policy, names in models.POLICIES.items():

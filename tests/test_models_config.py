@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+from gpu_ops import RopeScaling
 from gpu_ops.errors import FileError, OptionError
-from gpu_ops.models import Layer, LlamaConfig
+from gpu_ops.models import PRESETS, Layer, LlamaConfig
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -56,7 +59,7 @@ def test_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
         ({"attention_bias": "yes"}, "attention_bias"),
         ({"sliding_window": 5}, "sliding_window=5"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
@@ -83,6 +86,15 @@ def test_what_a_llama_does_not_have_is_refused(change, words):
         {"theta": 0},
         {"biases": ("q",)},
         {"qk_norm": 1},
+        {"sub_norms": 1},
+        {"post_norms": "yes"},
+        {"softcap": -1.0},
+        {"logits_softcap": float("nan")},
+        {"softmax_scale": 0},
+        {"embedding_scale": 0},
+        {"residual_scale": None},
+        {"logits_scaling": -1.0},
+        {"weight_offset": None},
         {"layers": ("full_attention",)},
         {"layers": (Layer(),) * 2},
     ],
@@ -132,3 +144,96 @@ def test_a_family_is_chosen_by_options():
         config.to_hf("qwen3")
     with pytest.raises(OptionError, match="model_type"):
         config.to_hf("gemma")
+
+
+GEMMA = LLAMA_3 | {"model_type": "gemma2", "rope_scaling": None, "rope_theta": 1e4, "hidden_size": 3584}
+GEMMA_3 = GEMMA | {"model_type": "gemma3_text", "rope_theta": 1e6, "sliding_window": 512}
+
+
+def test_gemma_2():
+    config = LlamaConfig.from_hf(GEMMA | {"query_pre_attn_scalar": 224, "sliding_window_pattern": 7})
+    assert (config.softcap, config.logits_softcap, config.softmax_scale) == (50.0, 30.0, 224**-0.5)
+    assert (config.weight_offset, config.post_norms, config.activation) == (1.0, True, "gelu_tanh")
+    assert [layer.window for layer in config.layers[:3]] == [4095, -1, 4095]
+    assert config.to_hf()["query_pre_attn_scalar"] == 224
+    assert config.embedding_factor("float32") == np.float32(3584**0.5)
+    assert config.embedding_factor(ml_dtypes.bfloat16) == 59.75
+    none = LlamaConfig.from_hf(GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (none.softcap, none.logits_softcap, none.softmax_scale) == (0.0, 0.0, None)
+
+
+ROPE = {"rope_type": "linear", "factor": 8.0}
+OF_TYPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": ROPE | {"rope_theta": 1e6},
+}
+
+
+def test_presets_are_what_the_published_configs_say():
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes += ("num_key_value_heads",)
+    gemma = {"rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+    published = {
+        "bitnet-b1.58-2b": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}
+        | {"rope_theta": 5e5, "tie_word_embeddings": True}
+        | dict(zip(sizes, (128256, 2560, 6912, 30, 20, 5), strict=True)),
+        "gemma-2-2b": {**gemma, "model_type": "gemma2", "head_dim": 256, "sliding_window": 4096}
+        | dict(zip(sizes, (256000, 2304, 9216, 26, 8, 4), strict=True)),
+        "gemma-3-1b": {**gemma, "model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}
+        | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None}
+        | dict(zip(sizes, (262144, 1152, 6912, 26, 4, 1), strict=True)),
+    }
+    for name, entries in published.items():
+        assert LlamaConfig.from_hf(entries) == PRESETS[name], name
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_local_base_freq": 1e4, "rope_scaling": ROPE},
+        {"rope_local_base_freq": None, "rope_theta": None, "rope_scaling": ROPE},
+        {"rope_theta": None, "rope_parameters": OF_TYPES},
+        {"rope_parameters": {"full_attention": ROPE}},
+    ],
+    ids=["old", "defaults", "new", "a part"],
+)
+def test_gemma_3_rotates_by_the_type_of_the_layer(rope):
+    rope = {name: x for name, x in rope.items() if x is not None}
+    entries = {n: x for n, x in GEMMA_3.items() if n != "rope_theta" or "rope_theta" not in rope}
+    config = LlamaConfig.from_hf(entries | rope)
+    assert [layer.window for layer in config.layers[:7]] == [511] * 5 + [-1, 511]
+    assert [(layer.theta, layer.scaling) for layer in config.layers[4:6]] == [
+        (1e4, None),
+        (1e6, RopeScaling.linear(8.0)),
+    ]
+    assert LlamaConfig.from_hf(config.to_hf("gemma3_text")) == config
+
+
+def test_granite_and_bitnet():
+    multipliers = {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.25}
+    granite = LLAMA_3 | multipliers | {"model_type": "granite", "logits_scaling": 8.0, "rms_norm_eps": 1e-6}
+    config = LlamaConfig.from_hf(granite)
+    assert (config.softmax_scale, config.embedding_scale, config.residual_scale) == (0.1, 12.0, 0.25)
+    assert (config.logits_scaling, config.stream_eps) == (8.0, 1.6e-5)
+    assert config.embedding_factor("bfloat16") == 48.0
+    config = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "bitnet", "hidden_act": "relu2"})
+    assert (config.sub_norms, config.activation) == (True, "relu2")
+    assert config.block_shapes()["ffn_sub_norm"] == (14336,)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must hold"),
+        ({"rope_parameters": {"full_attention": 5}}, "full_attention must be a dict"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"hidden_activation": "relu"}, "hidden_activation='relu'"),
+    ],
+)
+def test_what_a_gemma_3_does_not_have_is_refused(change, words):
+    with pytest.raises(OptionError, match=words):
+        LlamaConfig.from_hf(GEMMA_3 | change)

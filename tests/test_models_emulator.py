@@ -13,10 +13,25 @@ from gpu_ops import models, training
 
 pytestmark = needs_nvrtc
 CONFIG = models.LlamaConfig(vocab=32, hidden=64, ffn=96, nlayers=2, nheads=4, nheads_kv=2)
+GEMMA = dataclasses.replace(
+    CONFIG, weight_offset=1.0, post_norms=True, embedding_scale=None, activation="gelu_tanh", tied=True
+)
 FAMILIES = {
     "llama": CONFIG,
     "qwen2": dataclasses.replace(CONFIG, biases=("qkv",), nlayers=1),
     "qwen3": dataclasses.replace(CONFIG, qk_norm=True, head_dim=32, nlayers=1),
+    "granite": dataclasses.replace(
+        CONFIG, embedding_scale=3.0, residual_scale=0.5, logits_scaling=4.0, nlayers=1
+    ),
+    "bitnet": dataclasses.replace(CONFIG, sub_norms=True, activation="relu2", nlayers=1),
+    "gemma2": dataclasses.replace(
+        GEMMA,
+        softcap=2.0,
+        logits_softcap=3.0,
+        softmax_scale=0.2,
+        layers=(models.Layer(window=5), models.Layer()),
+    ),
+    "gemma3": dataclasses.replace(GEMMA, qk_norm=True, head_dim=32, window=5, nlayers=1),
     "smollm3": dataclasses.replace(CONFIG, layers=(models.Layer(), models.Layer(None, None, 5))),
 }
 SLOW = [
@@ -32,7 +47,7 @@ BRIEF = [
 SLOW += [
     pytest.param(kernels, family, dtype, "layer", marks=pytest.mark.slow)
     for kernels, dtype in (("raw", "float32"), ("numba", "bfloat16"))
-    for family in ("qwen2", "qwen3", "smollm3")
+    for family in list(FAMILIES)[1:]
 ]
 
 

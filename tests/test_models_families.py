@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 
@@ -38,6 +39,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+OF_TYPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
 CASES = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
@@ -53,6 +59,22 @@ CASES = {
         "SmolLM3",
         {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 7},
     ),
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"logits_scaling": 8.0, "attention_bias": True, "mlp_bias": True},
+    ),
+    "bitnet": ("BitNet", {}),
+    "bitnet-biases": ("BitNet", {"attention_bias": True}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 32, "sliding_window": 6, "layer_types": TYPES, "rope_parameters": OF_TYPES},
+    ),
 }
 EVERY = pytest.mark.parametrize("case", CASES)
 
@@ -66,13 +88,16 @@ def _no_kernels(monkeypatch):
 def made(case, dtype=torch.float32):
     """A model of transformers with random weights, norms and biases included."""
     name, options = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
+        **SIZES | options
+    )
+    one = 0.0 if name.startswith("Gemma") else 1.0
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim == 1:
-                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else 1.0))
+                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else one))
             else:
                 p.copy_(0.1 * torch.randn_like(p))
             p.data = p.data.to(dtype)  # model.to() would round the rotary frequencies
@@ -136,8 +161,8 @@ def test_transformers_reads_what_is_saved(case, tmp_path):
 def test_gradients_in_float64_are_torchs(case, tmp_path):
     made(case).save_pretrained(tmp_path)
     weights, config = models.load(tmp_path, dtype="float64")
-    if config.scaling is not None:  # the peer rotates by plain frequencies
-        config = dataclasses.replace(config, scaling=None)
+    plain = tuple(dataclasses.replace(layer, scaling=None) for layer in config.layers)
+    config = dataclasses.replace(config, scaling=None, layers=plain)  # as the peer rotates
     tokens, targets = ids(), np.roll(ids(), -1, 1)
     p = {name: torch.tensor(x, requires_grad=True) for name, x in weights.arrays().items()}
     loss = torch_loss(p, config, torch.tensor(tokens), torch.tensor(targets))
@@ -148,3 +173,46 @@ def test_gradients_in_float64_are_torchs(case, tmp_path):
     for name, x in p.items():
         right = x.grad.numpy()
         assert np.abs(grads[name] - right).max() < 1e-12 * np.abs(right).max(), name
+
+
+@pytest.mark.parametrize("kind", ["autobitlinear", "bitlinear"])
+def test_packed_bitnet_is_that_of_transformers(kind, tmp_path, monkeypatch):
+    """But where the last bit of a norm decides how an activation is rounded to int8."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # which would need a C++ compiler
+    monkeypatch.delitem(sys.modules, "transformers.integrations.bitnet", raising=False)
+    bitnet = importlib.import_module("transformers.integrations.bitnet")
+    model = made("bitnet")
+    quantization = transformers.BitNetQuantConfig(
+        linear_class=kind, quantization_mode="offline" if kind == "autobitlinear" else "online"
+    )
+    bitnet.replace_with_bitnet_linear(model, ["lm_head"], quantization)
+    parts, packed = {**model.state_dict()}, {}
+    rng = np.random.default_rng(1)
+    for name in [n for n in parts if n.endswith("weight_scale")]:
+        weight = name.removesuffix("_scale")
+        shape = model.get_submodule(weight.removesuffix(".weight"))
+        t = torch.tensor(rng.integers(-1, 2, (shape.out_features, shape.in_features)), dtype=torch.float32)
+        packed[weight] = bitnet.pack_weights(t.clone())
+        parts[weight] = t if kind == "autobitlinear" else packed[weight]
+        parts[name] = torch.tensor(
+            [rng.uniform(0.05, 0.1) if kind == "autobitlinear" else rng.uniform(10, 20)]
+        )
+    for name, x in parts.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(x, requires_grad=False))
+    for module in model.modules():
+        if isinstance(module, bitnet.BitLinear):
+            module.dtype = torch.float32
+    from safetensors.torch import save_file
+
+    save_file({n: x.contiguous() for n, x in (parts | packed).items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            model.config.to_dict()
+            | {"quantization_config": {**quantization.to_dict(), "quantization_mode": "offline"}}
+        )
+    )
+    right = theirs(model)
+    off = np.abs(ours(tmp_path, "float32") - right)
+    assert np.median(off) < 2e-6 * np.abs(right).max()
+    assert off.max() < 2e-2 * np.abs(right).max()

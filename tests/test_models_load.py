@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import models
-from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
+from gpu_ops.errors import FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
 from gpu_ops.models import LlamaConfig
 from tests.test_file_mutations import mutant
@@ -190,10 +190,13 @@ def test_a_tensor_in_two_shards(folder):
 
 
 def test_folders_that_are_none(folder, tmp_path):
-    with pytest.raises(MissingFileError, match=r"config\.json"):
+    with pytest.raises(MissingFileError, match=r"No such file or directory: '.*missing'"):
         models.load(tmp_path / "missing")
-    with pytest.raises(FileError):
+    with pytest.raises(FormatError, match=r"config\.json cannot be read as a GGUF file"):
         models.load(folder / "config.json")
+    (folder / "empty").mkdir()
+    with pytest.raises(MissingFileError, match=r"config\.json"):
+        models.load(folder / "empty")
     (folder / "model.safetensors").unlink()
     with pytest.raises(
         MissingFileError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"
@@ -204,8 +207,8 @@ def test_folders_that_are_none(folder, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
-        ({"quantization_config": {"quant_method": "bitnet"}}, "quantised"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
         ({"num_hidden_layers": 60000}, "60000 layers, and the files 21 tensors"),
         ({"num_attention_heads": "4"}, "num_attention_heads"),

@@ -11,7 +11,7 @@ from fake_cupy import FakeArray
 
 from gpu_ops import memory, models
 from gpu_ops.models import offload
-from gpu_ops.models.projection import copied
+from gpu_ops.models.elementwise import copied
 
 
 class Streams:

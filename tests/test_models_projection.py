@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import models
+from gpu_ops import inference, models
 from gpu_ops.errors import OptionError
-from gpu_ops.models.projection import project, project_backward
+from gpu_ops.models import projection
+from gpu_ops.models.projection import Codes, Int8Input, normed, project, project_backward
 from tests.test_models_block import CONFIG, made, tokens
 
 RANK = 3
@@ -172,3 +174,75 @@ def test_adapters_on_a_model_with_biases():
     models.loss_and_grads(ids, targets, merged, BIASED, grads=whole)
     for name, x in found.items():
         np.testing.assert_allclose(x, zeros[name], rtol=1e-10, atol=1e-13)
+
+
+def ternary_model(dtype, config=BIASED):
+    """And its twin whose projections take int8 from the norms."""
+    arrays = models.initial_weights(config, std=0.3)
+    arrays = {n: x if x.ndim > 1 else x + 0.1 * np.sin(np.arange(x.size)) for n, x in arrays.items()}
+    weights = models.Llama.of({n: x.astype(dtype) for n, x in arrays.items()}, config)
+    for layer in weights.layers:
+        for part in models.config.PROJECTIONS:
+            setattr(layer, part, gpu_ops.ternary_quantize(getattr(layer, part)))
+    return weights, models.with_int8_input(weights)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_int8_from_the_norm_is_what_project_multiplies(dtype):
+    rng = np.random.default_rng(1)
+    x, norm = rng.standard_normal((5, 32)).astype(dtype), rng.standard_normal(32).astype(dtype)
+    bias, residual = (rng.standard_normal(n).astype(dtype) for n in (24, (5, 24)))
+    w = gpu_ops.ternary_quantize(rng.standard_normal((24, 32)).astype(np.float32))
+    codes = normed(x, norm, Int8Input(w), eps=1e-3)
+    q, scale, _ = gpu_ops.rmsnorm_quant_int8(x, norm, eps=1e-3)
+    assert isinstance(codes, Codes)
+    np.testing.assert_array_equal(codes.q, q)
+    y = project(codes, Int8Input(w), bias, residual)
+    assert y.dtype == dtype
+    want = gpu_ops.ternary_matmul(q, w, x_scale=scale, out_dtype=dtype)
+    np.testing.assert_array_equal(y, want + bias + residual)
+    # of floats, as the matrix alone
+    np.testing.assert_array_equal(normed(x, norm, w, eps=1e-3), gpu_ops.rmsnorm(x, norm, eps=1e-3))
+    np.testing.assert_array_equal(project(x, Int8Input(w), bias), project(x, w, bias))
+    dy = rng.standard_normal((5, 24)).astype(dtype)
+    np.testing.assert_array_equal(
+        project_backward(dy, x, Int8Input(w), None), project_backward(dy, x, w, None)
+    )
+
+
+def test_inference_takes_int8_where_the_weights_ask_for_it(monkeypatch):
+    """Twice a layer, and the logits stay within the rounding to int8; nothing changes for a plain TernaryMatrix."""
+    plain, given = ternary_model(np.float32)
+    calls = []
+
+    def counted(*arrays, **options):
+        calls.append(arrays[0].shape)
+        return gpu_ops.rmsnorm_quant_int8(*arrays, **options)
+
+    monkeypatch.setattr(projection, "rmsnorm_quant_int8", counted)
+
+    def logits(weights):
+        cache = inference.cache_for(weights, BIASED, lengths=[9])
+        text = cache.add()
+        found = []
+        for ids in ([3, 1, 4, 1, 5, 9, 2], [6]):  # a prompt, then a token
+            found.append(inference.next_logits(weights, BIASED, cache, cache.reserve({text: ids})))
+            cache.commit()
+        return np.concatenate(found)
+
+    want = logits(plain)
+    assert not calls
+    found = logits(given)
+    assert [rows for rows, _ in calls] == [7] * 2 * BIASED.nlayers + [1] * 2 * BIASED.nlayers
+    assert np.linalg.norm(found - want) < 0.02 * np.linalg.norm(want)
+    assert not np.array_equal(found, want)
+    ids = tokens((1, 6))
+    np.testing.assert_array_equal(models.logits(ids, given, BIASED), models.logits(ids, plain, BIASED))
+
+
+def test_int8_input_wants_packed_weights():
+    arrays, _ = made()
+    with pytest.raises(OptionError, match=r"layers.0.qkv is ndarray, not a TernaryMatrix"):
+        models.with_int8_input(models.Llama.of(arrays, CONFIG))
+    with pytest.raises(OptionError, match="gate"):
+        models.with_int8_input(ternary_model(np.float32)[0], ("gate",))

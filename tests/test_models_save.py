@@ -17,6 +17,14 @@ from tests.test_models_load import CONFIG, made, same
 YARN, LLAMA3 = RopeScaling.yarn(4.0, 64, truncate=False), RopeScaling.llama3(8.0, 128)
 LONG = RopeScaling.longrope([1.0] * 3, [2.0] * 3, 64, factor=4.0)
 SLIDING = (Layer(), Layer(window=3))
+GEMMA = dataclasses.replace(
+    CONFIG,
+    weight_offset=1.0,
+    post_norms=True,
+    embedding_scale=None,
+    activation="gelu_tanh",
+    layers=SLIDING[::-1],
+)
 CONFIGS = {
     "llama": CONFIG,
     "tied": dataclasses.replace(CONFIG, tied=True, activation="gelu_tanh"),
@@ -28,6 +36,12 @@ CONFIGS = {
     "qwen3": dataclasses.replace(CONFIG, qk_norm=True, head_dim=16, layers=SLIDING[::-1]),
     "smollm3": dataclasses.replace(CONFIG, layers=(Layer(None), Layer(2e6))),
     "smollm3 sliding": dataclasses.replace(CONFIG, layers=(Layer(5e5, LLAMA3), Layer(None, None, 3))),
+    "granite": dataclasses.replace(
+        CONFIG, embedding_scale=12.0, residual_scale=0.3, logits_scaling=6.0, softmax_scale=0.1
+    ),
+    "bitnet": dataclasses.replace(CONFIG, sub_norms=True, activation="relu2", theta=5e5),
+    "gemma2": dataclasses.replace(GEMMA, softcap=50.0, logits_softcap=30.0, softmax_scale=224**-0.5),
+    "gemma3": dataclasses.replace(GEMMA, qk_norm=True, layers=(Layer(1e4, None, 3), Layer(1e6, YARN))),
     "no rotation": dataclasses.replace(CONFIG, theta=None),
     "linear": dataclasses.replace(CONFIG, scaling=RopeScaling.linear(2.0)),
     "dynamic": dataclasses.replace(CONFIG, scaling=RopeScaling.dynamic(2.0, 64)),

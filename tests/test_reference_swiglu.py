@@ -15,7 +15,7 @@ from gpu_ops.reference import swiglu as ref_swiglu
 Array = npt.NDArray[Any]
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -62,6 +62,7 @@ def test_activations_at_known_points(value: float) -> None:
     assert act("gelu") == pytest.approx(value * phi, rel=1e-13, abs=1e-300)
     inner = math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
     assert act("gelu_tanh") == pytest.approx(0.5 * value * (1 + math.tanh(inner)), rel=1e-13, abs=1e-300)
+    assert act("relu2") == (value**2 if value > 0 else 0.0)
 
 
 def test_an_unknown_activation_is_refused() -> None:

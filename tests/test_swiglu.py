@@ -16,7 +16,8 @@ from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
 DEVICES = ("cpu", "emulator", "cuda")
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
+BOUNDED = ACTIVATIONS[:3]  # whose slopes end at 1
 SHAPES = [(7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
 
 
@@ -85,7 +86,7 @@ def test_packed_equals_split(backend, dtype, shape, rng):
     check_backward(dpacked, dy, packed, None, "silu")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", BOUNDED)
 def test_limits(backend, dtype, activation):
     largest = float(np.finfo(np.float32).max) if dtype != np.float16 else 65504.0
     large = np.array([-np.inf, -largest, -1000.0, 1000.0, largest, np.inf, np.nan], np.float64).astype(dtype)
@@ -105,7 +106,20 @@ def test_limits(backend, dtype, activation):
     assert not dup.any()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_relu2_is_exact(backend, dtype, rng):
+    limits = [-np.inf, -60000, -0.0, 5e3, np.inf, np.nan]
+    values = np.concatenate([np.tile(limits, 40), 4 * rng.standard_normal(200)]).astype(dtype)
+    ones = np.ones_like(values)
+    with np.errstate(over="ignore"):
+        y = gpu_ops.swiglu(values, ones, activation="relu2", **backend)
+        dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation="relu2", **backend)
+    positive = np.maximum(values.astype(np.float64 if dtype == np.float64 else np.float32), 0)
+    with np.errstate(over="ignore"):
+        for found, want in ((y, positive * positive), (dgate, 2 * positive), (dup, positive * positive)):
+            np.testing.assert_array_equal(found.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("activation", BOUNDED)
 def test_accuracy_over_the_whole_range(backend, activation):
     """float32 against float64 on a fine grid: within 2e-7 absolute, or a few units in the last place."""
     gate = np.linspace(-30, 30, 20_001).astype(np.float32)
@@ -152,7 +166,7 @@ def test_gelu_symmetry(backend, dtype, rng):
     """gelu(g) - gelu(-g) = g exactly holds for both forms of gelu; for silu as well."""
     gate = random(rng, (1, 500), dtype)
     ones = np.ones_like(gate)
-    for activation in ACTIVATIONS:
+    for activation in BOUNDED:
         plus, minus = (
             gpu_ops.swiglu(g, ones, activation=activation, **backend).astype(np.float64)
             for g in (gate, -gate)
@@ -177,6 +191,7 @@ def test_torch_agrees():
         "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+        "relu2": lambda g: functional.relu(g).square(),
     }
     for activation, act in acts.items():
         g, u = gate.clone().requires_grad_(), up.clone().requires_grad_()

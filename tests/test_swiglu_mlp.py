@@ -100,7 +100,7 @@ def test_forward_and_backward(backend, dtype, case, rng):
     check(make(rng, *case, dtype), "silu", backend)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
 def test_other_activations(backend, dtype, activation, rng):
     check(make(rng, (9, 32), 32, 50, 32, dtype), activation, backend)
 

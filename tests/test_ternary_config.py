@@ -42,7 +42,9 @@ def test_every_choice_fits_and_is_listed(card):
             gemv = gemv_config(m, n, k, groups, sms=card.sms) if act == "int8" else None
             if gemv is not None:
                 divided = gemv.shares > 1
-                variant = listed[kernels._gemv_kernel(dtype, gemv.tokens, gemv.rows, divided, grouped)]
+                how = gemv.tokens, gemv.rows, divided, grouped
+                variant = listed[kernels._gemv_kernel(dtype, dtype, *how)]
+                assert kernels._gemv_kernel("int8", dtype, *how) in listed
                 assert m <= gemv.tokens
                 assert n >= gemv.rows, "the kernel takes the last rows as a whole"
                 assert gemv.shared_bytes <= variant.dynamic_shared_bytes < ARCHES[arch].smem_per_block_optin

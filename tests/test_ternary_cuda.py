@@ -230,7 +230,7 @@ def test_the_large_tile_on_tensor_cores(rng):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_integer_instructions_per_weight(arch):
     """The main loop of the GEMV with one token: at most 0.75, so that memory is the limit on an H200."""
-    counts = loop(kernels._gemv_kernel("bfloat16", 1, 4, False, False), arch, "IDP", 4 * 16)
+    counts = loop(kernels._gemv_kernel("bfloat16", "bfloat16", 1, 4, False, False), arch, "IDP", 4 * 16)
     issued = sum(counts[opcode] for opcode in INTEGER) / (4 * 64)
     print(f"{arch}: {issued:.2f} integer instructions per weight; {counts}")
     assert counts["IDP"] == 4 * 16

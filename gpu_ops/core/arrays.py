@@ -22,6 +22,7 @@ from gpu_ops.errors import DeviceError, DTypeError, ShapeError
 
 __all__ = [
     "Array",
+    "as_bits",
     "as_rows",
     "bounds_of",
     "check_shareable",
@@ -137,6 +138,11 @@ def _is_tracked(x: Any) -> bool:
         return False
     torch = sys.modules.get("torch")
     return torch is None or library_of(x, _HOST_LIBRARIES) != "torch" or bool(torch.is_grad_enabled())
+
+
+def as_bits(x: Array) -> Array:
+    """Unsigned integers of the same bytes for bfloat16 and float8, which CuPy and the emulator do not know."""
+    return x.view(np.dtype(f"u{x.dtype.itemsize}")) if x.dtype.kind == "V" else x
 
 
 def as_rows(x: Array) -> Array:

@@ -135,12 +135,12 @@ def computing_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def result_dtype(
-    op: str, name: str, value: Any, default: np.dtype[Any], other: np.dtype[Any]
+    op: str, name: str, value: Any, default: np.dtype[Any], *others: np.dtype[Any]
 ) -> np.dtype[Any]:
-    """The dtype of a result: ``default``, or ``other`` where it is asked for."""
+    """The dtype of a result: ``default``, or one of ``others`` where it is asked for."""
     if value is None:
         return default
-    allowed = dict.fromkeys((default, other))
+    allowed = dict.fromkeys((default, *others))
     found: np.dtype[Any] | None = None
     with contextlib.suppress(TypeError):
         found = np.dtype(value)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.arrays import as_bits
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, Launch, Limits, Memset, Tensor
 from gpu_ops.presets import ARCHES, select_preset
@@ -112,8 +113,7 @@ class EmulatorDevice:
 
     def _buffer(self, array: Array) -> Any:
         at = _address(array)
-        bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-        return _emulator()[0].Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
+        return _emulator()[0].Buffer(as_bits(array), self._names.get(at, ""), at not in self._unwritten)
 
     def _check_resident(self, launch: Launch, compiled: Any) -> None:
         """A driver refuses a cooperative launch of more blocks than run at the same time."""

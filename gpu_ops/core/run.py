@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.allocator import IN_USE, Allocator, allocator
-from gpu_ops.core.arrays import from_dlpack, give
+from gpu_ops.core.arrays import as_bits, from_dlpack, give
 from gpu_ops.core.bound import Bound, as_integer
 from gpu_ops.core.dispatch import lowering
 from gpu_ops.core.places import Allocation, Place
@@ -299,8 +299,7 @@ def _copied_to_device(views: Views) -> Views:
     for name, x in views.items():
         if isinstance(x, np.ndarray):
             if id(x) not in moved:
-                bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
-                moved[id(x)] = cupy.asarray(np.ascontiguousarray(bits)).view(x.dtype)
+                moved[id(x)] = cupy.asarray(np.ascontiguousarray(as_bits(x))).view(x.dtype)
             x = moved[id(x)]
         found[name] = x
     return found
@@ -309,8 +308,7 @@ def _copied_to_device(views: Views) -> Views:
 def _to_host(x: Any) -> Any:
     import cupy
 
-    bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
-    return cupy.asnumpy(bits).view(x.dtype)
+    return cupy.asnumpy(as_bits(x)).view(x.dtype)
 
 
 def _check_workspace(op: str, workspace: Any, program: Program, device: str) -> Any:

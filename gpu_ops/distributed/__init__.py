@@ -5,6 +5,7 @@ Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiex
 
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.engine import Pending
+from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_attention_varlen_backward
 from gpu_ops.distributed.mesh import Mesh, world
 from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
 from gpu_ops.distributed.sequence import sequence_positions
@@ -23,6 +24,8 @@ __all__ = [
     "TensorParallel",
     "UlyssesSaved",
     "VocabularyRows",
+    "gathered_attention_varlen",
+    "gathered_attention_varlen_backward",
     "ring_attention",
     "ring_attention_backward",
     "sequence_positions",

@@ -63,7 +63,7 @@ class Comm(Engine):
         ``out``: receives the result; may be ``x``.
         """
         view, library = self._reducible("all_reduce", x, op)
-        result, target = self._result("all_reduce", view, view.shape, out)
+        result, target = self._result("all_reduce", view, view.shape, out, in_place=True)
         call = self.begin("all_reduce", view, f"op={op!r}")
         sent = _bytes(view)
         bounds = [view.size * r // self.size for r in range(self.size + 1)]
@@ -127,7 +127,7 @@ class Comm(Engine):
         """``x`` of rank ``root`` on every rank; of the others' ``x`` only shape and dtype count."""
         view, library = self.movable("broadcast", x)
         root = self._member("broadcast", "root", root)
-        result, target = self._result("broadcast", view, view.shape, out)
+        result, target = self._result("broadcast", view, view.shape, out, in_place=True)
         call = self.begin("broadcast", view, f"root={root}")
         if self.rank == root:
             result[...] = view
@@ -140,6 +140,13 @@ class Comm(Engine):
         call = self.begin("barrier")
         found = np.empty(self.size, np.uint8)
         self._finish(self._all_gather(np.zeros(1, np.uint8), found, [1] * self.size), call)
+
+    def split(self, color: int, *, name: str = "split") -> Comm:
+        """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
+        color = checks.integer("split", "color", color, low=0, high=2**31 - 1)
+        self.begin("split", f"name={name!r}")
+        self.barrier()  # MPI makes communicators in a blocking call, which has no timeout
+        return self._split(color, name)
 
     # From rank to rank
 
@@ -186,8 +193,7 @@ class Comm(Engine):
     # Shared parts
 
     @abstractmethod
-    def split(self, color: int, *, name: str = "split") -> Comm:
-        """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
+    def _split(self, color: int, name: str) -> Comm: ...
 
     def _sum_of_parts(self, call: str, view: Array, sent: Array, lengths: Sequence[int], op: str) -> Array:
         """Of the parts of these lengths, this rank's of every rank, added in rank order. ``sent``: bytes of all."""
@@ -204,15 +210,16 @@ class Comm(Engine):
         with np.errstate(over="ignore"):
             return total.astype(view.dtype, copy=False)
 
-    def movable(self, op: str, x: Any) -> tuple[Array, str | None]:
-        """A view of an array that can be sent, and its library."""
+    def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
+        """Return a NumPy view of an argument that can be sent, and the library whose array it is."""
         if on_cuda(x):
             raise DeviceError(
-                f"{op}: x is on a CUDA device; {type(self).__name__} sends arrays in host memory: pass x.get()"
+                f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: "
+                f"pass {name}.get()"
             )
-        view, library = host_view(op, "x", np.asarray(x) if isinstance(x, np.generic) else x)
+        view, library = host_view(op, name, np.asarray(x) if isinstance(x, np.generic) else x)
         if view.dtype.hasobject:
-            raise DTypeError(f"{op}: x is {view.dtype}: Python objects cannot be sent")
+            raise DTypeError(f"{op}: {name} is {view.dtype}: Python objects cannot be sent")
         return view, library
 
     def _reducible(self, name: str, x: Any, op: str) -> tuple[Array, str | None]:
@@ -226,18 +233,30 @@ class Comm(Engine):
         return view, library
 
     def _result(
-        self, op: str, view: Array, shape: tuple[int, ...], out: Any, *, direct: bool = True
+        self,
+        op: str,
+        view: Array,
+        shape: tuple[int, ...],
+        out: Any,
+        *,
+        direct: bool = True,
+        in_place: bool = False,
     ) -> tuple[Array, Array | None]:
-        """A contiguous array to fill, and the caller's if that is another one."""
+        """A contiguous array to fill, and the caller's if that is another one.
+
+        ``direct``: the caller's may be filled itself; ``in_place``: also where it is x.
+        """
         if out is None:
             return np.empty(shape, view.dtype), None
-        target, _ = self.movable(op, out)
+        target, _ = self.movable(op, out, "out")
         checks.exactly(op, "out", target, shape)
         check_writable(op, "out", out, target, view.dtype, "")
-        if overlap(view, target) and not (view.shape == target.shape and same_memory(view, target)):
+        shared = overlap(view, target)
+        if shared and not (view.shape == target.shape and same_memory(view, target)):
             raise ShapeError(f"{op}: out shares memory with x; pass x itself or an array of its own")
-        in_place = target.flags.c_contiguous and not overlap(view, target) and direct
-        return (target, None) if in_place else (np.empty(shape, view.dtype), target)
+        if direct and target.flags.c_contiguous and (in_place or not shared):
+            return target, None
+        return np.empty(shape, view.dtype), target
 
     def _divides(self, op: str, name: str, axis: int, view: Array) -> None:
         if view.shape[axis] % self.size:

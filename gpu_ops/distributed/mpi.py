@@ -26,42 +26,53 @@ _PATIENCE = 2.0  # seconds that ranks have to answer a roll call: they time out 
 _WORD = 256  # bytes of an answer
 
 
+def _explain(error: Exception) -> str:
+    return f"MPI: {error}. Ranks that pass other shapes are one cause: GPU_OPS_COMM_CHECK=1 names them"
+
+
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """MPI's errors as CommError."""
     try:
         yield
     except MPI.Exception as error:
-        raise CommError(
-            f"MPI: {error}. Ranks that pass other shapes are one cause: GPU_OPS_COMM_CHECK=1 names them"
-        ) from error
+        raise CommError(_explain(error)) from error
 
 
 class _Requests:
     """Operations of MPI under way, with the bytes that each receives; None where it is not a receive."""
 
     def __init__(self, requests: Sequence[Any], expected: Sequence[int | None], *buffers: Any) -> None:
-        self._requests, self._expected = list(requests), expected
-        self._buffers = buffers  # alive as long as MPI reads them
-        self._ended = False
+        self._requests, self._expected, self._buffers = list(requests), expected, buffers
+        self._statuses = [MPI.Status() for _ in requests]
+        self._ended, self._error = False, ""
+        _in_flight.add(self)
 
     def done(self) -> bool:
         if not self._ended:
-            statuses = [MPI.Status() for _ in self._requests]
-            with _errors():
-                self._ended = MPI.Request.Testall(self._requests, statuses)
+            try:
+                self._ended = MPI.Request.Testall(self._requests, self._statuses)
+            except MPI.Exception as error:
+                self._ended, self._error = True, _explain(error)
             if self._ended:
-                self._check(statuses)
+                _in_flight.discard(self)
+                self._error = self._error or self._wrong_size()
+        if self._error:
+            raise CommError(self._error)
         return self._ended
 
-    def _check(self, statuses: Sequence[Any]) -> None:
-        for status, expected in zip(statuses, self._expected, strict=True):
+    def _wrong_size(self) -> str:
+        for status, expected in zip(self._statuses, self._expected, strict=True):
             found = expected if expected is None else status.Get_count(MPI.BYTE)
             if found != expected:
-                raise CommError(
+                return (
                     f"rank {status.Get_source()} sent {found} bytes where {expected} were to come: shape and dtype "
                     "must be equal on both sides"
                 )
+        return ""
+
+
+_in_flight: set[_Requests] = set()  # MPI uses their buffers, whether or not anybody still waits for them
 
 
 @dataclass(frozen=True)
@@ -83,13 +94,16 @@ class Mpi(Comm):
 
     @classmethod
     def world(cls, timeout: float) -> Mpi:
-        """All ranks. Their messages stay apart from those of other users of MPI."""
-        roll = MPI.COMM_WORLD.Dup()
-        return cls(
-            MPI.COMM_WORLD.Dup(), "world", timeout, _World(roll, roll.allgather(MPI.Get_processor_name()))
-        )
+        """All ranks, once all of them are here. Their messages stay apart from those of other users of MPI."""
+        all_ranks, here = MPI.COMM_WORLD, MPI.Get_processor_name()
+        hosts = [here if rank == all_ranks.rank else "an unknown host" for rank in range(all_ranks.size)]
+        first = cls(all_ranks, "world", timeout, _World(all_ranks, hosts))
+        first._finish(_Requests([all_ranks.Ibarrier()], [None]), "world()")
+        roll = all_ranks.Dup()
+        return cls(all_ranks.Dup(), "world", timeout, _World(roll, roll.allgather(here)))
 
-    def split(self, color: int, *, name: str = "split") -> Mpi:
+    @_errors()
+    def _split(self, color: int, name: str) -> Mpi:
         return Mpi(self._mpi.Split(color, self.rank), name, self.timeout, self._world)
 
     def abort(self, message: str, status: int = 1) -> None:
@@ -121,6 +135,9 @@ class Mpi(Comm):
     def _point_to_point(
         self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
     ) -> _Requests:
+        for earlier in list(_in_flight):  # sends that nobody waits for end here
+            with contextlib.suppress(CommError):  # its own wait() raises it
+                earlier.done()
         receives = [self._mpi.Irecv([x, MPI.BYTE], source, channel) for x, source in found]
         sends = [self._mpi.Isend([x, MPI.BYTE], to, channel) for x, to in sent]
         expected = [*(x.nbytes for x, _ in found), *[None] * len(sends)]

@@ -11,7 +11,15 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import give
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.sequence import ContextOptions, Piece, Shards, check_layout, pieces, read_shards
+from gpu_ops.distributed.sequence import (
+    ContextOptions,
+    Piece,
+    Shards,
+    check_layout,
+    option_words,
+    pieces,
+    read_shards,
+)
 from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_merge import attention_merge
 from gpu_ops.ops.attention_options import visible_pairs
@@ -197,8 +205,7 @@ class _Ring:
         self.layout, self.options = check_layout(op, layout, options, length), options
         self.size, self.length = comm.size, length
         self.rows = pieces(comm.rank, comm.size, length, self.layout)
-        words = {name: x for name, x in options.items() if name != "alibi_slopes"}
-        comm.begin(op, shards.q, shards.k, shards.v, f"layout={self.layout!r}, {words}")
+        comm.begin(op, shards.q, shards.k, shards.v, f"layout={self.layout!r}", option_words(options))
 
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         """Rows of this rank, rows of the keys of ``source`` that they see, and the options of their call."""
@@ -221,7 +228,7 @@ def _read_results(
 ) -> tuple[Array, Array, Array]:
     """dout in q's dtype, delta = sum(dout * out) over head_dim_v, and lse."""
     batch, length, nheads, _ = shards.q.shape
-    views = {name: comm.movable(op, x)[0] for name, x in (("dout", dout), ("out", out), ("lse", lse))}
+    views = {name: comm.movable(op, x, name)[0] for name, x in (("dout", dout), ("out", out), ("lse", lse))}
     for name in ("dout", "out"):
         kind = shards.wide if views[name].dtype == shards.wide else shards.q.dtype
         checks.exactly(op, name, views[name], (batch, length, nheads, shards.v.shape[-1]), kind)

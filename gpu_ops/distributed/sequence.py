@@ -15,7 +15,17 @@ from gpu_ops.distributed.comm import Comm
 from gpu_ops.errors import OptionError, ShapeError, UnknownOptionError
 from gpu_ops.ops.attention_options import read_inputs, read_options
 
-__all__ = ["ContextOptions", "Piece", "Shards", "pieces", "read_shards", "sequence_positions"]
+__all__ = [
+    "ContextOptions",
+    "Piece",
+    "Shards",
+    "by_distance",
+    "check_layout",
+    "option_words",
+    "pieces",
+    "read_shards",
+    "sequence_positions",
+]
 
 Array = npt.NDArray[Any]
 
@@ -108,15 +118,22 @@ def pieces(rank: int, size: int, length: int, layout: str) -> list[Piece]:
 
 
 def read_shards(
-    op: str, comm: Comm, arrays: tuple[Any, Any, Any], options: Mapping[str, Any], axes: str = "batch seqlen"
+    op: str,
+    comm: Comm,
+    arrays: tuple[Any, Any, Any],
+    options: Mapping[str, Any],
+    documents: int | None = None,
 ) -> Shards:
-    """Check what attention would check, before anything is sent. ``axes``: the first ones of q, k and v alike."""
+    """Check what attention would check, before anything is sent. ``documents``: packed ones; None: a batch."""
     for name in options:
         if name not in ContextOptions.__annotations__:
             known = ", ".join(ContextOptions.__annotations__)
             raise UnknownOptionError(f"{op}: unknown option {name!r}; options: {known}")
-    views = [comm.movable(op, x) for x in arrays]
-    call = Call(op)
+    views = [comm.movable(op, x, name) for name, x in zip("qkv", arrays, strict=True)]
+    call, axes = Call(op), "batch seqlen"
+    if documents is not None:
+        call.axes.set("batch", documents, "cu_seqlens")
+        axes = "tokens"
     given = dict(zip("qkv", (view for view, _ in views), strict=True))
     dtype = read_inputs(
         call,
@@ -135,11 +152,19 @@ def check_layout(op: str, layout: str, options: Mapping[str, Any], length: int) 
         raise ShapeError(
             f"{op}: zigzag wants an even number of tokens on each rank, got {length}; pad the sequence"
         )
-    by_distance = (
-        tuple(options.get("window_size", (-1, -1))) != (-1, -1) or options.get("alibi_slopes") is not None
-    )
-    if layout == "striped" and by_distance:
+    if layout == "striped" and by_distance(options):
         raise OptionError(
             f"{op}: layout='striped' has no window_size and no alibi_slopes; use zigzag or contiguous"
         )
     return layout
+
+
+def by_distance(options: Mapping[str, Any]) -> bool:
+    """Whether scores depend on how far a key is from its query, beyond the causal mask."""
+    window = tuple(options.get("window_size", (-1, -1)))
+    return window != (-1, -1) or options.get("alibi_slopes") is not None
+
+
+def option_words(options: Mapping[str, Any]) -> str:
+    """Options as ranks compare them: all but arrays."""
+    return ", ".join(f"{name}={x!r}" for name, x in sorted(options.items()) if name != "alibi_slopes")

@@ -27,7 +27,7 @@ class Single(Comm):
     def __init__(self, name: str = "world", timeout: float = 600.0) -> None:
         super().__init__(0, [0], name, timeout)
 
-    def split(self, color: int, *, name: str = "split") -> Single:
+    def _split(self, color: int, name: str) -> Single:
         return Single(name, self.timeout)
 
     def abort(self, message: str, status: int = 1) -> None:

@@ -30,7 +30,7 @@ __all__ = ["TensorParallel"]
 Array = npt.NDArray[Any]
 
 _OP = "TensorParallel"
-_STREAM_NORMS = ("attn_norm", "mlp_norm", "norm")
+_STREAM_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "norm")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _WHOLE = (*_STREAM_NORMS, *_HEAD_NORMS, "o_bias", "down_bias")
 _TABLES = ("embed", "lm_head")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import give
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.sequence import ContextOptions, read_shards
+from gpu_ops.distributed.sequence import ContextOptions, option_words, read_shards
 from gpu_ops.errors import ShapeError
 from gpu_ops.ops.attention import attention, attention_backward
 
@@ -86,9 +86,9 @@ def ulysses_attention(
             raise ShapeError(
                 f"{op}: {name}={x.shape[_HEADS]} is not divided evenly by {comm.size} ranks; use ring_attention"
             )
-    comm.begin(op, shards.q, shards.k, shards.v, _words(options))
+    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
     of_q, of_k, of_v = (comm.all_to_all(x, _HEADS, _TOKENS) for x in (shards.q, shards.k, shards.v))
-    out, lse = attention(of_q, of_k, of_v, return_lse=True, **_own_heads(comm, options))
+    out, lse = attention(of_q, of_k, of_v, return_lse=True, **_own_heads(op, comm, options))
     result = give(comm.all_to_all(out, _TOKENS, _HEADS), shards.library)
     return (result, UlyssesSaved(of_q, of_k, of_v, out, lse)) if return_saved else result
 
@@ -130,28 +130,24 @@ def ulysses_attention_backward(
     (1, 16, 2, 8)
     """
     op = "ulysses_attention_backward"
-    own = _own_heads(comm, options)
+    own = _own_heads(op, comm, options)
     read_shards(op, comm, saved[:3], own)
-    view, library = comm.movable(op, dout)
+    view, library = comm.movable(op, dout, "dout")
     batch, seqlen, heads, _ = saved.q.shape
     expected = (batch, seqlen // comm.size, heads * comm.size, saved.out.shape[-1])
     wide = checks.computing_dtype(saved.q.dtype.name)
     checks.exactly(op, "dout", view, expected, wide if view.dtype == wide else saved.q.dtype)
-    comm.begin(op, view, _words(options))
+    comm.begin(op, view, option_words(options))
     given = comm.all_to_all(view, _HEADS, _TOKENS)
     grads = attention_backward(given, *saved, **own)
     dq, dk, dv = (give(comm.all_to_all(x, _TOKENS, _HEADS), library) for x in grads)
     return dq, dk, dv
 
 
-def _words(options: ContextOptions) -> str:
-    return str({name: x for name, x in options.items() if name != "alibi_slopes"})
-
-
-def _own_heads(comm: Comm, options: ContextOptions) -> dict[str, Any]:
+def _own_heads(op: str, comm: Comm, options: ContextOptions) -> dict[str, Any]:
     found: dict[str, Any] = dict(options)
     if found.get("alibi_slopes") is not None:
-        slopes: npt.NDArray[Any] = comm.movable("ulysses_attention", found["alibi_slopes"])[0]
+        slopes: npt.NDArray[Any] = comm.movable(op, found["alibi_slopes"], "alibi_slopes")[0]
         each = slopes.shape[-1] // comm.size if slopes.ndim else 0
         found["alibi_slopes"] = slopes[..., comm.rank * each : (comm.rank + 1) * each]
     return found

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: which tensors it holds, and where their bytes begin.
+"""The header of a GGUF file: which tensors it holds, and where their bytes and the values of its keys begin.
 
 No count is believed before it is held against the bytes that are left, and what is read one by one is limited: a
 damaged header costs neither memory nor time.
@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.errors import FormatError
 
 __all__ = ["ALIGNMENT", "ARRAY", "FLOAT_TYPES", "MOST_AXES", "NUMBER_TYPES", "STRING", "TERNARY_TYPES",
-           "UINT32", "GGUFTensor", "read_header"]  # fmt: skip
+           "UINT32", "GGUFHeader", "GGUFTensor", "read_header"]  # fmt: skip
 
 # Types of values, by number; of numbers, with the NumPy dtype.
 NUMBER_TYPES = {
@@ -36,6 +36,9 @@ UINT32, STRING, ARRAY = 4, 8, 9
 # Types of tensors that are written.
 FLOAT_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 TERNARY_TYPES = {"tq1_0": 34, "tq2_0": 35, "q2_0": 42}
+_TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
+               12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 28: "F64", 30: "BF16", 34: "TQ1_0",
+               35: "TQ2_0", 36: "I2_S", 39: "MXFP4"}  # fmt: skip
 ALIGNMENT = 32  # of tensors, where the key general.alignment says nothing
 MOST_AXES = 4
 
@@ -54,11 +57,22 @@ class GGUFTensor:
     shape: tuple[int, ...]  # NumPy's order: the contiguous axis last
     start: int  # in bytes from the start of the file
 
+    @property
+    def dtype(self) -> str:
+        """The name of its type; of those that two projects gave out, the one that is more in use."""
+        return _TYPE_NAMES.get(self.type, f"of type {self.type}")
 
-def read_header(op: str, path: Path, file: BinaryIO) -> list[GGUFTensor]:
-    """The file's tensors; FormatError where it is none, damaged or big-endian."""
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    tensors: list[GGUFTensor]
+    values: dict[str, tuple[int, int]]  # by key: the type of the value, and where it begins
+
+
+def read_header(op: str, path: Path, file: BinaryIO) -> GGUFHeader:
+    """What the file holds; FormatError where it is none, damaged or big-endian."""
     try:
-        return _Header(file).tensors()
+        return _Header(file).read()
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{op}: {path} cannot be read as a GGUF file: {error}") from error
 
@@ -72,7 +86,7 @@ class _Header:
         self._size = os.fstat(file.fileno()).st_size
         self._items = 0
 
-    def tensors(self) -> list[GGUFTensor]:
+    def read(self) -> GGUFHeader:
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._number(4)
@@ -84,7 +98,7 @@ class _Header:
         self._expect(24 * tensors + 13 * keys)  # each with an empty name, and a number of one byte
         if tensors + keys > _MOST_NAMES:
             raise ValueError(f"it has {tensors} tensors and {keys} keys; at most {_MOST_NAMES} are read")
-        alignment = self._alignment(keys)
+        values, alignment = self._keys(keys)
         found: dict[str, tuple[int, tuple[int, ...], int]] = {}
         for _ in range(tensors):
             label = self._name()
@@ -96,16 +110,17 @@ class _Header:
             dims = [self._number(8) for _ in range(axes)]
             found[label] = self._number(4), tuple(reversed(dims)), self._number(8)
         start = -(-self._at // alignment) * alignment
-        return [GGUFTensor(label, type, shape, start + at) for label, (type, shape, at) in found.items()]
+        placed = [GGUFTensor(label, type, shape, start + at) for label, (type, shape, at) in found.items()]
+        return GGUFHeader(placed, values)
 
-    def _alignment(self, keys: int) -> int:
-        """Past all keys and their values; of what they say, the alignment of tensors alone is needed."""
-        alignment, seen = ALIGNMENT, set()
+    def _keys(self, keys: int) -> tuple[dict[str, tuple[int, int]], int]:
+        """Past all keys and their values: where each lies, and the alignment of tensors."""
+        alignment, values = ALIGNMENT, dict[str, tuple[int, int]]()
         for _ in range(keys):
             key, type = self._name(), self._number(4)
-            if key in seen:
+            if key in values:
                 raise ValueError(f"it has the key {key!r} twice")
-            seen.add(key)
+            values[key] = type, self._at
             if key != "general.alignment":
                 self._skip_value(type)
                 continue
@@ -114,7 +129,7 @@ class _Header:
                 raise ValueError(
                     f"its alignment is {alignment} (type {type}); expected a power of two (type 4)"
                 )
-        return alignment
+        return values, alignment
 
     def _skip_value(self, type: int) -> None:
         if type == STRING:

@@ -27,7 +27,7 @@ from gpu_ops.formats.safetensors import SafetensorsFile, StoredTensor
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 
-__all__ = ["read_bitnet", "read_gguf"]
+__all__ = ["gguf_matrix", "read_bitnet", "read_gguf"]
 
 
 @typed_memory_errors("read_bitnet")
@@ -160,7 +160,7 @@ def read_gguf(
         meanings[integer(name, "formats", number, low=0)] = one_of(name, "formats", format, _READABLE)
     where = path_of(name, path)
     with opened(name, where) as file:
-        tensors = read_header(name, where, file)
+        tensors = read_header(name, where, file).tensors
         ternary = [tensor.name for tensor in tensors if tensor.type in meanings or tensor.type in _CLASHES]
         chosen = set(_chosen(name, names, ternary))
         matrices, read = {}, 0
@@ -173,7 +173,7 @@ def read_gguf(
                     f"formats={{{tensor.type}: ...}}"
                 )
             what = f"{name}: {tensor.name}"
-            matrix = _from_gguf(what, file, tensor, FORMATS[meanings[tensor.type]])
+            matrix = gguf_matrix(what, file, tensor, FORMATS[meanings[tensor.type]])
             read += matrix.codes.nbytes
             if read > os.fstat(file.fileno()).st_size:
                 raise FormatError(
@@ -289,7 +289,8 @@ def _factor(what: str, value: float, meaning: str) -> np.float32:
 # --- GGUF ------------------------------------------------------------------------------------------
 
 
-def _from_gguf(what: str, file: BinaryIO, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
+def gguf_matrix(what: str, file: BinaryIO, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
+    """A tensor of a GGUF file, with the scale behind its codes where the format has it there."""
     if len(tensor.shape) != 2:
         raise ShapeError(f"{what} has shape {tensor.shape}; ternary matrices have two axes")
     shape = (tensor.shape[0], tensor.shape[1])

@@ -1,4 +1,4 @@
-"""``python -m gpu_ops generate``: a model's folder and prompts in, text out as it comes."""
+"""``python -m gpu_ops generate``: a model and prompts in, text out as it comes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import GpuOpsError, MissingFileError, OptionError
+from gpu_ops.formats.files import opened
+from gpu_ops.formats.gguf_file import GGUFFile
 from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for
 from gpu_ops.inference.requests import Sampling
@@ -26,24 +28,29 @@ def run(options: argparse.Namespace) -> int:
     try:
         _generate(options)
     except GpuOpsError as error:
-        print(f"generate: {error}", file=sys.stderr)
+        words = " ".join(str(error).split()).removeprefix("generate: ")
+        print(f"generate: {words}", file=sys.stderr)
         return 2
     return 0
 
 
 def _generate(options: argparse.Namespace) -> None:
-    folder = Path(options.model)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    weights, config = load(folder, dtype=options.dtype, device=options.device)
-    texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
+    model = Path(options.model)
+    tokenizer = _tokenizer(model, options.tokenizer)
+    weights, config = load(model, dtype=options.dtype, device=options.device)
+    try:
+        texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the prompt from standard input is no UTF-8: {error}") from error
     for text in texts:
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise OptionError("a prompt is no UTF-8")
     prompts = [tokenizer.encode(text).ids for text in texts]
     tokens = [len(prompt) + options.max_new_tokens for prompt in prompts]
-    engine = Engine(weights, config, cache_for(weights, config, lengths=tokens), max_seqlen=max(tokens))
+    cache = cache_for(weights, config, lengths=tokens, dtype=options.kv_dtype)
+    engine = Engine(weights, config, cache, max_seqlen=max(tokens))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=options.seed)
-    ends = end_tokens(folder)
+    ends = end_tokens(model)
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=ends)
     streams = [TextStream(tokenizer, options.stop, prompt) for prompt in prompts]
@@ -74,12 +81,31 @@ def _generate(options: argparse.Namespace) -> None:
     print(f"{given} prompt tokens, first token after {first:.2f} s{rest}", file=sys.stderr)
 
 
-def end_tokens(folder: Path) -> list[int]:
-    """Ends of a text, by ``generation_config.json``, else by ``config.json``."""
+def _tokenizer(model: Path, given: str | None) -> Any:
+    """The tokenizer that was given, or the one in the model's folder, or beside its file."""
+    if given is not None:
+        return load_tokenizer(given)
+    beside = (model.parent if model.is_file() else model) / "tokenizer.json"
+    if model.is_file() and not beside.exists():
+        raise OptionError(
+            f"there is no {beside}, and the vocabulary within a GGUF file is not read: pass --tokenizer FILE, the "
+            "tokenizer.json of the model that the file was made from"
+        )
+    return load_tokenizer(beside)
+
+
+def end_tokens(model: Path) -> list[int]:
+    """Ends of a text: of a folder, by ``generation_config.json``, else by ``config.json``; of a GGUF file, by its
+    metadata."""
+    if model.is_file():
+        with opened("generate", model) as file:
+            metadata = GGUFFile("generate", model, file)
+            ends = [metadata.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        return [integer("generate", "eos_token_id", end, low=0) for end in ends if end is not None]
     found: Any = None
     for name in ("generation_config.json", "config.json"):
         try:
-            found = read_config("generate", folder / name).get("eos_token_id")
+            found = read_config("generate", model / name).get("eos_token_id")
         except MissingFileError:
             continue
         if found is not None:

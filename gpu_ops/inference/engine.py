@@ -7,27 +7,29 @@ and waits at the front; its full pages are often still there when it returns.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError, OutOfPages
-from gpu_ops.inference.forward import cache_for, check_model, longest, next_logits
+from gpu_ops.inference.captured import Graphs
+from gpu_ops.inference.cascade import MIN_TOKENS
+from gpu_ops.inference.draws import Draws, Row
+from gpu_ops.inference.forward import check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
-from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.inference.sequences import token_ids
+from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
-from gpu_ops.ops.sample import sample
-from gpu_ops.training.state_arrays import StateArray, to_device
 
-__all__ = ["Engine", "generate"]
+__all__ = ["Draft", "Engine"]
 
-_DTYPES = {"top_k": np.int32, "seed": np.int64}  # of options in arrays; the others are float32
+Draft = Callable[[list[int]], Sequence[int]]
 
 
 class Engine:
@@ -45,6 +47,19 @@ class Engine:
     max_seqlen : int, optional
         Of a prompt and its new tokens; default: what fits in the cache, or 2^20 with a window. ``dynamic`` and
         ``longrope`` scalings take their frequencies from it, so engines on one cache need the same.
+    draft : function, optional
+        From the tokens of a text to guesses of the next ones, such as :func:`prompt_lookup`. A pass runs them beside
+        the last token of the text, and keeps those that are the tokens it draws: texts are the same as without, and
+        come in fewer passes the better the guesses are. In 16 bits a pass over more tokens may round otherwise, and
+        tokens that are about equally likely change places.
+    capture : bool
+        On CUDA, launch passes of single tokens as CUDA graphs: one for each power of two of sequences, and of pages
+        of the longest. They hold the addresses of the weights. A warning says so where that cannot be done.
+
+    Attributes
+    ----------
+    drafted, accepted : int
+        Guesses that passes have run, and kept.
 
     Examples
     --------
@@ -66,6 +81,8 @@ class Engine:
         max_tokens: int = 512,
         max_requests: int = 64,
         max_seqlen: int | None = None,
+        draft: Draft | None = None,
+        capture: bool = True,
     ) -> None:
         check_model(weights, config, cache)
         self.weights, self.config, self.cache = weights, config, cache
@@ -73,9 +90,18 @@ class Engine:
         self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
+        if draft is not None and not callable(draft):
+            raise OptionError(
+                f"Engine: draft is {type(draft).__name__}, not a function from tokens to guesses"
+            )
+        self.draft, self.drafted, self.accepted = draft, 0, 0
+        captures = checks.flag("Engine", "capture", capture) and cache.device == "cuda"
+        self._graphs = Graphs(weights, config, cache, self.max_seqlen) if captures else None
+        self._draws = Draws(cache.device)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._submitted = 0
+        self._sampled_by: tuple[list[int], dict[str, Any]] | None = None
 
     @property
     def unfinished(self) -> int:
@@ -124,6 +150,7 @@ class Engine:
         request = Request(
             self._submitted, ids.tolist(), len(ids), most, frozenset(ends.tolist()), sampling or Sampling()
         )
+        request.prefix = hash(tuple(request.tokens[:MIN_TOKENS]))
         if request.sampling.counts_tokens:
             request.counts = np.bincount(ids, minlength=self.config.vocab).astype(np.int32)
         self._submitted += 1
@@ -131,7 +158,10 @@ class Engine:
         return request.number
 
     def cancel(self, request: int) -> None:
-        """Forget a request that runs or waits, and give its pages back."""
+        """Forget a request that runs or waits, and give its pages back.
+
+        With a draft, the pass that gave its last token may have given it later ones too, and have finished it.
+        """
         for one in (*self._running, *self._waiting):
             if one.number == request:
                 (self._running if one.handle >= 0 else self._waiting).remove(one)
@@ -149,32 +179,39 @@ class Engine:
     def run(self) -> Iterator[Token]:
         """The tokens of all requests as they come, until none is left; more may be submitted meanwhile.
 
-        A pass gives a token to each of several requests. To stop in between, call :meth:`step` instead: a loop that
-        is left loses the other tokens of its pass.
+        A pass gives tokens to several requests, and with a draft several to one. To stop in between, call
+        :meth:`step` instead: a loop that is left loses the other tokens of its pass.
         """
         while self.unfinished:
             yield from self.step()
 
     def step(self) -> list[Token]:
-        """One forward pass: a token for each request whose prompt has been read."""
-        batch, step = self._reserve()
+        """One forward pass: a token for each request whose prompt has been read, and its guesses that were right."""
+        batch, guesses, step = self._reserve()
         if step is None:
             return []
         try:
-            logits = next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
-            ready = [i for i, r in enumerate(batch) if self.cache.length(r.handle) == len(r.tokens)]
-            tokens, logprobs = self._draw(logits, batch) if ready else ((), ())
+            logits = self._logits(step, len(batch))
+            drawn = self._draw(logits, batch, guesses)
         except BaseException:
             self.cache.rollback()  # the next pass runs the same tokens
             raise
-        self.cache.commit()
-        return [self._accept(batch[i], int(tokens[i]), float(logprobs[i])) for i in ready]
+        self.cache.accept({r.handle: range(len(own)) for r, own in drawn if r.handle in guesses})
+        self.drafted += sum(map(len, guesses.values()))
+        self.accepted += sum(len(own) - 1 for _, own in drawn)
+        drawn.sort(key=lambda item: item[0].number)
+        return [token for r, own in drawn for token in self._accept(r, own)]
+
+    def _logits(self, step: Step, count: int) -> Any:
+        if self._graphs is not None:
+            return self._graphs.logits(step, count)
+        return next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
 
     # ---- what a pass runs ------------------------------------------------------------------------------------------
 
-    def _reserve(self) -> tuple[list[Request], Any]:
-        """The requests of the next pass, with their pages; preempts where these run out."""
-        admits, most = True, self.max_tokens
+    def _reserve(self) -> tuple[list[Request], dict[int, list[int]], Any]:
+        """The requests of the next pass with their pages, and guesses by handle; preempts where pages run out."""
+        admits, guesses, most = True, self.draft is not None, self.max_tokens
         while True:
             parts, room = {}, most
             for r in self._running:
@@ -189,10 +226,19 @@ class Engine:
                 parts[r.handle] = r.tokens[self.cache.length(r.handle) :][:room]
                 room -= len(parts[r.handle])
             if not parts:
-                return [], None
+                return [], {}, None
+            batch = sorted((r for r in self._running if r.handle in parts), key=lambda r: r.prefix)
+            drafts = self._guesses(batch, parts, room) if guesses else {}
+            tokens = {r.handle: parts[r.handle] + drafts.get(r.handle, []) for r in batch}
+            parents = {handle: range(-1, len(own)) for handle, own in drafts.items()}
             try:
-                step = self.cache.reserve(parts)
+                if drafts or self._graphs is None:
+                    return batch, drafts, self.cache.reserve(tokens, parents=parents)
+                return batch, drafts, self.cache.reserve(tokens, out=self._graphs.step_for(tokens))
             except OutOfPages:
+                if drafts:
+                    guesses = False
+                    continue
                 if len(self._running) == 1:
                     # a window frees pages as it moves
                     most = min(most, len(parts[self._running[0].handle])) // 2
@@ -203,47 +249,66 @@ class Engine:
                 self._release(youngest)
                 self._waiting.appendleft(youngest)
                 admits = False
-            else:
-                return [r for r in self._running if r.handle in parts], step
+
+    def _guesses(self, batch: list[Request], parts: dict[int, list[int]], room: int) -> dict[int, list[int]]:
+        """By handle, for requests whose last token alone is in this pass: at most ``room``."""
+        found = {}
+        for r in batch:
+            most = min(room, r.most - (len(r.tokens) - r.prompt) - 1)
+            if most > 0 and self.draft is not None and self.cache.length(r.handle) == len(r.tokens) - 1:
+                own = token_ids("Engine: draft", self.draft(r.tokens.copy()))[:most]
+                if own and max(own) >= self.config.vocab:
+                    raise OptionError(f"Engine: draft guessed {max(own)}, not in [0, {self.config.vocab})")
+                if own:
+                    found[r.handle] = own
+                    room -= len(own)
+        return found
 
     def _release(self, request: Request) -> None:
         if request.handle >= 0:
             self.cache.free(request.handle)
             request.handle = -1
 
-    def _draw(self, logits: Any, batch: Sequence[Request]) -> tuple[Any, Any]:
-        """A token and its log-probability for each row."""
-        penalised = any(r.sampling.counts_tokens for r in batch)
-        options = {
-            f.name: self._array([getattr(r.sampling, f.name) for r in batch], _DTYPES.get(f.name, np.float32))
-            for f in fields(Sampling)
-            if penalised or not f.name.endswith("_penalty")
-        }
-        options["step"] = self._array([len(r.tokens) - r.prompt for r in batch], np.int64)
-        if penalised:
-            none = np.zeros(self.config.vocab, np.int32)
-            counts = [none if r.counts is None else r.counts for r in batch]
-            options["counts"] = self._array(np.stack(counts), np.int32)
-        tokens, logprobs = sample(logits, **options, return_logprob=True)
-        on_host = [StateArray("sample", "a result", x).copied() for x in (tokens, logprobs)]
-        return on_host[0], on_host[1]
+    def _draw(
+        self, logits: Any, batch: list[Request], guesses: dict[int, list[int]]
+    ) -> list[tuple[Request, list[tuple[int, float]]]]:
+        """For each request that is ready its tokens and their log-probabilities, up to one that was not guessed."""
+        rows: list[Row] = []
+        for r in batch:
+            rows.append(Row(r.sampling, len(r.tokens) - r.prompt, r.counts))
+            for token in guesses.get(r.handle, ()):
+                rows.append(rows[-1].after(token))
+        ready = [self.cache.length(r.handle) >= len(r.tokens) for r in batch]
+        if not any(ready):
+            return []
+        drawn = iter(zip(*(x.tolist() for x in self._draws(logits, rows)), strict=True))
+        found = []
+        for r, is_ready in zip(batch, ready, strict=True):
+            own = guesses.get(r.handle, [])
+            results = list(itertools.islice(drawn, len(own) + 1))
+            right = next((i for i, token in enumerate(own) if results[i][0] != token), len(own))
+            if is_ready:
+                found.append((r, results[: right + 1]))
+        return found
 
-    def _array(self, values: Any, dtype: Any) -> Any:
-        return to_device(np.asarray(values, dtype), self.cache.device)
-
-    def _accept(self, request: Request, token: int, logprob: float) -> Token:
-        if token < 0:
-            finished = "error"
-        else:
-            request.tokens.append(token)
-            if request.counts is not None:
-                request.counts[token] += 1
-            full = len(request.tokens) - request.prompt == request.most
-            finished = "stop" if token in request.stop else "length" if full else ""
-        if finished:
-            self._running.remove(request)
-            self._release(request)
-        return Token(request.number, token, logprob, finished)
+    def _accept(self, request: Request, drawn: list[tuple[int, float]]) -> list[Token]:
+        """The tokens of a pass, up to one that ends the text."""
+        found: list[Token] = []
+        for token, logprob in drawn:
+            if token < 0:
+                finished = "error"
+            else:
+                request.tokens.append(token)
+                if request.counts is not None:
+                    request.counts[token] += 1
+                full = len(request.tokens) - request.prompt == request.most
+                finished = "stop" if token in request.stop else "length" if full else ""
+            found.append(Token(request.number, token, logprob, finished))
+            if finished:
+                self._running.remove(request)
+                self._release(request)
+                break
+        return found
 
 
 def _token_ids(name: str, values: Any) -> Any:
@@ -254,62 +319,3 @@ def _token_ids(name: str, values: Any) -> Any:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise OptionError(f"Engine.submit: {name} must be a sequence of token ids")
     return ids.astype(np.int64)
-
-
-def generate(
-    weights: Llama,
-    config: LlamaConfig,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int = 128,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    stop: Sequence[int] = (),
-    cache: PagedKVCache | None = None,
-) -> list[list[int]]:
-    """The new tokens of each prompt. For streaming, and for requests that come one by one: :class:`Engine`.
-
-    Parameters
-    ----------
-    weights, config : Llama, LlamaConfig
-    prompts : sequences of token ids
-    max_new_tokens : int
-        Of each prompt.
-    sampling : Sampling, or one for each prompt
-        Default: greedy.
-    stop : token ids
-        That end a text, such as the tokenizer's end of sequence. The stop token is not returned.
-    cache : PagedKVCache, optional
-        Default: one that holds all prompts at full length, on the device of the weights.
-
-    Examples
-    --------
-    >>> from gpu_ops import inference, models
-    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
-    >>> weights = models.Llama.of(models.initial_weights(config), config)
-    >>> [len(tokens) for tokens in inference.generate(weights, config, [[1, 2], [3]], max_new_tokens=5)]
-    [5, 5]
-    """
-    if not hasattr(prompts, "__iter__") or not all(hasattr(prompt, "__len__") for prompt in prompts):
-        raise OptionError("generate: prompts must be a sequence of sequences of token ids")
-    checks.integer("generate", "max_new_tokens", max_new_tokens, low=1)
-    each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-    if len(each) != len(prompts):
-        raise OptionError(f"generate: {len(each)} samplings for {len(prompts)} prompts")
-    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
-    if cache is None:
-        cache = cache_for(weights, config, lengths=lengths)
-    engine = Engine(weights, config, cache, max_seqlen=max(lengths, default=1))
-    texts: list[list[int]] = [[] for _ in prompts]
-    try:
-        for prompt, one in zip(prompts, each, strict=True):
-            engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=one, stop=stop)
-        with visible(f"gpu_ops: generating {len(prompts)} texts"):
-            for token in engine.run():
-                if token.finished == "error":
-                    place = f"after prompt {token.request} and {len(texts[token.request])} tokens"
-                    raise OptionError(f"generate: the logits {place} are not finite")
-                if token.finished != "stop":
-                    texts[token.request].append(token.token)
-    finally:
-        engine.clear()
-    return texts

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, StateError
+from gpu_ops.inference.cascade import cascade_of
+from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
-from gpu_ops.inference.sequences import Sequence, Sequences, requests, token_ids
+from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled, written
-from gpu_ops.training.state_arrays import check_device, named_dtype, to_device, zeros
+from gpu_ops.inference.step_attention import check_window
+from gpu_ops.inference.tree import moves, planted, read_parents, read_paths
+from gpu_ops.ops.quantized_pages import QUANTIZED
+from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 
-__all__ = ["CacheStats", "PagedKVCache"]
+__all__ = ["PagedKVCache"]
 
 _CLASS = "PagedKVCache"
-_COPY_BYTES = 1 << 26  # that are copied at a time, through a temporary array
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Pages, and what prefixes saved. ``used + cached + free == total``."""
-
-    total: int
-    used: int
-    """Named by the table of a sequence, or of several."""
-    cached: int
-    """Named by none, and kept for sequences that begin with their tokens, until they are needed."""
-    free: int
-    tokens_added: int
-    """Tokens passed to ``add``."""
-    tokens_hit: int
-    """How many of them were in the cache."""
 
 
 class PagedKVCache:
@@ -64,7 +49,9 @@ class PagedKVCache:
     page_size : int
         Tokens per page. Prefixes are shared by whole pages; half a page of each sequence is empty on average.
     dtype : str or dtype
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64. Or int8 or float8_e4m3fn, in half the bytes of bfloat16: each head of a
+        token then has a scale, and :func:`gpu_ops.rope_append_kv` says how exact its elements are. Pages of
+        float8_e4m3fn are uint8 arrays of its bits, since CuPy has no such dtype.
     device : str
         ``"cuda"``: CuPy arrays on the current device, which is the current one in later calls too. ``"cpu"``,
         ``"emulator"``: NumPy arrays.
@@ -80,6 +67,8 @@ class PagedKVCache:
     ----------
     keys, values : tuples of arrays (num_pages, page_size, nheads_kv, head_dim)
         Of each layer, zeros at first. They stay where they are as long as the cache lives.
+    key_scales, value_scales : tuples of float32 arrays (num_pages, page_size, nheads_kv), or of None
+        The same for quantized pages. A page and its scales lie side by side, and are copied and moved together.
 
     Raises
     ------
@@ -94,9 +83,10 @@ class PagedKVCache:
 
     Notes
     -----
-    The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements.
+    The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements, and 4 bytes per scale.
 
-    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length.
+    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length; half as
+    long again where they share pages for a cascade.
 
     Tokens are compared, not hashes of them: two prompts never share a page by mistake. A page keeps its tokens after
     its last sequence is freed; those that were freed first are used again first, of one sequence the last pages.
@@ -148,16 +138,17 @@ class PagedKVCache:
             )
         first = int(self.window >= 0)  # page 0 is the null page
         self.num_pages = checks.integer(_CLASS, "num_pages", num_pages, low=1 + first, high=2**31 - 1)
-        self.dtype = named_dtype(_CLASS, "dtype", dtype)
+        self.dtype = named_dtype(_CLASS, "dtype", dtype, checks.FLOAT_DTYPES | QUANTIZED)
         self.device = checks.one_of(
             _CLASS, "device", device, ("cpu", "cuda", "emulator"), meant={"gpu": "cuda"}
         )
         check_device(_CLASS, self.device)
-        row = size["nheads_kv"] * size["head_dim"]
-        self._pages = _pages(size["nlayers"], self.num_pages, self.page_size * row, self.dtype, self.device)
-        shape = (self.num_pages, self.page_size, size["nheads_kv"], size["head_dim"])
-        arrays = tuple(x.view(self.dtype).reshape(shape) for x in self._pages)
-        self.keys, self.values = arrays[: size["nlayers"]], arrays[size["nlayers"] :]
+        n, page = size["nlayers"], (self.page_size, size["nheads_kv"], size["head_dim"])
+        with typed_memory_errors(_CLASS):
+            self._pages = PageArrays.zeros(2 * n, self.num_pages, page, self.dtype, self.device)
+        numbers, scales = self._pages.numbers, self._pages.scales
+        self.keys, self.values = numbers[:n], numbers[n:]
+        self.key_scales, self.value_scales = scales[:n], scales[n:]
         pool = PagePool(self.num_pages, self.page_size, first)
         self._sequences = Sequences(pool, self.window, -(-keep // self.page_size))
 
@@ -191,32 +182,77 @@ class PagedKVCache:
         self._get("free", handle, closed=True)
         self._sequences.free(int(handle))
 
-    def reserve(self, tokens: Mapping[int, Any], *, out: Step | None = None) -> Step:
+    def reserve(
+        self,
+        tokens: Mapping[int, Any],
+        *,
+        parents: Mapping[int, Any] | None = None,
+        out: Step | None = None,
+    ) -> Step:
         """Places for new tokens of some sequences: all of them, or ``OutOfPages`` and nothing changes.
 
         Parameters
         ----------
         tokens : dict of lists or arrays of integers, by handle
             At least one for each.
+        parents : dict of lists or arrays of integers, by handle, optional
+            For sequences whose new tokens are drafts: the index of the one before each of them, -1 for the sequence
+            itself. A token sees its ancestors alone. The step then has ``logit_rows``, and :meth:`accept` ends it.
+            Where any token branches, sequences are padded to one number of tokens.
         out : Step, optional
-            Made by :meth:`empty_step`; its arrays are written and it is returned. The rest is padding.
+            Made by :meth:`empty_step`; its arrays are written and it is returned. The rest is padding. Without
+            ``parents``; such a step has no ``cascade``.
         """
         self._sequences.check_closed("reserve")
-        plan = self._sequences.plan(requests(self._sequences, tokens))
+        new = requests(self._sequences, tokens)
+        drafts = {} if parents is None else read_parents(new, parents)
+        if drafts and out is not None:
+            raise OptionError("reserve: a step made by empty_step() has no place for parents; omit out")
+        plan = self._sequences.plan(new)
         if out is not None:
             check_room(out, plan, self.device)
         self._sequences.evict(plan)
         with typed_memory_errors("reserve"):
-            own = self._copied([self._sequences.alive[handle].pages[-1] for handle in plan.copied])
-            self._sequences.extend(plan, own)
+            self._sequences.extend(plan, self._pages.copy)
+            self._sequences.parents = drafts
             try:
-                return written(filled(self._sequences, plan, out), out, self.device)
+                return self._written(filled(self._sequences, plan, out), out, list(new))
             except BaseException:
                 self._sequences.rollback()
                 raise
 
     def commit(self) -> None:
         """The forward of the open step is done, or enqueued on a GPU: later steps may share its pages."""
+        if self._sequences.parents:
+            raise StateError("commit: the open step has drafts; accept() says which of them stay")
+        self._sequences.commit()
+
+    def accept(self, paths: Mapping[int, Any]) -> None:
+        """End a step as ``commit`` does, and keep these drafts alone. Their keys and values follow the sequence.
+
+        Parameters
+        ----------
+        paths : dict of lists or arrays of integers, by handle
+            For each sequence that ``reserve`` had parents for: indices of tokens, each the parent of the next. The
+            first has no parent. An empty path keeps none.
+
+        Examples
+        --------
+        >>> from gpu_ops.inference import PagedKVCache
+        >>> cache = PagedKVCache(1, 2, 8, num_pages=4)
+        >>> text = cache.add()
+        >>> step = cache.reserve({text: [5, 6, 7, 8]}, parents={text: [-1, 0, 0, 2]})  # 5 6, or 5 7 8
+        >>> step.positions
+        array([0, 1, 1, 2], dtype=int32)
+        >>> cache.accept({text: [0, 2]})  # after the forward
+        >>> cache.tokens(text)
+        [5, 7]
+        """
+        self._sequences.opened("accept")
+        kept = read_paths(self._sequences, paths)
+        with typed_memory_errors("accept"):
+            self._pages.move(*moves(self._sequences, kept))
+        self._sequences.keep(kept)
         self._sequences.commit()
 
     def rollback(self) -> None:
@@ -263,9 +299,7 @@ class PagedKVCache:
     @property
     def stats(self) -> CacheStats:
         """Pages used, cached and free, and tokens found by :meth:`add`, as of now."""
-        used, cached, free = self._sequences.pool.counts
-        total = self._sequences.pool.total
-        return CacheStats(total, used, cached, free, self._sequences.asked, self._sequences.hits)
+        return self._sequences.stats
 
     def csr(self, handles: Iterable[int] | None = None) -> tuple[Any, Any, Any]:
         """Tables in FlashInfer's form, of these sequences or all: ``kv_indptr, kv_indices, kv_last_page_len``.
@@ -274,13 +308,8 @@ class PagedKVCache:
         sequence without tokens has none, and a last page of length 0.
         """
         chosen = [self._get("csr", handle) for handle in (self.handles if handles is None else handles)]
-        size = self.page_size
-        indptr = np.zeros(len(chosen) + 1, np.int32)
-        np.cumsum([len(s.pages) for s in chosen], out=indptr[1:])
-        indices = np.array([page for s in chosen for page in s.pages], np.int32)
-        last = np.array([len(s.tokens) - (len(s.pages) - bool(s.pages)) * size for s in chosen], np.int32)
-        indptr, indices, last = (to_device(x, self.device, blocking=False) for x in (indptr, indices, last))
-        return indptr, indices, last
+        indptr, indices, last = self._sequences.csr(chosen)
+        return tuple(to_device(x, self.device, blocking=False) for x in (indptr, indices, last))
 
     def defragment(self) -> int:
         """Move the used and the cached pages to the front, into free ones; how many moved.
@@ -291,7 +320,7 @@ class PagedKVCache:
         places = self._sequences.pool.places()
         moved = [page for page, place in places.items() if page != place]
         with typed_memory_errors("defragment"):
-            self._copy(moved, [places[page] for page in moved])
+            self._pages.copy(moved, [places[page] for page in moved])
         self._sequences.renumber(places)
         return len(moved)
 
@@ -300,32 +329,13 @@ class PagedKVCache:
             self._sequences.check_closed(op)
         return self._sequences.get(op, handle)
 
-    def _copied(self, pages: list[int]) -> list[int]:
-        """New pages with what these hold."""
-        pool = self._sequences.pool
-        own = [pool.take() for _ in pages]
-        try:
-            self._copy(pages, own)
-        except BaseException:
-            for page in own:
-                pool.drop(page)
-            raise
-        return own
-
-    def _copy(self, source: list[int], target: list[int]) -> None:
-        """Copy pages of all layers to others."""
-        if not source:
-            return
-        nbytes = len(source) * self._pages[0, 0].nbytes
-        planes = max(1, _COPY_BYTES // nbytes)
-        for start in range(0, self._pages.shape[0], planes):
-            part = self._pages[start : start + planes]
-            part[:, target] = part[:, source]
-
-
-@typed_memory_errors(_CLASS)
-def _pages(nlayers: int, num_pages: int, elements: int, dtype: np.dtype[Any], device: str) -> Any:
-    """(2 * nlayers, num_pages, words): the keys' pages of all layers, then the values', as words to be copied."""
-    nbytes = elements * dtype.itemsize
-    word = np.dtype(f"u{math.gcd(nbytes, 8)}")
-    return zeros((2 * nlayers, num_pages, nbytes // word.itemsize), word, device)
+    def _written(self, step: Step, out: Step | None, handles: list[int]) -> Step:
+        """A step in host memory, on the device, with what its forward can use beside the tables."""
+        more: dict[str, Any] = {}
+        if self._sequences.parents:
+            more = planted(step, self._sequences.parents, handles, self.device)
+            check_window("reserve", more.get("tree"), self.window)
+        if out is None and self.window < 0 and more.get("tree") is None:
+            more["cascade"] = cascade_of(step, self.page_size, self.device)
+        step = written(step, out, self.device)
+        return replace(step, **more) if more else step

@@ -61,3 +61,5 @@ class Request:
     sampling: Sampling
     handle: int = -1
     counts: Any = field(default=None, repr=False)
+    prefix: int = 0
+    """Equal numbers: equal first tokens, as many as are worth a cascade."""

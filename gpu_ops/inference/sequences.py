@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,25 @@ import numpy as np
 from gpu_ops.errors import DTypeError, OptionError, OutOfPages, ShapeError, StateError
 from gpu_ops.inference.pages import Node, PagePool
 
-__all__ = ["Plan", "Sequence", "Sequences", "requests", "token_ids"]
+__all__ = ["CacheStats", "Plan", "Sequence", "Sequences", "requests", "token_ids"]
 
 _LAST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Pages, and what prefixes saved. ``used + cached + free == total``."""
+
+    total: int
+    used: int
+    """Named by the table of a sequence, or of several."""
+    cached: int
+    """Named by none, and kept for sequences that begin with their tokens, until they are needed."""
+    free: int
+    tokens_added: int
+    """Tokens passed to ``add``."""
+    tokens_hit: int
+    """How many of them were in the cache."""
 
 
 @dataclass
@@ -54,8 +70,15 @@ class Sequences:
         self.alive: dict[int, Sequence] = {}
         self.open: dict[int, int] | None = None
         """Lengths before the step that was reserved and not committed, by handle."""
+        self.parents: dict[int, list[int]] = {}
+        """Of the new tokens of that step, for the sequences that it has drafts of."""
         self.asked = self.hits = 0
         self._next = 0
+
+    @property
+    def stats(self) -> CacheStats:
+        used, cached, free = self.pool.counts
+        return CacheStats(self.pool.total, used, cached, free, self.asked, self.hits)
 
     def get(self, op: str, handle: Any) -> Sequence:
         if isinstance(handle, bool) or not isinstance(handle, (int, np.integer)):
@@ -134,11 +157,18 @@ class Sequences:
                 s.pages[i] = 0
             s.gone = end
 
-    def extend(self, plan: Plan, own: list[int]) -> None:
-        """Give every sequence its new tokens and pages. ``own``: pages in place of those that are shared."""
+    def extend(self, plan: Plan, copy: Callable[[list[int], list[int]], None]) -> None:
+        """Give every sequence its new tokens and pages. ``copy``: what pages hold, to others of their own."""
         size, pool = self.pool.page_size, self.pool
-        for handle, page in zip(plan.copied, own, strict=True):
-            s = self.alive[handle]
+        shared = [self.alive[handle] for handle in plan.copied]
+        own = [pool.take() for _ in shared]
+        try:
+            copy([s.pages[-1] for s in shared], own)
+        except BaseException:
+            for page in own:
+                pool.drop(page)
+            raise
+        for s, page in zip(shared, own, strict=True):
             pool.drop(s.pages[-1])
             s.pages[-1] = page
         for handle, new in plan.tokens.items():
@@ -149,10 +179,18 @@ class Sequences:
             s.pages.extend([pool.take() for _ in range(-(-len(s.tokens) // size) - len(s.pages))])
         self.open = dict(zip(plan.tokens, plan.starts, strict=True))
 
+    def keep(self, paths: Mapping[int, list[int]]) -> None:
+        """Of these trees only the tokens on the paths, whose keys and values have moved behind each other."""
+        for handle, path in paths.items():
+            s, start = self.alive[handle], self.opened("accept")[handle]
+            s.tokens[start : start + len(path)] = [s.tokens[start + node] for node in path]
+            self._cut(s, start + len(path))
+        self.parents = {}
+
     def commit(self) -> None:
         """The tokens of the open step are written: their full pages can be found."""
         size = self.pool.page_size
-        for handle in self._opened("commit"):
+        for handle in self.opened("commit"):
             s = self.alive[handle]
             for i in range(len(s.nodes), len(s.tokens) // size):
                 parent = s.nodes[-1] if s.nodes else self.pool.root
@@ -163,9 +201,9 @@ class Sequences:
 
     def rollback(self) -> None:
         """Take back the tokens of the open step."""
-        for handle, length in self._opened("rollback").items():
+        for handle, length in self.opened("rollback").items():
             self._cut(self.alive[handle], length)
-        self.open = None
+        self.open, self.parents = None, {}
 
     def renumber(self, places: dict[int, int]) -> None:
         """The pages have moved to these places."""
@@ -173,7 +211,16 @@ class Sequences:
         for s in self.alive.values():
             s.pages = array("i", (places.get(page, page) for page in s.pages))  # the null page stays
 
-    def _opened(self, op: str) -> dict[int, int]:
+    def csr(self, chosen: list[Sequence]) -> tuple[Any, Any, Any]:
+        """Of these sequences: where the pages of each start, the pages, and the tokens in the last one of each."""
+        size = self.pool.page_size
+        indptr = np.zeros(len(chosen) + 1, np.int32)
+        np.cumsum([len(s.pages) for s in chosen], out=indptr[1:])
+        indices = np.array([page for s in chosen for page in s.pages], np.int32)
+        last = np.array([len(s.tokens) - (len(s.pages) - bool(s.pages)) * size for s in chosen], np.int32)
+        return indptr, indices, last
+
+    def opened(self, op: str) -> dict[int, int]:
         if self.open is None:
             raise StateError(f"{op}: no step is open; reserve() begins one")
         return self.open

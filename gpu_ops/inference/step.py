@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +13,11 @@ from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.inference.sequences import Plan, Sequences
 from gpu_ops.training.state_arrays import to_device
 
-__all__ = ["Step", "check_room", "empty_step", "filled", "written"]
+if TYPE_CHECKING:
+    from gpu_ops.inference.cascade import Cascade
+    from gpu_ops.inference.tree import Tree
+
+__all__ = ["Step", "check_room", "empty_step", "filled", "sent", "written"]
 
 _ALIGNMENT = 64  # bytes: kernels load up to 16 at a time, from multiples of 16
 
@@ -27,13 +32,14 @@ class Step:
         attention_varlen(q, keys, values, step.cu_seqlens_q, block_table=step.block_table,
                          seqused_k=step.seqused_k, max_seqlen_q=step.max_seqlen_q, causal=True, ...)
 
-    Where every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same.
+    Where every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same. With ``tree`` neither
+    is what the model computes; :func:`attend` is, in all cases.
     """
 
     tokens: Any
     """int32 (total,): token ids, the sequences end to end. Padding: 0."""
     positions: Any
-    """int32 (total,): the place of each token in its sequence. Padding: 0."""
+    """int32 (total,): the place of each token in its sequence, in a tree its depth added. Padding: 0."""
     cu_seqlens_q: Any
     """int32 (batch + 1,): where the tokens of each sequence start, and the total."""
     seqused_k: Any
@@ -46,6 +52,12 @@ class Step:
     """New tokens of the longest sequence, or the bound that ``empty_step`` was given."""
     buffer: Any = field(repr=False)
     """uint8: the memory of all of them."""
+    logit_rows: Any = None
+    """int32 (rows,): tokens whose logits are wanted, where these are not the last of each sequence."""
+    tree: Tree | None = None
+    """Where tokens branch: what each of them sees."""
+    cascade: Cascade | None = None
+    """Where it pays: pages that many sequences begin with, to be read once for all of them."""
 
 
 def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: str) -> Step:
@@ -82,10 +94,25 @@ def filled(sequences: Sequences, plan: Plan, out: Step | None) -> Step:
 def written(step: Step, out: Step | None, device: str) -> Step:
     """A step in host memory, on the device: in the arrays of ``out``, if given."""
     on_device = to_device(step.buffer, device, blocking=False)
+    if out is None and on_device is step.buffer:
+        return step
     if out is None:
         return _step(on_device, *_shape(step))
     out.buffer[...] = on_device
     return out
+
+
+def sent(arrays: dict[str, Any], device: str) -> dict[str, Any]:
+    """Arrays in host memory, on the device: in one copy."""
+    starts = np.cumsum([0] + [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in arrays.values()]).tolist()
+    buffer = np.empty(starts[-1], np.uint8)
+    for x, start in zip(arrays.values(), starts, strict=False):
+        buffer[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    on_device = to_device(buffer, device, blocking=False)
+    return {
+        name: on_device[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        for (name, x), start in zip(arrays.items(), starts, strict=False)
+    }
 
 
 def check_room(out: Any, plan: Plan, device: str) -> None:
@@ -117,8 +144,11 @@ def _shape(step: Step) -> tuple[int, int, int, int]:
     return step.tokens.shape[0], batch, width, step.max_seqlen_q
 
 
-def _layout(tokens: int, batch: int, width: int) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
-    """Offset, shape and dtype of each array in the buffer, and the buffer's size."""
+@functools.lru_cache(256)
+def _layout(
+    tokens: int, batch: int, width: int
+) -> tuple[dict[str, tuple[slice, tuple[int, ...], np.dtype[Any]]], int]:
+    """Place, shape and dtype of each array in the buffer, and the buffer's size."""
     shapes = {
         "tokens": (tokens,),
         "positions": (tokens,),
@@ -130,16 +160,15 @@ def _layout(tokens: int, batch: int, width: int) -> tuple[dict[str, tuple[int, t
     found, at = {}, 0
     for name, shape in shapes.items():
         dtype = np.dtype(np.int64 if name == "slot_mapping" else np.int32)
-        found[name] = at, shape, dtype.name
-        at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        nbytes = math.prod(shape) * dtype.itemsize
+        found[name] = slice(at, at + nbytes), shape, dtype
+        at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return found, at
 
 
 def _step(buffer: Any, tokens: int, batch: int, width: int, max_seqlen_q: int) -> Step:
-    views = {}
-    for name, (start, shape, dtype) in _layout(tokens, batch, width)[0].items():
-        end = start + math.prod(shape) * np.dtype(dtype).itemsize
-        views[name] = buffer[start:end].view(dtype).reshape(shape)
+    layout = _layout(tokens, batch, width)[0]
+    views = {name: buffer[place].view(dtype).reshape(shape) for name, (place, shape, dtype) in layout.items()}
     return Step(**views, max_seqlen_q=max_seqlen_q, buffer=buffer)
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.checks import computing_dtype, integer, one_of
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import OutOfMemoryError
+from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import POLICIES, Llama, LlamaConfig, block_forward, loss_and_grads
 from gpu_ops.models.block import recomputed_flops
@@ -56,6 +58,7 @@ class Estimate:
         return "\n".join([*lines, "at the peak, the largest:", *at])
 
 
+@typed_memory_errors(_WHO)
 def estimate(
     config: LlamaConfig,
     *,
@@ -99,10 +102,11 @@ def estimate(
     one_of(_WHO, "optimizer", optimizer or "adamw", ("adamw",))
     kind = np.dtype(dtype)
     wide = computing_dtype(kind.name)
-    sizes = {"batch": batch, "seqlen": seqlen}
-    ids = np.zeros([integer(_WHO, name, n, low=1) for name, n in sizes.items()], np.int32)
+    batch = integer(_WHO, "batch", batch, low=1, high=MOST_SEQUENCES)
+    seqlen = integer(_WHO, "seqlen", seqlen, low=1, high=MOST_TOKENS)
     shapes = config.shapes()
     with Trace(device) as trace:
+        ids = trace.empty((batch, seqlen), np.int32, "token ids")
         weights = {name: trace.empty(shape, kind, "weights") for name, shape in shapes.items()}
         grads = {name: trace.empty(shape, wide, "gradients") for name, shape in shapes.items()}
         state = trace.live_bytes
@@ -190,7 +194,7 @@ def _ladder(
     """Policies that are worth their work, from the one that keeps most: those on the convex hull of bytes kept and
     flops made again."""
     points = [
-        (recomputed_flops(policy, config, seqlen), -_kept_bytes(policy, config, batch, seqlen, dtype), policy)
+        (recomputed_flops(policy, config, seqlen), -kept_bytes(policy, config, batch, seqlen, dtype), policy)
         for policy in POLICIES
         if policy != "offload"
     ]
@@ -211,7 +215,7 @@ def _above(first: Any, second: Any, third: Any) -> bool:
     )
 
 
-def _kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
+def kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
     """Of a layer, between forward and backward."""
     one = replace(config, nlayers=1, layers=config.layers[:1])
     with Trace() as trace:

@@ -10,23 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.checks import flag, integer
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
 from gpu_ops.memory.estimate import Estimate, estimate
 from gpu_ops.memory.estimate_call import read_dtype
-from gpu_ops.memory.sizes import read_size
+from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS, read_size
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import Llama, LlamaConfig, hidden_states
 from gpu_ops.ops.linear import linear
+from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.presets import select_preset
 
 __all__ = ["estimate_inference", "fit", "kv_cache_bytes"]
 
-# Where the search ends: the plan's own tables take 280 bytes per position, its indices 4 per token.
-_MOST_POSITIONS, _MOST_TOKENS = 1 << 20, 1 << 24
+_MOST_POSITIONS = 1 << 20  # where the search for a batch ends
 
 
 def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.DTypeLike = np.float16) -> int:
     """Keys and values of all layers: ``2 nlayers nheads_kv head_dim itemsize`` bytes for each token.
+
+    With ``dtype`` int8 or float8_e4m3fn, 4 more for the scale of each head.
 
     Examples
     --------
@@ -35,11 +38,13 @@ def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.D
     128
     """
     who = "memory.kv_cache_bytes"
-    numbers = 2 * config.nlayers * config.nheads_kv * config.head_dim
+    kind = read_dtype(who, dtype)
+    head = config.head_dim * kind.itemsize + (4 if kind in QUANTIZED.values() else 0)
     tokens = integer(who, "batch", batch, low=1) * integer(who, "seqlen", seqlen, low=0)
-    return numbers * read_dtype(who, dtype).itemsize * tokens
+    return 2 * config.nlayers * config.nheads_kv * head * tokens
 
 
+@typed_memory_errors("memory.estimate_inference")
 def estimate_inference(
     config: LlamaConfig,
     *,
@@ -61,8 +66,7 @@ def estimate_inference(
     batch, seqlen : int
         Sequences, and tokens of each, the prompt included.
     dtype : dtype
-        Of weights and activations. ``cache_dtype``: of the cache, default the same; scales of 8-bit caches are not
-        counted.
+        Of weights and activations. ``cache_dtype``: of the cache, default the same; see :func:`kv_cache_bytes`.
     prompt : int, optional
         Tokens of each sequence that go through the model at one time, default ``seqlen``.
     device : str, optional
@@ -76,15 +80,16 @@ def estimate_inference(
     {'weights': '15.0 GiB', 'KV cache': '4.0 GiB', 'activations': '3.1 GiB'}
     """
     who = "memory.estimate_inference"
-    integer(who, "batch", batch, low=1)
-    length = integer(who, "seqlen", seqlen, low=1)
+    batch = integer(who, "batch", batch, low=1, high=MOST_SEQUENCES)
+    length = integer(who, "seqlen", seqlen, low=1, high=MOST_TOKENS)
     tokens = length if prompt is None else integer(who, "prompt", prompt, low=1, high=length)
     kind = read_dtype(who, dtype)
     with Trace(device) as trace:
         shapes = config.shapes()
         weights = Llama.of({n: trace.empty(shape, kind, "weights") for n, shape in shapes.items()}, config)
+        ids = trace.empty((batch, tokens), np.int32, "token ids")
         state = trace.live_bytes
-        states = hidden_states(np.zeros((batch, tokens), np.int32), weights, config)
+        states = hidden_states(ids, weights, config)
         found = linear(trace.empty((batch, config.hidden), kind, "last states"), weights.lm_head)
         del states, found
         parts = {
@@ -155,7 +160,7 @@ def fit(
             int(least),
             available,
         )
-    most = min(_MOST_TOKENS // int(batch or seqlen or 1), _MOST_POSITIONS if seqlen is None else _MOST_TOKENS)
+    most = min(MOST_TOKENS // int(batch or seqlen or 1), _MOST_POSITIONS if seqlen is None else MOST_TOKENS)
     return _largest(takes, least, available, most)
 
 

@@ -70,8 +70,8 @@ class Pool:
     A pool holds in the threads that enter it, and several may: the limit is on their sum. Pools nest: the tightest
     limit holds. Arrays may go in any thread. Freed memory that is kept for the next results (``GPU_OPS_POOL_MB``,
     CuPy's pool) is not counted, nor is what NumPy makes: copies of strided arguments, the codes of
-    ``ternary_quantize`` on the CPU; nor the private memory of the CPU's threads, see :class:`Trace`. An array that a
-    traceback still refers to is alive. Counting takes 4 us per call, and nothing where no pool is entered.
+    ``ternary_quantize`` on the CPU. An array that a traceback still refers to is alive. Counting takes 4 us per call,
+    and nothing where no pool is entered.
 
     Examples
     --------

@@ -9,7 +9,10 @@ from typing import Any
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import OptionError
 
-__all__ = ["read_size"]
+__all__ = ["MOST_SEQUENCES", "MOST_TOKENS", "read_size"]
+
+# What an estimate takes: the tables of its plan have 32 bytes per sequence, and on the CPU 280 per position.
+MOST_SEQUENCES, MOST_TOKENS = 1 << 24, 1 << 24
 
 _UNITS = {"B": 1} | {
     f"{letter}{middle}B": base**power

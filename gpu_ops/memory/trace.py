@@ -61,9 +61,8 @@ class Trace:
     Notes
     -----
     Index arrays whose values a call checks (``cu_seqlens``) have to be real. Arrays that NumPy or CuPy make do not
-    show, only those of ops and of :meth:`empty`. Nor does the private memory of threads on the CPU, the
-    same for all lengths above some thousand: in float32 0.7 MiB each for matrix products, 4 for the gradients of
-    attention with 64 components per head.
+    show, only those of ops and of :meth:`empty`. On the CPU as many threads as may take part have scratch of their
+    own in the plan; one that wakes up late takes none.
 
     Examples
     --------

@@ -1,17 +1,21 @@
-"""Models as plain functions on arrays: a transformer block, a Llama, forward and backward."""
+"""Models as plain functions on arrays: a Llama, its blocks, forward and backward; and BERT, forward."""
 
+from gpu_ops.models.bert import Bert, BertBlock, bert_states, load_bert, sentence_embeddings
+from gpu_ops.models.bert_config import BertConfig
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.checkpoint import load, save
 from gpu_ops.models.config import Layer, LlamaConfig
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
 from gpu_ops.models.presets import PRESETS
 from gpu_ops.models.projection import (
+    Int8Input,
     Latent,
     Lora,
     initial_lora,
     lora_grads,
     lora_shapes,
     merged,
+    with_int8_input,
     with_latent,
     with_lora,
 )
@@ -20,7 +24,11 @@ from gpu_ops.models.weights import Block, Llama, initial_weights
 __all__ = [
     "POLICIES",
     "PRESETS",
+    "Bert",
+    "BertBlock",
+    "BertConfig",
     "Block",
+    "Int8Input",
     "Latent",
     "Layer",
     "Llama",
@@ -28,12 +36,14 @@ __all__ = [
     "Lora",
     "Saved",
     "Sequences",
+    "bert_states",
     "block_backward",
     "block_forward",
     "hidden_states",
     "initial_lora",
     "initial_weights",
     "load",
+    "load_bert",
     "logits",
     "lora_grads",
     "lora_shapes",
@@ -41,6 +51,8 @@ __all__ = [
     "loss_and_grads",
     "merged",
     "save",
+    "sentence_embeddings",
+    "with_int8_input",
     "with_latent",
     "with_lora",
 ]

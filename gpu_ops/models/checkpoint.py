@@ -1,4 +1,5 @@
-"""Models in the folders of Hugging Face transformers: ``config.json``, and safetensors in one file or in shards.
+"""Models in files: folders of Hugging Face transformers, with ``config.json`` and safetensors in one file or in
+shards, and GGUF files.
 
 Weights are read and cast in pieces of 16 MiB, straight into their place: the memory is that of the model. A folder
 that does not hold exactly the model of its config is refused before anything is allocated."""
@@ -6,78 +7,77 @@ that does not hold exactly the model of its config is refused before anything is
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import json
+import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeError
+from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
-from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
+from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.models.checkpoint_ternary import read_ternary
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
+from gpu_ops.models.gguf import GGUFSource
+from gpu_ops.models.tensors import (
+    HF,
+    ONE_FILE,
+    STORED,
+    Names,
+    Part,
+    Source,
+    open_folder,
+    planned,
+    read_all,
+    with_post_norms,
+)
 from gpu_ops.models.weights import Llama
 from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
 
 __all__ = ["load", "save"]
 
 _LOAD, _SAVE = "models.load", "models.save"
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
-_MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
-# The tensors of transformers whose rows follow each other in one of ours; ``_bias`` has the same modules.
-_MODULES = {
-    "embed": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "lm_head": ("lm_head",),
-    "attn_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-}
-_RECOMPUTED = ".rotary_emb.inv_freq"  # in early Llamas
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @typed_memory_errors(_LOAD)
 def load(
-    folder: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
+    path: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
 ) -> tuple[Llama, LlamaConfig]:
-    """A model from the folder that ``save_pretrained`` of Hugging Face transformers writes, or :func:`save`.
+    """A model from the folder that ``save_pretrained`` of Hugging Face transformers writes, or :func:`save`; or from
+    a GGUF file, as llama.cpp runs it.
 
     Parameters
     ----------
-    folder : path
-        With ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json`` names.
+    path : path
+        A folder with ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json``
+        names. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58, with tensors in F32,
+        F16, BF16, F64, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K (a Q4_K_M file has the last three), TQ1_0, TQ2_0 and I2_S.
     dtype : dtype, optional
-        float16, bfloat16, float32 or float64, of all weights; default: that of the embedding table in the file.
+        float16, bfloat16, float32 or float64, of all arrays; default: that of the embedding table in the file, or
+        float32 where it is quantised.
     device : {"cpu", "cuda", "emulator"}, optional
         "cuda" gives CuPy arrays, anything else NumPy arrays.
 
     Returns
     -------
     weights : Llama
+        Ternary projections, of BitNet's folders and of GGUF files, stay packed: each is a
+        :class:`gpu_ops.TernaryMatrix`, with a scale per row or block where ``qkv`` or ``gate_up`` joins tensors of
+        different scales. Everything else is an array.
     config : LlamaConfig
 
     Raises
     ------
     OptionError
         A config of another family, or one that asks for what its family does not have: see
-        :meth:`LlamaConfig.from_hf`. Quantised weights.
+        :meth:`LlamaConfig.from_hf`. Quantised weights of a folder, other than BitNet's.
     FormatError, ShapeError
         A damaged file. A tensor is missing, there twice, of another shape than the config says, or one too many.
         The message names it and its file.
@@ -88,6 +88,10 @@ def load(
     -----
     Takes the memory of the model, 16 MiB, and with ``device="cuda"`` one array on the host. A line on stderr says
     what is waited for, after a second.
+
+    Queries and keys of GGUF's llama are put back in the order of Hugging Face. Its ``rope_freqs.weight`` gives
+    ``RopeScaling.llama3`` where the divisors are those of Llama 3.1 or later, else ``longrope``. Type 36 is read as
+    I2_S of bitnet.cpp on x86.
 
     Examples
     --------
@@ -100,35 +104,25 @@ def load(
     ...     weights, config = models.load(folder, dtype="bfloat16")
     >>> models.logits(np.array([[1, 2, 3]]), weights, config).shape
     (1, 3, 256)
+    >>> weights, config = models.load("SmolLM2-135M-Q8_0.gguf", dtype="bfloat16")  # doctest: +SKIP
     """
-    where = path_of(_LOAD, folder)
+    where = path_of(_LOAD, path)
     place = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
     check_device(_LOAD, place)
     kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
-    entries = read_config(_LOAD, where / "config.json")
-    if entries.get("quantization_config") is not None:
-        raise OptionError(
-            f"{_LOAD}: {where}: quantization_config says that the weights are quantised; float weights are loaded. "
-            "gpu_ops.read_bitnet reads those of BitNet"
-        )
-    config = LlamaConfig.from_hf(entries)
+    with system_errors(_LOAD, where):
+        is_folder = stat.S_ISDIR(where.stat().st_mode)
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
-        holder = _open(where, stack)
-        if config.nlayers > len(holder):  # before there is a list of them
-            raise FormatError(
-                f"{_LOAD}: {where}: the config has {config.nlayers} layers, and the files {len(holder)} tensors"
-            )
-        plan = _plan(config)
-        _check(where, holder, plan, config)
-        if kind is None:
-            kind = NUMPY_DTYPES[holder[_TABLE].tensors[_TABLE].dtype]
-        arrays = {}
-        for name, shape in config.shapes().items():
-            array = np.empty(shape, kind)
-            for part in plan[name]:
-                _fill(array[part.rows].reshape(-1), holder[part.name], part.name)
-            arrays[name] = to_device(array, place)
-    return Llama.of(arrays, config), config
+        source: Source[LlamaConfig]
+        if is_folder:
+            source = _Folder(where, stack)
+        else:
+            source = GGUFSource(_LOAD, where, stack.enter_context(opened(_LOAD, where)))
+        arrays = {
+            name: to_device(array, place) if isinstance(array, np.ndarray) else array
+            for name, array in read_all(_LOAD, where, source, kind)
+        }
+    return Llama.of(arrays, source.config), source.config
 
 
 @typed_memory_errors(_SAVE)
@@ -173,7 +167,7 @@ def save(
     Llama.of(given, config)
     if extra := given.keys() - config.shapes().keys():
         raise OptionError(f"{_SAVE}: the weights have {min(extra)}, and the config has no such thing")
-    plan = _plan(config)
+    plan = planned(config, _names(config))
     found = {name: StateArray(_SAVE, name, given[name]) for name in plan}
     tensors = {p.name: (_stored(name, found[name].dtype), p.shape) for name, ps in plan.items() for p in ps}
 
@@ -187,7 +181,7 @@ def save(
     with visible(f"gpu_ops: saving {where}"):
         with system_errors(_SAVE, where):
             where.mkdir(parents=True, exist_ok=True)
-        write_file(_SAVE, where / _ONE_FILE, pieces())
+        write_file(_SAVE, where / ONE_FILE, pieces())
         write_file(_SAVE, where / "config.json", [text])
 
 
@@ -210,132 +204,24 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
         raise OptionError(f"{_SAVE}: entries= cannot be written as JSON: {error}") from error
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of transformers: rows of an array of ours."""
+class _Folder(Source[LlamaConfig]):
+    """A model in an open folder."""
 
-    name: str
-    rows: slice
-    shape: tuple[int, ...]
+    def __init__(self, where: Path, stack: contextlib.ExitStack) -> None:
+        self._where, self._entries = where, read_config(_LOAD, where / "config.json")
+        config = LlamaConfig.from_hf(self._entries)
+        super().__init__(config, open_folder(_LOAD, where, stack), _names(config))
+
+    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
+        """The projections that BitNet stores as uint8."""
+        return read_ternary(_LOAD, self._where, self._entries, plan)
 
 
-def _plan(config: LlamaConfig) -> dict[str, list[_Part]]:
-    """The tensors that each array is made of."""
-    q, kv = config.nheads * config.head_dim, config.nheads_kv * config.head_dim
-    joined = {"qkv": (q, kv, kv), "gate_up": (config.ffn, config.ffn)}
-    plan = {}
-    for name, shape in config.shapes().items():
-        layer, _, part = name.rpartition(".")
-        of, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
-        prefix = f"model.{layer}." if layer else ""
-        starts = [0, *itertools.accumulate(joined.get(of, shape[:1]))]
-        plan[name] = [
-            _Part(f"{prefix}{module}.{suffix}", slice(start, end), (end - start, *shape[1:]))
-            for module, (start, end) in zip(_MODULES[of], itertools.pairwise(starts), strict=True)
-        ]
-    return plan
+def _names(config: LlamaConfig) -> Names:
+    return with_post_norms(HF) if config.post_norms else HF
 
 
 def _stored(name: str, dtype: np.dtype[Any]) -> str:
-    if dtype not in _STORED:
-        raise OptionError(f"{_SAVE}: {name} is {dtype}; allowed: {', '.join(map(str, _STORED))}")
-    return _STORED[dtype]
-
-
-def _open(where: Path, stack: contextlib.ExitStack) -> dict[str, SafetensorsFile]:
-    """The open file of each tensor."""
-    if (where / _ONE_FILE).exists():
-        names, listed = [_ONE_FILE], None
-    elif (where / _INDEX).exists():
-        listed = _read_index(where / _INDEX)
-        names = sorted(set(listed.values()))
-    else:
-        raise MissingFileError(
-            errno.ENOENT, f"{_LOAD}: there is no {_ONE_FILE} and no {_INDEX} in this folder", str(where)
-        )
-    holder: dict[str, SafetensorsFile] = {}
-    for name in names:
-        file = SafetensorsFile(_LOAD, where / name, stack.enter_context(opened(_LOAD, where / name)))
-        for tensor in file.tensors:
-            if tensor in holder:
-                raise FormatError(f"{file.what}: {tensor[:80]!r} is in {holder[tensor].path.name} as well")
-            holder[tensor] = file
-    for tensor, name in (listed or {}).items():
-        if tensor not in holder or holder[tensor].path.name != name:
-            raise FormatError(
-                f"{_LOAD}: {where / name}: there is no {tensor[:80]!r}, which {_INDEX} says it holds"
-            )
-    return holder
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor. Only files of the same folder: an index comes from anywhere."""
-    with opened(_LOAD, path) as file:
-        text = file.read(_MOST_INDEX)
-    try:
-        listed = json.loads(text)["weight_map"]
-        if not isinstance(listed, dict) or not listed:
-            raise ValueError("its weight_map is no object with an entry")
-        for name in listed.values():
-            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-                raise ValueError(f"weight_map has the file {name!r:.80}; expected a name in the same folder")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"{_LOAD}: {path} is no index of safetensors files: {error}") from error
-    return listed
-
-
-def _check(
-    where: Path, holder: Mapping[str, SafetensorsFile], plan: Mapping[str, list[_Part]], config: LlamaConfig
-) -> None:
-    """An error unless exactly the tensors of the plan are there."""
-    parts = {part.name: part for each in plan.values() for part in each}
-    for name, part in parts.items():
-        if name not in holder:
-            hint = "; if the output layer is the embedding table, set tie_word_embeddings" * (name == _HEAD)
-            raise FormatError(f"{_LOAD}: {where}: there is no {name!r}, of shape {part.shape}{hint}")
-        stored = holder[name].tensors[name]
-        if stored.shape != part.shape:
-            raise ShapeError(
-                f"{holder[name].what}: {name} has shape {stored.shape}, and {part.shape} by the config"
-            )
-        if stored.dtype not in _STORED.values():
-            raise FormatError(
-                f"{holder[name].what}: {name} is {stored.dtype[:80]}; {', '.join(_STORED.values())} are loaded"
-            )
-    for name in sorted(holder.keys() - parts.keys()):
-        if name == _HEAD and config.tied:
-            _check_tied(holder)
-        elif not name.endswith(_RECOMPUTED):
-            raise FormatError(
-                f"{holder[name].what}: {name[:80]!r} is no part of a {config.nlayers}-layer model of this config; "
-                "what it would do is not known"
-            )
-
-
-def _check_tied(holder: Mapping[str, SafetensorsFile]) -> None:
-    """An output layer beside the embedding table that it is."""
-    head, table = holder[_HEAD], holder[_TABLE]
-    same = str(head.tensors[_HEAD]) == str(table.tensors[_TABLE])
-    if not same or not all(map(np.array_equal, _bytes(head, _HEAD), _bytes(table, _TABLE))):
-        raise FormatError(
-            f"{head.what}: {_HEAD} differs from {_TABLE}, and the config says that they are tied; if the model has "
-            "both, set tie_word_embeddings to false"
-        )
-
-
-def _bytes(file: SafetensorsFile, name: str) -> Iterator[Array]:
-    return (piece.view(np.uint8) for piece in file.pieces(name))
-
-
-def _fill(target: Array, file: SafetensorsFile, name: str) -> None:
-    """The elements of a tensor, cast."""
-    at = 0
-    for piece in file.pieces(name):
-        place = target[at : at + len(piece)]
-        with np.errstate(over="ignore"):
-            place[...] = piece
-        if piece.dtype != target.dtype and (np.isinf(place) & np.isfinite(piece)).any():
-            raise OptionError(
-                f"{file.what}: {name} holds numbers beyond the range of {target.dtype}; load bfloat16 or float32"
-            )
-        at += len(piece)
+    if dtype not in STORED:
+        raise OptionError(f"{_SAVE}: {name} is {dtype}; allowed: {', '.join(map(str, STORED))}")
+    return STORED[dtype]

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
+import numpy as np
+
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.rope_scaling import RopeScaling
@@ -37,8 +39,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and options of a Llama-shaped decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM, and models of their
-    architecture.
+    """Sizes and options of a Llama-shaped decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM, Granite, Gemma 2 and 3,
+    BitNet b1.58, and models of their architecture.
 
     Parameters
     ----------
@@ -64,6 +66,23 @@ class LlamaConfig:
         An RMS norm over each head of queries and keys, before they are rotated.
     layers : tuple of Layer
         One per layer, in place of ``theta``, ``scaling`` and ``window``, where they differ.
+    softmax_scale : float or None
+        As :func:`gpu_ops.attention` takes it, and ``softcap``.
+    weight_offset : float
+        Added to the weights of the norms: 1 in Gemma.
+    sub_norms : bool
+        Norms of what ``o`` and ``down`` multiply, as in BitNet b1.58.
+    post_norms : bool
+        Norms of what ``o`` and ``down`` give, before it is added to the residual stream, as in Gemma.
+    embedding_scale : float or None
+        Factor of the embeddings. None: sqrt(hidden), rounded to the weights' dtype, as in Gemma.
+    residual_scale : float
+        Factor of what each half of a layer adds to the residual stream (Granite). It costs nothing: the stream is
+        held divided by it, and norms do not see the difference once their eps is divided by its square.
+    logits_scaling : float
+        What the logits are divided by (Granite).
+    logits_softcap : float
+        Then they become ``logits_softcap * tanh(logits / logits_softcap)`` (Gemma 2); 0: they stay.
 
     Examples
     --------
@@ -89,6 +108,15 @@ class LlamaConfig:
     biases: tuple[str, ...] = ()
     qk_norm: bool = False
     layers: tuple[Layer, ...] = ()
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    weight_offset: float = 0.0
+    sub_norms: bool = False
+    post_norms: bool = False
+    embedding_scale: float | None = 1.0
+    residual_scale: float = 1.0
+    logits_scaling: float = 1.0
+    logits_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "ffn", "nheads"):
@@ -106,7 +134,16 @@ class LlamaConfig:
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.nheads)
         if checks.integer(_WHO, "head_dim", self.head_dim, low=2) % 2:
             raise OptionError(f"{_WHO}: head_dim={self.head_dim} is odd; rotary embedding turns pairs")
-        checks.flag(_WHO, "qk_norm", self.qk_norm)
+        for name in ("qk_norm", "sub_norms", "post_norms"):
+            checks.flag(_WHO, name, getattr(self, name))
+        for name in ("softcap", "logits_softcap"):
+            checks.number(_WHO, name, getattr(self, name), low=0.0)
+        for name in ("softmax_scale", "embedding_scale", "residual_scale", "logits_scaling"):
+            if getattr(self, name) is not None or name in ("residual_scale", "logits_scaling"):
+                checks.number(_WHO, name, getattr(self, name), above=0.0)
+        checks.number(_WHO, "weight_offset", self.weight_offset)
+        if self.softmax_scale == self.head_dim**-0.5:  # equal models are equal configs
+            object.__setattr__(self, "softmax_scale", None)
         given = [checks.one_of(_WHO, "biases", part, PROJECTIONS) for part in self.biases]
         object.__setattr__(self, "biases", tuple(part for part in PROJECTIONS if part in given))
         layers = tuple(self.layers)
@@ -126,6 +163,28 @@ class LlamaConfig:
     def window_size(self) -> tuple[int, int]:
         """As :func:`gpu_ops.attention` takes it."""
         return (self.window, 0) if self.window >= 0 else (-1, -1)
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """Those of :func:`gpu_ops.attention`."""
+        return {
+            "causal": True,
+            "window_size": self.window_size,
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+        }
+
+    @property
+    def stream_eps(self) -> float:
+        """Of the norms of the residual stream, which is held divided by ``residual_scale``."""
+        return self.eps / self.residual_scale**2
+
+    def embedding_factor(self, dtype: Any) -> float:
+        """Of the rows of the embedding table, whose dtype this is."""
+        scale = self.embedding_scale
+        if scale is None:
+            scale = float(np.asarray(math.sqrt(self.hidden)).astype(dtype))
+        return scale / self.residual_scale
 
     @property
     def head_slices(self) -> tuple[slice, slice, slice]:
@@ -155,6 +214,10 @@ class LlamaConfig:
         one |= {f"{part}_bias": one[part][:1] for part in self.biases}
         if self.qk_norm:
             one |= {"q_norm": (d,), "k_norm": (d,)}
+        if self.sub_norms:
+            one |= {"attn_sub_norm": (self.nheads * d,), "ffn_sub_norm": (self.ffn,)}
+        if self.post_norms:
+            one |= {"attn_post_norm": (h,), "mlp_post_norm": (h,)}
         return one
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -166,6 +229,11 @@ class LlamaConfig:
         found["norm"] = (h,)
         return found if self.tied else found | {"lm_head": (self.vocab, h)}
 
+    def joined(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each projection in ``qkv`` and in ``gate_up``."""
+        q, kv = self.nheads * self.head_dim, self.nheads_kv * self.head_dim
+        return {"qkv": (q, kv, kv), "gate_up": (self.ffn, self.ffn)}
+
     @property
     def parameters(self) -> int:
         """How many numbers the weights are."""
@@ -175,8 +243,9 @@ class LlamaConfig:
     def from_hf(cls, config: Any) -> LlamaConfig:
         """From a Hugging Face config: a dict, or the path of ``config.json`` or its folder.
 
-        ``model_type`` is one of llama, mistral, qwen2, qwen3 and smollm3, or missing: then it is a Llama's. Entries
-        that the family does not have are refused where they would change the model.
+        ``model_type`` is one of llama, mistral, qwen2, qwen3, smollm3, granite, bitnet, gemma2 and gemma3_text, or
+        missing: then it is a Llama's. Entries that the family does not have are refused where they would change the
+        model.
 
         Raises
         ------

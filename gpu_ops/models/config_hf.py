@@ -1,10 +1,9 @@
-"""Configs of Hugging Face transformers, read and written: which families there are, and what each has."""
+"""Configs of Hugging Face transformers, read and written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import opened, path_of
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.rope_scaling_hf import scaling_to_hf
+from gpu_ops.models.config_families import ACTIVATIONS, BIASES, FAMILIES, NEUTRAL, NUMBERS, Family
 
 if TYPE_CHECKING:
     from gpu_ops.models.config import LlamaConfig
@@ -22,56 +22,7 @@ __all__ = ["config_to_hf", "options_from_hf", "read_config"]
 _WHO = "LlamaConfig.from_hf"
 _MOST_BYTES = 1 << 22  # of a config.json
 _MOST_LAYERS = 1 << 16  # so that a number in a file makes no list of any length
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-
-@dataclass(frozen=True)
-class _Family:
-    architecture: str
-    reads: tuple[str, ...] = ()
-    """Entries that change the model, of those in ``_NEUTRAL``."""
-    biases: tuple[str, ...] = ()
-    """Projections that have one whatever the config says."""
-    qk_norm: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of transformers, for entries that are missing."""
-
-
-_BIASES = {"attention_bias": ("qkv", "o"), "mlp_bias": ("gate_up", "down")}
-_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", (*_BIASES,)),
-    "mistral": _Family(
-        "MistralForCausalLM",
-        ("sliding_window",),
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-    ),
-    "qwen2": _Family("Qwen2ForCausalLM", _WINDOWS, biases=("qkv",), defaults=_QWEN),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        ("attention_bias", *_WINDOWS),
-        qk_norm=True,
-        defaults={**_QWEN, "head_dim": 128},
-    ),
-    "smollm3": _Family(
-        "SmolLM3ForCausalLM",
-        (*_BIASES, *_WINDOWS, "no_rope_layers"),
-        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "no_rope_layer_interval": 4}
-        | {"rope_theta": 2000000.0},
-    ),
-}
-# Entries that change a model, and the values that leave it as it is. A model that ignored one would run and be wrong.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_BIASES, (False, None)),
-    "sliding_window": (None,),
-    "no_rope_layers": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-}
+_KINDS = ("full_attention", "sliding_attention")
 _SIZES = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
@@ -89,30 +40,33 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
     if not isinstance(config, Mapping):
         raise OptionError(f"{_WHO}: expected a dict or a path, got {type(config).__name__}")
     family = _family(config)
-    given = {**family.defaults, **config}
+    given = {**family.defaults, **config, **family.always}
     missing = [name for name in (*_SIZES.values(), "rms_norm_eps") if given.get(name) is None]
     if missing:
         raise OptionError(f"{_WHO}: the config has no {', '.join(missing)}")
     sizes = {ours: checks.integer(_WHO, theirs, given[theirs], low=0) for ours, theirs in _SIZES.items()}
     nlayers = checks.integer(_WHO, "num_hidden_layers", sizes["nlayers"], high=_MOST_LAYERS)
-    scaling = RopeScaling.from_hf(given)
-    plain = scaling.kind == "default" and scaling.partial_rotary_factor in (None, 1.0)
-    act = checks.one_of(_WHO, "hidden_act", given.get("hidden_act", "silu"), _ACTIVATIONS)
+    act = checks.one_of(_WHO, family.activation, given.get(family.activation, "silu"), ACTIVATIONS)
     options = {
         **sizes,
         "nheads_kv": given.get("num_key_value_heads") or sizes["nheads"],
         "head_dim": given.get("head_dim") or 0,
         "eps": given["rms_norm_eps"],
-        "activation": _ACTIVATIONS[act],
+        "activation": ACTIVATIONS[act],
         "tied": _flag(given, "tie_word_embeddings"),
         "biases": (*family.biases, *_biases(family, given)),
-        "qk_norm": family.qk_norm,
+        **family.options,
+        **_numbers(family, given),
     }
-    theta = 10000.0 if scaling.theta is None else scaling.theta
-    rotations = {True: (theta, None if plain else scaling), False: (None, None)}
     rotated = _rotated(family, given, nlayers)
-    windows = _windows(family, given, nlayers, rotated)
-    return options, [(*rotations[turns], window) for turns, window in zip(rotated, windows, strict=True)]
+    window = _window(family, given)
+    matters = window >= 0 or "rope_local_base_freq" in family.reads
+    slides = _slides(family, given, nlayers, rotated) if matters else [False] * nlayers
+    rotations = {kind: _rotation(family, given, kind) for kind in set(slides)}
+    return options, [
+        (*(rotations[slid] if turns else (None, None)), window if slid else -1)
+        for turns, slid in zip(rotated, slides, strict=True)
+    ]
 
 
 def read_config(who: str, path: Path) -> Mapping[str, Any]:
@@ -128,15 +82,15 @@ def read_config(who: str, path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _family(config: Mapping[str, Any]) -> _Family:
+def _family(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
-    if kind is not None and (not isinstance(kind, str) or kind not in _FAMILIES):
+    if kind is not None and (not isinstance(kind, str) or kind not in FAMILIES):
         raise OptionError(
-            f"{_WHO}: model_type is {kind!r}; known: {', '.join(_FAMILIES)}. If the model is a Llama in all but "
+            f"{_WHO}: model_type is {kind!r}; known: {', '.join(FAMILIES)}. If the model is a Llama in all but "
             "name, change the entry"
         )
-    family = _FAMILIES[kind or "llama"]
-    for name, allowed in _NEUTRAL.items():
+    family = FAMILIES[kind or "llama"]
+    for name, allowed in NEUTRAL.items():
         if name not in family.reads and config.get(name) not in allowed:
             raise OptionError(
                 f"{_WHO}: {name}={config[name]!r} is not supported; a {kind or 'llama'} has {allowed[0]!r}"
@@ -148,15 +102,15 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
     return given.get(name) is not None and checks.flag(_WHO, name, given[name])
 
 
-def _biases(family: _Family, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _biases(family: Family, given: Mapping[str, Any]) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
-    for name, parts in _BIASES.items():
+    for name, parts in BIASES.items():
         if name in family.reads and _flag(given, name):
             found += parts
     return found
 
 
-def _rotated(family: _Family, given: Mapping[str, Any], nlayers: int) -> list[bool]:
+def _rotated(family: Family, given: Mapping[str, Any], nlayers: int) -> list[bool]:
     """Whether each layer rotates queries and keys. A 1 in ``no_rope_layers`` means that it does."""
     if "no_rope_layers" not in family.reads:
         return [True] * nlayers
@@ -166,25 +120,61 @@ def _rotated(family: _Family, given: Mapping[str, Any], nlayers: int) -> list[bo
     return [bool(x) for x in _each(given, "no_rope_layers", nlayers, (0, 1))]
 
 
-def _windows(family: _Family, given: Mapping[str, Any], nlayers: int, rotated: list[bool]) -> list[int]:
-    """Of each layer. A window of transformers counts the query itself."""
+def _numbers(family: Family, given: Mapping[str, Any]) -> dict[str, float]:
+    """Options that are numbers; what is None stays as it is by default."""
+    return {
+        option: read(checks.number(_WHO, name, given[name], above=0.0))
+        for name, (option, read) in NUMBERS.items()
+        if name in family.reads and given.get(name) is not None
+    }
+
+
+def _rotation(family: Family, given: Mapping[str, Any], slides: bool) -> tuple[float, RopeScaling | None]:
+    """theta and scaling of layers that see a window, or all keys."""
+    if "rope_local_base_freq" in family.reads:
+        given = _rope_of(given, slides)
+    scaling = RopeScaling.from_hf(given)
+    plain = scaling.kind == "default" and scaling.partial_rotary_factor in (None, 1.0)
+    return 10000.0 if scaling.theta is None else scaling.theta, None if plain else scaling
+
+
+def _rope_of(given: Mapping[str, Any], slides: bool) -> dict[str, Any]:
+    """A config whose rope entries are those of layers of one type; ``rope_scaling`` is for those without a window."""
+    kind, theta = _KINDS[slides], given["rope_local_base_freq" if slides else "rope_theta"]
+    of_kinds = given.get("rope_parameters") or {}
+    if not isinstance(of_kinds, Mapping) or not of_kinds.keys() <= set(_KINDS):
+        raise OptionError(f"{_WHO}: rope_parameters must hold a dict for each of {', '.join(_KINDS)}")
+    parts = (of_kinds.get(kind), None if slides else given.get("rope_scaling"))
+    part = {"rope_theta": theta}
+    for each in parts:
+        if each is not None and not isinstance(each, Mapping):
+            raise OptionError(f"{_WHO}: the rope entries of {kind} must be a dict, got {type(each).__name__}")
+        part |= each or {}
+    whole = {name: x for name, x in given.items() if name not in ("rope_scaling", "rope_theta")}
+    return whole | {"rope_parameters": part}
+
+
+def _window(family: Family, given: Mapping[str, Any]) -> int:
+    """Of the layers that have one. A window of transformers counts the query itself."""
     size = given.get("sliding_window") if "sliding_window" in family.reads else None
     if "use_sliding_window" in family.reads and not _flag(given, "use_sliding_window"):
         size = None
-    if size is None:
-        return [-1] * nlayers
-    window = checks.integer(_WHO, "sliding_window", size, low=1) - 1
+    return -1 if size is None else checks.integer(_WHO, "sliding_window", size, low=1) - 1
+
+
+def _slides(family: Family, given: Mapping[str, Any], nlayers: int, rotated: list[bool]) -> list[bool]:
+    """Whether each layer sees a window."""
     if "layer_types" not in family.reads:
-        slides = [True] * nlayers
-    elif given.get("layer_types") is not None:
-        kinds = _each(given, "layer_types", nlayers, ("full_attention", "sliding_attention"))
-        slides = [kind == "sliding_attention" for kind in kinds]
-    elif "no_rope_layers" in family.reads:
-        slides = [not x for x in rotated]
-    else:
-        first = checks.integer(_WHO, "max_window_layers", given["max_window_layers"], low=0)
-        slides = [i >= first for i in range(nlayers)]
-    return [window if x else -1 for x in slides]
+        return [True] * nlayers
+    if given.get("layer_types") is not None:
+        return [kind == _KINDS[True] for kind in _each(given, "layer_types", nlayers, _KINDS)]
+    if "no_rope_layers" in family.reads:
+        return [not x for x in rotated]
+    if "sliding_window_pattern" in {**family.defaults, **family.always}:
+        every = checks.integer(_WHO, "sliding_window_pattern", given["sliding_window_pattern"], low=1)
+        return [(i + 1) % every != 0 for i in range(nlayers)]
+    first = checks.integer(_WHO, "max_window_layers", given["max_window_layers"], low=0)
+    return [i >= first for i in range(nlayers)]
 
 
 def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any, ...]) -> list[Any]:
@@ -200,33 +190,49 @@ def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any,
 def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
     """See :meth:`gpu_ops.models.LlamaConfig.to_hf`: entries that the family reads back as this config."""
     who = "LlamaConfig.to_hf"
-    kinds = _FAMILIES if model_type is None else [checks.one_of(who, "model_type", model_type, _FAMILIES)]
+    kinds = FAMILIES if model_type is None else [checks.one_of(who, "model_type", model_type, FAMILIES)]
     layers = config.by_layer or (config,)
-    turning = next((c for c in layers if c.theta is not None), config)
+    slid = next((c for c in layers if c.window >= 0), config)
+    turning = next((c for c in layers if c.theta is not None and c.window < 0), None)
+    turning = turning or next((c for c in layers if c.theta is not None), config)
     window = max(c.window for c in layers)
     slides = [c.window >= 0 for c in layers]
     common = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": config.nheads_kv,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.eps,
-        "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation),
         "tie_word_embeddings": config.tied,
         "rope_theta": 10000.0 if turning.theta is None else turning.theta,
         **({} if turning.scaling is None else scaling_to_hf(turning.scaling)),
     }
+    scale = config.softmax_scale
     special = {
         "attention_bias": "o" in config.biases,
         "mlp_bias": "down" in config.biases,
         "use_sliding_window": window >= 0,
         "sliding_window": window + 1 if window >= 0 else None,
         "max_window_layers": slides.index(True) if any(slides) else config.nlayers,
-        "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
+        "layer_types": [_KINDS[x] for x in slides],
         "no_rope_layers": [int(c.theta is not None) for c in layers],
+        "rope_local_base_freq": slid.theta,
+        "attn_logit_softcapping": config.softcap or None,
+        "final_logit_softcapping": config.logits_softcap or None,
+        "query_pre_attn_scalar": config.head_dim if scale is None else _whole(scale**-2),
+        "attention_multiplier": config.head_dim**-0.5 if scale is None else scale,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": config.logits_scaling,
     }
+    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
     for kind in kinds:
-        family = _FAMILIES[kind]
+        family = FAMILIES[kind]
         entries = {"architectures": [family.architecture], "model_type": kind, **common}
-        entries |= {name: special[name] for name in family.reads}
+        entries |= {family.activation: act, **{name: special[name] for name in family.reads}}
         if type(config).from_hf(entries) == config:
             return entries
     raise OptionError(f"{who}: {' and '.join(kinds)} cannot have these options together: {config}")
+
+
+def _whole(x: float) -> float:
+    """The integer that it is but for its rounding."""
+    return round(x) if abs(x - round(x)) < 1e-9 * x else x

@@ -10,6 +10,7 @@ from gpu_ops.core.checks import computing_dtype, one_of
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.elementwise import softcapped, times
 from gpu_ops.models.offload import prefetch, release
 from gpu_ops.models.table import embed, embed_backward, head_logits, head_loss
 from gpu_ops.models.weights import Llama
@@ -22,16 +23,26 @@ __all__ = ["hidden_states", "logits", "loss", "loss_and_grads"]
 def hidden_states(
     ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None
 ) -> Any:
-    """The normalised states before the output layer, (..., hidden). Keeps nothing of the layers."""
-    x = embed(ids, weights.embed)
+    """What the output layer multiplies, (..., hidden): the normalised states, divided by ``logits_scaling``. Keeps
+    nothing of the layers."""
+    x = embed(ids, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for layer, own in zip(weights.layers, config.by_layer, strict=True):
         x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
-    return rmsnorm(x, weights.norm, eps=config.eps)
+    return last_norm(x, weights, config)[0]
+
+
+def last_norm(x: Any, weights: Llama, config: LlamaConfig) -> tuple[Any, Any]:
+    """What the output layer multiplies, and rstd."""
+    h, rstd = rmsnorm(
+        x, weights.norm, eps=config.stream_eps, weight_offset=config.weight_offset, return_rstd=True
+    )
+    return times(h, 1 / config.logits_scaling), rstd
 
 
 def logits(ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None) -> Any:
     """(..., vocab), in the weights' dtype."""
-    return head_logits(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
+    z = head_logits(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
+    return softcapped(z, config.logits_softcap)
 
 
 def loss(
@@ -46,7 +57,7 @@ def loss(
     """The cross-entropy of the targets, float32 (float64 for float64). ``options``: those of
     :func:`gpu_ops.linear_cross_entropy`."""
     h = hidden_states(ids, weights, config, sequences=sequences)
-    return head_loss(h, weights.lm_head, targets, **options)
+    return head_loss(h, weights.lm_head, targets, **{"softcap": config.logits_softcap} | options)
 
 
 def loss_and_grads(
@@ -76,13 +87,16 @@ def loss_and_grads(
         Gradient of the loss, such as the scale of :class:`gpu_ops.training.GradScaler`.
     options
         Those of :func:`gpu_ops.linear_cross_entropy`: ``ignore_index``, ``label_smoothing``, ``denominator``, ...
+        ``softcap`` is the model's if it is not given.
 
     Returns
     -------
     loss : 0-d array, float32 (float64 for float64)
     """
     _check(weights, grads, config, options)
-    x = embed(ids, weights.embed)
+    options = {"softcap": config.logits_softcap} | options
+    scale = config.embedding_factor(weights.embed.dtype)
+    x = embed(ids, weights.embed, scale=scale)
     saved: list[Saved] = []
     for layer, own, kept in zip(weights.layers, config.by_layer, _policies(policy, config), strict=True):
         x, one = block_forward(x, layer, own, policy=kept, sequences=sequences)
@@ -90,11 +104,14 @@ def loss_and_grads(
             release(saved[-1].x)  # a layer later: its copy had the time of one
         saved.append(one)
         del one
-    h, rstd = rmsnorm(x, weights.norm, eps=config.eps, return_rstd=True)
+    h, rstd = last_norm(x, weights, config)
     to: dict[str, Any] = {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
     value, dh, *_ = head_loss(h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options)
     del h
-    dx, _ = rmsnorm_backward(dh, x, weights.norm, rstd, dweight=grads.norm)
+    dh = times(dh, 1 / config.logits_scaling)
+    dx, _ = rmsnorm_backward(
+        dh, x, weights.norm, rstd, weight_offset=config.weight_offset, dweight=grads.norm
+    )
     del dh, x, rstd
     for layer, grad, own in zip(
         reversed(weights.layers), reversed(grads.layers), reversed(config.by_layer), strict=True
@@ -104,7 +121,7 @@ def loss_and_grads(
             prefetch(saved[-1].x)
         dx = block_backward(dx, layer, one, own, grads=grad, sequences=sequences)
     if grads.embed is not None:
-        embed_backward(dx, ids, weights.embed, dweight=grads.embed)
+        embed_backward(dx, ids, weights.embed, scale=scale, dweight=grads.embed)
     return value
 
 

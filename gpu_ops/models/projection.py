@@ -1,5 +1,6 @@
 """Projections of a block whose weight is more than an array: LoRA adapters on a frozen base, ternary weights that are
-trained through the floats behind them, and parts of weights that several processes share."""
+trained through the floats behind them, ternary weights whose input the norm before them quantises, and parts of
+weights that several processes share."""
 
 from __future__ import annotations
 
@@ -7,33 +8,39 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.core.allocator import allocator, empty_like, new_array
+from gpu_ops.core.allocator import new_array
 from gpu_ops.core.checks import integer, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
+from gpu_ops.models.elementwise import added
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.linear import linear, linear_backward
+from gpu_ops.ops.rmsnorm import rmsnorm
+from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.ops.ternary import ternary_quantize
 from gpu_ops.ops.ternary_linear import ternary_matmul_backward
 from gpu_ops.ops.ternary_matmul import ternary_matmul
 
 __all__ = [
     "PROJECTIONS",
+    "Codes",
+    "Int8Input",
     "Latent",
     "Lora",
     "Projection",
-    "copied",
     "initial_lora",
     "lora_grads",
     "lora_shapes",
     "merged",
+    "normed",
     "project",
     "project_backward",
+    "with_int8_input",
     "with_latent",
     "with_lora",
 ]
@@ -78,17 +85,45 @@ class Projection(ABC):
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any: ...
 
 
+@dataclass
+class Int8Input:
+    """Ternary weights that take int8 from the norm before them (W1.58A8, as BitNet b1.58 runs): :func:`normed`
+    quantises in the pass that normalises. Where their input is a float, they are as the matrix alone."""
+
+    weight: TernaryMatrix
+
+
+class Codes(NamedTuple):
+    """int8 activations: ``q * scale``, in place of an array of ``dtype``."""
+
+    q: Any
+    scale: Any
+    """one per token"""
+    dtype: Any
+
+
+def normed(x: Any, norm: Any, weight: Any, **options: Any) -> Any:
+    """``rmsnorm(x, norm, **options)`` for :func:`project` with ``weight``; int8 where that is :class:`Int8Input`."""
+    if isinstance(weight, Int8Input):
+        q, scale, _ = rmsnorm_quant_int8(x, norm, **options)
+        return Codes(q, scale, x.dtype)
+    return rmsnorm(x, norm, **options)
+
+
 def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
-    """``x @ weight.T + bias + residual``."""
+    """``x @ weight.T + bias + residual``. ``x``: an array, or what :func:`normed` gave for ``weight``."""
     if isinstance(weight, Projection):
         return weight.project(x, bias, residual)
     if isinstance(weight, Lora):
         y = project(x, weight.base, bias, residual)
         return linear(linear(x, weight.a), weight.b, residual=y, out=y)
-    if isinstance(weight, (Latent, TernaryMatrix)):
+    if isinstance(weight, _TERNARY):
         packed, activations = _packed(weight)
-        y = ternary_matmul(x, packed, activations=activations)
-        return _added(_added(y, bias), residual)
+        if isinstance(x, Codes):
+            y = ternary_matmul(x.q, packed, x_scale=x.scale, out_dtype=x.dtype)
+        else:
+            y = ternary_matmul(x, packed, activations=activations)
+        return added(added(y, bias), residual)
     return linear(x, weight, bias, residual=residual)
 
 
@@ -100,14 +135,14 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None)
         h = linear(x, weight.a)
         dh = project_backward(dy, h, weight.b, None if grad is None else grad.b)
         dx = project_backward(dh, x, weight.a, None if grad is None else grad.a)
-        return _added(dx, project_backward(dy, x, weight.base, None, dbias))
-    if isinstance(weight, (Latent, TernaryMatrix)):
+        return added(dx, project_backward(dy, x, weight.base, None, dbias))
+    if isinstance(weight, _TERNARY):
         packed, activations = _packed(weight)
         if grad is None:
             dx = ternary_matmul_backward(dy, x, packed, activations=activations, only="dx")
         else:
             dx, dweight = ternary_matmul_backward(dy, x, packed, activations=activations)
-            _added(grad, dweight)
+            added(grad, dweight)
     elif grad is None:
         dx = linear_backward(dy, x, weight, only="dx")
     elif dbias is not None:
@@ -120,27 +155,13 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None)
     return dx
 
 
+_TERNARY = (Latent, Int8Input, TernaryMatrix)
+
+
 def _packed(weight: Any) -> tuple[Any, str]:
-    return (weight.quantized(), weight.activations) if isinstance(weight, Latent) else (weight, "int8")
-
-
-def copied(x: Any, to: Any = None) -> Any:
-    """``x`` in ``to``, or in a new contiguous array."""
-    if to is None:
-        to = empty_like(x, "copy")
-    instead = allocator()
-    if instead is None or instead.runs:
-        bits = np.dtype(f"u{x.dtype.itemsize}")  # CuPy does not know bfloat16
-        to.view(bits)[...] = x.view(bits)
-    return to
-
-
-def _added(y: Any, more: Any) -> Any:
-    """``y + more``, in place."""
-    instead = allocator()
-    if more is not None and (instead is None or instead.runs):
-        y += more
-    return y
+    if isinstance(weight, Latent):
+        return weight.quantized(), weight.activations
+    return weight.weight if isinstance(weight, Int8Input) else weight, "int8"
 
 
 def lora_shapes(
@@ -208,6 +229,29 @@ def with_latent(
     parts = _checked(projections)
     layers = [
         replace(layer, **{part: Latent(getattr(layer, part), activations) for part in parts})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=layers)
+
+
+def with_int8_input(weights: Llama, projections: Sequence[str] = ("qkv", "gate_up")) -> Llama:
+    """The model with ternary projections that take int8 from the norms before them, which are those of the default.
+
+    Raises
+    ------
+    OptionError
+        A projection is no :class:`gpu_ops.TernaryMatrix`; :func:`gpu_ops.ternary_quantize` makes one.
+    """
+    parts = _checked(projections)
+    for i, layer in enumerate(weights.layers):
+        for part in parts:
+            if not isinstance(given := getattr(layer, part), TernaryMatrix):
+                raise OptionError(
+                    f"with_int8_input: layers.{i}.{part} is {type(given).__name__}, not a TernaryMatrix; make one "
+                    "with gpu_ops.ternary_quantize"
+                )
+    layers = [
+        replace(layer, **{part: Int8Input(getattr(layer, part)) for part in parts})
         for layer in weights.layers
     ]
     return replace(weights, layers=layers)

@@ -38,6 +38,14 @@ class Block:
     """(head_dim,)"""
     k_norm: Any = None
     """(head_dim,)"""
+    attn_sub_norm: Any = None
+    """(nheads * head_dim,)"""
+    ffn_sub_norm: Any = None
+    """(ffn,)"""
+    attn_post_norm: Any = None
+    """(hidden,)"""
+    mlp_post_norm: Any = None
+    """(hidden,)"""
 
     def check(self, config: LlamaConfig) -> None:
         """An error where the weights, not gradients, have other parts than the config."""
@@ -91,12 +99,14 @@ class Llama:
 
 
 def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
-    """float32 weights to start from, by name: norms 1, biases 0, matrices normal, those that write to the residual
-    stream smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of NumPy."""
+    """float32 weights to start from, by name: norms that multiply by 1, biases 0, matrices normal, those that
+    write to the residual stream smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of
+    NumPy."""
     found = {}
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 1:
-            found[name] = np.full(shape, 0.0 if name.endswith("_bias") else 1.0, np.float32)
+            one = 1.0 - config.weight_offset
+            found[name] = np.full(shape, 0.0 if name.endswith("_bias") else one, np.float32)
             continue
         size = std / np.sqrt(2 * config.nlayers) if name.endswith((".o", ".down")) else std
         rng = np.random.default_rng((seed, i))

@@ -40,6 +40,8 @@ def attention_decode(
     *,
     seqused_k: Any,
     block_table: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     num_splits: int = 0,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -63,6 +65,10 @@ def attention_decode(
     block_table : int32 array (batch, max_pages), optional
         Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries past the need are
         ignored and may be -1.
+    k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
+        Of quantized pages: int8 or float8_e4m3fn, or uint8 with the bits of float8_e4m3fn, for libraries without it.
+        Key j of head h is ``k_cache[page, row, h] * k_scale[page, row, h]``, as :func:`rope_append_kv` writes it.
+        The kernels read the pages as they are. q is then float16, bfloat16 or float32.
     num_splits : int
         Parts into which the keys are cut, to give every thread work; 0: chosen.
     **options, return_lse, out_dtype, lse_dtype, out
@@ -95,6 +101,8 @@ def attention_decode(
     rows = "batch max_seqlen" if block_table is None else "num_pages page_size"
     dtype = read_inputs(
         call,
+        (k_scale, v_scale),
+        paged=block_table is not None,
         q=(q, "batch seqlen_q nheads head_dim"),
         k_cache=(k_cache, f"{rows} nheads_kv head_dim"),
         v_cache=(v_cache, f"{rows} nheads_kv head_dim_v"),

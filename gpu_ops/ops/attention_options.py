@@ -15,6 +15,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.block_mask import BlockMask
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Spec
+from gpu_ops.ops.quantized_pages import read_scales
 from gpu_ops.ops.seeds import read_seed
 
 __all__ = [
@@ -84,8 +85,13 @@ def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callabl
     return decorate
 
 
-def read_inputs(call: Call, **inputs: tuple[Any, str]) -> str:
-    """Read q, k and v, each with the names of its axes; the name of their dtype."""
+def read_inputs(
+    call: Call, scales: tuple[Any, Any] | None = None, *, paged: bool = False, **inputs: tuple[Any, str]
+) -> str:
+    """Read q, k and v, each with the names of its axes; the name of their dtype, or of q's over quantized pages.
+
+    ``scales``: of k and v, from functions that take such pages.
+    """
     views = {name: call.read(name, x) for name, (x, _) in inputs.items()}
     for name, (_, axes) in inputs.items():
         call.axes.bind(name, views[name], axes)
@@ -97,7 +103,10 @@ def read_inputs(call: Call, **inputs: tuple[Any, str]) -> str:
     for name in ("head_dim", "head_dim_v"):
         if call.axes[name] == 0:
             raise ShapeError(f"{call.op}: {name} is 0; it must be at least 1")
-    return checks.float_dtype(call.op, **views)
+    dtype = checks.float_dtype(call.op, q=views["q"])
+    _, k, v = inputs
+    quantized = scales is not None and read_scales(call, k, v, *scales, paged=paged)
+    return dtype if quantized else checks.float_dtype(call.op, **views)
 
 
 def read_options(
@@ -157,7 +166,7 @@ def read_options(
 
 def reference_options(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
     """The same as keyword arguments of the reference."""
-    names = DenseOptions.__annotations__
+    names = {*DenseOptions.__annotations__, "k_scale", "v_scale"}
     options = {name: x for name, x in (*spec.options, *views.items()) if name in names}
     if "block_mask.visible" in views:
         visible = views["block_mask.visible"]
@@ -195,6 +204,8 @@ def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> 
     """The problem, for ``explain``. ``seqlens``: of the longest sequences."""
     axes = call.axes
     pages = f", pages of {axes['page_size']}" if "block_table" in call.views else ""
+    if "k_scale" in call.views:
+        pages += " in " + call.views["k_cache" if "k_cache" in call.views else "k"].dtype.name
     return (
         f"batch {axes['batch']}, seqlen {seqlens[0]} x {seqlens[1]}{pages}, "
         f"heads {axes['nheads']}/{axes['nheads_kv']}, "

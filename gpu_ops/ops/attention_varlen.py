@@ -41,6 +41,8 @@ def attention_varlen(
     *,
     block_table: Any = None,
     seqused_k: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
@@ -68,6 +70,8 @@ def attention_varlen(
     seqused_k : int32 array (batch,), optional
         How many keys of each sequence are in use; the rest is never read. Pages need it. Without pages
         it is at most the length in ``cu_seqlens_k``.
+    k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
+        Of quantized pages, as in :func:`attention_decode`.
     max_seqlen_q, max_seqlen_k : int, optional
         The longest sequence, or a bound; a smaller value than the true one is an error. Give it with
         arrays on a GPU: their lengths are taken on trust, since looking would wait for the GPU, and
@@ -108,7 +112,7 @@ def attention_varlen(
     (10, 2, 8)
     """
     call = Call("attention_varlen", device, backend, workspace)
-    dtype = _read_inputs(call, q, k, v, paged=block_table is not None)
+    dtype = _read_inputs(call, q, k, v, (k_scale, v_scale), paged=block_table is not None)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     used = {"seqused_k": seqused_k, "block_table": block_table}
     bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -203,11 +207,15 @@ def attention_varlen_backward(
     )
 
 
-def _read_inputs(call: Call, q: Any, k: Any, v: Any, *, paged: bool = False) -> str:
+def _read_inputs(
+    call: Call, q: Any, k: Any, v: Any, scales: tuple[Any, Any] | None = None, *, paged: bool = False
+) -> str:
     call.option(layout="thd")
     rows = "num_pages page_size" if paged else "total_k"
     return read_inputs(
         call,
+        scales,
+        paged=paged,
         q=(q, "total_q nheads head_dim"),
         k=(k, f"{rows} nheads_kv head_dim"),
         v=(v, f"{rows} nheads_kv head_dim_v"),

@@ -156,7 +156,8 @@ def linear_backward(
     checks.exactly(call.op, "dy", dy_, shape)
     part = None if only is None else checks.one_of(call.op, "only", only, ("dx", "weights"))
     sums = {"dweight": (weight_.shape, dweight)}
-    if checks.flag(call.op, "has_bias", has_bias):
+    has_bias = checks.flag(call.op, "has_bias", has_bias)
+    if has_bias:
         sums["dbias"] = (shape[-1:], dbias)
     elif dbias is not None:
         raise OptionError("linear_backward: dbias= needs has_bias=True")

@@ -15,17 +15,17 @@ from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.rope_append_kv_checks import (
     AppendLook,
+    CacheArguments,
     NormArguments,
     PlaceArguments,
     read_tokens,
-    update_caches,
 )
 from gpu_ops.ops.rope_frequencies import RotaryArguments, Rotation
 
 __all__ = ["rope_append_kv"]
 
 
-@op(cuda=True, kernels="rope_append_kv", written=("k_cache", "v_cache"))
+@op(cuda=True, kernels="rope_append_kv", written=("k_cache", "v_cache", "k_scale", "v_scale"))
 def rope_append_kv(
     q: Any,
     k: Any,
@@ -36,6 +36,8 @@ def rope_append_kv(
     seqused_k: Any = None,
     block_table: Any = None,
     slot_mapping: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     q_weight: Any = None,
     k_weight: Any = None,
     eps: float = 1e-6,
@@ -78,6 +80,11 @@ def rope_append_kv(
         ignored and may be -1. No two new tokens may share a row of a page.
     slot_mapping : int64 array (total,), instead of seqused_k
         The slot of each token: page * page_size + row. Negative: not stored (padding). No two tokens may share one.
+    k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
+        For quantized pages, changed in place like them: int8 or float8_e4m3fn, or uint8 that receives the bits of
+        float8_e4m3fn, for libraries without it. The scale of a head of a token is ``max|x| / largest``, with largest
+        127 or 448, and the page gets ``x / scale`` rounded to nearest even. A scale of a whole page would rise as
+        tokens arrive, and the page be written again. Tokens are then float16, bfloat16 or float32.
     q_weight, k_weight : arrays (head_dim,), optional
         Weights of the norms of q's and k's heads; both or neither. Neither: no norm.
     eps, weight_offset
@@ -109,6 +116,10 @@ def rope_append_kv(
     Moves each element once in and once out. A norm, a rotation and two copies move q and k two or three times. The
     maths is float32 (float64 for float64).
 
+    The error of an element of a quantized page is at most ``scale / 2`` for int8, and for float8_e4m3fn ``|x| / 16``
+    or ``scale / 1024``, the larger. A head of zeros has scale 0, as has one whose scale would be below 1.2e-38. A
+    head with a NaN or an infinity has scale NaN.
+
     Examples
     --------
     >>> import numpy as np, gpu_ops
@@ -124,14 +135,14 @@ def rope_append_kv(
     place = PlaceArguments(seqused_k, block_table, slot_mapping, positions)
     norm = NormArguments(q_weight, k_weight, eps, weight_offset)
     rotary = RotaryArguments(theta, rotary_dim, interleaved, scaling, seqlen)
-    return _bind(call, {"q": q, "k": k, "v": v}, k_cache, v_cache, place, norm, rotary, out)
+    cache = CacheArguments(k_cache, v_cache, k_scale, v_scale)
+    return _bind(call, {"q": q, "k": k, "v": v}, cache, place, norm, rotary, out)
 
 
 def _bind(
     call: Call,
     tokens: Mapping[str, Any],
-    k_cache: Any,
-    v_cache: Any,
+    caches: CacheArguments,
     place: PlaceArguments,
     norm: NormArguments,
     rotary: RotaryArguments,
@@ -141,7 +152,7 @@ def _bind(
     weights = norm.read(call)
     dtype = checks.float_dtype(call.op, **x, **weights)
     positions = place.read(call)
-    cache = update_caches(call, k_cache, v_cache, x["q"].dtype, paged=place.paged)
+    cache = caches.update(call, x["q"].dtype, paged=place.paged)
     norm.check(call, dtype)
     frequencies = rotary.check(call, dtype)
     call.write("rotated q", x["q"].shape, x["q"].dtype, out, in_place="q")
@@ -150,23 +161,25 @@ def _bind(
     rotation = frequencies.rotation
 
     def problem() -> str:
-        into = f"{'pages' if place.paged else 'cache'} {cache}"
+        into = f"{'pages' if place.paged else 'cache'} {cache.shape}"
+        into += f" of {cache.dtype}" if cache.dtype != x["q"].dtype else ""
         qk_norm = "QK-norm, " if weights else ""
         return f"q {x['q'].shape}, k and v {x['k'].shape} {dtype} into {into}, {qk_norm}{rotation}"
 
     return call.bind(
         problem=problem,
-        unsupported=_unsupported(dtype, x["q"].shape, rotation),
-        look=AppendLook(call.op, cache[0], cache[1], seqlen, frequencies).for_call(call, positions),
+        unsupported=_unsupported(dtype, x["q"].shape, rotation, quantized="k_scale" in call.views),
+        look=AppendLook(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(call, positions),
     )
 
 
 @uninterrupted  # it imports
-def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation) -> dict[str, str]:
+def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation, *, quantized: bool) -> dict[str, str]:
     from gpu_ops.kernels.lower.rope_append_kv import raw_cannot
 
     tokens, head_dim = math.prod(shape[:-2]), shape[-1]
     why = raw_cannot(dtype, head_dim, r.rotary_dim, tokens, interleaved=r.interleaved)
+    why = "quantized pages have Numba kernels only" if quantized else why
     return {"raw": why} if why else {}
 
 
@@ -176,7 +189,8 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     packed = spec.get("slot_mapping") is not None
     tokens = ("q", "k", "v", "k_cache", "v_cache")
-    optional = ("seqused_k", "block_table", "slot_mapping", "q_weight", "k_weight")
+    scales = ("k_scale", "v_scale") if spec.get("k_scale") is not None else ()
+    optional = ("seqused_k", "block_table", "slot_mapping", "q_weight", "k_weight", *scales)
     options = ("eps", "weight_offset", "theta", "rotary_dim", "interleaved", "scaling")
     how: dict[str, Any] = {name: spec[name] for name in options}
 
@@ -185,6 +199,6 @@ def _reference(spec: Spec, on: Builder) -> None:
         given = how | {name: views.get(name) for name in optional}
         positions = views["rows"][0] if packed else views["rows"]
         found = reference(*arrays, positions=positions, seqlen=views["seqlen"], **given)
-        store(views, ("rotated q", "k_cache", "v_cache"), found)
+        store(views, ("rotated q", "k_cache", "v_cache", *scales), found)
 
     on.call(run, "NumPy, float64")

@@ -15,10 +15,11 @@ from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
+from gpu_ops.ops.quantized_pages import check_scales, update_scales
 from gpu_ops.ops.rope_frequencies import Frequencies
 from gpu_ops.ops.rope_options import Rows, last_on_device, read_positions, rows_and_bounds, widened, widens
 
-__all__ = ["AppendLook", "NormArguments", "PlaceArguments", "read_tokens", "update_caches"]
+__all__ = ["AppendLook", "CacheArguments", "NormArguments", "PlaceArguments", "read_tokens"]
 
 
 def read_tokens(call: Call, tokens: Mapping[str, Any], *, packed: bool) -> dict[str, Array]:
@@ -30,16 +31,29 @@ def read_tokens(call: Call, tokens: Mapping[str, Any], *, packed: bool) -> dict[
     return arrays
 
 
-def update_caches(
-    call: Call, k_cache: Any, v_cache: Any, dtype: np.dtype[Any], *, paged: bool
-) -> tuple[int, ...]:
-    """The caches' shape. Call it when all inputs are read: a cache may not share memory with them."""
-    given = {"k_cache": k_cache, "v_cache": v_cache}
-    caches = {name: call.update(name, x, dtype) for name, x in given.items()}
-    rows = "num_pages page_size" if paged else "batch max_seqlen"
-    for name, cache in caches.items():
-        call.axes.bind(name, cache, f"{rows} nheads_kv head_dim")
-    return caches["k_cache"].shape
+@dataclass(frozen=True)
+class CacheArguments:
+    """The caches and their scales, as given."""
+
+    k_cache: Any
+    v_cache: Any
+    k_scale: Any
+    v_scale: Any
+
+    def update(self, call: Call, dtype: np.dtype[Any], *, paged: bool) -> Array:
+        """The keys' cache. Call it when all inputs are read: a cache may not share memory with them."""
+        given = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        caches = {name: call.update(name, x) for name, x in given.items()}
+        rows = "num_pages page_size" if paged else "batch max_seqlen"
+        for name, cache in caches.items():
+            call.axes.bind(name, cache, f"{rows} nheads_kv head_dim")
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if check_scales(call, caches, scales, dtype, paged=paged):
+            update_scales(call, self.k_scale, self.v_scale)
+        else:
+            for name, cache in caches.items():
+                checks.exactly(call.op, name, cache, cache.shape, dtype)
+        return caches["k_cache"]
 
 
 @dataclass(frozen=True)

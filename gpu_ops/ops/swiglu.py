@@ -35,9 +35,9 @@ def swiglu(
     gate : array (..., d), or (..., 2 * d) without ``up``
         float16, bfloat16, float32 or float64. Packed form: gate in the first half of the last axis, up in the second.
     up : array like gate, optional
-    activation : {"silu", "gelu", "gelu_tanh"}
+    activation : {"silu", "gelu", "gelu_tanh", "relu2"}
         ``silu`` (SwiGLU): ``g / (1 + exp(-g))``. ``gelu`` (GeGLU): ``g * (1 + erf(g / sqrt(2))) / 2``.
-        ``gelu_tanh``: ``g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2``.
+        ``gelu_tanh``: ``g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2``. ``relu2``: ``max(g, 0)**2``.
     out : array (..., d), optional
         Receives y. ``out=gate`` works in place in the split form.
     device, backend : str, optional
@@ -57,7 +57,7 @@ def swiglu(
     Notes
     -----
     Shazeer, "GLU Variants Improve Transformer", 2020, equation 5. Moves 3 * d elements per row.
-    ``act(-inf)`` is -0 and ``act(inf)`` is inf.
+    ``act(-inf)`` is -0 (relu2: 0) and ``act(inf)`` is inf.
 
     Examples
     --------

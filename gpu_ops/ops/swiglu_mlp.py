@@ -42,7 +42,7 @@ def swiglu_mlp(
     w_gate, w_up : array (ffn, hidden)
     w_down : array (hidden_out, ffn)
         Weights are (out_features, in_features), as checkpoints store them.
-    activation : {"silu", "gelu", "gelu_tanh"}
+    activation : {"silu", "gelu", "gelu_tanh", "relu2"}
         As in :func:`swiglu`.
     keep : {"gate_up"}, optional
         Also return ``x @ w_gate.T`` and ``x @ w_up.T``, so that the backward need not compute them again.

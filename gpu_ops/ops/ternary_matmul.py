@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import store
+from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import DTypeError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.ternary_planes import bind_product, take_matrix
@@ -25,7 +27,9 @@ def ternary_matmul(
     x: Any,
     w: TernaryMatrix,
     *,
+    x_scale: Any = None,
     activations: str = "int8",
+    out_dtype: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -35,21 +39,28 @@ def ternary_matmul(
 
     ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
     ``q = round_half_even(x * s)``; then ``y[n] = scale[n] / s * sum_k t[n, k] * q[k]`` with an exact
-    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider.
+    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider. An int8 x
+    is quantised already: ``y[n] = scale[n] * x_scale * sum_k t[n, k] * x[k]``, with the same exact sum.
 
     Parameters
     ----------
     x : array (..., K), or TernaryMatrix (M, K)
-        float16, bfloat16, float32 or float64. A ternary x needs no ``activations``: the sums are of trits, by
-        popcount on bit planes. Scales of both are then per tensor or row; no argument lies on a device, so that
-        ``device`` or ``out`` says where to run.
+        float16, bfloat16, float32 or float64; or int8, with ``x_scale``. A ternary x needs no ``activations``: the
+        sums are of trits, by popcount on bit planes. Scales of both are then per tensor or row; no argument lies on
+        a device, so that ``device`` or ``out`` says where to run.
     w : TernaryMatrix (N, K)
         Any format; others than w2 are converted at the first call and the result is kept on ``w``. The
         first call on a CUDA device copies the codes there, and ``w`` keeps the copy as long as it lives:
         make that call before capturing a graph.
+    x_scale : array (...), (..., 1) or (), optional
+        For an int8 x, and needed there: what one step of its codes stands for, per token or once for all. float32 or
+        float64. ``q, scale, _ = rmsnorm_quant_int8(...)`` gives both.
     activations : {"int8", "native"}
+        What a float x is multiplied as.
+    out_dtype : dtype, optional
+        Of y for an int8 x: any float dtype; default that of ``x_scale``. Otherwise there is one choice.
     out : array (..., N), optional
-        x's dtype (float32 for a ternary x); may not overlap x or w.
+        y's dtype; may not overlap x, x_scale or w.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -58,7 +69,8 @@ def ternary_matmul(
     Returns
     -------
     y : array (..., N)
-        x's dtype (float32 for a ternary x). A token with a NaN or an infinity gives NaN in int8 mode.
+        x's dtype (float32 for a ternary x, ``out_dtype`` for an int8 one). A token with a NaN or an infinity gives
+        NaN in int8 mode, and so does one whose x_scale is NaN.
 
     Raises
     ------
@@ -81,6 +93,8 @@ def ternary_matmul(
     >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
     >>> gpu_ops.ternary_matmul(np.array([[127.0, 27.0, 1.0]], np.float32), w)
     array([[50., 14.]], dtype=float32)
+    >>> gpu_ops.ternary_matmul(np.array([[127, 27, 1]], np.int8), w, x_scale=np.array([2.0], np.float32))
+    array([[100.,  28.]], dtype=float32)
     >>> gpu_ops.ternary_matmul(w, w)
     array([[ 0.5 , -0.25],
            [-0.25,  0.5 ]], dtype=float32)
@@ -93,21 +107,59 @@ def ternary_matmul(
         )
     mode = checks.one_of(call.op, "activations", activations, get_args(Activations))
     if isinstance(x, TernaryMatrix):
+        _without_scale(call.op, "a TernaryMatrix, which has its own", x_scale)
+        checks.result_dtype(call.op, "out_dtype", out_dtype, np.dtype(np.float32))
         return bind_product(call, x, w, out)
     x_ = call.read("x", x, rows=True)
     n, k = w.shape
     if x_.ndim == 0 or x_.shape[-1] != k:
         raise ShapeError(f"{call.op}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
-    dtype = checks.float_dtype(call.op, x=x_)
+    if x_.dtype == np.int8:
+        dtype, to = _given(call, x_, x_scale, mode, out_dtype)
+    else:
+        dtype = checks.float_dtype(call.op, x=x_)
+        _without_scale(call.op, f"{dtype} and quantised in the call; omit it, or pass int8 codes", x_scale)
+        to = checks.result_dtype(call.op, "out_dtype", out_dtype, x_.dtype)
     take_matrix(call, "w", w)
-    call.write("y", (*x_.shape[:-1], n), x_.dtype, out, rows=True)
+    call.write("y", (*x_.shape[:-1], n), to, out, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
     call.option(k=k, activations=mode)
+    what = f"int8 to {to}" if x_.dtype == np.int8 else f"{dtype}, activations {mode}"
     return call.bind(
-        problem=f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}",
+        problem=f"{tokens} tokens x ({n} x {k}) {w.format}, {what}",
         unsupported=_unsupported(dtype, mode, k, groups),
         flops=2.0 * tokens * n * k,
     )
+
+
+def _given(call: Call, x: Array, x_scale: Any, mode: str, out_dtype: Any) -> tuple[str, np.dtype[Any]]:
+    """The dtype that decides what backends run, and that of y, for an int8 x and its scale."""
+    if x_scale is None:
+        raise OptionError(
+            f"{call.op}: x is int8, so x_scale is needed: what one step stands for, per token, as rmsnorm_quant_int8 "
+            "returns it; for plain integers pass np.ones((), np.float32)"
+        )
+    if mode != "int8":
+        raise OptionError(f"{call.op}: activations={mode!r} is for float x; this x is int8, so omit it")
+    scale = call.read("x_scale", x_scale, contiguous=True)
+    wide = checks.float_dtype(call.op, x_scale=scale)
+    if wide not in ("float32", "float64"):
+        raise DTypeError(
+            f"{call.op}: x_scale is {wide}, expected float32 or float64; cast it: x_scale.astype('f4')"
+        )
+    tokens = x.shape[:-1]
+    if scale.shape not in (tokens, (*tokens, 1), ()):
+        raise ShapeError(
+            f"{call.op}: x_scale has shape {scale.shape}, expected one per token of x, {tokens} or {(*tokens, 1)}, "
+            "or one for all, ()"
+        )
+    to = checks.result_dtype(call.op, "out_dtype", out_dtype, scale.dtype, *checks.FLOAT_DTYPES.values())
+    return "float64" if np.float64 in (scale.dtype, to) else "float32", to
+
+
+def _without_scale(op: str, given: str, x_scale: Any) -> None:
+    if x_scale is not None:
+        raise OptionError(f"{op}: x_scale is for int8 x, and this x is {given}")
 
 
 def _unsupported(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
@@ -130,8 +182,11 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         w2 = views["w"].to("w2")
-        store(
-            views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, activations=spec["activations"])
-        )
+        how = {
+            "activations": spec["activations"],
+            "x_scale": views.get("x_scale"),
+            "out_dtype": views["y"].dtype,
+        }
+        store(views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, **how))
 
     on.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")

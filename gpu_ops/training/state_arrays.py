@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,9 +93,10 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> A
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def named_dtype(op: str, name: str, value: Any) -> np.dtype[Any]:
-    """A float dtype by its name, or itself."""
-    known = checks.FLOAT_DTYPES
+def named_dtype(
+    op: str, name: str, value: Any, known: Mapping[str, np.dtype[Any]] = checks.FLOAT_DTYPES
+) -> np.dtype[Any]:
+    """A dtype of ``known`` by its name, or itself."""
     if isinstance(value, str):
         return known[checks.one_of(op, name, value, known)]
     found = next((dtype for dtype in known.values() if dtype == value), None)

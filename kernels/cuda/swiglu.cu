@@ -1,4 +1,4 @@
-// Gated activations, forward and backward: SwiGLU, GeGLU (erf) and GeGLU (tanh).
+// Gated activations, forward and backward: SwiGLU, GeGLU (erf), GeGLU (tanh) and ReLU squared.
 //
 //   gate, up, y, dy, dgate, dup   (rows, cols) DTYPE, last axis contiguous, row strides in elements
 //
@@ -10,7 +10,7 @@
 //
 // Macros:
 //   DTYPE        f16, bf16 or f32
-//   ACTIVATION   kSilu, kGelu or kGeluTanh
+//   ACTIVATION   kSilu, kGelu, kGeluTanh or kRelu2
 //   VEC          elements per access: 16 bytes of them, or 1 for unaligned arrays
 //   VECS         accesses per thread and array, all in flight at once
 //

@@ -1,11 +1,12 @@
 // y = x W^T with ternary weights and few tokens, in one launch: every block quantises the tokens itself.
 //
 //   x       (tokens, k)       DTYPE, row stride in elements; tokens <= TOKENS
+//   x_scale (tokens or 1)     float: 1 / s, read where DTYPE is q8; the step from one to the next is 1 or 0
 //   codes   (n, row_bytes)    w2: ternary.cuh; n >= ROWS
 //   scale   (1 or n, groups)  float; scale_stride is 0 or groups; a group is `group_units` units of 64 weights
-//   y       (tokens, n)       DTYPE
+//   y       (tokens, n)       OUT
 //
-//   y[t][n] = (sum over k of trit q[t]) * scale[n] / s[t]        exact integers, then double, then DTYPE
+//   y[t][n] = (sum over k of trit q[t]) * scale[n] / s[t]        exact integers, then double, then OUT
 //
 // Reads n k / 4 bytes once, 16 at a time, bypassing L1. At half an integer instruction per weight (ternary.cuh), an SM
 // with 64 lanes keeps up with its share of memory bandwidth.
@@ -24,7 +25,7 @@
 // Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 consecutive chunks of 16 bytes, and 8
 // lanes read one chunk each at a time. So chunk c lies at c ^ (c / 8 % 4), which spreads them over the banks.
 //
-// Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; DIVIDED; GROUPED: groups > 1, flushed to float after each vector.
+// Macros: DTYPE f16, bf16, f32 or q8, and GIVEN: whether it is q8; OUT; TOKENS; ROWS; DIVIDED; GROUPED: groups > 1, flushed to float after each vector.
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "scalar.cuh"
@@ -32,6 +33,7 @@
 #include "ternary_tokens.cuh"
 
 typedef DTYPE scalar;
+typedef OUT out_scalar;
 typedef Activations<scalar> Chunk;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
@@ -58,10 +60,10 @@ __device__ __forceinline__ int* unit_sums(int token, int steps) {
     return reinterpret_cast<int*>(dynamic_shared + kTokens * steps * (kStepCodes / 16)) + token * steps * kStepUnits;
 }
 
-// Fills q and its sums.
-__device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long long x_stride, int tokens, int k,
-                                         int steps, bool whole) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if !GIVEN
+// The scales of all tokens, computed by the block.
+__device__ __forceinline__ void find_scales(Shared& shared, const scalar* x, long long x_stride, int tokens, int k,
+                                            bool whole) {
     #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
         unsigned largest = 0;
@@ -69,7 +71,7 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
             largest = Chunk::largest(Chunk::get(x + t * x_stride, at, k, whole), largest);
         }
         largest = __reduce_max_sync(kFullWarp, largest);
-        if (lane == 0) shared.largest[warp][t] = largest;
+        if (threadIdx.x % 32 == 0) shared.largest[threadIdx.x / 32][t] = largest;
     }
     __syncthreads();
     if (threadIdx.x < kTokens) {  // in double, which is slow: once per token
@@ -77,6 +79,18 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
         for (int w = 0; w < kWarps; ++w) largest = max(largest, shared.largest[w][threadIdx.x]);
         shared.scale[threadIdx.x] = TokenScale(largest);
     }
+}
+#endif
+
+// Fills q and its sums.
+__device__ __forceinline__ void quantize(Shared& shared, const scalar* x, const float* x_scale, int x_scale_step,
+                                         long long x_stride, int tokens, int k, int steps, bool whole) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if GIVEN
+    if (threadIdx.x < tokens) shared.scale[threadIdx.x] = TokenScale(__ldg(x_scale + threadIdx.x * x_scale_step));
+#else
+    find_scales(shared, x, x_stride, tokens, k, whole);
+#endif
     __syncthreads();
     #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -87,14 +101,12 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
             unsigned q[Chunk::kSize / 4];
             Chunk::quantize(Chunk::get(x + t * x_stride, at, t < tokens ? k : 0, whole), scale, q);
             unsigned char* to = row + swizzled(at / 16) * 16 + at % 16;
+            if constexpr (Chunk::kSize == 16) *reinterpret_cast<uint4*>(to) = make_uint4(q[0], q[1], q[2], q[3]);
+            else if constexpr (Chunk::kSize == 8) *reinterpret_cast<uint2*>(to) = make_uint2(q[0], q[1]);
+            else *reinterpret_cast<unsigned*>(to) = q[0];
             int four = 0;
-            if constexpr (Chunk::kSize == 8) {
-                *reinterpret_cast<uint2*>(to) = make_uint2(q[0], q[1]);
-                four = byte_sum(q[1], byte_sum(q[0], 0));
-            } else {
-                *reinterpret_cast<unsigned*>(to) = q[0];
-                four = byte_sum(q[0], 0);
-            }
+            #pragma unroll
+            for (int i = 0; i < Chunk::kSize / 4; ++i) four = byte_sum(q[i], four);
             mine += four;
             if constexpr (kGrouped) {  // the threads of a unit are adjacent
                 #pragma unroll
@@ -117,9 +129,9 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kGrouped && kTokens == 4 ? 1 : 2)
-ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, scalar* y, long long x_stride,
-             long long scale_stride, long long y_stride, int row_bytes, int tokens, int n, int k, int group_units,
-             int whole, int shares) {
+ternary_gemv(const scalar* x, const float* x_scale, const unsigned char* codes, const float* scale, out_scalar* y,
+             long long x_stride, long long scale_stride, long long y_stride, int x_scale_step, int row_bytes,
+             int tokens, int n, int k, int group_units, int whole, int shares) {
     __shared__ Shared shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int part = kDivided ? warp % shares : 0, turns = kDivided ? shares : 1;
@@ -146,7 +158,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
         from += turns * kAhead * kStepUnits * 16;
     };
     if (kDivided || row < n) fetch(part);
-    quantize(shared, x, x_stride, tokens, k, steps, whole);
+    quantize(shared, x, x_scale, x_scale_step, x_stride, tokens, k, steps, whole);
     unsigned acts[4];  // addresses of the lane's four chunks in the first step
     #pragma unroll
     for (int w = 0; w < 4; ++w) acts[w] = ptx::shared_address(dynamic_shared) + swizzled(lane * 4 + w) * 16;
@@ -231,7 +243,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
             double value;
             if constexpr (kGrouped) value = grouped_sum;
             else value = (whole_sum - shared.sum[t]) * static_cast<double>(__ldg(scale + to * scale_stride));
-            y[t * y_stride + to] = narrowed<scalar>(before_narrowing<scalar>(value * shared.scale[t].inverse));
+            y[t * y_stride + to] = narrowed<out_scalar>(before_narrowing<out_scalar>(value * shared.scale[t].inverse));
         }
         if constexpr (kDivided) return;
     }

@@ -1,7 +1,8 @@
 // Prepares many tokens for a ternary product: int8 activations, or rows that can be copied in whole vectors.
 //
 //   ternary_quantize_tokens   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_tokens.cuh), and int sums
-//                             of q: one per token, or, with GROUPED, one per unit of 64
+//                             of q: one per token, or, with GROUPED, one per unit of 64. DTYPE q8: x is copied, and
+//                             inverse is x_scale[token * x_scale_step]
 //   ternary_pad_tokens        x to a padded copy
 //   ternary_round_tokens      x to q / s in DTYPE: what an int8 product effectively multiplied, for its gradients
 //
@@ -18,6 +19,7 @@ typedef Activations<scalar> Chunk;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr bool kGrouped = GROUPED;
 
+#if !GIVEN
 // The scale of a row of x, computed by its block.
 __device__ __forceinline__ TokenScale scale_of(const scalar* row, int k, bool whole) {
     __shared__ unsigned largest_of[kWarps];
@@ -36,15 +38,20 @@ __device__ __forceinline__ TokenScale scale_of(const scalar* row, int k, bool wh
     __syncthreads();
     return shared_scale;
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ternary_quantize_tokens(const scalar* x, signed char* q, double* inverse, int* sums, long long x_stride, int k,
-                        int padded, int whole) {
+ternary_quantize_tokens(const scalar* x, const float* x_scale, signed char* q, double* inverse, int* sums,
+                        long long x_stride, int x_scale_step, int k, int padded, int whole) {
     __shared__ int sum_of[kWarps];
     const long long token = blockIdx.x;
     const scalar* row = x + token * x_stride;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if GIVEN
+    const TokenScale scale(__ldg(x_scale + token * x_scale_step));
+#else
     const TokenScale scale = scale_of(row, k, whole);
+#endif
     if (threadIdx.x == 0) inverse[token] = scale.inverse;
 
     int sum = 0;
@@ -79,6 +86,7 @@ ternary_quantize_tokens(const scalar* x, signed char* q, double* inverse, int* s
     }
 }
 
+#if !GIVEN
 extern "C" __global__ void __launch_bounds__(kThreads)
 ternary_pad_tokens(const scalar* x, scalar* copy, long long x_stride, int k, int padded) {
     const long long token = blockIdx.x;
@@ -113,3 +121,4 @@ ternary_round_tokens(const scalar* x, scalar* rounded, long long x_stride, int k
         }
     }
 }
+#endif

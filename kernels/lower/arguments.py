@@ -19,6 +19,7 @@ __all__ = [
     "alignment",
     "as_line",
     "as_rows",
+    "codes_of",
     "float32",
     "four_axes",
     "heads_alignment",
@@ -35,13 +36,18 @@ __all__ = [
 
 # For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
+ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "relu2": "kRelu2"}
 
 # Of numbers that kernels read, as in number.cuh: by value, or from an array of this dtype.
 KINDS = {"": 0, "int32": 1, "int64": 2, "float32": 3, "float64": 4}
 
 ROW_THREADS = 512  # at most, for one row
 _BLOCK = 128  # threads of a block that has several rows
+
+
+def codes_of(pages: Tensor) -> Tensor:
+    """Pages of float8_e4m3fn as its bits, uint8, which kernels take; others as they are."""
+    return pages.view(np.uint8) if pages.dtype.name == "float8_e4m3fn" else pages
 
 
 def address(array: Tensor) -> int:

@@ -86,6 +86,8 @@ def raw_unsupported(spec: Spec) -> str | None:
     itemsize, dims = a.q.itemsize, (a.head_dim, a.head_dim_v)
     if a.q.dtype.name not in DTYPES:
         return f"{a.q.dtype.name} has Numba kernels only"
+    if a.codes:
+        return f"pages of {a.codes} have Numba kernels only"
     most = MAX_HEAD_DIM[itemsize]
     if max(dims) > most or any(d % 8 for d in dims):
         return f"head_dim {dims[0]}/{dims[1]}: {a.q.dtype.name} wants multiples of 8 up to {most}"

@@ -55,7 +55,7 @@ def backward(spec: Spec, on: Builder) -> None:
         lse, delta = np.asarray(lse, np.float64), np.asarray(delta, np.float64)
         dbias, given = views.get("dbias"), optional_arrays(a, views) if has_options else {}
         sums = None if dbias is None else np.zeros(dbias.shape, computing)
-        differentiate(dout, q, k, v, lse, delta, dq, dk, dv, views["sequences"], given, sums)
+        differentiate.run(dout, q, k, v, lse, delta, dq, dk, dv, views["sequences"], given, sums)
         if dbias is not None:
             dbias[...] = sums
         if "dsinks" in views:
@@ -63,10 +63,10 @@ def backward(spec: Spec, on: Builder) -> None:
 
     shape = *inputs, a.batch, a.seqlen_q, a.seqlen_k
     dbias, delta, rows = spec.get("dbias"), spec.get("delta"), spec.tensor("lse").size
-    scratch = kernels.scratch_bytes(*shape) + (0 if dbias is None else dbias.size * computing.itemsize)
+    beside = 0 if dbias is None else dbias.size * computing.itemsize
     for x in (spec.tensor("lse"), delta):  # in float64 for the kernels
-        scratch += 8 * rows if x is None or x.dtype != np.float64 else 0
-    on.call(run, str(kernels.config_of(*shape)), scratch)
+        beside += 8 * rows if x is None or x.dtype != np.float64 else 0
+    on.call(run, str(kernels.config_of(*shape)), lambda: beside + differentiate.scratch())
 
 
 def variants(arch: str) -> Iterator[Variant]:

@@ -30,7 +30,7 @@ def forward(spec: Spec, on: Builder) -> None:
         a.seqlen_k,
         a.num_splits,
         decode=decodes,
-        dtype=a.q.dtype,
+        dtype=a.k.dtype,
         dims=a.head_dim + a.head_dim_v,
     )
     few = DECODE_ROWS // (a.nheads // a.nheads_kv) if a.packed and decodes and config.kernel == "tiled" else 0
@@ -52,17 +52,18 @@ def forward(spec: Spec, on: Builder) -> None:
             q, k = as_bshd(q, layout), as_bshd(k, layout)
             v, out = as_bshd(v, layout), as_bshd(out, layout)
             lse = lse if lse.ndim == 3 else lse[None]
-        attend(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
+        attend.run(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
 
-    on.call(run, f"{config}; sequences of up to {few} queries: decode kernel" if few else str(config))
+    text = f"{config}; sequences of up to {few} queries: decode kernel" if few else str(config)
+    on.call(run, text, attend.scratch)
 
 
-def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable[..., Any]:
-    """``prepare`` of the forward or the backward kernels, for this call."""
+def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Any:
+    """``prepare`` of the forward or the backward kernels, for this call: ``run`` and ``scratch``."""
     from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
 
     left, right = a.window(UNLIMITED)
-    run: Callable[..., Any] = prepare(
+    return prepare(
         a.q,  # of which only shape and dtype are read, as of all arrays
         a.k,
         a.v,
@@ -78,7 +79,6 @@ def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable
         **a.numbers,
         **more,
     )
-    return run
 
 
 def optional_tensors(a: Attention) -> dict[str, Any]:
@@ -93,6 +93,8 @@ def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
     given = {}
     if a.block_table is not None:
         given["block_table"] = views["block_table"]
+    if a.k_scale is not None:
+        given["k_scale"], given["v_scale"] = views["k_scale"], views["v_scale"]
     if a.sinks is not None:
         given["sinks"] = views["sinks"].astype(np.float64)
     if a.alibi_slopes is not None:

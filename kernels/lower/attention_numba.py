@@ -40,6 +40,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         a.features(sinks=False),
         masked=left < UNLIMITED or right < UNLIMITED,
         paged=a.block_table is not None,
+        codes=a.codes,
     )
     blocks = -(-rows // config.block_m) * a.batch * a.nheads_kv * -(-a.head_dim_v // config.slab)
     parts = min(a.num_splits or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
@@ -57,7 +58,8 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         entries, *rows_of_out = a.out.shape  # packed sequences: one
         target = on.empty((parts * entries, *rows_of_out), wide, "parts of out")
         target_lse = on.empty((2 * parts * entries, *lse.shape[1:]), wide, "maxima and sums of parts")
-    arrays = (a.q, a.k, a.v, target, target_lse, sequences, *score_arrays(a, config.scores.sinks))
+    scales = [0 if x is None else x for x in (a.k_scale, a.v_scale)]
+    arrays = (a.q, a.k, a.v, target, target_lse, sequences, *scales, *score_arrays(a, config.scores.sinks))
     scale = scale if config.in_powers_of_e else scale * LOG2E
     arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
     on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
@@ -108,6 +110,7 @@ def numba_variants() -> Iterator[Variant]:
     for config in (
         select_config("bfloat16", 128, 128, rows=4096, masked=True),  # 254 registers: none has more
         select_config("float16", 128, 128, rows=4, paged=True, split=True),
+        select_config("bfloat16", 128, 128, rows=4096, masked=True, paged=True, codes="uint8"),
     ):
         yield Variant(forward_kernel(config), THREADS)
     yield Variant(combine_kernel("float16", False, "float32"), THREADS)

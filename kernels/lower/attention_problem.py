@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.attention_scores import Scores, score_options
+from gpu_ops.kernels.lower.arguments import codes_of
 from gpu_ops.kernels.program import Spec, Tensor
 
 __all__ = ["Attention", "as_bshd", "sequence_table"]
@@ -36,6 +37,9 @@ class Attention(Scores):
     seqused_k: Tensor | None
     """How many keys of a cache are in use, or of packed keys."""
     block_table: Tensor | None
+    k_scale: Tensor | None
+    """Of pages in one byte per element, (num_pages, page_size, nheads_kv); as ``v_scale``."""
+    v_scale: Tensor | None
     num_splits: int
     """Parts of the keys; 0: chosen."""
 
@@ -50,8 +54,8 @@ class Attention(Scores):
         cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]
         return cls(
             q=q_,
-            k=k_,
-            v=v_,
+            k=codes_of(k_),
+            v=codes_of(v_),
             out=out_,
             lse=lse[None] if lse is not None and lse.ndim == 2 else lse,
             batch=len(cu_seqlens[0]) - 1 if cu_seqlens else q_.shape[0],
@@ -60,6 +64,8 @@ class Attention(Scores):
             cu_seqlens=tuple(cu_seqlens),
             seqused_k=spec.get("seqused_k"),
             block_table=spec.get("block_table"),
+            k_scale=spec.get("k_scale"),
+            v_scale=spec.get("v_scale"),
             num_splits=options.get("num_splits", 0),
             **score_options(spec),
         )
@@ -79,6 +85,11 @@ class Attention(Scores):
     @property
     def head_dim_v(self) -> int:
         return self.v.shape[3]
+
+    @property
+    def codes(self) -> str:
+        """The dtype of quantized pages, or nothing."""
+        return "" if self.k_scale is None else self.k.dtype.name
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:

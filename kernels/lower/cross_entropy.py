@@ -51,7 +51,7 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
         if reduction != "none":
             loss[...] = np.sum(rows, dtype=np.float64) * factor_cpu(spec, views, targets)
 
-    on.call(run, cross_entropy.config(*shape))
+    on.call(run, cross_entropy.config(*shape), row_scratch(spec) + factor_scratch(spec))
 
 
 @lowers("cross_entropy_backward", "cpu")
@@ -75,7 +75,26 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
         rows = (as_rows(views["logits"]), targets, lse, weight, as_rows(views["dlogits"]))
         cross_entropy.backward(dloss, *rows, options)
 
-    on.call(run, cross_entropy.config(*shape))
+    on.call(run, cross_entropy.config(*shape), target_scratch(spec) + factor_scratch(spec))
+
+
+def row_scratch(spec: Spec) -> int:
+    """Bytes of what the CPU keeps of each row during a call: its target as int64; its loss and lse, if not wanted."""
+    numbers = int(spec["reduction"] != "none") + int(spec.get("lse") is None)
+    return target_scratch(spec) + spec.tensor("targets").size * _like_loss(spec).itemsize * numbers
+
+
+def target_scratch(spec: Spec) -> int:
+    targets = spec.tensor("targets")
+    return 0 if targets.dtype == np.int64 else 8 * targets.size
+
+
+def factor_scratch(spec: Spec) -> int:
+    """Bytes that :func:`factor_cpu` takes for its own duration."""
+    if spec["reduction"] != "mean" or spec.get("denominator") is not None or spec["denominator"] is not None:
+        return 0
+    weight = spec.get("class_weight")
+    return spec.tensor("targets").size * (1 if weight is None else 1 + 8 + weight.itemsize)
 
 
 def options_cpu(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:

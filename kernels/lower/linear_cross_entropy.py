@@ -94,7 +94,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
 
     kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": wide, "grads": grads}
     scratch = scratch_bytes(longest, *spec.tensor("weight").shape, **kinds)
-    on.call(run, f"{len(parts)} x {longest} rows", scratch)
+    on.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
 
 
 def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: Any) -> Any:

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, float32, heads_alignment, power_of_two, strides_of
+from gpu_ops.kernels.lower.arguments import (
+    DTYPES,
+    codes_of,
+    float32,
+    heads_alignment,
+    power_of_two,
+    strides_of,
+)
 from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
@@ -128,6 +135,8 @@ class _Operands:
     seqused_k: Tensor | None
     block_table: Tensor | None
     slot_mapping: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
     @classmethod
     def of(cls, spec: Spec, frequencies: Tensor) -> _Operands:
@@ -141,8 +150,8 @@ class _Operands:
             k,
             v,
             out,
-            spec.tensor("k_cache"),
-            spec.tensor("v_cache"),
+            codes_of(spec.tensor("k_cache")),
+            codes_of(spec.tensor("v_cache")),
             spec.get("q_weight"),
             spec.get("k_weight"),
             frequencies,
@@ -150,12 +159,19 @@ class _Operands:
             spec.get("seqused_k"),
             spec.get("block_table"),
             slots,
+            spec.get("k_scale"),
+            spec.get("v_scale"),
         )
 
     @property
     def in_order(self) -> tuple[Tensor | None, ...]:
-        """As all kernels take them."""
+        """As all kernels take them; those in CUDA C++ without the scales, the last two."""
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def codes(self) -> str:
+        """The dtype of quantized pages, or nothing."""
+        return "" if self.k_scale is None else self.k_cache.dtype.name
 
     @property
     def tokens(self) -> int:
@@ -180,7 +196,7 @@ def _raw(spec: Spec, on: Builder) -> None:
     nheads, head_dim = o.q.shape[2:]
     sizes = (o.tokens, nheads, o.k.shape[2], head_dim, spec["rotary_dim"], o.q.itemsize)
     config = select_config(AppendShape(*sizes, interleaved), alignment=o.alignment, sms=on.sms)
-    args = (*(np.uint64(0) if a is None else a for a in o.in_order), _shape(spec, o, config))
+    args = (*(np.uint64(0) if a is None else a for a in o.in_order[:-2]), _shape(spec, o, config))
     on.launch(_kernel(config, o.q.dtype.name, interleaved), config.grid, config.block, args)
 
 
@@ -221,7 +237,7 @@ def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
 
 @lowers("rope_append_kv", "numba")
 def _numba(spec: Spec, on: Builder) -> None:
-    from gpu_ops.kernels.numba_cuda.rope_append_kv import THREADS, kernel
+    from gpu_ops.kernels.numba_cuda.rope_append_kv import THREADS, kernel, shared_numbers
 
     o = _Operands.of(spec, frequencies(spec, on, raw=False))
     if o.is_empty:
@@ -231,10 +247,11 @@ def _numba(spec: Spec, on: Builder) -> None:
         "" if o.positions is None else o.positions.dtype.name,
         "slots" if o.slot_mapping is not None else "rows" if o.block_table is None else "pages",
         o.q_weight is not None,
+        o.codes,
     )
     numbers = (int(spec["interleaved"]), spec["eps"], spec["weight_offset"], spec["attention_factor"])
     args = (*(0 if a is None else a for a in o.in_order), *numbers)
-    shared = spec["rotary_dim"] * max(4, o.q.itemsize)  # cos and sin of each pair
+    shared = shared_numbers(spec["rotary_dim"], o.q.shape[3], o.codes) * max(4, o.q.itemsize)
     on.launch(twin, (min(o.tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
 
 
@@ -260,6 +277,8 @@ def _cpu(spec: Spec, on: Builder) -> None:
             seqused_k=views.get("seqused_k"),
             block_table=views.get("block_table"),
             slot_mapping=slots,
+            k_scale=views.get("k_scale"),
+            v_scale=views.get("v_scale"),
             q_weight=views.get("q_weight"),
             k_weight=views.get("k_weight"),
             cos=views["cos"],

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, alignment, as_rows, row_stride, rows_of
+from gpu_ops.kernels.lower.arguments import DTYPES, alignment, as_line, as_rows, row_stride, rows_of
 from gpu_ops.kernels.lower.ternary_config import (
     GEMV_SHARED,
     UNIT,
@@ -41,9 +41,11 @@ class Product:
     y: Tensor
     k: int
     int8: bool
+    x_scale: Tensor | None = None  # (tokens or 1), of an x that is int8 already
 
     @classmethod
     def of(cls, spec: Spec) -> Product:
+        x_scale = spec.get("x_scale")
         return cls(
             rows_of(spec, "x"),
             spec.tensor("w.codes"),
@@ -51,6 +53,7 @@ class Product:
             rows_of(spec, "y"),
             spec["k"],
             spec["activations"] == "int8",
+            None if x_scale is None else x_scale.ravel(),
         )
 
     def is_empty(self, on: Builder) -> bool:
@@ -70,7 +73,8 @@ def _cpu(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         x, y = as_rows(views["x"]), as_rows(views["y"])
-        ternary.matmul(x, views["w.codes"], k, views["w.scale"], y, activations=activations)
+        x_scale = None if p.x_scale is None else as_line(views["x_scale"])
+        ternary.matmul(x, views["w.codes"], k, views["w.scale"], y, activations=activations, x_scale=x_scale)
 
     on.call(run, ternary.config(tokens, n, p.scale.shape[1], p.x.dtype.name, activations))
 
@@ -86,7 +90,7 @@ def _raw(spec: Spec, on: Builder) -> None:
         if gemv is not None:
             _gemv(on, gemv, p)
             return
-        rows, sums, inverse = _quantized(on, p.x, p.k, p.scale.shape[1] > 1)
+        rows, sums, inverse = _quantized(on, p.x, p.k, p.scale.shape[1] > 1, p.x_scale)
     else:
         rows, sums, inverse = _padded(on, p.x, p.k), p.scale, p.scale  # stand-ins: the kernel touches neither
     _gemm(on, rows, sums, inverse, p)
@@ -99,18 +103,18 @@ def _numba(spec: Spec, on: Builder) -> None:
     p = Product.of(spec)
     if p.is_empty(on):
         return
-    (tokens, n), dtype, x = p.y.shape, p.x.dtype.name, p.x
-    inverse = on.empty((tokens if p.int8 else 1,), np.float64, "inverse scales of x")
-    if p.int8:
-        q = on.empty((tokens, p.k), np.int8, "x in int8")
-        on.launch(
-            twins.quantize_kernel(dtype), (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, q, inverse)
-        )
-        x = q
+    (tokens, n), dtype, x, inverse = p.y.shape, p.y.dtype.name, p.x, p.x_scale
+    if inverse is None:
+        inverse = on.empty((tokens if p.int8 else 1,), np.float64, "inverse scales of x")
+        if p.int8:
+            q = on.empty((tokens, p.k), np.int8, "x in int8")
+            block = (twins.QUANTIZE_THREADS, 1, 1)
+            on.launch(twins.quantize_kernel(dtype), (tokens, 1, 1), block, (x, q, inverse))
+            x = q
     group = p.k // p.scale.shape[1] if p.scale.shape[1] > 1 else p.codes.shape[1] * 4
     grid = (-(-n // twins.TILE), min(-(-tokens // twins.TILE), 65535), 1)
     args = (x, inverse, p.codes.view(np.uint32), p.scale, p.y, np.int64(group))
-    kernel = twins.matmul_kernel(dtype, spec["activations"])
+    kernel = twins.matmul_kernel(dtype, spec["activations"], inverse.dtype.name)
     on.launch(kernel, grid, (twins.TILE, twins.TILE, 1), args)
 
 
@@ -118,14 +122,17 @@ def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
     x, codes, scale, y, k = p.x, p.codes, p.scale, p.y, p.k
     tokens, n = y.shape
     groups = scale.shape[1]
+    x_scale, x_scale_step = _given(p.x_scale, scale)
     args = (
         x,
+        x_scale,
         codes,
         scale,
         y,
         row_stride(x),
         scale_stride(scale),
         row_stride(y),
+        x_scale_step,
         np.int32(codes.shape[1]),
         np.int32(tokens),
         np.int32(n),
@@ -134,18 +141,28 @@ def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
         np.int32(is_whole(x)),
         np.int32(config.shares),
     )
-    kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, config.shares > 1, groups > 1)
+    kernel = _gemv_kernel(
+        x.dtype.name, y.dtype.name, config.tokens, config.rows, config.shares > 1, groups > 1
+    )
     on.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
 
 
-def _quantized(on: Builder, x: Tensor, k: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _given(x_scale: Tensor | None, stand_in: Tensor) -> tuple[Tensor, np.int32]:
+    """The scales of an int8 x and the step from one to the next; ``stand_in``, which no kernel reads, for other x."""
+    return (stand_in, np.int32(0)) if x_scale is None else (x_scale, np.int32(len(x_scale) > 1))
+
+
+def _quantized(
+    on: Builder, x: Tensor, k: int, grouped: bool, x_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """x as int8, zero up to whole units; its sums per token, or per token and unit; 1 / s per token."""
     tokens, units = x.shape[0], -(-k // UNIT)
     q = on.empty((tokens, units * UNIT), np.int8, "x in int8")
     sums = on.empty((tokens, units) if grouped else (tokens,), np.int32, "sums of x")
     inverse = on.empty((tokens,), np.float64, "inverse scales of x")
-    sizes = (row_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(is_whole(x)))
-    args = (x, q, inverse, sums, *sizes)
+    scale, step = _given(x_scale, sums)
+    sizes = (row_stride(x), step, np.int32(k), np.int32(units * UNIT), np.int32(is_whole(x)))
+    args = (x, scale, q, inverse, sums, *sizes)
     kernel = tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
     on.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
     return q, sums, inverse
@@ -209,8 +226,8 @@ def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``matmul`` launches."""
     smem = smem_per_block_optin(arch)
     for grouped, dtype in itertools.product((False, True), DTYPES):
-        for tokens, rows, divided in gemv_configs():
-            yield Variant(_gemv_kernel(dtype, tokens, rows, divided, grouped), 256, GEMV_SHARED)
+        for x, (tokens, rows, divided) in itertools.product((dtype, "int8"), gemv_configs()):
+            yield Variant(_gemv_kernel(x, dtype, tokens, rows, divided, grouped), 256, GEMV_SHARED)
         for entry in ("ternary_quantize_tokens", "ternary_pad_tokens", "ternary_round_tokens"):
             yield Variant(tokens_kernel(entry, dtype, grouped), TOKENS_THREADS)
         for act in ("int8", dtype):
@@ -220,16 +237,23 @@ def variants(arch: str) -> Iterator[Variant]:
                     kernel = _gemm_kernel(act, dtype, grouped, divided, c)
                     yield Variant(kernel, c.threads, c.shared_bytes(itemsize))
                 yield Variant(replace(kernel, entry="ternary_gemm_sum"), SUM_THREADS)
+    for grouped in (False, True):
+        yield Variant(tokens_kernel("ternary_quantize_tokens", "int8", grouped), TOKENS_THREADS)
 
 
-def _gemv_kernel(dtype: str, tokens: int, rows: int, divided: bool, grouped: bool) -> CudaKernel:
-    defines: dict[str, str | int] = {"DTYPE": DTYPES[dtype], "TOKENS": tokens, "ROWS": rows}
+def _gemv_kernel(x: str, y: str, tokens: int, rows: int, divided: bool, grouped: bool) -> CudaKernel:
+    defines = {**_activations(x), "OUT": DTYPES[y], "TOKENS": tokens, "ROWS": rows}
     defines |= {"DIVIDED": int(divided), "GROUPED": int(grouped)}
     return CudaKernel("ternary_gemv", "ternary_gemv", tuple(defines.items()))
 
 
 def tokens_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
-    return CudaKernel("ternary_tokens", entry, (("DTYPE", DTYPES[dtype]), ("GROUPED", int(grouped))))
+    defines = {**_activations(dtype), "GROUPED": int(grouped)}
+    return CudaKernel("ternary_tokens", entry, tuple(defines.items()))
+
+
+def _activations(dtype: str) -> dict[str, str | int]:
+    return {"DTYPE": DTYPES.get(dtype, "q8"), "GIVEN": int(dtype == "int8")}
 
 
 def _gemm_kernel(act: str, out: str, grouped: bool, divided: bool, config: GemmConfig) -> CudaKernel:

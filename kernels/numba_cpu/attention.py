@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,13 @@ from .attention_config import (
     FORWARD_VARIANTS,
     SEQUENCES,
     Config,
+    Prepared,
     decode_nanoseconds,
     launcher_of,
     make_call,
     optional_arrays,
     optional_types,
+    private_bytes,
     results_of,
     select_config,
 )
@@ -48,6 +49,7 @@ from .codegen.tiles import close_tiles, open_tiles
 from .dtype import aligned_empty, all_bits, bits, like, read_row, store, write_row
 from .jit import FLOATS, compute, device_function, kernel, read, types, write
 from .parallel import claim, launcher
+from .quantized_pages import NO_SCALE, SCALE
 
 Array = np.ndarray[Any, Any]
 
@@ -66,61 +68,72 @@ def prepare(
     max_seqlen_k: int,
     given: dict[str, Array],
     **options: Any,
-) -> Callable[..., None]:
+) -> Prepared:
     """``run(q, k, v, out, lse, sequences, given)`` for these options and arrays like these, which are not kept.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
     ``results``: the dtypes of out and lse.
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``given``: the optional arrays
-    block_table (k and v are then pages), alibi_slopes, sinks, bias and visible. ``options``: of :class:`Call`, left,
-    right, packed and the like.
+    block_table (k and v are then pages), k_scale and v_scale (of pages in one byte per element), alibi_slopes, sinks,
+    bias and visible. ``options``: of :class:`Call`, left, right, packed and the like.
     """
     sizes = {"nheads_kv": k.shape[2], "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     page_size = k.shape[1] if "block_table" in given else 0
     call = make_call(q, v, batch, config, page_size=page_size, given=given, **sizes, **options)
     dtype, split = q.dtype, call.n_splits > 1
-    fill = optional_arrays(dtype)
+    fill, no_scales = optional_arrays(dtype), (NO_SCALE, NO_SCALE)
     unsplit = _parts(call, 0, dtype)
     blocks = -(-call.heads * max_seqlen_q // call.block_m)
     tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
-    variant = dtype, given.get("bias", q).dtype, *results
+    quantized = k.dtype != dtype
+    of_keys = bits(np.empty(0, k.dtype)).dtype if quantized else dtype
+    variant = dtype, given.get("bias", q).dtype, *results, of_keys
     of_parts = dtype, *results
     launch = launcher_of(call)
     if config.kernel == "decode":
-        launch = launcher(decode_nanoseconds(call.batch, call.nheads_kv, max_seqlen_k, dtype))
-        decode = prepare_decode(call, dtype, results, launch)
+        launch = launcher(decode_nanoseconds(call.batch, call.nheads_kv, max_seqlen_k, k.dtype))
+        decode = prepare_decode(call, dtype, results, of_keys, launch)
 
-    elements = call.n_splits * call.batch * call.nheads * max_seqlen_q * call.head_dim_v
-    launch_combine = launcher(elements * ELEMENT_NANOSECONDS)
+    rows = call.batch * call.nheads * max_seqlen_q
+    launch_combine = launcher(call.n_splits * rows * call.head_dim_v * ELEMENT_NANOSECONDS)
 
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
     ) -> None:
         optional = fill(given)
-        parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
-        arrays = *all_bits(q, k, v), bits(out), lse, sequences
+        parts = _parts(call, rows, dtype) if split else unsplit
+        inputs = map(bits, (q, k, v)) if quantized else all_bits(q, k, v)
+        arrays = *inputs, bits(out), lse, sequences
+        scales = (given["k_scale"], given["v_scale"]) if quantized else no_scales
         if config.kernel == "decode":
-            decode(arrays, optional[:3], parts)
+            decode.run(arrays, (*optional[:3], *scales), parts)
         else:
-            launch(attention_forward[variant], tasks, call, *arrays, *optional, *parts)
+            launch(attention_forward[variant], tasks, call, *arrays, *optional, *scales, *parts)
         if split:
             combine = attention_combine[of_parts]
             launch_combine(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
 
-    return run
+    def scratch() -> int:
+        of_parts = call.n_splits * rows * (call.head_dim_v * unsplit[0].itemsize + 16) if split else 0
+        if config.kernel == "decode":
+            return of_parts + decode.scratch()
+        like_k, wide = bits(np.empty((0, 0, 0, 0), of_keys)), unsplit[0].reshape(-1)
+        return of_parts + private_bytes(launch, tasks, attention_work[of_keys, dtype], call, like_k, wide)
+
+    return Prepared(run, scratch)
 
 
 def prepare_ragged(
     q: Array, k: Array, v: Array, batch: int, *, config: Config, few: int, max_seqlen_q: int, **rest: Any
-) -> Callable[..., None]:
+) -> Prepared:
     """:func:`prepare` for sequences long and short. The decode kernel takes those of up to ``few`` queries: in tiles
     each head would pack their keys again, for a lane or two."""
     heads, shapes = (q.shape[2], k.shape[2]), (q, k, v, batch)
     attend = prepare(*shapes, config=config, max_seqlen_q=max_seqlen_q, **rest)
 
     @functools.cache
-    def decode(longest: int) -> Callable[..., None]:
-        cut = select_config(batch, *heads, longest, rest["max_seqlen_k"], decode=True, dtype=q.dtype)
+    def decode(longest: int) -> Prepared:
+        cut = select_config(batch, *heads, longest, rest["max_seqlen_k"], decode=True, dtype=k.dtype)
         return prepare(*shapes, config=cut, max_seqlen_q=longest, **rest)
 
     def run(
@@ -132,10 +145,10 @@ def prepare_ragged(
         if longest > 0:
             short, sequences = sequences.copy(), sequences.copy()
             short[~is_short, 1] = sequences[is_short, 1] = 0
-            decode(longest)(q, k, v, out, lse, short, given)
-        attend(q, k, v, out, lse, sequences, given)
+            decode(longest).run(q, k, v, out, lse, short, given)
+        attend.run(q, k, v, out, lse, sequences, given)
 
-    return run
+    return Prepared(run, lambda: max(attend.scratch(), decode(few).scratch()))
 
 
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -150,18 +163,21 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 
 # as prepare describes them; part_out and part_sums as _parts makes them
 Arrays = namedtuple(
-    "Arrays", "q k v out lse sequences table alibi sinks bias visible seed part_out part_sums"
+    "Arrays",
+    "q k v out lse sequences table alibi sinks bias visible seed k_scale v_scale part_out part_sums",
 )
 
 
 @kernel(
-    lambda t, bias, of_out, of_lse: (
+    lambda t, bias, of_out, of_lse, of_keys: (
         CALL,
-        *(read(t, 4),) * 3,
+        read(t, 4),
+        *(read(of_keys, 4),) * 2,
         write(of_out, 4),
         write(of_lse, 3),
         SEQUENCES,
         *optional_types(bias),
+        *(SCALE,) * 2,
         types.Array(compute(t), 3, "C"),
         types.Array(types.float64, 3, "C"),
     ),
@@ -183,15 +199,27 @@ def attention_forward(
     bias,
     visible,
     seed,
+    k_scale,
+    v_scale,
     part_out,
     part_sums,
 ):
-    arrays = by_reference(
-        Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed, part_out, part_sums)
-    )
-    size, options = arena_size(), by_reference(call)
-    make_work(size, options, k, part_out.dtype.type(0))
-    attend(state, n_tasks, arena(size[0]), options, arrays)
+    options = table, alibi, sinks, bias, visible, seed, k_scale, v_scale
+    arrays = by_reference(Arrays(q, k, v, out, lse, sequences, *options, part_out, part_sums))
+    size, settings = arena_size(), by_reference(call)
+    make_work(size, settings, k, part_out.dtype.type(0))
+    attend(state, n_tasks, arena(size[0]), settings, arrays)
+
+
+@kernel(
+    lambda of_keys, t: (CALL, read(of_keys, 4), types.Array(compute(t), 1, "C")),
+    variants=tuple((t, t) for t in FLOATS),
+)
+def attention_work(state, n_tasks, call, k, wide):
+    """state[0] = bytes of the scratch of a thread. Only the types of ``k`` and ``wide`` count."""
+    size = arena_size()
+    make_work(size, by_reference(call), k, wide.dtype.type(0))
+    state[0] = size[0]
 
 
 @device_function
@@ -220,9 +248,8 @@ def attend(state, n_tasks, memory, call, x):
             task = claim(state)
             continue
         n, first, last = start_block(w, call, x, b, group, block, q_len, k_len)
-        keys = by_reference(
-            Keys(x.k, x.v, x.table, b, k_start, group * call.heads * call.nheads_kv // call.nheads)
-        )
+        head_kv = group * call.heads * call.nheads_kv // call.nheads
+        keys = by_reference(Keys(x.k, x.v, x.k_scale, x.v_scale, x.table, b, k_start, head_kv))
         w.alpha[:] = scale
         pack_queries(w.qt, w.q_rows, x.q, call, b, q_start, n, w.head, w.query, w.alpha)
         if call.n_splits > 1:

@@ -14,7 +14,6 @@ is even, and has its own float32 dK and dV, which are summed in order at the end
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,12 @@ from .attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
+    Prepared,
     backward_types,
     launcher_of,
     make_call,
     optional_arrays,
+    private_bytes,
 )
 from .attention_gradient_operands import Arrays, clear, clear_rows, make_scratch
 from .attention_gradient_tile import KEY_GROUP, add_block, make_sums
@@ -37,8 +38,8 @@ from .codegen.arena import arena, arena_size, by_reference
 from .codegen.attention_gradient import PANEL
 from .codegen.target import TILES, VECTOR_BYTES
 from .codegen.tiles import close_tiles, open_tiles
-from .dtype import aligned_empty, all_bits, like, load, read_row, store, write_row
-from .jit import compute, device_function, kernel, types, write
+from .dtype import aligned_empty, all_bits, bits, like, load, read_row, store, write_row
+from .jit import compute, device_function, kernel, read, types, write
 from .parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -84,13 +85,6 @@ def config_of(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_s
     return select_config(batch, q.shape[2], k.shape[2], max_seqlen_q, max_seqlen_k, part_bytes, block_m)
 
 
-def scratch_bytes(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> int:
-    """dK and dV of the parts: what :func:`prepare`'s ``run`` takes for arrays like these, at most."""
-    parts, wide = config_of(q, k, v, batch, max_seqlen_q, max_seqlen_k).n_splits, _sums_of(q).itemsize
-    keys = k.shape[0] * k.shape[1] + batch * KEY_GROUP
-    return 0 if parts == 1 else parts * k.shape[2] * keys * sum(_widths(q, v, wide)) * wide
-
-
 def _widths(q: Array, v: Array, wide: int) -> list[int]:
     """Of dK and dV of a part: whole vectors."""
     lanes = VECTOR_BYTES // wide
@@ -113,7 +107,7 @@ def prepare(
     lse_dtype: np.dtype[Any],
     add: bool,
     **options: Any,
-) -> Callable[..., None]:
+) -> Prepared:
     """``run(dout, q, k, v, lse, delta, dq, dk, dv, sequences, given, dbias=None)`` for arrays like these, which it
     does not keep. lse and delta are float64 (batch, nheads, seqlen_q).
 
@@ -169,7 +163,14 @@ def prepare(
             tasks = full.shape[0] * full.shape[1] * blocks
             launch(attention_backward_bias[variant], tasks, by_head, *inputs, full)
 
-    return run
+    def scratch() -> int:
+        keys = k.shape[0] * k.shape[1] + batch * KEY_GROUP
+        of_parts = parts * nheads_kv * keys * sum(widths) * wide.itemsize if parts > 1 else 0
+        like_q = bits(np.empty((0, 0, 0, 0), dtype))
+        sizes, tasks = attention_backward_work[dtype], batch * nheads_kv * parts
+        return of_parts + private_bytes(launch, tasks, sizes, call, like_q, *no_sums)
+
+    return Prepared(run, scratch)
 
 
 STARTS = types.Array(types.int64, 1, "C", readonly=True)
@@ -204,6 +205,15 @@ def attention_backward(
 
 # of a call; parts of the query blocks have dk_parts and dv_parts, in rows from starts[b] on
 Results = namedtuple("Results", "dq dk dv dk_parts dv_parts starts add")
+
+
+@kernel(lambda t: (CALL, read(t, 4), types.Array(compute(t), 4, "C"), types.Array(compute(t), 4, "C")))
+def attention_backward_work(state, n_tasks, call, q, dk_parts, dv_parts):
+    """state[0] = bytes of the scratch of a thread. Only the types of the arrays count, and the width of the parts."""
+    size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
+    make_scratch(size, options, operand(q, wide), wide)
+    make_sums(size, options, dk_parts, dv_parts)
+    state[0] = size[0]
 
 
 @device_function

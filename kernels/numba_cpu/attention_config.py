@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from .codegen.memory import round_up
 from .codegen.target import DOT_BFLOAT16, MAX_LANES
 from .dtype import bits
 from .jit import compute, read, types
-from .parallel import launcher, thread_count
+from .parallel import launcher, most_threads, thread_count
 
 Array = np.ndarray[Any, Any]
 
@@ -27,10 +27,11 @@ def results_of(t: str) -> tuple[str, str]:
     return t, compute(t).name
 
 
-# (dtype, dtype of the bias); forward also the dtypes of out and lse
+# (dtype, dtype of the bias); forward also the dtypes of out and lse, and of k and v: those of quantized pages compile
+# as they are needed
 VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
 VARIANTS = tuple(dict.fromkeys(VARIANTS))
-FORWARD_VARIANTS = tuple((t, bias, *results_of(t)) for t, bias in VARIANTS)
+FORWARD_VARIANTS = tuple((t, bias, *results_of(t), t) for t, bias in VARIANTS)
 
 OPTIONAL = (
     "block_table",
@@ -40,6 +41,14 @@ OPTIONAL = (
     "visible",
     "dropout_seed",
 )  # arrays of a call, in the kernels' order
+
+
+class Prepared(NamedTuple):
+    """A call of these options for arrays of these shapes."""
+
+    run: Callable[..., None]
+    scratch: Callable[[], int]
+    """Bytes that it allocates for its own duration, at most."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,15 @@ def launcher_of(call: Call, passes: float = 1) -> Callable[..., None]:
     """For ``passes`` times the two products of the forward pass."""
     scores = call.batch * call.nheads * call.max_seqlen_q * call.max_seqlen_k
     return launcher(passes * scores * (call.head_dim + call.head_dim_v) / _PRODUCTS_PER_NANOSECOND)
+
+
+def private_bytes(
+    launch: Callable[..., None], n_tasks: int, sizes: Callable[..., None], *arguments: Any
+) -> int:
+    """Of all threads of a launch. ``sizes``: the kernel that counts the scratch of one."""
+    found = np.zeros(1, np.int64)
+    sizes(found, 1, *arguments)
+    return most_threads(launch, n_tasks) * int(found[0])
 
 
 def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[Array, ...]]:

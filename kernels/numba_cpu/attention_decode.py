@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention_config import SEQUENCES, optional_types, results_of
+from .attention_config import SEQUENCES, Prepared, optional_types, private_bytes, results_of
 from .attention_decode_block import (
     Work,
     add_block,
@@ -37,6 +37,7 @@ from .attention_decode_block import (
     mask_scores,
     note_special,
     place_rows,
+    scale_block,
     score_block,
     sum_values,
     values_careful,
@@ -50,15 +51,16 @@ from .codegen.decode_rows import chunk_elements, from_slots, query_type, slot, t
 from .codegen.exp2 import LOG2E
 from .codegen.memory import lanes, larger, round_up, smaller
 from .codegen.target import VECTOR_BYTES
-from .dtype import like, read_row, store, write_row
+from .dtype import bits, like, read_row, store, write_row
 from .jit import FLOATS, compute, device_function, kernel, noinline_function, read, types, write
 from .parallel import claim
+from .quantized_pages import SCALE
 
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
 AHEAD_BYTES = 3 << 12  # prefetch distance; at 32 KB rows leave the first cache before use
 
-# (dtype, rows of a tile)
-VARIANTS = tuple((t, rows, *results_of(t)) for t in FLOATS for rows in (1, 2, 4))
+# (dtype, rows of a tile, dtypes of out, lse, and k and v: those of quantized pages compile as they are needed)
+VARIANTS = tuple((t, rows, *results_of(t), t) for t in FLOATS for rows in (1, 2, 4))
 
 
 def tile_rows(dtype: str, rows: int) -> int:
@@ -82,47 +84,60 @@ class Plan(NamedTuple):
 
 
 # as in attention.py
-Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks part_out part_sums")
+Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks k_scale v_scale part_out part_sums")
 
 
 def prepare_decode(
-    call: Call, dtype: np.dtype, results: tuple[Any, Any], launch: Callable[..., None]
-) -> Callable[..., None]:
-    """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
-    them to its kernels."""
+    call: Call, dtype: np.dtype, results: tuple[Any, Any], of_keys: np.dtype, launch: Callable[..., None]
+) -> Prepared:
+    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
+    them to its kernels. ``of_keys``: the dtype of k and v."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
-        block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(dtype.itemsize * call.head_dim)
+        block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(of_keys.itemsize * call.head_dim)
     )
-    variant = dtype.name, rows, *results
+    variant = dtype.name, rows, *results, of_keys
 
     def plan_of(heads_kv: int) -> tuple[int, Plan]:
-        row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
-        step = ADDED_KEYS if dtype.itemsize == 2 else 1  # rows prefetched together belong to one block
+        row_bytes = max(heads_kv * of_keys.itemsize * call.head_dim, 1)
+        step = ADDED_KEYS if of_keys.itemsize <= 2 else 1  # rows prefetched together belong to one block
         ahead = min(-(-AHEAD_BYTES // (row_bytes * step)) * step, call.block_n)
         tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
         return tasks, Plan((0,) * rows, call, heads_kv, ahead)
 
     together, apart = plan_of(max(call.nheads_kv, 1)), plan_of(1)
 
-    def decode(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
+    def run(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         # Follow memory: all heads of a key in one task when they lie side by side.
         strides = arrays[1].strides
         tasks, plan = together if abs(strides[2]) < abs(strides[1]) else apart
         launch(attention_decode[variant], tasks, plan, *arrays, *optional, *parts)
 
-    return decode
+    def scratch() -> int:
+        tasks, plan = together
+        like_k = bits(np.empty((0, 0, 0, 0), of_keys))
+        like_part = np.empty((0, 0, 0), results_of(dtype.name)[1])
+        work = attention_decode_work[dtype.name, rows, of_keys]
+        return private_bytes(launch, tasks, work, plan, like_k, like_part)
+
+    return Prepared(run, scratch)
 
 
-def _signature(t: str, rows: int, of_out: str, of_lse: str) -> tuple[types.Type, ...]:
-    tile, wide = types.UniTuple(types.int64, rows), compute(t)
+def _plan_type(rows: int) -> types.Type:
+    return types.NamedTuple([types.UniTuple(types.int64, rows), CALL, types.int64, types.int64], Plan)
+
+
+def _signature(t: str, rows: int, of_out: str, of_lse: str, of_keys: str) -> tuple[types.Type, ...]:
+    wide = compute(t)
     return (
-        types.NamedTuple([tile, CALL, types.int64, types.int64], Plan),
-        *(read(t, 4),) * 3,
+        _plan_type(rows),
+        read(t, 4),
+        *(read(of_keys, 4),) * 2,
         write(of_out, 4),
         write(of_lse, 3),
         SEQUENCES,
         *optional_types(t)[:3],
+        *(SCALE,) * 2,
         types.Array(wide, 3, "C"),
         types.Array(types.float64, 3, "C"),
     )
@@ -130,17 +145,44 @@ def _signature(t: str, rows: int, of_out: str, of_lse: str) -> tuple[types.Type,
 
 @kernel(_signature, variants=VARIANTS)
 def attention_decode(
-    state, n_tasks, plan, q, k, v, out, lse, sequences, table, alibi, sinks, part_out, part_sums
+    state,
+    n_tasks,
+    plan,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sequences,
+    table,
+    alibi,
+    sinks,
+    k_scale,
+    v_scale,
+    part_out,
+    part_sums,
 ):
-    arrays = by_reference(Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, part_out, part_sums))
+    options = table, alibi, sinks, k_scale, v_scale
+    arrays = by_reference(Arrays(q, k, v, out, lse, sequences, *options, part_out, part_sums))
     size, call, cut = arena_size(), by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead)
-    make_work(size, call, cut, q, part_out)
+    make_work(size, call, cut, k, part_out)
     decode_tasks(state, n_tasks, arena(size[0]), call, cut, arrays)
+
+
+@kernel(
+    lambda t, rows, of_keys: (_plan_type(rows), read(of_keys, 4), types.Array(compute(t), 3, "C")),
+    variants=tuple(dict.fromkeys((*variant[:2], variant[-1]) for variant in VARIANTS)),
+)
+def attention_decode_work(state, n_tasks, plan, k, part_out):
+    """state[0] = bytes of the scratch of a thread. Only the types of the arrays count."""
+    size = arena_size()
+    make_work(size, by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead), k, part_out)
+    state[0] = size[0]
 
 
 @device_function
 def decode_tasks(state, n_tasks, memory, call, cut, x):
-    w = by_reference(make_work(memory, call, cut, x.q, x.part_out))
+    w = by_reference(make_work(memory, call, cut, x.k, x.part_out))
     rows, groups = len(w.tile), call.nheads_kv // w.heads_kv
     task = claim(state)
     while task < n_tasks:
@@ -156,7 +198,7 @@ def decode_tasks(state, n_tasks, memory, call, cut, x):
             part = (larger(last + 1 - first, 0) + call.n_splits - 1) // call.n_splits
             first += split * part
             last = smaller(last, first + part - 1)
-        pack_queries(w, call, x.q, b, q_start, n)
+        pack_queries(w, call, x.q, x.k, b, q_start, n)
         finite = special = False
         for careful in (False, True):
             if not finite:
@@ -199,19 +241,19 @@ def finish_row(w, call, v, to, row, inverse, special):
 
 
 @device_function
-def make_work(memory, call, cut, q, part_out):
+def make_work(memory, call, cut, k, part_out):
     """Scratch of one thread. ``cut``: the tile, heads_kv and ahead of the plan."""
     tile, heads_kv, ahead = cut
     zero = part_out.dtype.type(0)
     width = lanes(part_out)
     rows = call.block_m * heads_kv
-    chunk = chunk_elements(q)
+    chunk = chunk_elements(k)
     tiles = rows // len(tile)
     return Work(
         tile,
         heads_kv,
         ahead,
-        arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
+        arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(k)),
         arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         arena_array(memory, (rows, call.head_dim_v), np.uint8(0)),
@@ -227,13 +269,13 @@ def make_work(memory, call, cut, q, part_out):
 
 
 @device_function
-def pack_queries(w, call, q, b, q_start, n):
+def pack_queries(w, call, q, k, b, q_start, n):
     """Row r of w.q = q of row r as score_keys takes it; zero where nothing is."""
     w.q[:] = 0
     for kv in range(w.heads_kv):
         for r in range(n):
             source = read_row(q, (0 if call.packed else b, q_start + w.query[r], w.head[r] + kv * call.heads))
-            to_query(q, w.q[kv * call.block_m + r], source, call.head_dim)
+            to_query(k, w.q[kv * call.block_m + r], source, call.head_dim)
 
 
 @device_function
@@ -264,6 +306,7 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
             place_rows(next_places, x.k, x.table, call, b, k_start, first_kv, first + n_keys, n_next)
         padded = round_up(n_keys, w.row_max.shape[1] // len(w.tile))
         score_block(w, call, x.k, padded)
+        scale_block(w, call, x.k, x.k_scale, x.table, b, first_kv, first, n_keys)
         if not is_plain(call):
             finish_scores(w, call, x.alibi, b, first, n_keys, n, offset)
         if first < low_all or first + n_keys - 1 > high_all or padded > n_keys:
@@ -274,6 +317,7 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
         if careful:
             values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n)
         else:
+            scale_block(w, call, x.v, x.v_scale, x.table, b, first_kv, first, n_keys)
             sum_values(w, call, x.v, padded)
         add_block(w, padded)
         first, n_keys = first + n_keys, n_next

@@ -7,11 +7,13 @@ import numpy as np
 from .attention_special import finite_or_zero, noted
 from .attention_tile import cap_row, score_scale
 from .codegen.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
-from .codegen.decode_rows import slot
+from .codegen.decode_rows import UNIT, slot
 from .codegen.exp2 import LOG2E
 from .codegen.memory import smaller
-from .dtype import like, load, read_row
-from .jit import device_function
+from .codegen.numba_api import types
+from .dtype import like, read_row
+from .jit import device_function, generic
+from .quantized_pages import number, scale_at
 
 
 class Work(NamedTuple):
@@ -65,6 +67,31 @@ def score_block(w, call, k, padded):
     for j in range(0, padded, len(keys)):
         at = j * len(w.tile)
         score_keys(w.tile, keys, k, w.places, j, later, sizes, w.q, call.head_dim, w.s, at, scale)
+
+
+@generic
+def scale_block(w, call, x, scales, table, b, first_kv, first, n):
+    """Scores or weights of ``n`` keys from ``first`` times the scales of their rows of ``x``, if it is quantized."""
+    if x.dtype not in (types.int8, types.uint8):
+        return lambda w, call, x, scales, table, b, first_kv, first, n: None
+    unit = np.float32(UNIT if x.dtype == types.uint8 else 1)
+
+    def scale(w, call, x, scales, table, b, first_kv, first, n):
+        rows = len(w.tile)
+        tiles = call.block_m // rows
+        j = 0
+        while j < n:
+            page, inside = table[b, (first + j) // call.page_size], (first + j) % call.page_size
+            run = smaller(n - j, call.page_size - inside)
+            for t in range(w.heads_kv * tiles):
+                row, head = w.s[t], first_kv + t // tiles
+                for i in range(run):
+                    factor = scales[page, inside + i, head] * unit
+                    for r in range((j + i) * rows, (j + i + 1) * rows):
+                        row[r] *= factor
+            j += run
+
+    return scale
 
 
 @device_function
@@ -153,9 +180,10 @@ def note_special(w, call, x, b, k_start, first_kv, first, n_keys, n):
     tiles = call.block_m // rows
     for kv in range(w.heads_kv):
         for j in range(n_keys):
-            source = read_row(x.v, place_of(call, x, b, k_start, first_kv + kv, first + j))
+            place = place_of(call, x, b, k_start, first_kv + kv, first + j)
+            source, scale = read_row(x.v, place), scale_at(x.v_scale, x.v, *place)
             for d in range(call.head_dim_v):
-                value = load(source, d)
+                value = number(source, d) * scale
                 if value - value != 0:
                     for r in range(n):
                         if w.s[kv * tiles + r // rows, j * rows + r % rows] != -np.inf:
@@ -171,9 +199,10 @@ def values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n):
     w.part[:] = 0
     for kv in range(w.heads_kv):
         for j in range(n_keys):
-            source = read_row(x.v, place_of(call, x, b, k_start, first_kv + kv, first + j))
+            place = place_of(call, x, b, k_start, first_kv + kv, first + j)
+            source, scale = read_row(x.v, place), scale_at(x.v_scale, x.v, *place)
             for r in range(n):
                 weight = w.s[kv * tiles + r // rows, j * rows + r % rows]
                 total = w.part[kv * call.block_m + r]
                 for d in range(call.head_dim_v):
-                    total[slot(x.v, d)] += weight * finite_or_zero(load(source, d))
+                    total[slot(x.v, d)] += weight * finite_or_zero(number(source, d) * scale)

@@ -9,7 +9,7 @@ Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFL
 then one uint32, the pair of bfloat16 that ``codegen.gemm`` takes. Functions tell the two apart by the array's dtype.
 
 Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
-would find 8 of its columns in one set of the L1 cache.
+would find 8 of its columns in one set of the L1 cache. Quantized rows become float32 there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .codegen.tiles import TILE
 from .dtype import float32_of_bfloat16, load, read_row
 from .jit import constant, device_function, generic, noinline_function
 from .packing import steps
+from .quantized_pages import put_scaled, scale_at
 
 
 class Keys(NamedTuple):
@@ -35,6 +36,8 @@ class Keys(NamedTuple):
 
     k: Any
     v: Any
+    k_scale: Any  # of quantized pages, like v_scale
+    v_scale: Any
     table: Any  # of pages
     b: int
     start: int
@@ -75,6 +78,14 @@ def element(x, step, column):
 
 
 @generic
+def put_scaled_row(to, row, dim, scale):
+    """to = row times its scale, which is 1 unless it is quantized."""
+    if row.dtype in (types.int8, types.uint8):
+        return lambda to, row, dim, scale: put_scaled(to, row, dim, scale)
+    return lambda to, row, dim, scale: put_row(to, row, dim)
+
+
+@generic
 def put_row(to, row, dim):
     """to = row, ``dim`` elements along the steps. An odd number of bfloat16 is followed by a zero."""
     if to.dtype == row.dtype:
@@ -93,10 +104,10 @@ def put_row(to, row, dim):
 
 
 @generic
-def put_values(to, j, row, dim):
+def put_values(to, j, row, dim, scale):
     """Row j of V; in pairs with the one before, for an odd j."""
 
-    def pairs(to, j, row, dim):
+    def pairs(to, j, row, dim, scale):
         words = to[j // 2]
         if j % 2 == 0:
             for d in range(dim):
@@ -105,7 +116,9 @@ def put_values(to, j, row, dim):
             for d in range(dim):
                 words[d] |= np.uint32(row[d]) << np.uint32(16)
 
-    return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
+    if to.dtype == types.uint32:
+        return pairs
+    return lambda to, j, row, dim, scale: put_scaled_row(to[j], row, dim, scale)
 
 
 @generic
@@ -220,7 +233,8 @@ def pack_keys(kt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
+            scale = scale_at(keys.k_scale, keys.k, entry, row + i, keys.head)
+            put_scaled_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim, scale)
         j += run
 
 
@@ -231,6 +245,7 @@ def pack_values(vt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
+            scale = scale_at(keys.v_scale, keys.v, entry, row + i, keys.head)
+            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v, scale)
         j += run
     return finite(vt, steps(vt, n), vt.shape[1])

@@ -30,11 +30,15 @@ from .codegen.target import FEATURES, TRIPLE
 from .jit import device_function, generic
 
 SMALL_BYTES = 1 << 12
-_BITS = {np.dtype(np.float16): np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16)}
+_BITS = {
+    np.dtype(np.float16): np.dtype(np.int16),
+    np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16),
+    np.dtype(ml_dtypes.float8_e4m3fn): np.dtype(np.uint8),
+}
 
 
 def bits(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A 16-bit float array as the integer view that kernels take; others unchanged."""
+    """An array of 16-bit floats or e4m3 as the integer view that kernels take; others unchanged."""
     as_integer = _BITS.get(x.dtype)
     return x if as_integer is None else x.view(as_integer)
 

@@ -1,6 +1,6 @@
 """A linear layer on the CPU: :mod:`.gemm` with the bias and the residual in its epilogue, and sums over tokens.
 
-forward     y = x w^T, as (w x^T)^T: w is read where it lies, once per ``TOKENS`` tokens
+forward     y = x w^T, as (w x^T)^T: w is read where it lies, once per ``TOKENS`` tokens; few: linear_few.py
 backward    dx = dy w, as (w^T dy^T)^T; dweight = dy^T x, which adds up in float32 in place
 """
 
@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from . import linear_few
 from .dtype import bits, load, read_row, write_row
 from .gemm import matmul, tile_size
+from .gemm_memory import private_bytes
 from .jit import compute, kernel, read, types, write
 from .packing import pack, packed, panel_bytes
 from .parallel import claim, launch
@@ -32,12 +34,21 @@ def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
 def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, int, int]:
     """What y, dx and dweight of a weight (rows, cols) take while they are computed."""
     n, kind = min(tokens, TOKENS), packed(dtype)
-    return panel_bytes(cols, n, kind), panel_bytes(rows, n, kind), panel_bytes(n, cols, kind)
+    few = linear_few.is_few(tokens, dtype)
+    dense = panel_bytes(cols, n, kind) + private_bytes(rows, n, cols, kind)
+    return (
+        linear_few.scratch_bytes(cols, dtype) if few else dense,
+        panel_bytes(rows, n, kind) + private_bytes(cols, n, rows, kind, trans_a=True),
+        panel_bytes(n, cols, kind) + private_bytes(rows, cols, n, kind, trans_a=True),
+    )
 
 
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
     """x (tokens, in_features), y and residual (tokens, out_features)."""
     row = None if bias is None else bias[None]
+    if linear_few.is_few(len(x), x.dtype.name):
+        linear_few.forward(x, weight, (residual, row), y)
+        return
     for t in spans(len(x)):
         panels = pack(x[t], packed(x.dtype.name), trans=True)
         addends = (None if residual is None else residual[t], row)

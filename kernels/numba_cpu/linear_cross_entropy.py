@@ -14,6 +14,7 @@ import numpy as np
 
 from . import cross_entropy, linear
 from .gemm import matmul
+from .gemm_memory import private_bytes
 from .linear import spans
 from .packing import pack, packed, panel_bytes
 
@@ -33,8 +34,8 @@ def scratch_bytes(
     )
     if not grads:
         return logits + of_x
-    part = min(rows, ROWS)
-    of_dx = panel_bytes(min(vocab, CLASSES), part, packed(dtype.name))
+    part, classes, kind = min(rows, ROWS), min(vocab, CLASSES), packed(dtype.name)
+    of_dx = panel_bytes(classes, part, kind) + private_bytes(hidden, part, classes, kind, trans_a=True)
     of_dx += part * hidden * wide.itemsize if dtype != wide else 0
     return logits + max(of_x, of_dx, of_dweight)
 
@@ -71,6 +72,7 @@ class Chunks:
             total = part if dx.dtype == self.logits.dtype else np.empty(part.shape, self.logits.dtype)
             for v in spans(vocab, CLASSES):
                 panels = pack(dlogits[r, v], kind, trans=True)
-                first, last = v.start == 0, v.stop == vocab
-                product = {"trans_a": True, "trans_out": True, "total": total, "first": first, "last": last}
-                matmul(self.weight[v], panels, part, **product)
+                ends = {"first": v.start == 0, "last": v.stop == vocab}
+                matmul(self.weight[v], panels, part, trans_a=True, trans_out=True, total=total, **ends)
+                del panels  # before the next are made
+            del total

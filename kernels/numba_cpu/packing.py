@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .codegen.gemm import copy_transposed, in_tiles
-from .codegen.memory import SKEW, lanes, larger, round_up, scratch, smaller, span
+from .codegen.memory import SKEW, lanes, round_up, scratch, smaller, span
 from .codegen.target import DOT_BFLOAT16, MAX_LANES, MR, TILES, VECTOR_BYTES
 from .codegen.tiles import TILE
 from .dtype import aligned_empty, bfloat16_of_float32, bits, load, read_row, write_row
@@ -245,13 +245,20 @@ def put_rows(panels, blocks, c, f0, m, t0, n):
 # --- A: one tile and block of K -------------------------------------------------------------------------
 
 
+@device_function
+def room_shape(tiled, rows, block, trans):
+    """Of its scratch. Tile registers take only (m, k): the last rows are scratch for the transposition."""
+    if tiled:
+        rows = -(-rows // TILE) * TILE
+        return rows + TILE, -(-max(rows, block) // TILE) * TILE + SKEW
+    return (block, rows + SKEW) if trans else (rows, block + SKEW)
+
+
 @device_function(refcount=True)
 def room_a(panels, rows, block, trans):
-    """Scratch for such a block. Tile registers take only (m, k): the last rows are scratch for the transposition."""
-    if in_tiles(panels):
-        rows = round_up(rows, TILE)
-        return scratch(rows + TILE, round_up(larger(rows, block), TILE) + SKEW, panels[0, 0])
-    return scratch(block, rows + SKEW, panels[0, 0]) if trans else scratch(rows, block + SKEW, panels[0, 0])
+    """Scratch of :func:`room_shape`."""
+    height, width = room_shape(in_tiles(panels), rows, block, trans)
+    return scratch(height, width, panels[0, 0])
 
 
 @device_function

@@ -94,6 +94,11 @@ def launcher(nanoseconds: float) -> Callable[..., None]:
     return launch if nanoseconds >= MIN_NANOSECONDS else launch_inline
 
 
+def most_threads(launcher: Callable[..., None], n_tasks: int) -> int:
+    """How many threads may work on a launch of :func:`launcher`'s."""
+    return min(thread_count() if launcher is launch else 1, n_tasks)
+
+
 def launch_inline(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
     """Run all tasks on the calling thread."""
     if n_tasks > 0:

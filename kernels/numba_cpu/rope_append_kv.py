@@ -6,7 +6,8 @@ All heads of a token go together where their halves are whole vectors and their 
     line   | head | head |         x * (offset + weight) / rms, rotated (codegen/rotate.py)
     out    | head | head | ...     past the caches, if too large for them; else line is not needed
 
-Others one by one, by way of ``head``, in the computing type. Values are copied.
+Others one by one, by way of ``head``, in the computing type. Values are copied. Heads of quantized pages all go
+one by one, keys by way of ``turned``, values by way of ``head``: the scale is known when all of a head is.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from .codegen import norm
 from .codegen.memory import LINE_BYTES, copy_row, from_beginning, scratch
 from .codegen.rotate import rotate_halves
 from .codegen.stream import fence, finish, put, stays_in_cache
-from .dtype import all_bits, load, read_row, store, write_row
-from .jit import REASSOC, compute, device_function, inner, kernel, read, types, write
+from .dtype import all_bits, bits, load, read_row, store, write_row
+from .jit import FLOATS, REASSOC, compute, device_function, generic, inner, kernel, read, types, write
 from .norm import SHORT_SUM, TINY, sum_of_squares
 from .parallel import claim, items_per_task, launch
+from .quantized_pages import NO_SCALE, encode_row
 from .rope import rotate
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +52,8 @@ def append(
     seqused_k: Array | None,
     block_table: Array | None,
     slot_mapping: Array | None,
+    k_scale: Array | None,
+    v_scale: Array | None,
     q_weight: Array | None,
     k_weight: Array | None,
     eps: float,
@@ -63,12 +67,16 @@ def append(
     """All of q, out, k, v (batch, seqlen, heads, head_dim), caches (pages, page_size, nheads_kv, head_dim).
 
     ``slot_mapping`` (batch, seqlen), or ``seqused_k`` and perhaps ``block_table``; ``cos``, ``sin`` and ``rows`` as
-    in rope.py. ``out`` may be q.
+    in rope.py. ``out`` may be q. ``k_scale`` and ``v_scale``: of caches of int8 or e4m3.
     """
     chunk = _tokens_per_task(q, k)
     weights = _no_weights(q.dtype) if q_weight is None or k_weight is None else (q_weight, k_weight)
     arrays = (
-        *all_bits(q, out, k, v, k_cache, v_cache, *weights),
+        *all_bits(q, out, k, v),
+        *map(bits, (k_cache, v_cache)),
+        *all_bits(*weights),
+        NO_SCALE if k_scale is None else k_scale,
+        NO_SCALE if v_scale is None else v_scale,
         _NO_LENGTHS if seqused_k is None else seqused_k,
         _NO_TABLE if block_table is None else block_table,
         _NO_SLOTS if slot_mapping is None else slot_mapping,
@@ -77,7 +85,8 @@ def append(
     streaming = not stays_in_cache(out.nbytes + k.nbytes + v.nbytes)
     options = eps, weight_offset, rotary_dim, interleaved, streaming
     n_tasks = -(-q.shape[0] * q.shape[1] // chunk)
-    launch(append_tokens[q.dtype], n_tasks, chunk, *arrays, *options)
+    of_cache = q.dtype if k_scale is None else arrays[4].dtype
+    launch(append_tokens[q.dtype, of_cache], n_tasks, chunk, *arrays, *options)
 
 
 @cache
@@ -90,15 +99,16 @@ def _tokens_per_task(q: Array, k: Array) -> int:
     return items_per_task(batch * seqlen, (nheads + 2 * k.shape[2]) * head_dim)
 
 
-def _signature(dtype: str) -> tuple[types.Type, ...]:
+def _signature(dtype: str, cache: str) -> tuple[types.Type, ...]:
     table = types.Array(compute(dtype), 2, "C", readonly=True)
     return (
         types.int64,
         read(dtype, 4),
         write(dtype, 4),
         *(read(dtype, 4),) * 2,
-        *(write(dtype, 4),) * 2,
+        *(write(cache, 4),) * 2,
         *(read(dtype, 1),) * 2,
+        *(write("float32", 3),) * 2,
         read("int32", 1),
         read("int32", 2),
         read("int64", 2),
@@ -190,7 +200,50 @@ def go_together(y, rotary_dim, interleaved):
     return neighbours and rotary_dim == y.shape[3] and not interleaved
 
 
-@kernel(_signature, fastmath=REASSOC)
+@generic
+def append_keys(k, b, s, cache, scales, page, row, cos, sin, how, turned):
+    """The keys of a token, into its place in the cache."""
+
+    def quantized(k, b, s, cache, scales, page, row, cos, sin, how, turned):
+        find_scales(how.scales, k, b, s, how.eps, how.normalise)
+        for h in range(k.shape[2]):
+            scaled(how.head, read_row(k, (b, s, h)), how.scales[h], how.gain)
+            rotated(how.head, turned, cos, sin, how.rotary_dim, how.interleaved)
+            scales[page, row, h] = encode_row(write_row(cache, (page, row, h)), turned)
+
+    def floats(k, b, s, cache, scales, page, row, cos, sin, how, turned):
+        append_heads(k, b, s, cache, page, row, cos, sin, how)
+
+    return quantized if cache.dtype in (types.int8, types.uint8) else floats
+
+
+@generic
+def append_values(v, b, s, cache, scales, page, row, how):
+    """The values of a token, into its place in the cache."""
+
+    def quantized(v, b, s, cache, scales, page, row, how):
+        for h in range(v.shape[2]):
+            source, head = read_row(v, (b, s, h)), how.head
+            for i in range(len(head)):
+                head[i] = load(source, i)
+            scales[page, row, h] = encode_row(write_row(cache, (page, row, h)), head)
+
+    def floats(v, b, s, cache, scales, page, row, how):
+        nheads_kv, head_dim = v.shape[2:]
+        pieces, size = (1, nheads_kv * head_dim) if how.together else (nheads_kv, head_dim)
+        for h in range(pieces):
+            source = read_row(v, (b, s, h))
+            target = from_beginning(write_row(cache, (page, row, h)), size)
+            if how.streaming:
+                coming = (read_row(v, (b, min(s + 1, v.shape[1] - 1), h)),)
+                put(source, target, how.waits, how.where, coming, 0)
+            else:
+                copy_row(target, source, size)
+
+    return quantized if cache.dtype in (types.int8, types.uint8) else floats
+
+
+@kernel(_signature, variants=tuple((t, t) for t in FLOATS), fastmath=REASSOC)
 def append_tokens(
     state,
     n_tasks,
@@ -203,6 +256,8 @@ def append_tokens(
     v_cache,
     q_weight,
     k_weight,
+    k_scale,
+    v_scale,
     seqused_k,
     block_table,
     slot_mapping,
@@ -222,7 +277,7 @@ def append_tokens(
     normalise, paged, mapped = len(q_weight) > 0, len(block_table) > 0, len(slot_mapping) > 0
     nheads_kv, head_dim = k.shape[2:]
     heads = max(q.shape[2], nheads_kv)
-    numbers = scratch(4, max(head_dim, heads), cos[0, 0])  # gains, scales and a head
+    numbers = scratch(5, max(head_dim, heads), cos[0, 0])  # gains, scales, and a head before and after
     lines = scratch(1, heads * head_dim, q_weight.dtype.type(0))
     # of q, k and v, for the next token
     waiting = scratch(3, LINE_BYTES // q.itemsize, q_weight.dtype.type(0))
@@ -236,11 +291,14 @@ def append_tokens(
     while task < n_tasks:
         q_gain, k_gain = write_row(numbers, (0,))[:head_dim], write_row(numbers, (1,))[:head_dim]
         scales, head = write_row(numbers, (2,)), write_row(numbers, (3,))[:head_dim]
+        turned = write_row(numbers, (4,))[:head_dim]
         shared, line = (normalise, eps, rotary_dim, interleaved), write_row(lines, (0,))
         q_waits, k_waits = write_row(waiting, (0,)), write_row(waiting, (1,))
         q_where, k_where = write_row(places, (0,)), write_row(places, (1,))
         q_heads = Heads(q_gain, *shared, q_together, streaming, scales, head, line, q_waits, q_where)
         k_heads = Heads(k_gain, *shared, k_together, streaming, scales, head, line, k_waits, k_where)
+        v_waits, v_where = write_row(waiting, (2,)), write_row(places, (2,))
+        v_heads = Heads(k_gain, *shared, v_together, streaming, scales, head, line, v_waits, v_where)
         for token in range(task * chunk, min(n_tokens, (task + 1) * chunk)):
             b, s = token // seqlen, token % seqlen
             turn = rows[b * batch_step, s]
@@ -255,16 +313,8 @@ def append_tokens(
                 page, row = b, seqused_k[b] + s
                 if paged:
                     page, row = np.int64(block_table[b, row // page_size]), row % page_size
-            append_heads(k, b, s, k_cache, page, row, c, sn, k_heads)
-            pieces, size = (1, nheads_kv * head_dim) if v_together else (nheads_kv, head_dim)
-            for h in range(pieces):
-                source = read_row(v, (b, s, h))
-                target = from_beginning(write_row(v_cache, (page, row, h)), size)
-                if streaming:
-                    coming = (read_row(v, (b, min(s + 1, seqlen - 1), h)),)
-                    put(source, target, write_row(waiting, (2,)), write_row(places, (2,)), coming, 0)
-                else:
-                    copy_row(target, source, size)
+            append_keys(k, b, s, k_cache, k_scale, page, row, c, sn, k_heads, turned)
+            append_values(v, b, s, v_cache, v_scale, page, row, v_heads)
         if streaming:
             for i in range(3):
                 finish(write_row(waiting, (i,)), write_row(places, (i,)))

@@ -26,8 +26,9 @@ import numpy as np
 from . import swiglu_mlp_few
 from .dtype import aligned_empty, bits
 from .gemm import matmul, tile_shape
+from .gemm_memory import private_bytes, room_bytes, tile_bytes
 from .packing import Panels, pack, packed, panel_bytes
-from .parallel import launch
+from .parallel import launch, most_threads
 from .swiglu_mlp_tile import ACTIVATIONS, Plan, mlp_hidden, mlp_hidden_backward
 
 Array = np.ndarray[Any, Any]
@@ -79,16 +80,23 @@ def scratch_bytes(
     step, block = _steps(tokens, ffn, gradients)
     rounds = wide != dtype.itemsize
     x, h = panel_bytes(hidden, step, kind), panel_bytes(block, step, kind)
+    tile, columns = tile_shape(block, step, kind)
+    threads = most_threads(launch, -(-block // tile) * -(-step // columns))
+    c, of_x = tile_bytes(tile, columns, kind), room_bytes(kind, hidden, step, tile, trans=False)
     if not gradients:
-        return x + h + (step * out * wide if block < ffn and rounds else 0)
+        private = max(threads * (2 * c + of_x), private_bytes(out, step, block, kind))
+        return x + h + private + (step * out * wide if block < ffn and rounds else 0)
     made_again = 2 * tokens * ffn * dtype.itemsize if few and not kept else 0
     lasting = 3 * block * step * (dtype.itemsize if kind == "uint32" else wide) + 2 * h
     lasting += tokens * hidden * wide if rounds else 0
-    packed_at_once = panel_bytes(out, step, kind) + (0 if few or kept else x)
-    return made_again + max(
-        lasting + max(packed_at_once, panel_bytes(step, hidden, kind), h),
-        tokens * ffn * wide if made_again else 0,
+    of_dy = room_bytes(kind, out, step, tile, trans=True)
+    at_once = (
+        panel_bytes(out, step, kind) + (0 if few or kept else x) + threads * (3 * c + of_x + of_dy),
+        panel_bytes(step, hidden, kind) + private_bytes(block, hidden, step, kind),
+        h + private_bytes(out, block, step, kind, trans_a=True),
+        private_bytes(hidden, step, block, kind, trans_a=True),
     )
+    return made_again + max(lasting + max(at_once), tokens * ffn * wide if made_again else 0)
 
 
 def forward(

@@ -22,9 +22,11 @@ from .jit import compute, device_function, generic, kernel, read, types, write
 from .packing import packed, put_rows, room_a, steps
 from .parallel import claim
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-_silu, _gelu, _gelu_tanh = (glu.forward[name] for name in ACTIVATIONS)
-_silu_backward, _gelu_backward, _gelu_tanh_backward = (glu.backward_hidden[name] for name in ACTIVATIONS)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+_silu, _gelu, _gelu_tanh, _relu2 = (glu.forward[name] for name in ACTIVATIONS)
+_silu_backward, _gelu_backward, _gelu_tanh_backward, _relu2_backward = (
+    glu.backward_hidden[name] for name in ACTIVATIONS
+)
 
 
 @device_function
@@ -34,8 +36,10 @@ def activate(activation, h, gate, up):
         _silu((h,), (gate, up), (), (), (), False)
     elif activation == 1:
         _gelu((h,), (gate, up), (), (), (), False)
-    else:
+    elif activation == 2:
         _gelu_tanh((h,), (gate, up), (), (), (), False)
+    else:
+        _relu2((h,), (gate, up), (), (), (), False)
 
 
 @device_function
@@ -48,8 +52,10 @@ def gate_tile_backward(activation, gate, up, dh, m, n):
             _silu_backward(results, operands, (), (), (), False)
         elif activation == 1:
             _gelu_backward(results, operands, (), (), (), False)
-        else:
+        elif activation == 2:
             _gelu_tanh_backward(results, operands, (), (), (), False)
+        else:
+            _relu2_backward(results, operands, (), (), (), False)
 
 
 @device_function

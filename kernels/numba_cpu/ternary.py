@@ -17,7 +17,7 @@ from .parallel import items_per_task, launch, launch_inline, launcher
 from .ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from .ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
 from .ternary_quantize import LIMITS, ternary_encode, ternary_limits, ternary_scales, ternary_statistics
-from .ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
+from .ternary_tokens import ternary_quantize_tokens, ternary_take_tokens, ternary_widen_tokens
 
 Array = np.ndarray[Any, Any]
 
@@ -39,22 +39,35 @@ def config(tokens: int, n: int, groups: int, dtype: str, activations: str) -> st
     return f"{unit}: lanes along N, {simd.PANEL_ROWS} rows x {simd.TILE_M} tokens, {BLOCK_M} tokens per task"
 
 
-def matmul(x: Array, codes: Array, k: int, scale: Array, y: Array, *, activations: str) -> None:
-    """``y = x @ (scale * trits).T``: x (tokens, K), w2 codes (N, bytes), scale (1 or N, groups), y (tokens, N)."""
-    multiply = _matmul_int8 if activations == "int8" else _matmul_native
+def matmul(
+    x: Array,
+    codes: Array,
+    k: int,
+    scale: Array,
+    y: Array,
+    *,
+    activations: str,
+    x_scale: Array | None = None,
+) -> None:
+    """``y = x @ (scale * trits).T``: x (tokens, K), w2 codes (N, bytes), scale (1 or N, groups), y (tokens, N).
+
+    ``x_scale`` (tokens or 1): of an int8 x.
+    """
     pass_tokens = max(SCRATCH_BYTES // (_padded(k) * (1 if activations == "int8" else 8)), BLOCK_M)
-    if len(x) <= pass_tokens:
-        multiply(x, codes, k, scale, y)
-        return
-    pass_tokens -= pass_tokens % BLOCK_M
+    if len(x) > pass_tokens:
+        pass_tokens -= pass_tokens % BLOCK_M
     for first in range(0, len(x), pass_tokens):
         part = slice(first, first + pass_tokens)
-        multiply(x[part], codes, k, scale, y[part])
+        if activations == "native":
+            _matmul_native(x[part], codes, k, scale, y[part])
+        else:
+            of_part = x_scale if x_scale is None or len(x_scale) == 1 else x_scale[part]
+            _matmul_int8(x[part], of_part, codes, k, scale, y[part])
 
 
-def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
+def _matmul_int8(x: Array, x_scale: Array | None, codes: Array, k: int, scale: Array, y: Array) -> None:
     tokens, n = y.shape
-    dtype, groups = x.dtype, scale.shape[1]
+    dtype, groups = y.dtype, scale.shape[1]
     words = codes.shape[1] // 4
     few = _few(tokens, groups, dtype, "int8")
     group = k // groups if groups > 1 else 16 * words
@@ -62,8 +75,11 @@ def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None
     sums, token_scale = np.empty((tokens, groups)), np.empty(tokens)
     chunk = items_per_task(len(q), q.shape[1])
     lanes = simd.LANES if few else 0
-    quantize = ternary_quantize_tokens[dtype]
-    launch(quantize, -(-len(q) // chunk), chunk, bits(x), q, group, lanes, sums, token_scale)
+    made = q, group, lanes, sums, token_scale
+    if x_scale is None:
+        launch(ternary_quantize_tokens[dtype], -(-len(q) // chunk), chunk, bits(x), *made)
+    else:
+        launch(ternary_take_tokens[x_scale.dtype], -(-len(q) // chunk), chunk, x, x_scale, *made)
     flat, q_flat = codes.reshape(-1), q.reshape(-1)
     shared = (q_flat, q.shape[1], sums, token_scale, scale, bits(y))
     start = launcher(tokens * n * k / 50)

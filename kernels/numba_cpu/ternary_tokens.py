@@ -11,7 +11,7 @@ import numpy as np
 
 from .codegen.numba_api import njit
 from .dtype import load, magnitude, of_magnitude, read_row, write_row
-from .jit import compute, kernel, read, types, write
+from .jit import compute, device_function, kernel, read, types, write
 from .parallel import claim
 
 _EPS = 1e-5  # the smallest absmax that a scale is made of
@@ -25,6 +25,25 @@ def absmax_of(row, zero):
         m = magnitude(load(row, i))
         largest = m if m > largest else largest
     return max(np.float64(of_magnitude(largest)), _EPS)
+
+
+@device_function
+def put(natural, k, group, lanes, target, sums):
+    """The int8 codes ``natural`` of a token in the order of ``lanes``, and their sums per group."""
+    for g in range(len(sums)):
+        total = np.int64(0)
+        for i in range(g * group, min(k, (g + 1) * group)):
+            total += np.int64(natural[i])
+        sums[g] = total
+    if lanes == 0:
+        for i in range(len(target)):
+            target[i] = natural[i]
+    else:
+        source, words = natural.view(np.int32), target.view(np.int32)
+        for c in range(len(target) // (16 * lanes)):
+            for plane in range(4):
+                for word in range(lanes):
+                    words[(c * 4 + plane) * lanes + word] = source[(c * lanes + word) * 4 + plane]
 
 
 @kernel(
@@ -64,25 +83,33 @@ def ternary_quantize_tokens(state, n_tasks, chunk, x, q, group, lanes, sums, sca
             else:
                 for i in range(k):
                     natural[i] = 0
-            for g in range(sums.shape[1]):
-                total = np.int64(0)
-                for i in range(g * group, min(k, (g + 1) * group)):
-                    total += np.int64(natural[i])
-                sums[t, g] = total
-            if lanes == 0:
-                for i in range(padded):
-                    target[i] = natural[i]
-            else:
-                source = natural.view(np.int32)
-                for c in range(padded // (16 * lanes)):
-                    for plane in range(4):
-                        for word in range(lanes):
-                            four = source[(c * lanes + word) * 4 + plane]
-                            at = ((c * 4 + plane) * lanes + word) * 4
-                            target[at] = np.int8(four)
-                            target[at + 1] = np.int8(four >> 8)
-                            target[at + 2] = np.int8(four >> 16)
-                            target[at + 3] = np.int8(four >> 24)
+            put(natural, k, group, lanes, target, write_row(sums, (t,)))
+        task = claim(state)
+
+
+@kernel(
+    lambda t: (
+        *(types.int64, read("int8", 2), read(t, 1), write("int8", 2), types.int64, types.int64),
+        *(write("float64", 2), write("float64", 1)),
+    ),
+    variants=("float32", "float64"),
+)
+def ternary_take_tokens(state, n_tasks, chunk, x, x_scale, q, group, lanes, sums, scale):
+    """:func:`ternary_quantize_tokens` of int8 codes with their scales, one per token or one for all."""
+    tokens, k = x.shape
+    natural = np.zeros(q.shape[1], np.int8)
+    task = claim(state)
+    while task < n_tasks:
+        for t in range(task * chunk, min(q.shape[0], (task + 1) * chunk)):
+            target = write_row(q, (t,))
+            if t < tokens:
+                row = read_row(x, (t,))
+                for i in range(k):
+                    natural[i] = row[i]
+                scale[t] = x_scale[min(t, len(x_scale) - 1)]
+                put(natural, k, group, lanes, target, write_row(sums, (t,)))
+            else:  # rows that fill up a tile
+                target[:] = 0
         task = claim(state)
 
 

@@ -55,6 +55,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
     out         (batch, seqlen_q, nheads, head_dim_v)
     lse         (batch, nheads, seqlen_q)
     sequences   (batch, 4): q start, q length, k start, k length                        int64, contiguous
+    k_scale     (num_pages, page_size, nheads_kv), as v_scale: of quantized pages       float32
     table       (batch, max_pages)                                                      int32
     alibi       (batch, nheads)                                                         float32
     sinks       (nheads,)                                                               float32
@@ -80,6 +81,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
     with_bias, with_blocks = bool(scores.bias), scores.block_mask
     with_dropout, keep = bool(scores.dropout), keeper(scores.dropout)
     masked, paged, split = config.masked, config.paged, config.split
+    quantized, n_scales = bool(config.codes), block_n if config.codes else 1
     in_powers_of_e = config.in_powers_of_e
     exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
     # The lowest finite bias times log2(e) must stay finite, since only -inf hides a key.
@@ -90,14 +92,14 @@ def forward_kernel(config: Config) -> NumbaKernel:
     infinity, nothing = float("inf"), 0.0
 
     stage_q = stager(config.dtype, THREADS, block_m, chunk, stride)
-    stage_k = stager(config.dtype, THREADS, block_n, chunk, stride)
-    stage_v = stager(config.dtype, THREADS, chunk_v, slab, slab)
+    stage_k = stager(config.codes or config.dtype, THREADS, block_n, chunk, stride)
+    stage_v = stager(config.codes or config.dtype, THREADS, chunk_v, slab, slab)
     multiply = scorer(number, block_m, block_n, chunk, stride)
     weigh = weigher(number, my_rows, my_keys, my_columns, stride_p)
     accumulate, accumulate_seen = accumulators(number, my_rows, my_columns, chunk_v, slab, stride_p)
 
     def attention_forward(
-        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed,
+        q, k, v, out, lse, sequences, k_scale, v_scale, table, alibi, sinks, bias, visible, seed,
         scale, softcap, dropout_p, ahead, query0, key0, left, right, block_q, block_k, n_parts,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
@@ -105,6 +107,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
         q_offset = cuda.shared.array(block_m, int64)  # byte offset of a row in its array
         k_offset = cuda.shared.array(block_n, int64)
         v_offset = cuda.shared.array(block_n, int64)
+        k_scales = cuda.shared.array(n_scales, number)  # of quantized keys; else not read
+        v_scales = cuda.shared.array(n_scales, number)
         query_of = cuda.shared.array(block_m, int32)
         head_of = cuda.shared.array(block_m, int32)
         s = cuda.local.array((my_rows, my_keys), number)
@@ -179,6 +183,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     place, entry = int64(key % k.shape[1]), int64(table[b, key // k.shape[1]])
                 k_offset[thread] = entry * k.strides[0] + place * k.strides[1] + head_kv * k.strides[2]
                 v_offset[thread] = entry * v.strides[0] + place * v.strides[1] + head_kv * v.strides[2]
+                if quantized:
+                    k_scales[thread] = k_scale[entry, place, head_kv]
+                    v_scales[thread] = v_scale[entry, place, head_kv]
 
             # 2. S = Q K^T.
             for i in range(my_rows):
@@ -187,7 +194,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
             for column in range(0, head_dim, chunk):
                 cuda.syncthreads()  # no thread reads the staged data any more
                 stage_q(staged, 0, q, q_offset, 0, column, head_dim, q.strides[3])
-                stage_k(staged, staged_k, k, k_offset, 0, column, head_dim, k.strides[3])
+                stage_k(staged, staged_k, k, k_offset, 0, column, head_dim, k.strides[3], k_scales)
                 cuda.syncthreads()
                 multiply(s, staged, r, c)
 
@@ -230,7 +237,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
             # 5. O += P V. A weight of -0 marks a hidden key, whose value must not count, not even if it is NaN.
             for first_v in range(0, block_n, chunk_v):
                 cuda.syncthreads()
-                finite = stage_v(staged, 0, v, v_offset, first_v, first_column, head_dim_v, v.strides[3])
+                finite = stage_v(
+                    staged, 0, v, v_offset, first_v, first_column, head_dim_v, v.strides[3], v_scales
+                )
                 if cuda.syncthreads_and(int32(finite)):
                     accumulate(o, p, staged, first_v, r, c)
                 else:
@@ -302,6 +311,16 @@ def _signature(config: Config) -> str:
         "uint8" + rank4: scores.block_mask,
         SEED_TYPES[scores.dropout]: scores.dropout,
     }
-    arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
+    pages = functions(config.codes or config.dtype).element + rank4
+    scales = ["float32[:, :, :]" if config.codes else "int32"] * 2
+    arrays = [
+        f.element + rank4,
+        pages,
+        pages,
+        result + rank4,
+        statistics + "[:, :, :]",
+        "int64[:, ::1]",
+        *scales,
+    ]
     arrays += [array if given else "int32" for array, given in optional.items()]
     return f"void({', '.join([*arrays, *[computed] * 3, *['int32'] * 8])})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from gpu_ops.kernels.attention_scores import LOG2E, PLAIN, Features
 
@@ -39,6 +40,7 @@ class Config:
     scores: Features = PLAIN
     masked: bool = False  # causal or a window
     paged: bool = False
+    codes: str = ""  # the dtype of quantized pages
     split: bool = False  # keys in parts, one block each
     wide_out: bool = False  # out in float32 where q is not
     wide_lse: bool = False  # lse in float64
@@ -78,21 +80,23 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Static shared memory of a block: numbers, and the tables of row offsets, queries and heads."""
+        """Static shared memory of a block: numbers, and the tables of row offsets, queries, heads and scales."""
         numbers = self.staged + self.block_m * self.stride_p
-        return numbers * self.itemsize + self.block_m * (8 + 4 + 4) + self.block_n * (8 + 8)
+        of_keys = 8 + 8 + (8 if self.codes else 0)
+        return numbers * self.itemsize + self.block_m * (8 + 4 + 4) + self.block_n * of_keys
 
     @property
     def label(self) -> str:
         """For example ``attention_forward[float32,64x64,slab 64,masked]``."""
         words = [self.dtype, f"{self.block_m}x{self.block_n}", f"slab {self.slab}"]
         words += [*(["masked"] if self.masked else []), *self.scores.words]
+        words += [self.codes] if self.codes else []
         words += [flag for flag in ("paged", "split", "wide_out", "wide_lse") if getattr(self, flag)]
         return f"attention_forward[{','.join(words)}]"
 
 
 def select_config(
-    dtype: str, head_dim: int, head_dim_v: int, rows: int, scores: Features = PLAIN, **features: bool
+    dtype: str, head_dim: int, head_dim_v: int, rows: int, scores: Features = PLAIN, **features: Any
 ) -> Config:
     """Choose the tiles. ``rows``: queries of the longest sequence times query heads per key head.
 

@@ -1,20 +1,24 @@
 """Elements of any dtype in Numba kernels: bfloat16 as uint16 bits, the others as themselves.
 
 ``functions(name)`` returns what a kernel needs for a dtype: ``load(x)`` widens an element to the compute type
-(float32, or float64 for float64), ``store(x)`` rounds to nearest even.
+(float32, or float64 for float64), ``store(x)`` rounds to nearest even. int8 and uint8, which has the bits of e4m3,
+are those of quantized pages: ``store`` takes numbers up to ``LARGEST``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, uint16, uint32
+from numba import cuda, float32, float64, int8, int32, uint8, uint16, uint32
 from numba.cuda import libdevice
 
-__all__ = ["Functions", "functions"]
+__all__ = ["LARGEST", "Functions", "functions", "magnitude", "of_magnitude"]
+
+LARGEST = {"int8": 127.0, "uint8": 448.0}
 
 
 class Functions(NamedTuple):
@@ -53,6 +57,45 @@ def _same(value):
     return value
 
 
+@cuda.jit(device=True)
+def magnitude(value):
+    """The bits of |value|, a float32: integers that order alike, NaN above infinity."""
+    return int32(libdevice.float_as_int(value) & int32(0x7FFFFFFF))
+
+
+@cuda.jit(device=True)
+def of_magnitude(bits):
+    return libdevice.int_as_float(int32(bits))
+
+
+@cuda.jit(device=True)
+def _int8_of_float32(value):
+    return int8(int32(libdevice.rintf(value)))
+
+
+@cuda.jit(device=True)
+def _float32_of_e4m3(code):
+    size = uint32(code) & uint32(0x7F)
+    if size == uint32(0x7F):
+        return float32(math.nan)
+    # The exponent's bias differs by 120; multiplying by 2^120 also makes subnormals right.
+    value = of_magnitude(size << uint32(20)) * float32(2.0**120)
+    return -value if uint32(code) & uint32(0x80) else value
+
+
+@cuda.jit(device=True)
+def _e4m3_of_float32(value):
+    size = uint32(magnitude(value))
+    if size < uint32(
+        0x3C800000
+    ):  # 2^-6; numbers below are multiples of 2^-9, which the last bit of 2^14 is worth
+        code = uint32(magnitude(of_magnitude(size) + float32(2.0**14))) - uint32(0x46800000)
+    else:
+        odd = (size >> uint32(20)) & uint32(1)
+        code = ((size + uint32(0x7FFFF) + odd) >> uint32(20)) - uint32(120 << 3)
+    return uint8(code | (uint32(libdevice.float_as_int(value)) >> uint32(24)) & uint32(0x80))
+
+
 @cache
 def functions(dtype: str) -> Functions:
     return {
@@ -60,4 +103,6 @@ def functions(dtype: str) -> Functions:
         "float16": Functions(_float32_of, _float16_of_float32, float32, "float16", "float32"),
         "float32": Functions(_same, _same, float32, "float32", "float32"),
         "float64": Functions(_same, _same, float64, "float64", "float64"),
+        "int8": Functions(_float32_of, _int8_of_float32, float32, "int8", "float32"),
+        "uint8": Functions(_float32_of_e4m3, _e4m3_of_float32, float32, "uint8", "float32"),
     }[dtype]

@@ -11,7 +11,7 @@ from numba import cuda, uint32
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from gpu_ops.kernels.numba_cuda.dtype import functions
+from gpu_ops.kernels.numba_cuda.dtype import LARGEST, functions
 
 __all__ = ["fetch", "load_at", "stager", "store_at", "take"]
 
@@ -100,11 +100,13 @@ def stager(dtype: str, threads: int, rows: int, columns: int, stride: int) -> Ca
     step = threads // lanes
     my_rows, my_columns = rows // step, columns // lanes
     load, number, infinity = functions(dtype).load, functions(dtype).compute, float("inf")
+    scaled = dtype in LARGEST
 
     @cuda.jit(device=True)
-    def stage(target, start, source, offsets, first_row, first_column, end, column_stride):
+    def stage(target, start, source, offsets, first_row, first_column, end, column_stride, *scales):
         """``target[start + y * stride + x]`` = column ``first_column + x`` of the row that begins at byte
-        ``offsets[first_row + y]``; 0 from column ``end`` on. Returns whether all values are finite.
+        ``offsets[first_row + y]``; 0 from column ``end`` on. Codes of quantized pages are multiplied by
+        ``scales[0][first_row + y]``. Returns whether all values are finite.
 
         All loads come before all stores, and none is conditional, so that they wait for memory together.
         """
@@ -116,6 +118,8 @@ def stager(dtype: str, threads: int, rows: int, columns: int, stride: int) -> Ca
             at = min(column, end - 1) * column_stride
             for i in range(my_rows):
                 value = load(load_at(source, take(offsets, first_row + y + i * step) + at))
+                if scaled:
+                    value *= take(scales[0], first_row + y + i * step)
                 values[i, j] = value if column < end else number(0.0)
                 finite = finite and abs(value) < infinity
         for j in range(my_columns):

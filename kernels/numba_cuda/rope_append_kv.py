@@ -6,6 +6,8 @@
 A block takes one token at a time. Its threads write cos and sin of every frequency to shared memory, computed in
 float64 (the CUDA C++ kernel uses fixed-point turns). Then each warp takes a head, with adjacent columns in adjacent
 lanes. Sums over a head are float64, so that nothing finite overflows; the CUDA C++ kernel scales instead.
+
+Heads for quantized pages wait in shared memory, behind the table, until their scale is known.
 """
 
 from __future__ import annotations
@@ -13,21 +15,26 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from numba import cuda, float64, int64, uint32
+from numba import cuda, float32, float64, int32, int64, uint32
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
-from gpu_ops.kernels.numba_cuda.dtype import functions
+from gpu_ops.kernels.numba_cuda.dtype import LARGEST, functions, magnitude, of_magnitude
 
-__all__ = ["THREADS", "kernel"]
+__all__ = ["THREADS", "kernel", "shared_numbers"]
 
 THREADS = 128
 _WARPS = THREADS // 32
+_TINY = 2.0**-126  # the smallest scale: its inverse is finite
 
 
 @cache
-def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKernel:
-    """``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token."""
+def kernel(dtype: str, positions: str, place: str, has_weights: bool, codes: str) -> NumbaKernel:
+    """``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token.
+
+    ``codes``: the dtype of quantized pages, or ``""``.
+    """
     load, store, compute, element, _ = functions(dtype)
+    encode, largest = functions(codes or dtype).store, LARGEST.get(codes, 0.0)
     has_positions, in_pages, in_slots = bool(positions), place == "pages", place == "slots"
 
     @cuda.jit(device=True)
@@ -45,21 +52,56 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
         n = load(x[b, s, h, c])
         return n * rstd * (compute(offset) + load(weight[c])) if has_weights else n
 
+    def turner(put):
+        @cuda.jit(device=True)
+        def turn_head(x, b, s, y, page, row, h, weight, table, pairs, interleaved, eps, offset):
+            """``y[page, row, h] = rope(rmsnorm(x[b, s, h]))``; y may alias x."""
+            rstd = rstd_of(x, b, s, h, eps) if has_weights else compute(1.0)
+            lane, pairs, columns = uint32(cuda.threadIdx.x % 32), uint32(pairs), uint32(x.shape[3])
+            for i in range(lane, pairs, uint32(32)):
+                first = uint32(2) * i if interleaved else i
+                second = first + uint32(1) if interleaved else pairs + i
+                x1 = normalised(x, b, s, h, first, weight, rstd, offset)
+                x2 = normalised(x, b, s, h, second, weight, rstd, offset)
+                cos, sin = table[i], table[pairs + i]
+                put(y, page, row, h, first, x1 * cos - x2 * sin)
+                put(y, page, row, h, second, x2 * cos + x1 * sin)
+            for c in range(uint32(2) * pairs + lane, columns, uint32(32)):
+                put(y, page, row, h, c, normalised(x, b, s, h, c, weight, rstd, offset))
+
+        return turn_head
+
     @cuda.jit(device=True)
-    def turn_head(x, b, s, y, page, row, h, weight, table, pairs, interleaved, eps, offset):
-        """``y[page, row, h] = rope(rmsnorm(x[b, s, h]))``; y may alias x."""
-        rstd = rstd_of(x, b, s, h, eps) if has_weights else compute(1.0)
-        lane, pairs, columns = uint32(cuda.threadIdx.x % 32), uint32(pairs), uint32(x.shape[3])
-        for i in range(lane, pairs, uint32(32)):
-            first = uint32(2) * i if interleaved else i
-            second = first + uint32(1) if interleaved else pairs + i
-            x1 = normalised(x, b, s, h, first, weight, rstd, offset)
-            x2 = normalised(x, b, s, h, second, weight, rstd, offset)
-            cos, sin = table[i], table[pairs + i]
-            y[page, row, h, first] = store(x1 * cos - x2 * sin)
-            y[page, row, h, second] = store(x2 * cos + x1 * sin)
-        for c in range(uint32(2) * pairs + lane, columns, uint32(32)):
-            y[page, row, h, c] = store(normalised(x, b, s, h, c, weight, rstd, offset))
+    def put_rounded(y, page, row, h, c, value):
+        y[page, row, h, c] = store(value)
+
+    @cuda.jit(device=True)
+    def put_staged(staged, start, row, h, c, value):
+        staged[start + c] = value
+
+    turn_head, stage_head = turner(put_rounded), turner(put_staged)
+
+    @cuda.jit(device=True)
+    def encode_staged(staged, start, y, scales, page, row, h):
+        """The codes and the scale of the head that lies from ``staged[start]`` on."""
+        lane, columns = uint32(cuda.threadIdx.x % 32), uint32(y.shape[3])
+        cuda.syncwarp()
+        top = int32(0)
+        for c in range(lane, columns, uint32(32)):
+            top = max(top, magnitude(staged[start + c]))
+        for shift in (16, 8, 4, 2, 1):
+            top = max(top, cuda.shfl_xor_sync(0xFFFFFFFF, top, shift))
+        scale = of_magnitude(top) / float32(largest)
+        usable = scale >= float32(_TINY) and scale < float32(math.inf)
+        if not usable:
+            scale = float32(0.0) if scale < float32(_TINY) else float32(math.nan)
+        inverse = float32(1.0) / scale if usable else float32(0.0)
+        for c in range(lane, columns, uint32(32)):
+            value = staged[start + c] * inverse if usable else float32(0.0)
+            y[page, row, h, c] = encode(max(min(value, float32(largest)), -float32(largest)))
+        if lane == 0:
+            scales[page, row, h] = scale
+        cuda.syncwarp()  # the next head may come
 
     @cuda.jit(device=True)
     def place_of(b, s, row, block_table, slot_mapping, num_pages, page_size):
@@ -89,6 +131,8 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
         seqused_k,
         block_table,
         slot_mapping,
+        k_scale,
+        v_scale,
         interleaved,
         eps,
         offset,
@@ -115,11 +159,20 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
             if page >= 0:
                 page, row = uint32(page), uint32(row)
                 for h in range(warp, uint32(k.shape[2]), uint32(_WARPS)):
-                    turn_head(
-                        k, b, s, k_cache, page, row, h, k_weight, table, pairs, interleaved, eps, offset
-                    )
-                    for c in range(lane, uint32(v.shape[3]), uint32(32)):
-                        v_cache[page, row, h, c] = v[b, s, h, c]
+                    if codes:
+                        start = uint32(2 * pairs) + warp * uint32(k.shape[3])
+                        turns = (table, pairs, interleaved, eps, offset)
+                        stage_head(k, b, s, table, start, row, h, k_weight, *turns)
+                        encode_staged(table, start, k_cache, k_scale, page, row, h)
+                        for c in range(lane, uint32(v.shape[3]), uint32(32)):
+                            table[start + c] = load(v[b, s, h, c])
+                        encode_staged(table, start, v_cache, v_scale, page, row, h)
+                    else:
+                        turn_head(
+                            k, b, s, k_cache, page, row, h, k_weight, table, pairs, interleaved, eps, offset
+                        )
+                        for c in range(lane, uint32(v.shape[3]), uint32(32)):
+                            v_cache[page, row, h, c] = v[b, s, h, c]
             cuda.syncthreads()  # the table may be overwritten
 
     heads = f"{element}[:, :, :, :]"
@@ -130,7 +183,26 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
         "int32[:, :]" if in_pages else "int64",
         "int64[:, :]" if in_slots else "int64",
     )
-    types = [*[heads] * 6, weight, weight, "float64[::1]", *optional, "int64", *["float64"] * 3]
-    parts = (dtype, positions, place, "norm" if has_weights else "")
+    caches = f"{functions(codes or dtype).element}[:, :, :, :]"
+    scale = "float32[:, :, :]" if codes else "int64"
+    types = [
+        *[heads] * 4,
+        caches,
+        caches,
+        weight,
+        weight,
+        "float64[::1]",
+        *optional,
+        scale,
+        scale,
+        "int64",
+        *["float64"] * 3,
+    ]
+    parts = (dtype, positions, place, "norm" if has_weights else "", codes)
     name = "_".join(filter(None, ("rope_append_kv", *parts)))
     return NumbaKernel(rope_append_kv, f"void({', '.join(types)})", name)
+
+
+def shared_numbers(rotary_dim: int, head_dim: int, codes: str) -> int:
+    """Of the kernel: cos and sin of each pair, and a head for each warp where pages are quantized."""
+    return rotary_dim + (_WARPS * head_dim if codes else 0)

@@ -24,7 +24,7 @@ SATURATED = 1e4  # beyond +-1e4 every c is 0 or 1 and every c' is 0
 
 @cache
 def kernel(which: str, dtype: str, activation: str) -> NumbaKernel:
-    """``which`` is ``forward`` or ``backward``; ``activation`` is ``silu``, ``gelu`` or ``gelu_tanh``."""
+    """``which`` is ``forward`` or ``backward``; ``activation`` is ``silu``, ``gelu``, ``gelu_tanh`` or ``relu2``."""
     make, arrays = {"forward": (_forward, 3), "backward": (_backward, 5)}[which]
     signature = ", ".join([f"{functions(dtype).element}[:, :]"] * arrays)
     return NumbaKernel(make(dtype, activation), f"void({signature})", f"swiglu_{which}_{activation}_{dtype}")
@@ -67,6 +67,8 @@ def gate(activation, dtype):
 def activated(activation, dtype):
     """A device function: act and act' for any g."""
     real = functions(dtype).compute
+    if activation == "relu2":
+        return _relu2(real)
     gate_of = gate(activation, dtype)
 
     @cuda.jit(device=True)
@@ -77,6 +79,17 @@ def activated(activation, dtype):
         return act, c + near * slope
 
     return of
+
+
+def _relu2(real):
+    """Its c is max(g, 0), which does not end at 1."""
+
+    @cuda.jit(device=True)
+    def relu2(g):
+        c = real(0.0) if g < real(0.0) else g  # max would drop a NaN
+        return c * c, real(2.0) * c
+
+    return relu2
 
 
 def _forward(dtype, activation):

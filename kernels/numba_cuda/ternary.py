@@ -61,8 +61,11 @@ def quantize_kernel(dtype: str, back: bool = False) -> NumbaKernel:
 
 
 @cache
-def matmul_kernel(dtype: str, activations: str) -> NumbaKernel:
-    """``(x, inverse, words, scale, y, group)``; for int8, x is q, and only then inverse (tokens,) is read."""
+def matmul_kernel(dtype: str, activations: str, inverse_dtype: str = "float64") -> NumbaKernel:
+    """``(x, inverse, words, scale, y, group)``; for int8, x is q, and only then inverse (tokens or 1) is read.
+
+    ``dtype``: of y, and of an x that is not int8.
+    """
     load, store, compute, element, _ = functions(dtype)
     exact = activations == "int8"
     number, entered = (int64, int32) if exact else (compute, compute)
@@ -109,9 +112,10 @@ def matmul_kernel(dtype: str, activations: str) -> NumbaKernel:
                 cuda.syncthreads()
             if row < n and token < tokens:
                 if exact:
-                    total = total * inverse[token]
+                    total = total * inverse[token % inverse.shape[0]]
                 y[token, row] = store(compute(total))
 
-    entering = "int8[:, ::1]" if exact else f"{element}[:, :]"
-    signature = f"void({entering}, float64[::1], uint32[:, ::1], float32[:, ::1], {element}[:, :], int64)"
-    return NumbaKernel(ternary_matmul, signature, f"ternary_matmul_{activations}_{dtype}")
+    entering = "int8" if exact else element
+    arrays = f"{entering}[:, :], {inverse_dtype}[::1], uint32[:, ::1], float32[:, ::1], {element}[:, :]"
+    name = f"ternary_matmul_{activations}_{dtype}"
+    return NumbaKernel(ternary_matmul, f"void({arrays}, int64)", name)

@@ -176,10 +176,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--pages", type=int, default=1024, help="of 16 tokens, in the cache")
+    parser.add_argument("--kv-dtype", help="of the cache: int8 or float8_e4m3fn take half of bfloat16")
     parser.add_argument("--most", type=int, default=128)
     options = parser.parse_args()
     weights, config = models.load(options.model)
-    cache = inference.cache_for(weights, config, num_pages=options.pages)
+    cache = inference.cache_for(weights, config, num_pages=options.pages, dtype=options.kv_dtype)
     tokenizer = training.load_tokenizer(options.model / "tokenizer.json")
     engine = inference.Engine(weights, config, cache)
     server = serve(

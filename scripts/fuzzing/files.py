@@ -14,6 +14,8 @@ import gpu_ops
 from gpu_ops import models, training
 from gpu_ops.errors import GpuOpsError
 from gpu_ops.formats.safetensors import NUMPY_DTYPES
+from gpu_ops.models.gguf import NAMES
+from gpu_ops.models.tensors import planned
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import Array
 from scripts.fuzzing.ternary import FORMATS, matrix
@@ -45,7 +47,7 @@ Look = Callable[[bool], str | None]
 def judge_files(draw: Draw) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        look = draw.pick(gguf, saved, state, tokens, merges, model)(draw, path)
+        look = draw.pick(gguf, saved, state, tokens, merges, model, gguf_model)(draw, path)
         if (wrong := attempt(look, exact=True)) is not None:
             return f"as written: {wrong}"
         whole = path.read_bytes()
@@ -172,6 +174,33 @@ def model(draw: Draw, path: Path) -> Look:
         found = models.Llama.of(weights.arrays(), read).arrays()
         same = read == config and all(found[n].tobytes() == x.tobytes() for n, x in written.arrays().items())
         return "loaded another model than was saved" if exact and not same else None
+
+    return look
+
+
+def gguf_model(draw: Draw, path: Path) -> Look:
+    """A GGUF file of a model, whose projections may be ternary in part."""
+    config = models.LlamaConfig(vocab=5, hidden=256, ffn=256, nlayers=1, nheads=2, biases=("qkv",))
+    written = models.initial_weights(config)
+    tensors: dict[str, Any] = {}
+    for name, parts in planned(config, NAMES).items():
+        for part in parts:
+            rows = written[name][part.rows]
+            if part.name.startswith("blk.") and rows.ndim == 2 and draw.chance(0.5):
+                rows = gpu_ops.ternary_quantize(rows).to(draw.pick("tq1_0", "tq2_0"))
+                rows = gpu_ops.TernaryMatrix(rows.codes, 0.25, rows.shape, rows.format)
+                written[name][part.rows] = rows.dequantize()
+            tensors[part.name] = rows
+    sizes = {"embedding_length": 256, "feed_forward_length": 256, "block_count": 1, "attention.head_count": 2}
+    keys = {f"qwen2.{key}": size for key, size in sizes.items()} | {"general.architecture": "qwen2"}
+    gpu_ops.write_gguf(path, tensors, keys | {"qwen2.attention.layer_norm_rms_epsilon": config.eps})
+
+    def look(exact: bool) -> str | None:
+        weights, read = models.load(path)
+        found = models.Llama.of(weights.arrays(), read).arrays()
+        dense = {n: x.dequantize() if isinstance(x, gpu_ops.TernaryMatrix) else x for n, x in found.items()}
+        same = read == config and all((dense[n] == x).all() for n, x in written.items())
+        return "loaded another model than was written" if exact and not same else None
 
     return look
 

@@ -19,6 +19,9 @@ def activate(m: Maths, g: Array, name: str) -> tuple[Array, Array]:
         c = m.r(0.5 * m.r(1 + m.erf(m.r(g / np.sqrt(m.wide(2))))))
         dc = m.r(m.r(np.exp(m.r(-0.5 * g * g))) / np.sqrt(2 * m.wide(np.pi)))
         return m.r(g * c), m.r(c + m.r(g * dc))
+    if name == "relu2":
+        positive = np.where(g < 0, 0, g)
+        return m.r(positive * positive), m.r(2 * positive)
     z, slope = g, m.wide(1)
     if name == "gelu_tanh":
         root = np.sqrt(m.wide(2) / np.arccos(m.wide(-1)))
@@ -30,7 +33,8 @@ def activate(m: Maths, g: Array, name: str) -> tuple[Array, Array]:
 
 def swiglu(draw: Draw) -> Trial:
     dtype, shape = draw.dtype(), shape_of(draw)
-    back, packed, name = draw.chance(0.4), draw.chance(0.4), draw.pick("silu", "silu", "gelu", "gelu_tanh")
+    back, packed = draw.chance(0.4), draw.chance(0.4)
+    name = draw.pick("silu", "silu", "gelu", "gelu_tanh", "relu2")
     d = shape[-1]
     whole = (*shape[:-1], 2 * d)
     in_place = not back and not packed and draw.chance(0.2)
@@ -71,7 +75,7 @@ def mlp(draw: Draw) -> Trial:
     dtype = draw.dtype()
     limit = 33 if draw.small else 130
     tokens, hidden, ffn, hidden_out = (draw.length(limit) for _ in range(4))
-    back, name = draw.chance(0.4), draw.pick("silu", "gelu", "gelu_tanh")
+    back, name = draw.chance(0.4), draw.pick("silu", "gelu", "gelu_tanh", "relu2")
     shapes = {
         "x": (tokens, hidden),
         "w_gate": (ffn, hidden),

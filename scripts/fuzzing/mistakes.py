@@ -14,8 +14,10 @@ from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import DTYPES, Array
 from scripts.fuzzing.trial import Trial, flat, same_bytes
 
+PENALTIES = ("repetition", "frequency", "presence")
 NAN, INF = float("nan"), float("inf")
 RESULTS = ("out", "residual_out", "grads", "k_cache", "v_cache")
+NUMBERS_TOO = ("temperature", "top_p", "min_p", "dloss", *(f"{x}_penalty" for x in PENALTIES))
 WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
     "device": ("gpu", 0, "cuda:0"),
     "backend": ("cpp", 1, b"numba"),
@@ -86,7 +88,8 @@ def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
                 return f"dtype of {name}", {name: np.nan_to_num(given[name].astype(np.float64)).astype(wrong)}
         case "no array":
             name = draw.pick(*floats)
-            return f"{name} is no array", {name: draw.pick(given[name].tolist(), "x", 1.5, object())}
+            others = [1.5] * (name not in NUMBERS_TOO) + [given[name].tolist()] * (given[name].size > 0)
+            return f"{name} is no array", {name: draw.pick("x", object(), *others)}
         case "length":
             name, axis = draw.pick(*linked)
             x = given[name]
@@ -101,7 +104,7 @@ def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
 def wrong_out(draw: Draw, out: Array) -> tuple[str, dict[str, Any]]:
     frozen = out.view()
     frozen.flags.writeable = False
-    longer = np.ones((out.shape[0] + 1, *out.shape[1:]), out.dtype)
+    longer = np.ones((out.shape[0] + 1, *out.shape[1:]) if out.ndim else 2, out.dtype)
     whole = np.zeros(out.shape, np.int16 if out.dtype.itemsize == 2 else np.int64)
     return draw.pick(
         ("read-only out", {"out": frozen}),

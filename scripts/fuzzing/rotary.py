@@ -16,7 +16,7 @@ from scripts.fuzzing.trial import Trial
 def frequencies(m: Maths, rotary: int, theta: float, scaling: tuple[Any, ...]) -> Array:
     """inv_freq, with linear, ntk or llama3 scaling."""
     kind, *numbers = scaling
-    base = m.wide(theta)
+    base = m.load(theta)  # an input like others: with one theta, rounded angles can be right by luck
     if kind == "ntk" and rotary > 2:
         base = base * m.wide(numbers[0]) ** (m.wide(rotary) / (rotary - 2))
     found = base ** (-2 * np.arange(rotary // 2).astype(m.wide) / rotary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import gpu_ops
@@ -191,6 +192,37 @@ def matmul(draw: Draw) -> Trial:
     return Trial("ternary_matmul", arguments, draw, dtype, linked=(("x", -1),), **kind)
 
 
+def matmul_given(draw: Draw) -> Trial:
+    """int8 codes with their scales: the sums are exact, so that only scales and the result round."""
+    t, scale, w = scaled(draw)
+    lead = draw.pick((), (1,), (3,), (2, 2), (17,), (70,), (0,))
+    x = draw.place(draw.rng.integers(-128, 128, (*lead, t.shape[1])).astype(np.int8))
+    wide = draw.pick(np.float32, np.float32, np.float64)
+    x_scale = draw.array(draw.pick(lead, (*lead, 1), ()), wide)
+    dtype = draw.pick(np.dtype(wide), draw.dtype())
+    arguments: dict[str, Any] = {"x": x, "w": w, "x_scale": x_scale}
+    if dtype != wide or draw.chance(0.3):
+        arguments["out_dtype"] = dtype
+    if draw.chance(0.25):
+        arguments["out"] = draw.out((*lead, t.shape[0]), dtype, rows=True)
+    step = np.array(x_scale, np.float64)
+    step = step if step.ndim > len(lead) else step[..., None]
+    whole = np.array(x, np.float64)
+    exact = whole @ (t * scale.astype(np.float64)).T * step
+    room = 2e-6 * np.abs(step) * np.abs(whole).sum(-1, keepdims=True)
+    room = room + np.abs(exact) * 2.0 ** {2: -7, 4: -20, 8: -40}[dtype.itemsize]
+
+    def check(found: list[Any]) -> str | None:
+        got = found[0]
+        if got.dtype != dtype or got.shape != exact.shape:
+            return f"{got.dtype} {got.shape}, expected {dtype} {exact.shape}"
+        over = np.abs(exact) > float(ml_dtypes.finfo(dtype).max)  # infinite in float16
+        off = np.where(over, 0, np.abs(got.astype(np.float64) - exact) - room)
+        return f"off by more than allowed, by {off.max():.3g}" if off.size and not off.max() <= 0 else None
+
+    return Trial("ternary_matmul", arguments, draw, dtype, check=check, linked=(("x", -1),))
+
+
 def matmul_backward(draw: Draw) -> Trial:
     dtype, tokens = draw.dtype(), draw.length(65)
     t, scale, w = scaled(draw)
@@ -231,4 +263,4 @@ def product(draw: Draw) -> Trial:
     return Trial("ternary_matmul", {"x": left, "w": right}, draw, FLOAT32, check=check)
 
 
-TRIALS = (pack, unpack, quantize, matmul, matmul, matmul_backward, product)
+TRIALS = (pack, unpack, quantize, matmul, matmul, matmul_given, matmul_backward, product)

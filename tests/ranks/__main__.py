@@ -16,7 +16,7 @@ from gpu_ops import distributed
 
 
 def main(groups: list[str]) -> None:
-    comm = distributed.world(timeout=60)
+    comm = distributed.world(timeout=500)
     for group in groups:
         module = importlib.import_module(f"tests.ranks.{group}")
         checks = [(name, check) for name, check in vars(module).items() if name.startswith("check_")]

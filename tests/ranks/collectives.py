@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops.errors import CommError, DTypeError, OptionError, ShapeError
+from gpu_ops.errors import CommError, DeviceError, DTypeError, OptionError, ShapeError
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8")
 
@@ -21,8 +23,9 @@ def draw(comm, shape, dtype="float32", seed=0):
 def in_rank_order(xs):
     wide = np.float32 if xs.dtype.itemsize == 2 else xs.dtype
     total = xs[0].astype(wide)
-    for x in xs[1:]:
-        total = total + x.astype(wide)
+    with np.errstate(over="ignore"):  # of uint8
+        for x in xs[1:]:
+            total = total + x.astype(wide)
     return total.astype(xs.dtype)
 
 
@@ -147,23 +150,51 @@ def check_shift(comm):
     assert first.wait()[0][0] == 1
 
 
+def check_in_place(comm):
+    """Each operation that can, where out is x."""
+    xs = draw(comm, (2 * comm.size, 1 << 14), "bfloat16")
+    expected = {
+        "all_reduce": in_rank_order(xs),
+        "broadcast": xs[0],
+        "all_to_all": np.concatenate([np.split(x, comm.size)[comm.rank] for x in xs]),
+    }
+    for strided in (False, True):
+        for name, arguments in (("all_reduce", ()), ("broadcast", ()), ("all_to_all", (0, 0))):
+            x = np.zeros((2 * comm.size, 1 << 15), xs.dtype)[:, : 1 << 14]
+            x = x if strided else x.copy()
+            x[...] = xs[comm.rank]
+            assert getattr(comm, name)(x, *arguments, out=x) is x
+            same(x, expected[name])
+
+
 def check_send_and_recv(comm):
-    """Along a line, as pipelines do; beside a shift that is under way."""
-    big = 1 << 18
-    ring = comm.shift(np.full(3, comm.rank))
+    """Along a line, as pipelines do. A shift beside it is a channel of its own: their order does not matter."""
+    big, handles = 1 << 18, []
     if comm.rank + 1 < comm.size:
         handles = [comm.send(np.full(big, 10 * comm.rank + i, np.float32), comm.rank + 1) for i in range(3)]
+    ring = comm.shift(np.full(3, comm.rank))
     if comm.rank > 0:
         for i in range(3):
             found = comm.recv((big,), np.float32, comm.rank - 1).wait()
             assert (found == 10 * (comm.rank - 1) + i).all()
-    if comm.rank + 1 < comm.size:
-        for handle in handles:
-            assert handle.wait() is None
+    assert [handle.wait() for handle in handles] == [None] * len(handles)
     assert (ring.wait()[0] == (comm.rank - 1) % comm.size).all()
     for mistake in (comm.rank, comm.size, -1, 0.5):
         with pytest.raises(OptionError):
             comm.send(np.ones(1), mistake)
+
+
+def check_sends_that_nobody_waits_for(comm):
+    """Their arrays live until they have arrived."""
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for _ in range(3):
+        comm.send(np.full(1 << 16, 7.0), to)
+    others = [np.full(1 << 16, 9.0) for _ in range(6)]
+    comm.barrier()
+    for _ in range(3):
+        assert (comm.recv((1 << 16,), np.float64, source).wait() == 7).all()
+    assert all((x == 9).all() for x in others)
+    comm.barrier()
 
 
 def check_a_message_of_another_size(comm):
@@ -190,6 +221,10 @@ def check_a_different_call(comm):
     assert comm.all_reduce(np.ones(1))[0] == comm.size
 
 
+class OnCuda:
+    __cuda_array_interface__: ClassVar = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}
+
+
 def check_mistakes(comm):
     x = np.ones((comm.size, 3), np.float32)
     mistakes = (
@@ -197,6 +232,7 @@ def check_mistakes(comm):
         (DTypeError, "bool", lambda: comm.all_reduce(x > 0)),
         (DTypeError, "byte-swapped", lambda: comm.all_reduce(x.astype(">f4"))),
         (DTypeError, "not an array", lambda: comm.all_reduce(1.0)),
+        (DeviceError, "x is on a CUDA device", lambda: comm.all_reduce(OnCuda())),
         (DTypeError, "objects", lambda: comm.broadcast(np.array([None]))),
         (OptionError, "root", lambda: comm.broadcast(x, comm.size)),
         (OptionError, "axis", lambda: comm.all_gather(x, 2)),

@@ -9,7 +9,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import distributed
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import CommError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference import attention as reference
 from gpu_ops.reference import context_parallel
 from tests.attention_cases import DTYPES
@@ -141,7 +141,7 @@ def check_ring_bytes(comm):
     """Forward (p - 1) times k and v; backward the same, and p times their gradients in float32."""
     p = comm.size
     for dtype, wide in (("bfloat16", 4), ("float64", 8)):
-        arrays = draw(4 * p, dtype)
+        arrays = draw(16 * p, dtype)
         per_rank = (arrays[1].size + arrays[2].size) // p
         item = arrays[1].itemsize
         before = comm.bytes_sent["shift"]
@@ -181,12 +181,74 @@ def check_ulysses(comm):
         assert comm.bytes_sent["all_to_all"] - before == 2 * forward
 
 
+def check_documents(comm):
+    """Documents that begin and end anywhere, some empty, some longer than a rank's share; and the bytes."""
+    p, share = comm.size, 30
+    total = p * share
+    cases = {
+        "many": [0, 7, 7, 31, 38, total - 1, total],
+        "one": [0, total],
+        "to the share": [0, share, share, total] if p > 1 else [0, total],
+    }
+    for (name, ends), dtype, causal in itertools.product(
+        cases.items(), ("float64", "bfloat16"), (True, False)
+    ):
+        cu = np.sort(np.minimum(ends, total)).astype(np.int32)
+        q, k, v, dout = (x[0] for x in draw(total, dtype, seed=len(name)))
+        for more in ({}, {"window_size": (9, 0)}, {"alibi_slopes": np.tile(SLOPES, (cu.size - 1, 1))}):
+            if more and (not causal or dtype != "float64"):
+                continue
+            options = {"causal": causal, **more}
+            want = documents_exact((q, k, v, dout), cu, options)
+            lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+            one_out, lse = gpu_ops.attention_varlen(q, k, v, cu, cu, return_lse=True, **options, **CPU)
+            back = gpu_ops.attention_varlen_backward
+            one = [one_out, *back(dout, q, k, v, one_out, lse, **lengths, **options, **CPU)]
+            own = slice(comm.rank * share, (comm.rank + 1) * share)
+            before = {n: comm.bytes_sent[n] for n in ("all_gather", "reduce_scatter")}
+            found, lse = distributed.gathered_attention_varlen(
+                comm, q[own], k[own], v[own], cu, return_lse=True, **options
+            )
+            grads = distributed.gathered_attention_varlen_backward(
+                comm, dout[own], q[own], k[own], v[own], found, lse, cu, **options
+            )
+            item = 8 if dtype == "float64" else 4
+            assert (
+                comm.bytes_sent["all_gather"] - before["all_gather"]
+                == 2 * (p - 1) * (k.nbytes + v.nbytes) // p
+            )
+            assert comm.bytes_sent["reduce_scatter"] - before["reduce_scatter"] == (
+                (p - 1) * (k.size + v.size) * item // p
+            )
+            for what, x, ref, of_one in zip(NAMES, (found, *grads), want, one, strict=True):
+                error = np.abs(x.astype(np.float64) - ref[own]).max()
+                largest = max(1.0, np.abs(ref).max())
+                error_of_one = np.abs(of_one.astype(np.float64) - ref).max()
+                bound = 1e-12 * largest if dtype == "float64" else 2 * error_of_one + 2.0**-7 * largest
+                assert error <= bound, (name, options, what, error)
+
+
+def documents_exact(arrays, cu, options):
+    """out, dq, dk and dv in float64, one document after the other."""
+    slopes = options.get("alibi_slopes")
+    found = []
+    for i, (begin, end) in enumerate(itertools.pairwise(cu)):
+        q, k, v, dout = (x[None, begin:end].astype(np.float64) for x in arrays)
+        given = options if slopes is None else {**options, "alibi_slopes": slopes[i]}
+        out, lse = reference.attention(q, k, v, return_lse=True, **given)
+        found.append(
+            [out[0], *(x[0] for x in reference.attention_backward(dout, q, k, v, out, lse, **given))]
+        )
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+
+
 def check_context_mistakes(comm):
     q, k, v, dout = (x[:, : 4 * 2] for x in draw(16, "float32"))
     ring_, ulysses = distributed.ring_attention, distributed.ulysses_attention
     before = dict(comm.bytes_sent)
     out, lse = np.zeros_like(dout), np.zeros((2, 4, 8))
-    back = distributed.ring_attention_backward
+    back, packed = distributed.ring_attention_backward, distributed.gathered_attention_varlen
+    cu = np.array([0, 8 * comm.size], np.int32)
     mistakes = (
         (OptionError, "did you mean 'zigzag'", lambda: ring_(comm, q, k, v, layout="zig-zag")),
         (OptionError, "no window_size", lambda: ring_(comm, q, k, v, layout="striped", window_size=(3, 0))),
@@ -195,10 +257,16 @@ def check_context_mistakes(comm):
         (ShapeError, "seqlen is 6 here but 8 in q", lambda: ring_(comm, q, k[:, :6], v[:, :6])),
         (OptionError, "unknown option 'dropout_p'", lambda: ring_(comm, q, k, v, dropout_p=0.1)),
         (OptionError, "softcap", lambda: ring_(comm, q, k, v, softcap=-1.0)),
+        (DTypeError, "v is list, not an array", lambda: ring_(comm, q, k, [1.0])),
+        (DTypeError, "dout is NoneType", lambda: back(comm, None, q, k, v, out, lse)),
         (DTypeError, "out_dtype", lambda: ring_(comm, q, k, v, out_dtype=np.float16)),
         (DTypeError, "mixed", lambda: ring_(comm, q, k.astype(np.float64), v)),
         (DTypeError, "lse is float32", lambda: back(comm, dout, q, k, v, out, lse.astype(np.float32))),
         (ShapeError, "dout", lambda: back(comm, dout[:, 1:], q, k, v, out, lse)),
+        (ShapeError, "int32", lambda: packed(comm, q[0], k[0], v[0], np.array([0, 8]))),
+        (ShapeError, "never fall", lambda: packed(comm, q[0], k[0], v[0], np.array([0, 9, 8], np.int32))),
+        (ShapeError, "end at", lambda: packed(comm, q[0], k[0], v[0], np.array([0, 7], np.int32))),
+        (OptionError, "want causal", lambda: packed(comm, q[0], k[0], v[0], cu, window_size=(3, 0))),
         (ShapeError, "do not divide", lambda: distributed.sequence_positions(comm, 2 * comm.size + 1)),
     )
     if comm.size > 1:
@@ -209,3 +277,28 @@ def check_context_mistakes(comm):
             with pytest.raises(kind, match=words):
                 call()
     assert dict(comm.bytes_sent) == before
+
+
+def check_different_options(comm):
+    """Every rank gets the error, before it sends anything else."""
+    q, k, v, dout = draw(16, "float32", heads=(2 * comm.size, comm.size))
+    other = {"causal": comm.rank == comm.size - 1}
+    _, lse = distributed.ring_attention(comm, q, k, v, return_lse=True)
+    _, saved = distributed.ulysses_attention(comm, q, k, v, return_saved=True)
+    cu = np.array([0, 16 * comm.size], np.int32)
+    packed, _ = distributed.gathered_attention_varlen(comm, q[0], k[0], v[0], cu, return_lse=True)
+    calls = (
+        lambda: distributed.ring_attention(comm, q, k, v, **other),
+        lambda: distributed.ring_attention_backward(comm, dout, q, k, v, dout, lse, **other),
+        lambda: distributed.ulysses_attention(comm, q, k, v, **other),
+        lambda: distributed.ulysses_attention_backward(comm, dout, saved, **other),
+        lambda: distributed.gathered_attention_varlen(comm, q[0], k[0], v[0], cu, **other),
+        lambda: distributed.gathered_attention_varlen_backward(
+            comm, packed, q[0], k[0], v[0], packed, lse[0].astype(np.float32), cu, **other
+        ),
+    )
+    for call in calls:
+        before = dict(comm.bytes_sent)
+        with pytest.raises(CommError, match=r"causal=False.*causal=True"):
+            call()
+        assert dict(comm.bytes_sent) == before

@@ -12,6 +12,9 @@ import numpy as np
 
 from gpu_ops import distributed
 
+LONG = 300  # seconds: no rank is so late
+PATIENCE = {"never_comes": 2.0, "another_group": 2.0, "another_shape": 2.0, "never_calls_world": 5.0}
+
 
 def killed(comm):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -25,11 +28,11 @@ def raises_in_a_thread(comm):
     thread = threading.Thread(target=raises, args=(comm,))
     thread.start()
     thread.join()
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def never_comes(comm):
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def another_shape(comm):
@@ -44,10 +47,20 @@ def aborts(comm):
     comm.abort("no more disk", status=5)
 
 
+def last_starts_mpi_only() -> None:
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        time.sleep(LONG)
+
+
 def main(fault: str) -> None:
-    comm = distributed.world(timeout=1.0)
+    if fault == "never_calls_world":
+        last_starts_mpi_only()
+    comm = distributed.world(timeout=PATIENCE["never_calls_world"] if fault == "never_calls_world" else LONG)
     pair = comm.split(0, name="pair")
     comm.barrier()
+    comm.timeout = pair.timeout = PATIENCE.get(fault, LONG)
     if comm.rank == comm.size - 1:
         globals()[fault](comm)
     (pair if fault == "another_group" else comm).all_reduce(np.ones(1000, np.float32))

@@ -16,6 +16,8 @@ from tests.test_models_block import made, tokens
 
 VOCAB = 29  # which 2, 3 and 4 ranks do not divide
 ALL_BIASES = ("qkv", "o", "gate_up", "down")
+FACTORS = {"embedding_scale": None, "residual_scale": 0.5, "logits_scaling": 2.0, "softmax_scale": 0.3}
+GEMMA = {"post_norms": True, "weight_offset": 1.0, "softcap": 5.0, "logits_softcap": 4.0}
 
 
 def config_for(comm, **changes):
@@ -29,7 +31,7 @@ def configs(comm):
     """Some with fewer heads of keys and values than ranks."""
     windows = (Layer(None, None, 3), Layer(500.0))
     yield config_for(comm)
-    yield config_for(comm, nheads_kv=1, tied=True)
+    yield config_for(comm, nheads_kv=1, tied=True, **GEMMA, **FACTORS)
     yield config_for(comm, nheads_kv=max(1, comm.size // 2), biases=ALL_BIASES, qk_norm=True, layers=windows)
 
 
@@ -281,6 +283,7 @@ def check_what_cannot_be_divided(comm):
     run = (ids, targets, parts.model(mine), parts.config)
     model, locked = parts.model(mine), {name: x.view() for name, x in mine.items()}
     locked["norm"].flags.writeable = False
+    bitnet = dataclasses.replace(config, sub_norms=True)
     adapters = models.initial_lora(models.lora_shapes(parts.config, 2))
     mistakes = [
         (OptionError, "layers.0.qkv is divided among ranks", lambda: models.with_lora(model, adapters)),
@@ -289,7 +292,7 @@ def check_what_cannot_be_divided(comm):
         (ShapeError, "norm is read-only", lambda: parts.sum_shared_grads(locked)),
         (OptionError, "no array 'norm'", lambda: parts.model({k: x for k, x in mine.items() if k != "norm"})),
         (ShapeError, "layers.0.o has shape", lambda: parts.grads(mine | {"layers.0.o": arrays["norm"]})),
-        (OptionError, "cannot be divided", lambda: parts.pieces("layers.0.router")),
+        (OptionError, "cannot be divided", lambda: TensorParallel(bitnet, comm)),
         (OptionError, "cannot be divided", lambda: parts.grad_norm({"layers.0.qkv.a": arrays["norm"]})),
         (DTypeError, "grads.lm_head is float32", lambda: models.loss_and_grads(*run, grads=wrong)),
         (OptionError, "sequence_parallel", lambda: TensorParallel(config, comm, sequence_parallel=1)),

@@ -1,10 +1,11 @@
-// Activations of gated MLPs (silu, gelu with erf, gelu_tanh) and their derivatives, in float.
+// Activations of gated MLPs (silu, gelu with erf, gelu_tanh, relu2) and their derivatives, in float.
 //
-//   act(g) = g c(g), where c rises from 0 to 1       act'(g) = c + g c'
+//   act(g) = g c(g), where c rises from 0 to 1 (relu2: on)       act'(g) = c + g c'
 //
 //   kSilu       c = sigmoid(g)
 //   kGelu       c = Phi(g), the normal distribution function
 //   kGeluTanh   c = sigmoid(sqrt(8 / pi) (g + 0.044715 g^3))
+//   kRelu2      c = max(g, 0)
 //
 // activated<kActivation, T>(g) returns both; an unused one costs nothing. T is the type that results are rounded to.
 // float uses an exponential accurate to an ulp or two. 16-bit types use the hardware's exponential and a shorter
@@ -14,16 +15,17 @@
 //   kSilu         6      10
 //   kGelu        15      19
 //   kGeluTanh     9      15
+//   kRelu2        3       4
 //
 // Small values are as accurate as large ones: c is never formed as 1 minus something close to 1, nor from tanh.approx,
 // whose error of 2^-11 would swamp a small c. A c below 2^-126 is 0.
 //
-// Limits: act(-inf) = -0, act(inf) = inf, act'(-inf) = 0, act'(inf) = 1; NaN stays NaN. To avoid inf * 0, the infinite
+// Limits: act(-inf) = -0, act(inf) = inf, act'(-inf) = 0, act'(inf) = 1 (relu2: 0 and inf); NaN stays NaN. To avoid inf * 0, the infinite
 // factor is clamped first. fminf and fmaxf drop a NaN, but the other factor still carries it.
 #pragma once
 #include "ptx.cuh"
 
-enum class Activation { kSilu, kGelu, kGeluTanh };
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
 
 struct Activated { float value, slope; };
 
@@ -111,10 +113,16 @@ template <typename T> __device__ __forceinline__ Activated gelu_tanh(float g) {
     return {fmaxf(g, -kLargest) * c.value, fmaf(c.value * c.rest, inner, c.value)};
 }
 
+__device__ __forceinline__ Activated relu2(float g) {
+    const float c = g < 0.0f ? 0.0f : g;  // fmaxf would drop a NaN
+    return {c * c, 2.0f * c};
+}
+
 }  // namespace detail
 
 template <Activation kActivation, typename T> __device__ __forceinline__ Activated activated(float g) {
     if constexpr (kActivation == Activation::kSilu) return detail::silu<T>(g);
     else if constexpr (kActivation == Activation::kGelu) return detail::gelu<T>(g);
-    else return detail::gelu_tanh<T>(g);
+    else if constexpr (kActivation == Activation::kGeluTanh) return detail::gelu_tanh<T>(g);
+    else return detail::relu2(g);
 }

@@ -15,6 +15,8 @@
 
 constexpr int kUnit = 64;  // codes per 16-byte vector; rows are padded to it
 
+struct q8 { signed char bits; };  // int8 activations
+
 namespace ptx {
 
 // sum += the four products of unsigned with signed bytes. The __dp4a intrinsics only take equal signs.

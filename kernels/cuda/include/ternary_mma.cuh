@@ -12,8 +12,6 @@
 #include "mma.cuh"
 #include "ternary.cuh"
 
-struct q8 { signed char bits; };  // int8 activations
-
 typedef int IntAccumulator[4];
 
 namespace ptx {

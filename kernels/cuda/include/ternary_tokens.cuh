@@ -3,8 +3,10 @@
 //
 // The exact result is x s in double, rounded once. Float is accurate to 2^-16, which is enough unless x s is near a
 // half. Near halves, and once per token for s, double is used. A token with NaN or infinity has q = 0 and a NaN scale.
+// Activations that are int8 already come with 1 / s, and are only read.
 #pragma once
 #include "math.cuh"
+#include "ternary.cuh"
 #include "vec.cuh"
 
 constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats of this size are integers; the low byte is q
@@ -22,6 +24,7 @@ struct TokenScale {
         inverse = finite ? absmax / 127.0 : __longlong_as_double(0x7ff8000000000000ll);
         s_near = static_cast<float>(s);
     }
+    explicit __device__ TokenScale(float given) : s(0.0), inverse(given), s_near(0.0f) {}
     TokenScale() = default;
 };
 
@@ -81,4 +84,28 @@ template <typename T> struct Activations {
 
 private:
     static __device__ __forceinline__ unsigned bits(float x) { return __float_as_uint(x); }
+};
+
+template <> struct Activations<q8> {
+    static constexpr int kSize = 16;
+    struct vec { unsigned word[4]; };
+
+    static __device__ __forceinline__ vec get(const q8* row, int column, int k, bool whole) {
+        vec v = {};
+        if (whole) {
+            if (column < k) detail::read_words<Cache::kConstant, 16>(row + column, v.word);
+        } else {
+            #pragma unroll
+            for (int e = 0; e < kSize; ++e) {
+                if (column + e >= k) break;
+                v.word[e / 4] |= static_cast<unsigned char>(row[column + e].bits) << e % 4 * 8;
+            }
+        }
+        return v;
+    }
+
+    static __device__ __forceinline__ void quantize(const vec& v, const TokenScale&, unsigned (&q)[4]) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) q[i] = v.word[i];
+    }
 };

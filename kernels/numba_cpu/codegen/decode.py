@@ -31,9 +31,9 @@ from .exp2 import FLOAT32, FLOAT64, exp2
 from .numba_api import cgutils, intrinsic, ir, types
 from .target import NEAR, VECTOR_BYTES
 
-# Keys of 16-bit elements at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB are a
-# page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for values
-# alone, because O, which is larger, is read and written for each. Others come one by one, in the order of memory.
+# Keys of 8 or 16 bits per element at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB
+# are a page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for
+# values alone, because O, which is larger, is read and written for each. Others come one by one, in memory's order.
 SCORED_KEYS, ADDED_KEYS = 2, 4
 STRAIGHT = 128  # elements of a row that take no loop: to set one up takes as long as a few chunks
 _I8 = ir.IntType(8)
@@ -72,7 +72,7 @@ def _row_of(context, b, array_type, array, index, at=None):
 
 def _keys(rows, x, narrow):
     row = Rows(x.dtype)
-    return (0,) * (min(narrow, row.lanes // rows.count) if row.parts == 2 else 1)
+    return (0,) * (min(narrow, row.lanes // rows.count) if row.parts > 1 else 1)
 
 
 @generic

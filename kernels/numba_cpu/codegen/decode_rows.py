@@ -1,12 +1,14 @@
 """How rows of K and V become vectors, and where their elements are then.
 
-64 bytes of a row (one *chunk*; VECTOR_BYTES on smaller CPUs) are one or two vectors of the computing type:
+64 bytes of a row (one *chunk*; VECTOR_BYTES on smaller CPUs) are one, two or four vectors of the computing type:
 
 =================  ===========================================================================
 float32, float64   one vector, in order
 float16            two vectors: first half, second half
 bfloat16           two vectors: even elements, odd elements. A bfloat16 is the upper half of a
                    float32, so one shift and one mask of 32-bit words widen both.
+int8, uint8        four vectors, in order. uint8 has the bits of e4m3, and the vectors are 1 / UNIT of
+                   it: its bits, in the upper part of a float16, whose exponent's bias is 8 higher.
 =================  ===========================================================================
 
 Q and O are kept in that order (``slot`` says where element d is), so K and V are never reordered.
@@ -24,6 +26,8 @@ from .build import call, load_vector, shuffle, splat
 from .memory import copy_row
 from .numba_api import ir, types
 from .target import DOT_BFLOAT16, FEATURES, VECTOR_BYTES
+
+UNIT = 256
 
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
@@ -109,7 +113,7 @@ class Rows:
         self.wide = ir.DoubleType() if dtype == types.float64 else ir.FloatType()
         self.lanes = VECTOR_BYTES // (8 if dtype == types.float64 else 4)
         self.vector = ir.VectorType(self.wide, self.lanes)
-        self.parts = 2 if dtype.bitwidth == 16 else 1
+        self.parts = 32 // dtype.bitwidth if dtype.bitwidth < 32 else 1
         self.elements = self.lanes * self.parts
         self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
         self.dtype = dtype
@@ -117,9 +121,13 @@ class Rows:
             self.raw = ir.VectorType(_I16, self.elements)
         elif dtype == types.int16:
             self.raw = ir.VectorType(ir.HalfType() if "+f16c" in FEATURES else _I16, self.elements)
+        elif dtype.bitwidth == 8:
+            self.raw = ir.VectorType(_I8, self.elements)
         else:
             self.raw = self.vector
-        element = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self.raw.element), "i16")
+        element = {"half": "f16", "float": "f32", "double": "f64"}.get(
+            str(self.raw.element), str(self.raw.element)
+        )
         self.kind = f"v{self.elements}{element}"
 
     def elements_of_lanes(self) -> list[list[int]]:
@@ -163,8 +171,12 @@ class Rows:
             halves = [b.shl(pairs, every(16)), b.and_(pairs, every(-65536))]
             return [b.bitcast(half, self.vector) for half in halves]
         n = self.lanes
-        halves = [shuffle(b, raw, raw, list(range(start, start + n))) for start in (0, n)]
-        if self.raw.element != _I16:
+        if self.dtype == types.uint8:
+            raw = _halves_of_e4m3(b, raw)
+        halves = [shuffle(b, raw, raw, list(range(part * n, part * n + n))) for part in range(self.parts)]
+        if self.dtype == types.int8:
+            return [b.sitofp(half, self.vector) for half in halves]
+        if raw.type.element != _I16:
             return [b.fpext(half, self.vector) for half in halves]
         result = []
         for half in halves:  # as float32_of_float16 in dtype.py
@@ -176,3 +188,14 @@ class Rows:
             sign = b.shl(b.and_(h, every(0x8000)), every(16))
             result.append(b.bitcast(b.or_(u, sign), self.vector))
         return result
+
+
+def _halves_of_e4m3(b: Any, raw: Any) -> Any:
+    """Each byte as float16, or its bits where the CPU does not convert it: 2^-8 of the number, NaN for NaN."""
+    n = raw.type.count
+    words = ir.VectorType(_I16, n)
+    every = lambda value: ir.Constant(words, [value] * n)  # noqa: E731
+    h = b.and_(b.shl(b.sext(raw, words), every(7)), every(~0x4000))  # the sign, a zero, exponent and mantissa
+    is_nan = b.icmp_signed("==", b.and_(h, every(0x3F80)), every(0x3F80))
+    h = b.or_(h, b.select(is_nan, every(0x7C00), every(0)))
+    return b.bitcast(h, ir.VectorType(ir.HalfType(), n)) if "+f16c" in FEATURES else h

@@ -45,8 +45,8 @@ ROUND = 4  # steps of k between two looks at the end: a loop of 16 rounds, not o
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
-def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) -> Any:
-    """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words).
+def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False, mr: int = MR) -> Any:
+    """C tile of ``mr`` rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words).
 
     ``columns``: A lies as (k, m). ``scaled``, ``largest``: an epilogue reads, or keeps, a number per column of C.
     """
@@ -65,10 +65,10 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) 
 
         pc, pa, pb = base(0), base(3), base(6)
         ldc_, lda_, ldb_, k_ = args[2], args[5], args[8], args[9]
-        tile = [(m, n) for m in range(MR) for n in range(nv)]
+        tile = [(m, n) for m in range(mr) for n in range(nv)]
         # Three rows of A per start, at 0, 1 and 2 times lda, are addresses that a load can hold. Where LLVM sees how
         # starts are related it adds them up in a chain, loads four steps of a row at once and spills: half more time.
-        starts = [hidden(builder, builder.gep(pa, [builder.mul(lda_, number(m))])) for m in range(0, MR, 3)]
+        starts = [hidden(builder, builder.gep(pa, [builder.mul(lda_, number(m))])) for m in range(0, mr, 3)]
         acc = [cgutils.alloca_once(builder, vector) for _ in tile]
         for total in acc:
             builder.store(every(vector, 0.0), total)
@@ -84,17 +84,17 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) 
             ]
             if columns:
                 row_a = builder.gep(pa, [builder.mul(kk, lda_)])
-                pointers = [builder.gep(row_a, [number(m)]) for m in range(MR)]
+                pointers = [builder.gep(row_a, [number(m)]) for m in range(mr)]
             else:
                 rows = [builder.gep(start, [kk]) for start in starts]
-                pointers = [builder.gep(rows[m // 3], [builder.mul(lda_, number(m % 3))]) for m in range(MR)]
+                pointers = [builder.gep(rows[m // 3], [builder.mul(lda_, number(m % 3))]) for m in range(mr)]
             va = [splat(builder, builder.load(p), width) for p in pointers]
             for (m, n), total in zip(tile, acc, strict=True):
                 builder.store(multiply_add(builder, va[m], vb[n], builder.load(total)), total)
 
         rounds = builder.sdiv(k_, number(ROUND))
         # a round of half a panel takes half the time, for as much of A
-        ask = (lambda: None) if scaled or largest else prefetcher(builder, args[11], 4 // nv)
+        ask = (lambda: None) if scaled or largest else prefetcher(builder, args[11], max(1, 4 // nv))
         with cgutils.for_range(builder, rounds) as loop:
             ask()
             first = builder.mul(loop.index, number(ROUND))
@@ -158,6 +158,8 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) 
 
 
 rows_1, rows_2, columns_1, columns_2 = (_micro(columns, nv) for columns in (False, True) for nv in (1, 2))
+ONE_ROW = 4  # vectors of C of a single row, enough sums to hide how long an addition takes
+one_row = _micro(False, ONE_ROW, mr=1)
 _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 _largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 

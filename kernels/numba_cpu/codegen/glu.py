@@ -1,8 +1,9 @@
-"""Gated linear units as LLVM IR: ``y = act(gate) * up`` and its gradient, with act(g) = g * c(g), c from 0 to 1.
+"""Gated linear units as LLVM IR: ``y = act(gate) * up`` and its gradient, with act(g) = g * c(g), c from 0 to 1
+(relu2: from 0 on).
 
-Infinities take their limits, act(-inf) = -0 and act'(inf) = 1: where ``inf * 0`` would appear, a factor is clamped
-first. NaN stays NaN. Each formula is the same instructions for every element of every row, so results do not depend
-on where a row begins or ends.
+Infinities take their limits, act(-inf) = -0 and act'(inf) = 1 (relu2: 0 and inf): where ``inf * 0`` would appear, a
+factor is clamped first. NaN stays NaN. Each formula is the same instructions for every element of every row, so
+results do not depend on where a row begins or ends.
 
 ===========  ==========================  =======================================================
 computed in  for results of              e^x on [-log(2) / 2, log(2) / 2], largest relative error
@@ -208,6 +209,16 @@ def gelu_tanh_backward(g: Lanes) -> tuple[Lanes, Lanes]:
     return g.at_least(-g.number.largest) * s, s * (near * slope).fma(rest, 1.0)
 
 
+def relu2(g: Lanes) -> Lanes:
+    c = g.at_least(0.0)
+    return c * c
+
+
+def relu2_backward(g: Lanes) -> tuple[Lanes, Lanes]:
+    c = g.at_least(0.0)
+    return c * c, c + c
+
+
 # (1 + tanh z) / 2 = sigmoid(2 z),  2 z = SLOPE_1 * g + SLOPE_3 / 3 * g**3
 SLOPE_1 = 2.0 * math.sqrt(2.0 / math.pi)
 SLOPE_3 = 3.0 * 0.044715 * SLOPE_1
@@ -260,11 +271,17 @@ def _erfc(b: Any, x: Lanes) -> Any:
     return result
 
 
-_FORWARD: dict[str, Callable[[Lanes], Lanes]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+_FORWARD: dict[str, Callable[[Lanes], Lanes]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
+}
 _BACKWARD: dict[str, Callable[[Lanes], tuple[Lanes, Lanes]]] = {
     "silu": silu_backward,
     "gelu": gelu_backward,
     "gelu_tanh": gelu_tanh_backward,
+    "relu2": relu2_backward,
 }
 
 

@@ -1,0 +1,219 @@
+"""Attention over packed documents that are divided among ranks: every rank gathers the keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import give
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.sequence import ContextOptions, Shards, by_distance, option_words, read_shards
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
+
+__all__ = ["gathered_attention_varlen", "gathered_attention_varlen_backward"]
+
+Array = npt.NDArray[Any]
+
+
+def gathered_attention_varlen(
+    comm: Comm,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens: Any,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[ContextOptions],
+) -> Any:
+    """:func:`gpu_ops.attention_varlen` of packed documents of which each rank holds an equal run of tokens.
+
+    Documents may begin and end anywhere. Each rank gathers all keys and values, and attends with its own queries.
+
+    Parameters
+    ----------
+    comm : Comm
+        p ranks; all of them make the call.
+    q : array (total / p, nheads, head_dim)
+        Tokens from rank * total / p on. float16, bfloat16, float32 or float64, in host memory.
+    k : array (total / p, nheads_kv, head_dim)
+    v : array (total / p, nheads_kv, head_dim_v)
+    cu_seqlens : int32 array (documents + 1,)
+        Of all tokens, equal on all ranks: document d is tokens ``cu_seqlens[d]`` to ``cu_seqlens[d + 1]``.
+    return_lse : bool
+        Also return the log of the softmax denominator, for :func:`gathered_attention_varlen_backward`.
+    causal, window_size, softmax_scale, softcap, alibi_slopes
+        As in :func:`gpu_ops.attention_varlen`. A window or ALiBi wants causal=True.
+
+    Returns
+    -------
+    out : array (total / p, nheads, head_dim_v)
+    lse : array (nheads, total / p), float32 (float64 for float64), only with ``return_lse``
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is sent.
+
+    Notes
+    -----
+    Sends (p - 1) times k and v, and holds those of all tokens. Source: Llama 3, section 3.3.2, 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> from gpu_ops import distributed
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 10, 2, 8))
+    >>> cu = np.array([0, 3, 10], np.int32)
+    >>> out = distributed.gathered_attention_varlen(distributed.world(), q, k, v, cu, causal=True)
+    >>> np.allclose(out, gpu_ops.attention_varlen(q, k, v, cu, cu, causal=True))
+    True
+    """
+    op = "gathered_attention_varlen"
+    return_lse = checks.flag(op, "return_lse", return_lse)
+    shards, spans = _read(op, comm, (q, k, v), cu_seqlens, options)
+    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
+    keys, values = (comm.all_gather(x)[spans.keys] for x in (shards.k, shards.v))
+    lengths = spans.cu_seqlens_q, spans.cu_seqlens_k
+    found = attention_varlen(shards.q, keys, values, *lengths, return_lse=True, **spans.options)
+    out, lse = (give(x, shards.library) for x in found)
+    return (out, lse) if return_lse else out
+
+
+def gathered_attention_varlen_backward(
+    comm: Comm,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens: Any,
+    **options: Unpack[ContextOptions],
+) -> tuple[Any, Any, Any]:
+    """Gradients of :func:`gathered_attention_varlen` with respect to this rank's q, k and v.
+
+    Parameters
+    ----------
+    comm, q, k, v, cu_seqlens, and every option
+        As given to :func:`gathered_attention_varlen`.
+    dout : array like out, q's dtype or float32
+    out, lse : arrays
+        As returned by ``gathered_attention_varlen(..., return_lse=True)``.
+
+    Returns
+    -------
+    dq, dk, dv : arrays like q, k, v
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is sent.
+
+    Notes
+    -----
+    Gathers k and v again. The gradients of keys and values are summed over ranks in float32, in rank order; of N
+    bytes of them a rank sends N (p - 1) / p.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed
+    >>> comm, cu = distributed.world(), np.array([0, 3, 10], np.int32)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 10, 2, 8))
+    >>> out, lse = distributed.gathered_attention_varlen(comm, q, k, v, cu, return_lse=True)
+    >>> grads = distributed.gathered_attention_varlen_backward(comm, np.ones_like(out), q, k, v, out, lse, cu)
+    >>> round(float(grads[2][..., 0, 0].sum()), 6)  # each of the 10 queries hands out a weight of 1
+    10.0
+    """
+    op = "gathered_attention_varlen_backward"
+    shards, spans = _read(op, comm, (q, k, v), cu_seqlens, options)
+    dout, out, lse = _read_results(op, comm, shards, (dout, out, lse))
+    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
+    keys, values = (comm.all_gather(x) for x in (shards.k, shards.v))
+    dq, dk, dv = (np.zeros(x.shape, shards.wide) for x in (shards.q, keys, values))
+    attention_varlen_backward(
+        *(dout, shards.q, keys[spans.keys], values[spans.keys], out, lse),
+        *(spans.cu_seqlens_q, spans.cu_seqlens_k),
+        grads=(dq, dk[spans.keys], dv[spans.keys]),
+        **spans.options,
+    )
+    sums = (dq, comm.reduce_scatter(dk), comm.reduce_scatter(dv))
+    to_q, to_k, to_v = (give(x.astype(shards.q.dtype, copy=False), shards.library) for x in sums)
+    return to_q, to_k, to_v
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """A rank's queries and the keys that they see: ``keys`` of all tokens, and where documents begin in both.
+
+    ``options``: with the ALiBi slopes of these documents.
+    """
+
+    keys: slice
+    cu_seqlens_q: Array
+    cu_seqlens_k: Array
+    options: dict[str, Any]
+
+
+def _read(
+    op: str, comm: Comm, arrays: tuple[Any, Any, Any], cu_seqlens: Any, options: ContextOptions
+) -> tuple[Shards, _Spans]:
+    """Check everything but results."""
+    starts = comm.movable(op, cu_seqlens, "cu_seqlens")[0]
+    if starts.dtype != np.int32 or starts.ndim != 1 or not starts.size:
+        raise ShapeError(
+            f"{op}: cu_seqlens is {starts.dtype} {starts.shape}, expected int32 (documents + 1,)"
+        )
+    shards = read_shards(op, comm, arrays, options, documents=starts.size - 1)
+    length = shards.q.shape[0]
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] != length * comm.size:
+        raise ShapeError(
+            f"{op}: cu_seqlens must start at 0, never fall and end at {length * comm.size}, the tokens of all ranks"
+        )
+    if by_distance(options) and not options.get("causal", False):
+        raise OptionError(f"{op}: window_size and alibi_slopes want causal=True here")
+    own: dict[str, Any] = dict(options)
+    if own.get("alibi_slopes") is not None:
+        own["alibi_slopes"] = comm.movable(op, own["alibi_slopes"], "alibi_slopes")[0]
+    return shards, _spans(starts, comm.rank * length, length, own)
+
+
+def _spans(starts: Array, first: int, length: int, options: dict[str, Any]) -> _Spans:
+    """Of queries from token ``first`` on.
+
+    The keys of the first document begin before them. With a causal mask they end with the queries, whose last one
+    sits on the last key; without, the keys of the last document go on.
+    """
+    begins, ends = (np.clip(x, first, first + length) for x in (starts[:-1], starts[1:]))
+    live = begins < ends
+    key_begins = starts[:-1][live]
+    key_ends = ends[live] if options.get("causal", False) else starts[1:][live]
+    slopes = options.get("alibi_slopes")
+    if slopes is not None and slopes.ndim == 2:
+        options["alibi_slopes"] = slopes[live]
+    keys = slice(int(key_begins[0]), int(key_ends[-1])) if live.any() else slice(0, 0)
+    return _Spans(keys, _from_zero(ends[live] - begins[live]), _from_zero(key_ends - key_begins), options)
+
+
+def _from_zero(lengths: Array) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _read_results(
+    op: str, comm: Comm, shards: Shards, results: tuple[Any, Any, Any]
+) -> tuple[Array, Array, Array]:
+    """dout, out and lse."""
+    dout, out, lse = (
+        comm.movable(op, x, name)[0] for name, x in zip(("dout", "out", "lse"), results, strict=True)
+    )
+    length, nheads, _ = shards.q.shape
+    for name, x in (("dout", dout), ("out", out)):
+        kind = shards.wide if x.dtype == shards.wide else shards.q.dtype
+        checks.exactly(op, name, x, (length, nheads, shards.v.shape[-1]), kind)
+    checks.exactly(op, "lse", lse, (nheads, length), shards.wide)
+    return dout, out, lse

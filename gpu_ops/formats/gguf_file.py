@@ -1,0 +1,108 @@
+"""An open GGUF file: single values of its metadata, and its tensors, floats in pieces and ternary ones packed.
+
+Every tensor of a known type is held against the file's size, and none may share bytes with another: reading all of
+them takes memory in proportion to the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.errors import FormatError
+from gpu_ops.formats.files import read_part
+from gpu_ops.formats.gguf_blocks import FLOATS
+from gpu_ops.formats.gguf_header import NUMBER_TYPES, STRING, GGUFTensor, read_header
+from gpu_ops.formats.ternary_files import gguf_matrix
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.reference.ternary_formats import FORMATS
+
+__all__ = ["TERNARY", "GGUFFile"]
+
+_PIECE = 1 << 20  # numbers at a time
+
+
+TERNARY = {"TQ1_0": "tq1_0", "TQ2_0": "tq2_0", "I2_S": "i2_s"}
+
+
+class GGUFFile:
+    """The tensors and metadata of an open file; FormatError where it is damaged."""
+
+    def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
+        self._file, self.path, self.what = file, path, f"{op}: {path}"
+        header = read_header(op, path, file)
+        self._values = header.values
+        self.keys = tuple(header.values)
+        self.tensors = {tensor.name: tensor for tensor in header.tensors}
+        self._check_places(header.tensors)
+
+    def value(self, key: str) -> Any:
+        """A number, a bool or a string; None where there is no such key. A float32 comes as the shortest decimal
+        that rounds to it: 1e-05, as the config said from which the file was made."""
+        if key not in self._values:
+            return None
+        type, at = self._values[key]
+        what = f"{self.what}: {key}"
+        if type == STRING:
+            size = int(read_part(what, self._file, at, 8).view("<u8")[0])
+            try:
+                return read_part(what, self._file, at + 8, size).tobytes().decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(f"{what} is no text: {error}") from error
+        if type not in NUMBER_TYPES:
+            raise FormatError(f"{what} is an array; a model has one value for all layers")
+        dtype = np.dtype(NUMBER_TYPES[type]).newbyteorder("<")
+        found = read_part(what, self._file, at, dtype.itemsize).view(dtype)[0]
+        return float(str(found)) if dtype == np.float32 else found.item()
+
+    def pieces(self, name: str) -> Iterator[Array]:
+        """The elements in order, a few at a time; of quantised ones in float32, and of ternary ones all at once."""
+        tensor, what = self.tensors[name], f"{self.what}: {name}"
+        if tensor.dtype in TERNARY:
+            yield self.matrix(name).dequantize().reshape(-1)
+            return
+        floats = FLOATS[tensor.dtype]
+        step = _PIECE // floats.count * floats.nbytes
+        end = tensor.start + self._size(tensor)
+        for start in range(tensor.start, end, step):
+            data = read_part(what, self._file, start, min(step, end - start))
+            with np.errstate(all="ignore"):  # of scales that are none
+                found = floats.decode(data.reshape(-1, floats.nbytes))
+            yield found.reshape(-1)
+
+    def matrix(self, name: str) -> TernaryMatrix:
+        """A ternary tensor."""
+        tensor = self.tensors[name]
+        return gguf_matrix(f"{self.what}: {name}", self._file, tensor, FORMATS[TERNARY[tensor.dtype]])
+
+    def _size(self, tensor: GGUFTensor) -> int:
+        """In bytes; 0 where the type is not read."""
+        shape = tensor.shape
+        if tensor.dtype in FLOATS:
+            floats = FLOATS[tensor.dtype]
+            if math.prod(shape[-1:]) % floats.count:
+                raise ValueError(f"rows of {tensor.dtype} have a multiple of {floats.count} elements")
+            return math.prod(shape) // floats.count * floats.nbytes
+        if tensor.dtype in TERNARY and len(shape) == 2:
+            return math.prod(FORMATS[TERNARY[tensor.dtype]].packed_shape((shape[0], shape[1])))
+        return 0
+
+    def _check_places(self, tensors: list[GGUFTensor]) -> None:
+        at, total = 0, os.fstat(self._file.fileno()).st_size
+        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+            label = f"{self.what}: tensor {tensor.name[:80]!r}"
+            try:
+                end = tensor.start + self._size(tensor)
+            except ValueError as error:
+                raise FormatError(f"{label} has shape {tensor.shape}: {error}") from error
+            if tensor.start < at:
+                raise FormatError(f"{label} begins at byte {tensor.start}, within the one before it")
+            if end > total:
+                raise FormatError(f"{label} should end at byte {end}, and the file does at {total}")
+            at = end

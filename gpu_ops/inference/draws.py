@@ -1,0 +1,66 @@
+"""The next token of several rows of logits, each by the options of its own request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.inference.requests import Sampling
+from gpu_ops.ops.sample import sample
+from gpu_ops.training.state_arrays import StateArray, to_device
+
+__all__ = ["Draws", "Row"]
+
+_DTYPES = {"top_k": np.int32, "seed": np.int64}  # of options in arrays; the others are float32
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the token after a row of logits is drawn."""
+
+    sampling: Sampling
+    step: int
+    """How many tokens of its request were drawn before."""
+    counts: Any = None
+    """int32 (vocab,): how often each token has appeared, where there are penalties."""
+
+    def after(self, token: int) -> Row:
+        """The row that follows, once this token is drawn."""
+        counts = self.counts
+        if counts is not None:
+            counts = counts.copy()
+            counts[token] += 1
+        return Row(self.sampling, self.step + 1, counts)
+
+
+class Draws:
+    """Draws tokens pass by pass; the arrays of options stay for a next pass of the same requests."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._of: list[Sampling] = []
+        self._options: dict[str, Any] = {}
+
+    def __call__(self, logits: Any, rows: Sequence[Row]) -> tuple[Any, Any]:
+        """A token and its log-probability for each row of logits: arrays in host memory."""
+        penalised = any(row.counts is not None for row in rows)
+        if self._of != (of := [row.sampling for row in rows]):
+            self._of, self._options = of, {f.name: self._option(of, f.name) for f in fields(Sampling)}
+        options = {n: x for n, x in self._options.items() if penalised or not n.endswith("_penalty")}
+        options["step"] = self._array([row.step for row in rows], np.int64)
+        if penalised:
+            none = np.zeros(logits.shape[-1], np.int32)
+            counts = [none if row.counts is None else row.counts for row in rows]
+            options["counts"] = self._array(np.stack(counts), np.int32)
+        tokens, logprobs = sample(logits, **options, return_logprob=True)
+        on_host = [StateArray("sample", "a result", x).copied() for x in (tokens, logprobs)]
+        return on_host[0], on_host[1]
+
+    def _option(self, of: Sequence[Sampling], name: str) -> Any:
+        return self._array([getattr(one, name) for one in of], _DTYPES.get(name, np.float32))
+
+    def _array(self, values: Any, dtype: Any) -> Any:
+        return to_device(np.asarray(values, dtype), self._device)

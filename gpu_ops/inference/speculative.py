@@ -1,0 +1,236 @@
+"""Speculative decoding: which drafts of a tree the model itself would have drawn, and the token after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, on_cuda
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.inference.draws import Draws, Row
+from gpu_ops.inference.requests import Sampling
+from gpu_ops.inference.sequences import token_ids
+from gpu_ops.inference.tree import parent_list
+from gpu_ops.reference.sample import adjusted_logits, kept_tokens, random_number, token_weights
+from gpu_ops.training.state_arrays import StateArray
+
+__all__ = ["probabilities", "verify"]
+
+_FIRST_ROW = (
+    1 << 31
+)  # of the random numbers: those of `sample`, which may have drawn the drafts, are other ones
+
+
+def verify(
+    logits: Any,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    step: int = 0,
+    counts: Any = None,
+    draft_probs: Any = None,
+) -> tuple[list[int], int]:
+    """Walk down a tree of drafts as far as the model agrees, and draw the token after that.
+
+    Without ``draft_probs`` the model's own token is drawn after each node, and the walk goes on to the child that is
+    this token: from the same logits, :func:`sample` draws the same tokens one by one. With them, drafts are accepted
+    by chance: as often as possible, and so that the tokens have the same distribution. Greedy sampling has one token
+    to draw: there both are the same.
+
+    Parameters
+    ----------
+    logits : array (nodes, vocab)
+        After each node: the rows of :func:`next_logits` for this sequence.
+    tokens, parents : sequences of int
+        As passed to :meth:`PagedKVCache.reserve`. Node 0 is the last token of the text, drawn before and not yet in
+        the cache; all others descend from it.
+    sampling : Sampling, optional
+        Default: greedy.
+    step : int
+        How many tokens of the text were drawn, as in :func:`sample`.
+    counts : int array (vocab,), optional
+        How often each token is in the text; penalties need it.
+    draft_probs : array (nodes, vocab), optional
+        In row i the distribution from which the children of node i were drawn, one after the other in this order and
+        without replacement, by random numbers other than those of ``sampling.seed``. Rows of nodes without children
+        do not count.
+
+    Returns
+    -------
+    path : list of int
+        Nodes whose tokens stay, from node 0 on: for :meth:`PagedKVCache.accept`.
+    token : int
+        The one after them, which is the next node 0; -1 where the logits are not finite.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError
+
+    Notes
+    -----
+    With p of the model and q of the draft, a child t is accepted with probability min(1, p(t) / q(t)). Else
+    p = max(p - q, 0), q(t) = 0, both divided by their sums, and the next child is tried; after the last one the token
+    is drawn from p. Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; for
+    several children Jeong et al., "Recursive Speculative Decoding", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops.inference import verify
+    >>> logits = np.eye(4)[[2, 1, 3]]  # the model says 2 after node 0, 1 after node 1, and 3 after node 2
+    >>> verify(logits, [0, 1, 2], [-1, 0, 0])
+    ([0, 2], 3)
+    """
+    ids, above, x = _tree(logits, tokens, parents)
+    sampling = sampling or Sampling()
+    row = Row(sampling, checks.integer("verify", "step", step, low=0), _counts(sampling, counts, x.shape[1]))
+    below: list[list[int]] = [[] for _ in ids]
+    for node, parent in enumerate(above[1:], start=1):
+        below[parent].append(node)
+    if draft_probs is None or sampling.temperature == 0:
+        return _drawn(logits, ids, above, below, row)
+    return _accepted(x.copied(), ids, below, row, _draft_probs(draft_probs, ids, below, x.shape))
+
+
+def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
+    """What :func:`sample` draws from, row by row.
+
+    Parameters
+    ----------
+    logits : array (..., vocab)
+    sampling : Sampling
+    counts : int array (..., vocab), optional
+        How often each token has appeared; penalties need it.
+
+    Returns
+    -------
+    float64 array (..., vocab) in host memory; NaN in rows without a distribution
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops.inference import Sampling, probabilities
+    >>> probabilities(np.log([[1.0, 6.0, 3.0]]), Sampling(temperature=1.0, top_k=2)).round(9)
+    array([[0.        , 0.66666667, 0.33333333]])
+    """
+    x = StateArray("probabilities", "logits", logits).copied()
+    checks.float_dtype("probabilities", logits=x)
+    if sampling.counts_tokens and counts is None:
+        raise OptionError("probabilities: penalties need counts=, how often each token has appeared")
+    penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    given = None if counts is None else np.broadcast_to(np.asarray(counts), x.shape)
+    with np.errstate(all="ignore"):
+        z = adjusted_logits(x, None, given, *penalties)
+        found = [_distribution(row, sampling) for row in z.reshape(-1, z.shape[-1])]
+    return np.array(found).reshape(x.shape)
+
+
+def _distribution(z: Array, sampling: Sampling) -> Array:
+    if not np.isfinite(z.max()):
+        return np.full(len(z), np.nan)
+    if sampling.temperature == 0:
+        return np.asarray(np.arange(len(z)) == z.argmax(), np.float64)
+    weights = token_weights(z, np.float32(sampling.temperature))
+    if (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0):  # it sorts
+        top_p, min_p = (float(np.float32(x)) for x in (sampling.top_p, sampling.min_p))
+        weights[~kept_tokens(z, weights, top_k=sampling.top_k, top_p=top_p, min_p=min_p)] = 0
+    p = weights.astype(np.float64)
+    return np.asarray(p / p.sum())
+
+
+def _drawn(
+    logits: Any, ids: list[int], above: list[int], below: list[list[int]], row: Row
+) -> tuple[list[int], int]:
+    """The walk by tokens drawn after every node."""
+    rows = [row]
+    for node in range(1, len(ids)):
+        rows.append(rows[above[node]].after(ids[node]))
+    tokens, _ = Draws("cuda" if on_cuda(logits) else "cpu")(logits, rows)
+    path = [0]
+    while True:
+        token = int(tokens[path[-1]])
+        found = next((node for node in below[path[-1]] if ids[node] == token), None)
+        if found is None:
+            return path, token
+        path.append(found)
+
+
+def _accepted(
+    logits: Array, ids: list[int], below: list[list[int]], row: Row, draft: Array
+) -> tuple[list[int], int]:
+    """The walk by chance."""
+    path = [0]
+    while True:
+        node = path[-1]
+        p = probabilities(logits[node], row.sampling, row.counts)
+        if np.isnan(p[0]):
+            return path, -1
+        q = draft[node].astype(np.float64)
+        numbers = (_number(row, i) for i in range(len(below[node]) + 1))
+        accepted = None
+        for child, number in zip(below[node], numbers, strict=False):
+            token = ids[child]
+            q /= q.sum()
+            if number * q[token] < p[token]:
+                accepted = child
+                break
+            rest = np.maximum(p - q, 0)
+            p = rest / rest.sum() if rest.any() else p  # all 0: p was q, up to rounding
+            q[token] = 0
+        if accepted is None:
+            reached = np.cumsum(p)
+            return path, int(np.searchsorted(reached, next(numbers) * reached[-1], "right"))
+        path.append(accepted)
+        row = row.after(ids[accepted])
+
+
+def _number(row: Row, i: int) -> float:
+    """In [0, 1): number i of a step."""
+    return (random_number(row.sampling.seed, row.step, _FIRST_ROW + i) >> 11) * 2.0**-53
+
+
+def _tree(logits: Any, tokens: Any, parents: Any) -> tuple[list[int], list[int], StateArray]:
+    x = StateArray("verify", "logits", logits)
+    ids = token_ids("verify", tokens)
+    if len(x.shape) != 2 or not ids or x.shape[0] != len(ids):
+        raise ShapeError(
+            f"verify: logits have shape {x.shape}, expected (nodes, vocab) for {len(ids)} tokens"
+        )
+    if max(ids) >= x.shape[1]:
+        raise OptionError(f"verify: a token is {max(ids)}, not in [0, {x.shape[1]})")
+    above = parent_list("verify", "parents", parents, len(ids))
+    if -1 in above[1:]:
+        raise OptionError(f"verify: parents[{above.index(-1, 1)}] is -1; all nodes descend from node 0")
+    return ids, above, x
+
+
+def _counts(sampling: Sampling, counts: Any, vocab: int) -> Array | None:
+    if not sampling.counts_tokens:
+        return None
+    found = np.asarray(counts) if counts is not None else np.empty(0)
+    if found.shape != (vocab,) or found.dtype.kind not in "iu":
+        raise OptionError(
+            f"verify: penalties need counts=, {vocab} integers: how often each token is in the text"
+        )
+    return found.astype(np.int32)
+
+
+def _draft_probs(draft_probs: Any, ids: list[int], below: list[list[int]], shape: tuple[int, ...]) -> Array:
+    draft = StateArray("verify", "draft_probs", draft_probs).copied()
+    if draft.shape != shape:
+        raise ShapeError(f"verify: draft_probs have shape {draft.shape}, expected {shape}, as logits")
+    for node, children in enumerate(below):
+        drafts = [ids[child] for child in children]
+        if len(set(drafts)) < len(drafts):
+            raise OptionError(f"verify: two children of node {node} have one token; drafts of a node differ")
+        q = draft[node]
+        if drafts and not (np.isfinite(q).all() and (q >= 0).all() and (q[drafts] > 0).all()):
+            raise OptionError(
+                f"verify: draft_probs[{node}] are no probabilities from which {drafts} were drawn: "
+                f"{q[drafts].tolist()} of them"
+            )
+    return draft

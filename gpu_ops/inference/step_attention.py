@@ -1,0 +1,177 @@
+"""The attention of a step over a paged cache: in one call, or in two over disjoint keys that are merged by lse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from gpu_ops.errors import OptionError
+from gpu_ops.inference.cascade import Cascade
+from gpu_ops.inference.quantized_rows import numbers
+from gpu_ops.inference.step import Step
+from gpu_ops.inference.tree import Tree
+from gpu_ops.ops.attention import attention
+from gpu_ops.ops.attention_decode import attention_decode
+from gpu_ops.ops.attention_merge import attention_merge
+from gpu_ops.ops.attention_options import ScoreOptions
+from gpu_ops.ops.attention_varlen import attention_varlen
+from gpu_ops.ops.embedding import embedding
+
+__all__ = ["attend", "check_window"]
+
+_EVERYWHERE = (-1, -1)
+
+
+def attend(
+    q: Any,
+    keys: Any,
+    values: Any,
+    step: Step,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    **options: Unpack[ScoreOptions],
+) -> Any:
+    """Causal attention of a step's queries over the keys and values of a layer, which hold the new ones too.
+
+    Parameters
+    ----------
+    q : array (total, nheads, head_dim)
+        Rotated.
+    keys, values : arrays (num_pages, page_size, nheads_kv, head_dim)
+        Of :class:`PagedKVCache`.
+    step : Step
+    k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), with pages of int8 or e4m3
+        ``key_scales`` and ``value_scales`` of the cache.
+    **options
+        Of :func:`attention_varlen`, such as ``window_size``; but ``causal``, and ``alibi_slopes``, whose distances
+        trees and shared pages would change.
+
+    Returns
+    -------
+    array like q
+
+    Raises
+    ------
+    OptionError
+        Tokens branch and lie beyond the window.
+
+    Notes
+    -----
+    The parts of a tree or a cascade have q's dtype: in 16 bits each is rounded before the merge.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops.inference import PagedKVCache, attend
+    >>> cache = PagedKVCache(1, 2, 8, num_pages=4)
+    >>> step = cache.reserve({cache.add(): [5, 6, 7]})
+    >>> q = np.ones((3, 4, 8), np.float32)
+    >>> attend(q, cache.keys[0], cache.values[0], step, window_size=(2, 0)).shape
+    (3, 4, 8)
+    """
+    window = options.get("window_size", _EVERYWHERE)
+    pages = _Pages(keys, values, {"k_scale": k_scale, "v_scale": v_scale})
+    if step.tree is not None:
+        check_window("attend", step.tree, window[0])
+        return _tree(q, pages, step, step.tree, options)
+    if step.cascade is not None and window == _EVERYWHERE:
+        return _cascade(q, pages, step, step.cascade, options)
+    return attention_varlen(
+        q,
+        keys,
+        values,
+        step.cu_seqlens_q,
+        **pages.scales,
+        block_table=step.block_table,
+        seqused_k=step.seqused_k,
+        max_seqlen_q=step.max_seqlen_q,
+        **_causal(options),
+    )
+
+
+def check_window(op: str, tree: Tree | None, window: int) -> None:
+    """All nodes of a tree see all keys before it."""
+    if tree is not None and 0 <= window < tree.last_position:
+        raise OptionError(
+            f"{op}: tokens that branch lie at positions up to {tree.last_position}, beyond the window of "
+            f"{window}: pass parents without branches, such as range(-1, n - 1)"
+        )
+
+
+@dataclass(frozen=True)
+class _Pages:
+    keys: Any
+    values: Any
+    scales: dict[str, Any]
+    """By the names that the ops give them."""
+
+    def rows(self, slots: Any, dtype: Any) -> tuple[Any, Any]:
+        """The keys and values in these slots, in ``dtype``."""
+        each = zip((self.keys, self.values), self.scales.values(), strict=True)
+        k, v = (
+            _rows(slots, x.reshape(-1, *x.shape[2:])) if scale is None else numbers(slots, x, scale, dtype)
+            for x, scale in each
+        )
+        return k, v
+
+
+def _cascade(q: Any, pages: _Pages, step: Step, c: Cascade, options: ScoreOptions) -> Any:
+    own = attention_varlen(
+        q,
+        pages.keys,
+        pages.values,
+        step.cu_seqlens_q,
+        **pages.scales,
+        block_table=c.own_block_table,
+        seqused_k=c.own_seqused_k,
+        max_seqlen_q=step.max_seqlen_q,
+        return_lse=True,
+        **_causal(options),
+    )
+    shared = attention_varlen(
+        q,
+        pages.keys,
+        pages.values,
+        c.cu_seqlens_q,
+        **pages.scales,
+        block_table=c.block_table,
+        seqused_k=c.seqused_k,
+        max_seqlen_q=c.max_seqlen_q,
+        return_lse=True,
+        **_open(options),
+    )
+    return attention_merge(*own, *shared, out=own)[0]
+
+
+def _tree(q: Any, pages: _Pages, step: Step, tree: Tree, options: ScoreOptions) -> Any:
+    q = _rows(tree.rows, q)
+    options = {**options, "causal": False, "window_size": _EVERYWHERE}
+    k, v = pages.rows(tree.slots, q.dtype)
+    own = attention(q, k, v, bias=tree.bias, return_lse=True, **options)
+    before = attention_decode(
+        q,
+        pages.keys,
+        pages.values,
+        **pages.scales,
+        seqused_k=tree.seqused_k,
+        block_table=step.block_table,
+        return_lse=True,
+        **_open(options),
+    )
+    out = attention_merge(*own, *before, out=own)[0]
+    return _rows(tree.places, out.reshape(-1, *out.shape[2:]))
+
+
+def _causal(options: ScoreOptions) -> ScoreOptions:
+    return {**options, "causal": True}
+
+
+def _open(options: ScoreOptions) -> ScoreOptions:
+    """Of keys that all queries see. Sinks count in one part, which is the other one."""
+    return {**options, "causal": False, "sinks": None}
+
+
+def _rows(index: Any, x: Any) -> Any:
+    """``x[index]``, whatever the dtype."""
+    return embedding(index, x.reshape(x.shape[0], -1)).reshape(*index.shape, *x.shape[1:])

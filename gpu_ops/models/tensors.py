@@ -1,0 +1,285 @@
+"""The tensors of a model's files: which rows of our arrays each of them is, checked against the config, and read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeError
+from gpu_ops.formats.files import opened
+from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
+
+__all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part", "Source", "fill", "open_folder",
+           "planned", "read_all", "with_post_norms"]  # fmt: skip
+
+ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
+STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
+
+
+class Config(Protocol):
+    """What is needed of a model's config."""
+
+    @property
+    def nlayers(self) -> int: ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is the embedding table."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every array by name; those of layers are called ``layers.<i>.<part>``."""
+
+    def joined(self) -> dict[str, tuple[int, ...]]:
+        """Parts of a layer that several tensors are joined in, with the rows of each."""
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+class File(Protocol):
+    """What is needed of an open file of tensors."""
+
+    what: str
+    path: Path
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By name; each has a ``dtype``, by its name in the format, and a ``shape``."""
+
+    def pieces(self, name: str) -> Iterator[Array]:
+        """The elements of a float tensor in order, a few at a time."""
+
+
+Files = Mapping[str, File]
+"""The open file of each tensor."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a format calls the tensors of a model."""
+
+    modules: Mapping[str, tuple[str, ...]]
+    """Those whose rows follow each other in one of our arrays; ``_bias`` has the same modules."""
+    layer: str
+    """In front of those of a layer."""
+    dtypes: tuple[str, ...]
+    """Which are read."""
+    unread: tuple[str, ...]
+    """Ends of names: tensors that the config says too."""
+
+    @property
+    def embed(self) -> str:
+        return f"{self.modules['embed'][0]}.weight"
+
+    @property
+    def lm_head(self) -> str:
+        """Empty where a model has none."""
+        return f"{self.modules['lm_head'][0]}.weight" if "lm_head" in self.modules else ""
+
+
+HF = Names(
+    modules={
+        "embed": ("model.embed_tokens",),
+        "norm": ("model.norm",),
+        "lm_head": ("lm_head",),
+        "attn_norm": ("input_layernorm",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+        "q_norm": ("self_attn.q_norm",),
+        "k_norm": ("self_attn.k_norm",),
+        "attn_sub_norm": ("self_attn.attn_sub_norm",),
+        "ffn_sub_norm": ("mlp.ffn_sub_norm",),
+    },
+    layer="model.layers.{}.",
+    dtypes=tuple(STORED.values()),
+    unread=(".rotary_emb.inv_freq",),  # in early Llamas
+)
+
+
+def with_post_norms(names: Names) -> Names:
+    """Of a model with norms after its halves, one of which has the name that others give to ``mlp_norm``."""
+    others = {
+        "attn_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    }
+    return replace(names, modules={**names.modules, **others})
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file: rows of an array of ours."""
+
+    name: str
+    rows: slice
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Source(Generic[AnyConfig]):
+    """The config and the files of a model."""
+
+    config: AnyConfig
+    files: Files
+    names: Names
+
+    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
+        """The arrays of ours whose tensors are packed in a way of their own, read and checked. None here."""
+        return {}
+
+    def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
+        """An array of ours, made of these parts."""
+        array = np.empty((parts[-1].rows.stop, *parts[0].shape[1:]), dtype)
+        for part in parts:
+            fill(array[part.rows].reshape(-1), self.files[part.name], part.name)
+        return array
+
+
+def planned(config: Config, names: Names) -> dict[str, list[Part]]:
+    """The tensors that each array is made of."""
+    joined, found = config.joined(), {}
+    for name, shape in config.shapes().items():
+        layer, _, part = name.rpartition(".")
+        of, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
+        prefix = names.layer.format(layer.removeprefix("layers.")) if layer else ""
+        starts = [0, *itertools.accumulate(joined.get(of, shape[:1]))]
+        found[name] = [
+            Part(f"{prefix}{module}.{suffix}", slice(start, end), (end - start, *shape[1:]))
+            for module, (start, end) in zip(names.modules[of], itertools.pairwise(starts), strict=True)
+        ]
+    return found
+
+
+def read_all(
+    op: str, where: Path, source: Source[Any], dtype: np.dtype[Any] | None
+) -> Iterator[tuple[str, Any]]:
+    """The arrays of a model by name, one at a time; an error before the first unless exactly its tensors are there.
+
+    ``dtype`` None: that of the embedding table, float32 where it is quantised."""
+    plan, packed = _checked(op, where, source)
+    table = source.names.embed
+    if dtype is None:
+        dtype = NUMPY_DTYPES.get(source.files[table].tensors[table].dtype, np.dtype(np.float32))
+    for name, parts in plan.items():
+        yield name, packed[name] if name in packed else source.read(name, parts, dtype)
+
+
+def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
+    """The plan, and what of it is packed; an error unless exactly its tensors are there."""
+    config, files, names = source.config, source.files, source.names
+    if config.nlayers > len(files):  # before there is a list of them
+        raise FormatError(
+            f"{op}: {where}: the config has {config.nlayers} layers, and the files {len(files)} tensors"
+        )
+    plan = planned(config, names)
+    packed = source.packed(plan)
+    read = {part.name for name in packed for part in plan[name]}
+    parts = {part.name: part for each in plan.values() for part in each if part.name not in read}
+    for name, part in parts.items():
+        if name not in files:
+            hint = "; if the output layer is the embedding table, set tie_word_embeddings"
+            raise FormatError(
+                f"{op}: {where}: there is no {name!r}, of shape {part.shape}{hint * (name == names.lm_head)}"
+            )
+        stored = files[name].tensors[name]
+        if stored.shape != part.shape:
+            raise ShapeError(
+                f"{files[name].what}: {name} has shape {stored.shape}, and {part.shape} by the config"
+            )
+        if stored.dtype not in names.dtypes:
+            raise FormatError(
+                f"{files[name].what}: {name} is {stored.dtype[:80]}; {', '.join(names.dtypes)} are loaded"
+            )
+    for name in sorted(files.keys() - parts.keys() - read - {f"{name}_scale" for name in read}):
+        if name == names.lm_head and config.tied:
+            _check_tied(files, names)
+        elif not name.endswith(names.unread):
+            raise FormatError(
+                f"{files[name].what}: {name[:80]!r} is no part of a {config.nlayers}-layer model of this config; "
+                "what it would do is not known"
+            )
+    return plan, packed
+
+
+def _check_tied(files: Files, names: Names) -> None:
+    """An output layer beside the embedding table that it is."""
+    head, table = files[names.lm_head], files[names.embed]
+    same = str(head.tensors[names.lm_head]) == str(table.tensors[names.embed])
+    if not same or not all(map(np.array_equal, _bytes(head, names.lm_head), _bytes(table, names.embed))):
+        raise FormatError(
+            f"{head.what}: {names.lm_head} differs from {names.embed}, and the config says that they are tied; if "
+            "the model has both, set tie_word_embeddings to false"
+        )
+
+
+def _bytes(file: File, name: str) -> Iterator[Array]:
+    return (piece.view(np.uint8) for piece in file.pieces(name))
+
+
+def fill(target: Array, file: File, name: str) -> None:
+    """The elements of a tensor, cast."""
+    at = 0
+    for piece in file.pieces(name):
+        place = target[at : at + len(piece)]
+        with np.errstate(over="ignore"):
+            place[...] = piece
+        if piece.dtype != target.dtype and (np.isinf(place) & np.isfinite(piece)).any():
+            raise OptionError(
+                f"{file.what}: {name} holds numbers beyond the range of {target.dtype}; load bfloat16 or float32"
+            )
+        at += len(piece)
+
+
+def open_folder(op: str, where: Path, stack: contextlib.ExitStack) -> dict[str, SafetensorsFile]:
+    """The open file of each tensor in a folder: of one file, or of those that an index names."""
+    if (where / ONE_FILE).exists():
+        names, listed = [ONE_FILE], None
+    elif (where / _INDEX).exists():
+        listed = _read_index(op, where / _INDEX)
+        names = sorted(set(listed.values()))
+    else:
+        raise MissingFileError(
+            errno.ENOENT, f"{op}: there is no {ONE_FILE} and no {_INDEX} in this folder", str(where)
+        )
+    holder: dict[str, SafetensorsFile] = {}
+    for name in names:
+        file = SafetensorsFile(op, where / name, stack.enter_context(opened(op, where / name)))
+        for tensor in file.tensors:
+            if tensor in holder:
+                raise FormatError(f"{file.what}: {tensor[:80]!r} is in {holder[tensor].path.name} as well")
+            holder[tensor] = file
+    for tensor, name in (listed or {}).items():
+        if tensor not in holder or holder[tensor].path.name != name:
+            raise FormatError(
+                f"{op}: {where / name}: there is no {tensor[:80]!r}, which {_INDEX} says it holds"
+            )
+    return holder
+
+
+def _read_index(op: str, path: Path) -> dict[str, str]:
+    """The file of each tensor. Only files of the same folder: an index comes from anywhere."""
+    with opened(op, path) as file:
+        text = file.read(_MOST_INDEX)
+    try:
+        listed = json.loads(text)["weight_map"]
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError("its weight_map is no object with an entry")
+        for name in listed.values():
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise ValueError(f"weight_map has the file {name!r:.80}; expected a name in the same folder")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(f"{op}: {path} is no index of safetensors files: {error}") from error
+    return listed
