@@ -192,7 +192,7 @@ def check_training(comm):
     """The losses of one rank, on ranks that also divide the batch and clip gradients."""
     tp = 2 if comm.size % 2 == 0 else comm.size
     mesh = Mesh(comm, tp=tp, dp=comm.size // tp)
-    config = config_for(mesh.tp, nheads_kv=1, qk_norm=True)
+    config = config_for(mesh.tp, nlayers=1, nheads_kv=1, qk_norm=True)
     parts = TensorParallel(config, mesh.tp, sequence_parallel=True)
     start, ids = models.initial_weights(config, std=0.2), tokens((2 * comm.size, 12))
     targets = np.roll(ids, -1, axis=1)
