@@ -26,7 +26,7 @@ needs_mpi = pytest.mark.skipif(
     not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
 )
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
-GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,)}
+GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)}
 RANKS = (2, 3, 4)
 # checks that one rank cannot run
 SEVERAL = (

@@ -9,17 +9,21 @@ from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_att
 from gpu_ops.distributed.mesh import Mesh, world
 from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
 from gpu_ops.distributed.sequence import sequence_positions
+from gpu_ops.distributed.tensor_parallel import TensorParallel
 from gpu_ops.distributed.ulysses import (
     UlyssesSaved,
     ulysses_attention,
     ulysses_attention_backward,
 )
+from gpu_ops.distributed.vocabulary import VocabularyRows
 
 __all__ = [
     "Comm",
     "Mesh",
     "Pending",
+    "TensorParallel",
     "UlyssesSaved",
+    "VocabularyRows",
     "gathered_attention_varlen",
     "gathered_attention_varlen_backward",
     "ring_attention",

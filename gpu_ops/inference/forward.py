@@ -15,9 +15,9 @@ from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, softcapped
 from gpu_ops.models.llama import last_norm
 from gpu_ops.models.projection import normed, project
+from gpu_ops.models.table import Table, embed, head_logits
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.embedding import embedding
-from gpu_ops.ops.linear import linear
 from gpu_ops.ops.rmsnorm import rmsnorm
 from gpu_ops.ops.rope_append_kv import rope_append_kv
 from gpu_ops.ops.swiglu import swiglu
@@ -70,14 +70,14 @@ def next_logits(
     for own in config.by_layer:
         check_window("next_logits", step.tree, own.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
-    x = embedding(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
+    x = embed(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
         x = _block(x, layer, own, cache, i, step, length)
     if step.logit_rows is not None:
         x = embedding(step.logit_rows, x)
     elif step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
         x = embedding(step.cu_seqlens_q[1:] - 1, x)  # the rows of the last tokens
-    z = linear(last_norm(x, weights, config)[0], weights.lm_head)
+    z = head_logits(last_norm(x, weights, config)[0], weights.lm_head)
     return softcapped(z, config.logits_softcap)
 
 
@@ -130,6 +130,8 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
             f"inference: the config has {config.nlayers} layers, the weights have {len(weights.layers)}, and the "
             f"cache has {len(cache.keys)}"
         )
+    if isinstance(weights.embed, Table) and weights.embed.divides_tokens:
+        raise OptionError("inference: the weights divide tokens among ranks; use sequence_parallel=False")
     heads = (config.nheads_kv, config.head_dim)
     if cache.keys and cache.keys[0].shape[2:] != heads:
         raise ShapeError(

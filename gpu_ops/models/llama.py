@@ -12,10 +12,8 @@ from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import softcapped, times
 from gpu_ops.models.offload import prefetch, release
+from gpu_ops.models.table import embed, embed_backward, head_logits, head_loss
 from gpu_ops.models.weights import Llama
-from gpu_ops.ops.embedding import embedding, embedding_backward
-from gpu_ops.ops.linear import linear
-from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
 from gpu_ops.ops.loss_options import LossOptions
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 
@@ -27,7 +25,7 @@ def hidden_states(
 ) -> Any:
     """What the output layer multiplies, (..., hidden): the normalised states, divided by ``logits_scaling``. Keeps
     nothing of the layers."""
-    x = embedding(ids, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
+    x = embed(ids, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for layer, own in zip(weights.layers, config.by_layer, strict=True):
         x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
     return last_norm(x, weights, config)[0]
@@ -43,7 +41,7 @@ def last_norm(x: Any, weights: Llama, config: LlamaConfig) -> tuple[Any, Any]:
 
 def logits(ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None) -> Any:
     """(..., vocab), in the weights' dtype."""
-    z = linear(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
+    z = head_logits(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
     return softcapped(z, config.logits_softcap)
 
 
@@ -59,7 +57,7 @@ def loss(
     """The cross-entropy of the targets, float32 (float64 for float64). ``options``: those of
     :func:`gpu_ops.linear_cross_entropy`."""
     h = hidden_states(ids, weights, config, sequences=sequences)
-    return linear_cross_entropy(h, weights.lm_head, targets, **{"softcap": config.logits_softcap} | options)
+    return head_loss(h, weights.lm_head, targets, **{"softcap": config.logits_softcap} | options)
 
 
 def loss_and_grads(
@@ -98,7 +96,7 @@ def loss_and_grads(
     _check(weights, grads, config, options)
     options = {"softcap": config.logits_softcap} | options
     scale = config.embedding_factor(weights.embed.dtype)
-    x = embedding(ids, weights.embed, scale=scale)
+    x = embed(ids, weights.embed, scale=scale)
     saved: list[Saved] = []
     for layer, own, kept in zip(weights.layers, config.by_layer, _policies(policy, config), strict=True):
         x, one = block_forward(x, layer, own, policy=kept, sequences=sequences)
@@ -108,9 +106,7 @@ def loss_and_grads(
         del one
     h, rstd = last_norm(x, weights, config)
     to: dict[str, Any] = {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
-    value, dh, *_ = linear_cross_entropy(
-        h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options
-    )
+    value, dh, *_ = head_loss(h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options)
     del h
     dh = times(dh, 1 / config.logits_scaling)
     dx, _ = rmsnorm_backward(
@@ -125,7 +121,7 @@ def loss_and_grads(
             prefetch(saved[-1].x)
         dx = block_backward(dx, layer, one, own, grads=grad, sequences=sequences)
     if grads.embed is not None:
-        embedding_backward(dx, ids, config.vocab, scale=scale, dweight=grads.embed)
+        embed_backward(dx, ids, weights.embed, scale=scale, dweight=grads.embed)
     return value
 
 

@@ -1,9 +1,11 @@
 """Projections of a block whose weight is more than an array: LoRA adapters on a frozen base, ternary weights that are
-trained through the floats behind them, and ternary weights whose input the norm before them quantises."""
+trained through the floats behind them, ternary weights whose input the norm before them quantises, and parts of
+weights that several processes share."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ __all__ = [
     "Int8Input",
     "Latent",
     "Lora",
+    "Projection",
     "initial_lora",
     "lora_grads",
     "lora_shapes",
@@ -72,6 +75,16 @@ class Latent:
         return ternary_quantize(self.weight)
 
 
+class Projection(ABC):
+    """A weight that multiplies in a way of its own. :func:`project` and :func:`project_backward` of it are these."""
+
+    @abstractmethod
+    def project(self, x: Any, bias: Any, residual: Any) -> Any: ...
+
+    @abstractmethod
+    def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any: ...
+
+
 @dataclass
 class Int8Input:
     """Ternary weights that take int8 from the norm before them (W1.58A8, as BitNet b1.58 runs): :func:`normed`
@@ -99,6 +112,8 @@ def normed(x: Any, norm: Any, weight: Any, **options: Any) -> Any:
 
 def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
     """``x @ weight.T + bias + residual``. ``x``: an array, or what :func:`normed` gave for ``weight``."""
+    if isinstance(weight, Projection):
+        return weight.project(x, bias, residual)
     if isinstance(weight, Lora):
         y = project(x, weight.base, bias, residual)
         return linear(linear(x, weight.a), weight.b, residual=y, out=y)
@@ -114,6 +129,8 @@ def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
 
 def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) -> Any:
     """The gradient for x; those of weight and bias are added to ``grad`` and ``dbias``, unless they are None."""
+    if isinstance(weight, Projection):
+        return weight.project_backward(dy, x, grad, dbias)
     if isinstance(weight, Lora):
         h = linear(x, weight.a)
         dh = project_backward(dy, h, weight.b, None if grad is None else grad.b)
@@ -186,6 +203,9 @@ def _lora_layers(layers: Sequence[Block], adapters: Mapping[str, Any]) -> list[B
         names = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
         given = {p: n for p, n in names.items() if f"{n}.a" in adapters and f"{n}.b" in adapters}
         used += 2 * len(given)
+        for p in given:
+            if isinstance(getattr(layer, p), Projection):
+                raise OptionError(f"with_lora: layers.{i}.{p} is divided among ranks, and adapters are not")
         parts = {p: Lora(getattr(layer, p), adapters[f"{n}.a"], adapters[f"{n}.b"]) for p, n in given.items()}
         found.append(replace(layer, **parts))
     if used != len(adapters):

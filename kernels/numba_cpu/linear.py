@@ -46,7 +46,7 @@ def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, i
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
     """x (tokens, in_features), y and residual (tokens, out_features)."""
     row = None if bias is None else bias[None]
-    if linear_few.is_few(len(x), x.dtype.name):
+    if linear_few.is_few(len(x), x.dtype.name) and y.dtype == x.dtype:  # not the float32 logits of a loss
         linear_few.forward(x, weight, (residual, row), y)
         return
     for t in spans(len(x)):

@@ -1,0 +1,304 @@
+"""Tensor parallelism: each rank holds some heads and channels of every layer, and some rows of the vocabulary.
+
+A block of a rank is a block of a smaller config. What ranks exchange belongs to the weights: a :class:`Column` sums
+the gradient for its input, a :class:`Row` its output. The functions of :mod:`gpu_ops.models` and
+:mod:`gpu_ops.inference` take such weights as any others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import check_writable
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.stream import Stream
+from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
+from gpu_ops.errors import OptionError
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.projection import Projection, project, project_backward
+from gpu_ops.models.weights import Llama
+
+__all__ = ["TensorParallel"]
+
+Array = npt.NDArray[Any]
+
+_OP = "TensorParallel"
+_STREAM_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "norm")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_WHOLE = (*_STREAM_NORMS, *_HEAD_NORMS, "o_bias", "down_bias")
+_TABLES = ("embed", "lm_head")
+
+
+@dataclass(frozen=True)
+class _Divided(Projection):
+    """``part``: this rank's rows or columns of a weight (out, in)."""
+
+    part: Any
+    stream: Stream
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.part.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.part.dtype
+
+
+class Column(_Divided):
+    """Rows of a weight: some channels of its output."""
+
+    def project(self, x: Any, bias: Any, residual: Any) -> Any:
+        return project(self.stream.whole(x), self.part, bias, residual)
+
+    def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
+        return self.stream.summed(project_backward(dy, self.stream.whole(x), self.part, grad, dbias))
+
+
+class Row(_Divided):
+    """Columns of a weight: some channels of its input. Bias and residual are added to the sum."""
+
+    def project(self, x: Any, bias: Any, residual: Any) -> Any:
+        y = self.stream.summed(project(x, self.part))
+        for more in (bias, residual):
+            if more is not None:
+                y += more
+        return y
+
+    def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
+        return project_backward(self.stream.whole(dy), x, self.part, grad, dbias)
+
+
+class TensorParallel:
+    """How the weights of a model lie on p ranks, and which gradients the ranks add up.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        Of the whole model. p divides ``nheads`` and ``ffn``, and p and ``nheads_kv`` divide one the other: with fewer
+        heads of keys and values than ranks, p / nheads_kv ranks hold the same one.
+    comm : Comm
+        The p ranks; all of them make the same calls.
+    sequence_parallel : bool
+        For training: between the projections each rank holds an equal run of the tokens of each sequence, or of all
+        packed ones. p divides their number.
+
+    Attributes
+    ----------
+    config : LlamaConfig
+        The one to use with :meth:`model`: of this rank's blocks, and with ``vocab`` of the whole model.
+    replicas : int
+        How many ranks hold the same head of keys and values.
+
+    Raises
+    ------
+    OptionError, ShapeError
+        The model cannot be divided, or arrays do not fit it.
+
+    Notes
+    -----
+    ``qkv`` and ``gate_up`` are divided by rows, ``o`` and ``down`` by columns, that is by heads and channels;
+    ``embed`` and ``lm_head`` by rows. Norms and the biases of ``o`` and ``down`` are on every rank. Arrays are in
+    host memory.
+
+    For N bytes of hidden states, forward and backward of a layer send 8 N (p - 1) / p bytes, with
+    ``sequence_parallel`` 10 N (p - 1) / p: the backward gathers again what the forward did not keep. What all ranks
+    hold has the same bits on all of them.
+
+    Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models", 2022.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed, models, training
+    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
+    >>> parts = distributed.TensorParallel(config, distributed.world())
+    >>> flat = training.FlatParams.from_shapes(parts.shapes(), dtype="float32", device="cpu")
+    >>> flat.assign(parts.shard_weights(models.initial_weights(config)))
+    >>> weights, grads = parts.model(flat.params), parts.grads(flat.grads)
+    >>> ids = np.arange(32).reshape(2, 16)
+    >>> loss = models.loss_and_grads(ids, ids, weights, parts.config, grads=grads)
+    >>> parts.sum_shared_grads(flat.grads)
+    >>> flat.step(lr=1e-3)
+    >>> whole = parts.gather_weights(flat.params)  # to save, or to divide otherwise
+    """
+
+    def __init__(self, config: LlamaConfig, comm: Comm, *, sequence_parallel: bool = False) -> None:
+        p = comm.size
+        for name in ("nheads", "ffn"):
+            if getattr(config, name) % p:
+                raise OptionError(f"{_OP}: {name}={getattr(config, name)} is no multiple of {p} ranks")
+        if config.nheads_kv % p and p % config.nheads_kv:
+            raise OptionError(f"{_OP}: neither nheads_kv={config.nheads_kv} nor {p} ranks divide the other")
+        if config.vocab < p:
+            raise OptionError(f"{_OP}: vocab={config.vocab} is less than a row for each of {p} ranks")
+        self.comm, self.whole = comm, config
+        self.stream = Stream(comm, checks.flag(_OP, "sequence_parallel", sequence_parallel))
+        self.replicas = max(1, p // config.nheads_kv)
+        self.config = replace(
+            config,
+            nheads=config.nheads // p,
+            nheads_kv=max(1, config.nheads_kv // p),
+            head_dim=config.head_dim,
+            ffn=config.ffn // p,
+        )
+        for name in config.shapes():
+            self.pieces(name)
+        name = f"{comm.name} with the same keys"
+        self._same_kv = comm if self.replicas == 1 else comm.split(comm.rank // self.replicas, name=name)
+
+    def pieces(self, name: str, rank: int | None = None) -> tuple[int, tuple[slice, ...]]:
+        """Where the array of a rank (default: this one) lies in that of the whole model.
+
+        Returns
+        -------
+        axis : int
+        pieces : tuple of slices
+            Along that axis, end to end in the rank's array. None: the rank has all of it.
+        """
+        whole, own, r = self.whole, self.config, self.comm.rank if rank is None else rank
+        part = name.rpartition(".")[2]
+        if part in _WHOLE:
+            return 0, ()
+        if part in _TABLES:
+            return 0, (rows_of_rank(whole.vocab, self.comm, r),)
+        heads, channels = _run(r, own.nheads * own.head_dim), _run(r, own.ffn)
+        if part in ("qkv", "qkv_bias"):
+            of_k, of_v = (s.start * own.head_dim for s in whole.head_slices[1:])
+            kv = r // self.replicas, own.nheads_kv * own.head_dim
+            return 0, (heads, _run(*kv, of_k), _run(*kv, of_v))
+        if part in ("gate_up", "gate_up_bias"):
+            return 0, (channels, _run(r, own.ffn, whole.ffn))
+        if part in ("o", "down"):
+            return 1, (heads if part == "o" else channels,)
+        raise OptionError(f"{_OP}: {name} cannot be divided among ranks")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of this rank's arrays, by the names of the whole model."""
+        return self._plain(self.comm.rank).shapes()
+
+    def shard_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole model, by name: new NumPy arrays."""
+        arrays = Llama.of(self._arrays("shard_weights", weights), self.whole).arrays()
+        found = {}
+        for name, x in arrays.items():
+            axis, pieces = self.pieces(name)
+            parts = [_along(x, axis, piece) for piece in pieces or (slice(None),)]
+            found[name] = np.concatenate(parts, axis)
+        return found
+
+    def gather_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
+        """The whole model on every rank, by name: new arrays. Of gradients, after :meth:`sum_shared_grads`."""
+        arrays = self._plain_model("gather_weights", weights).arrays()
+        of_ranks = [self._plain(r).shapes() for r in range(self.comm.size)]
+        found = {}
+        for name, x in arrays.items():
+            if not self.pieces(name)[1]:
+                found[name] = x.copy()
+                continue
+            sizes = [math.prod(shapes[name]) for shapes in of_ranks]
+            padded = np.zeros((1, max(sizes)), x.dtype)
+            padded[0, : x.size] = x.reshape(-1)
+            whole = found[name] = np.empty(self.whole.shapes()[name], x.dtype)
+            for r, row in enumerate(self.comm.all_gather(padded)):
+                (axis, pieces), part = self.pieces(name, r), row[: sizes[r]].reshape(of_ranks[r][name])
+                ends = np.cumsum([piece.stop - piece.start for piece in pieces])
+                for piece, one in zip(pieces, np.split(part, ends[:-1], axis), strict=True):
+                    _along(whole, axis, piece)[...] = one
+        return found
+
+    def model(self, weights: Llama | Mapping[str, Any]) -> Llama:
+        """The weights for :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`, over this rank's arrays."""
+        plain = self._plain_model("model", weights)
+        layers = [
+            replace(
+                layer,
+                qkv=Column(layer.qkv, self.stream),
+                o=Row(layer.o, self.stream),
+                gate_up=Column(layer.gate_up, self.stream),
+                down=Row(layer.down, self.stream),
+            )
+            for layer in plain.layers
+        ]
+        embed, head = (
+            VocabularyRows(self.comm, x, self.whole.vocab, sequence_parallel=self.stream.divided)
+            for x in (plain.embed, plain.lm_head)
+        )
+        return Llama(embed, layers, plain.norm, embed if self.whole.tied else head)
+
+    def grads(self, grads: Llama | Mapping[str, Any]) -> Llama:
+        """This rank's arrays as ``grads`` of :func:`gpu_ops.models.loss_and_grads`."""
+        return self._plain_model("grads", grads)
+
+    def sum_shared_grads(self, grads: Llama | Mapping[str, Any]) -> None:
+        """Add up, in place, the gradients of which each rank has a share.
+
+        Those of ``q_norm`` and ``k_norm``; of heads of keys and values that several ranks hold; with
+        ``sequence_parallel`` of the other norms. Call it once per step, when all parts of the batch have been added
+        and before the gradients are read.
+        """
+        arrays = self._arrays("sum_shared_grads", grads)
+        for name, x in arrays.items():
+            check_writable(f"{_OP}.sum_shared_grads", name, x, x, x.dtype, "")
+        norms = (*_HEAD_NORMS, *(_STREAM_NORMS if self.stream.divided else ()))
+        _sum_in_place(self.comm, [x for name, x in arrays.items() if name.rpartition(".")[2] in norms])
+        if self.replicas > 1:
+            _sum_in_place(self._same_kv, [self._kv_rows(name, x) for name, x in arrays.items()])
+
+    def grad_norm(self, grads: Llama | Mapping[str, Any]) -> float:
+        """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
+        total = 0.0
+        for name, x in self._arrays("grad_norm", grads).items():
+            total += _squares(x) / (1 if self.pieces(name)[1] else self.comm.size)
+            total -= _squares(self._kv_rows(name, x)) * (1 - 1 / self.replicas)
+        return math.sqrt(self.comm.all_reduce(np.array([total]))[0])
+
+    def _plain(self, rank: int) -> LlamaConfig:
+        """Of a rank's arrays, the vocabulary included."""
+        rows = rows_of_rank(self.whole.vocab, self.comm, rank)
+        return replace(self.config, vocab=rows.stop - rows.start)
+
+    def _plain_model(self, op: str, arrays: Llama | Mapping[str, Any]) -> Llama:
+        return Llama.of(self._arrays(op, arrays), self._plain(self.comm.rank))
+
+    def _arrays(self, op: str, weights: Llama | Mapping[str, Any]) -> dict[str, Array]:
+        """By name, without frozen ones."""
+        arrays = weights.arrays() if isinstance(weights, Llama) else weights
+        given = {name: x for name, x in arrays.items() if x is not None}
+        return {name: self.comm.movable(f"{_OP}.{op}: {name}", x)[0] for name, x in given.items()}
+
+    def _kv_rows(self, name: str, x: Array) -> Array:
+        """A view of the rows of keys and values; of other arrays none."""
+        has_any = name.rpartition(".")[2] in ("qkv", "qkv_bias")
+        return x[self.config.nheads * self.config.head_dim if has_any else len(x) :]
+
+
+def _run(number: int, length: int, start: int = 0) -> slice:
+    """Of the runs of this length from ``start`` on."""
+    return slice(start + number * length, start + (number + 1) * length)
+
+
+def _along(x: Array, axis: int, piece: slice) -> Array:
+    return x[(slice(None),) * axis + (piece,)]
+
+
+def _squares(x: Array) -> float:
+    return float(np.sum(np.square(x, dtype=np.float64)))
+
+
+def _sum_in_place(comm: Comm, arrays: Sequence[Array]) -> None:
+    """As one array."""
+    if not arrays:
+        return
+    total = comm.all_reduce(np.concatenate([x.reshape(-1) for x in arrays]))
+    ends = np.cumsum([x.size for x in arrays])
+    for x, part in zip(arrays, np.split(total, ends[:-1]), strict=True):
+        x[...] = part.reshape(x.shape)

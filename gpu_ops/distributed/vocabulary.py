@@ -1,0 +1,274 @@
+"""An embedding table and output layer of which each rank holds some rows, and the cross-entropy of its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.core.call import Call
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.stream import Stream
+from gpu_ops.errors import ShapeError
+from gpu_ops.models.table import Table
+from gpu_ops.ops.embedding import embedding, embedding_backward
+from gpu_ops.ops.indices import look_at, read_indices
+from gpu_ops.ops.linear import linear, linear_backward
+from gpu_ops.ops.loss_options import LossOptions
+
+__all__ = ["VocabularyRows", "rows_of_rank"]
+
+Array = npt.NDArray[Any]
+
+_LOSS = "VocabularyRows.loss"
+_DEFAULTS: dict[str, Any] = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "softcap": 0.0,
+    "class_weight": None,
+    "reduction": "mean",
+    "denominator": None,
+}
+_CHUNK_BYTES, _CHUNK_ROWS = 16 << 20, 64  # logits of a chunk, and its least rows, as in linear_cross_entropy
+
+
+def rows_of_rank(vocab: int, comm: Comm, rank: int) -> slice:
+    """The rows that a rank holds: equal numbers, or one more on some."""
+    return slice(vocab * rank // comm.size, vocab * (rank + 1) // comm.size)
+
+
+class VocabularyRows(Table):
+    """A table (vocab, hidden) of which each rank holds a run of rows.
+
+    In :class:`gpu_ops.models.Llama` it takes the place of ``embed`` and ``lm_head``.
+
+    Parameters
+    ----------
+    comm : Comm
+        p ranks.
+    part : array (rows, hidden)
+        Rows ``vocab * rank // p`` to ``vocab * (rank + 1) // p``, in host memory.
+    vocab : int
+        At least p.
+    sequence_parallel : bool
+        The residual stream is divided: each rank has an equal run of the tokens.
+
+    Notes
+    -----
+    Sent for N bytes of hidden states: 2 N (p - 1) / p by an embedding, and as much by the gradient of a loss. The
+    loss takes 6 (p - 1) / p numbers per token, float32 (float64 for float64): a maximum, a sum of exponentials and
+    the target's logit, each over all ranks. Label smoothing adds a sum.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed
+    >>> table = distributed.VocabularyRows(distributed.world(), np.log([[1.0], [3.0], [4.0]]), 3)
+    >>> table.embed(np.array([2, 0])).round(4)
+    array([[1.3863],
+           [0.    ]])
+    >>> loss, dh = table.loss(np.ones((1, 1)), np.array([1]), grads=True, only="dx")
+    >>> round(float(loss), 4)  # log(8 / 3)
+    0.9808
+    """
+
+    def __init__(self, comm: Comm, part: Any, vocab: int, *, sequence_parallel: bool = False) -> None:
+        op = "VocabularyRows"
+        self.vocab = checks.integer(op, "vocab", vocab, low=comm.size)
+        self.divides_tokens = checks.flag(op, "sequence_parallel", sequence_parallel)
+        self.stream, self.rows = Stream(comm, sequence_parallel), rows_of_rank(vocab, comm, comm.rank)
+        self.part = comm.movable(op, part)[0]
+        if self.part.ndim != 2 or len(self.part) != self.rows.stop - self.rows.start:
+            raise ShapeError(
+                f"{op}: part has shape {self.part.shape}, expected ({self.rows.stop - self.rows.start}, hidden): "
+                f"rows {self.rows.start} to {self.rows.stop} of {vocab}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return self.part.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.part.dtype
+
+    def embed(self, ids: Any, *, scale: float = 1.0) -> Any:
+        """:func:`gpu_ops.embedding` of the whole table: the same bits."""
+        own, here = self._own(ids)
+        x = embedding(here, self.part, scale=scale)
+        x[~own] = 0
+        return self.stream.summed(x)
+
+    def embed_backward(self, dx: Any, ids: Any, *, dweight: Any, scale: float = 1.0) -> None:
+        """Add the gradient of this rank's rows to ``dweight``."""
+        own, here = self._own(ids)
+        dx = self.stream.whole(dx)
+        embedding_backward(dx[own], here[own], len(self.part), scale=scale, dweight=dweight)
+
+    def logits(self, h: Any) -> Any:
+        """All logits (..., vocab), on every rank."""
+        comm = self.stream.comm
+        found = linear(self.stream.whole(h), self.part)
+        widest = -(-self.vocab // comm.size)
+        padded = np.zeros((1, *found.shape[:-1], widest), found.dtype)
+        padded[0, ..., : found.shape[-1]] = found
+        parts = zip(
+            comm.all_gather(padded),
+            (rows_of_rank(self.vocab, comm, r) for r in range(comm.size)),
+            strict=True,
+        )
+        return np.concatenate([part[..., : rows.stop - rows.start] for part, rows in parts], axis=-1)
+
+    def loss(
+        self,
+        h: Any,
+        targets: Any,
+        *,
+        chunk: int = 0,
+        grads: bool = False,
+        only: str | None = None,
+        dloss: Any = 1.0,
+        dweight: Any = None,
+        **options: Any,
+    ) -> Any:
+        """:func:`gpu_ops.linear_cross_entropy` of the whole table, with its options.
+
+        Returns
+        -------
+        loss : array () or like targets, the same on every rank
+        dh : array like h, only with ``grads``
+        dweight : array like the part, only with ``grads``, not with ``only="dx"``
+        """
+        h = self.stream.whole(h)
+        op = _Loss.read(self, h, targets, options)
+        x = h.reshape(-1, h.shape[-1])
+        adds = checks.flag(_LOSS, "grads", grads) and only is None
+        if only is not None:
+            checks.one_of(_LOSS, "only", only, ("dx",))
+        if adds and dweight is None:
+            dweight = np.zeros(self.part.shape, op.wide)
+        each = np.asarray(dloss, op.wide)
+        checks.exactly(
+            _LOSS, "dloss", each, h.shape[:-1] if op.given.reduction == "none" and each.ndim else ()
+        )
+        each = np.broadcast_to(each.reshape(-1) * op.factor, op.targets.shape)
+        losses, dx = np.empty(len(x), op.wide), np.empty(x.shape, x.dtype) if grads else None
+        weight = self.part.astype(op.wide, copy=False)
+        step = checks.integer(_LOSS, "chunk", chunk, low=0)
+        if not step:  # the same on every rank
+            row_bytes = -(-self.vocab // self.stream.comm.size) * op.wide.itemsize
+            step = max(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes)
+        for rows in (slice(start, start + step) for start in range(0, len(x), step)):
+            losses[rows], dz = op.of_rows(linear(x[rows].astype(op.wide, copy=False), weight), rows, each)
+            if dx is None:
+                continue
+            dz = dz.astype(x.dtype, copy=False)
+            if adds:
+                dx[rows] = linear_backward(dz, x[rows], self.part, dweight=dweight)[0]
+            else:
+                dx[rows] = linear_backward(dz, x[rows], self.part, only="dx")
+        value = losses.reshape(h.shape[:-1])
+        if op.given.reduction != "none":
+            value = np.asarray(np.sum(losses, dtype=np.float64) * op.factor, op.wide)
+        if dx is None:
+            return value
+        found = value, self.stream.summed(dx.reshape(h.shape))
+        return (*found, dweight) if adds else found
+
+    def _own(self, ids: Any) -> tuple[Array, Array]:
+        """Which of these rows this rank has, and their places, 0 for the others."""
+        view = read_indices(Call("VocabularyRows.embed"), "ids", self.stream.comm.movable("embed", ids)[0])
+        look_at("VocabularyRows.embed", "ids", self.vocab)({"ids": view}, "")
+        own = (view >= self.rows.start) & (view < self.rows.stop)
+        return own, np.where(own, view - self.rows.start, 0).astype(view.dtype)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Cross-entropy of some rows' logits, of which this rank has some columns. Symbols as in
+    :func:`gpu_ops.cross_entropy`."""
+
+    comm: Comm
+    columns: slice
+    wide: np.dtype[Any]
+    given: LossOptions
+    targets: Array
+    kept: Array
+    w: Any
+    """Weights of this rank's classes."""
+    w_y: Array
+    w_sum: float
+    others: float
+    """label_smoothing / vocab"""
+    factor: float
+    """What the sum of the rows' losses is multiplied by."""
+
+    @classmethod
+    def read(cls, table: VocabularyRows, h: Any, targets: Any, options: dict[str, Any]) -> _Loss:
+        for name in options:
+            checks.one_of(_LOSS, "option", name, _DEFAULTS)
+        call, given = Call(_LOSS), LossOptions(**(_DEFAULTS | options))
+        wide, vocab = checks.computing_dtype(call.read("x", h).dtype.name), table.vocab
+        given.read(call, targets, h.shape[:-1], vocab, "x")
+        look = given.look(call, vocab)
+        if look is not None:
+            look(dict(call.views), "")
+        flat = call.views["targets"].reshape(-1)
+        kept, weight = flat != given.ignore_index, call.views.get("class_weight")
+        w: Any = 1.0
+        w_y, w_sum = np.ones(len(flat), wide), float(vocab)
+        if weight is not None:
+            w, w_y, w_sum = (
+                weight[table.rows],
+                weight[np.where(kept, flat, 0)],
+                float(np.sum(weight, dtype="f8")),
+            )
+        factor = 1.0
+        if given.reduction == "mean":
+            count = call.views.get("denominator", given.denominator)
+            count = np.sum(w_y[kept], dtype=np.float64) if count is None else count
+            factor = 1.0 / float(count) if count else 0.0
+        rows = flat, kept, w, w_y, w_sum, float(given.label_smoothing) / vocab, factor
+        return cls(table.stream.comm, table.rows, wide, given, *rows)
+
+    def of_rows(self, z: Array, rows: slice, dloss: Array) -> tuple[Array, Array]:
+        """The losses of these rows, and the gradient of ``z``, their logits for this rank's classes."""
+        targets, kept, w, w_y = self.targets[rows], self.kept[rows], self.w, self.w_y[rows]
+        here = np.flatnonzero(kept & (targets >= self.columns.start) & (targets < self.columns.stop))
+        at = targets[here] - self.columns.start
+        own, others = 1 - float(self.given.label_smoothing), self.others
+        z_loss, softcap = float(self.given.z_loss), float(self.given.softcap)
+        slope: Any = 1.0
+        if softcap:
+            t = np.tanh(z / softcap)
+            z, slope = softcap * t, 1 - t * t
+        with np.errstate(
+            invalid="ignore", divide="ignore", over="ignore"
+        ):  # -inf and NaN as in cross_entropy
+            top = self.comm.all_reduce(z.max(axis=-1), "max")
+            p = np.exp(z - np.where(top == -np.inf, 0, top)[:, None])
+            sums = np.zeros((3 if others else 2, len(z)), self.wide)
+            sums[0] = p.sum(axis=-1)
+            sums[1, here] = z[here, at] - top[here]
+            if others:
+                sums[2] = (w * z).sum(axis=-1)
+            sums = self.comm.all_reduce(sums)
+            log_sum = np.log(sums[0])
+            lse = top + log_sum
+            # differences first: a loss near 0 keeps its digits
+            loss = own * w_y * (log_sum - sums[1]) + z_loss * lse * lse
+            if others:
+                loss += others * (self.w_sum * lse - sums[2])
+            p *= ((own * w_y + others * self.w_sum + 2 * z_loss * lse) / sums[0])[:, None]
+            p -= others * w
+            p[here, at] -= own * w_y[here]
+            p *= slope * dloss[rows][:, None]
+        p[~kept] = 0
+        return np.where(kept, loss, 0), p
