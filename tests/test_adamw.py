@@ -211,11 +211,10 @@ def test_a_captured_step_counts_and_skips(cupy, kernels, rng):
     numbers = {"step": np.array(1, np.int32), "lr": np.array(0.1), "skip": np.zeros((), F32)}
     numbers = {name: FakeArray(x) for name, x in numbers.items()}
     size = gpu_ops.workspace_size("adamw_step", **arrays, **numbers, backend=kernels)
+    workspace = FakeArray(np.zeros(size, np.uint8))  # the graph holds its address
     before = {name: x.host.copy() for name, x in arrays.items()}
     with cupy.capture():
-        gpu_ops.adamw_step(
-            **arrays, **numbers, backend=kernels, workspace=FakeArray(np.zeros(size, np.uint8))
-        )
+        gpu_ops.adamw_step(**arrays, **numbers, backend=kernels, workspace=workspace)
     for x, start in zip(arrays.values(), before.values(), strict=True):
         x.host[...] = start
     for step, lr, skip in ((1, 0.1, 0), (2, 0.05, 1), (2, 0.05, 0)):
