@@ -74,14 +74,16 @@ def test_a_captured_call_adds_at_every_replay(cupy, op, kernels):
     twice = [x.host.copy() for x in sums]
     out = {"out": FakeArray(np.zeros_like(first.host))} if op in OUT else {}
     size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
+    workspace = FakeArray(np.zeros(size, np.uint8))  # the graph holds its address, and that of the results
     with cupy.capture():
-        one(backend=kernels, workspace=FakeArray(np.zeros(size, np.uint8)), **out)
+        held = one(backend=kernels, workspace=workspace, **out)
     for x, start in zip(sums, before, strict=True):
         x.host[...] = start
     for wants in (once, twice):
         cupy.replay()
         for x, want in zip(sums, wants, strict=True):
             assert x.host.tobytes() == want.tobytes()
+    del held
 
 
 def test_a_captured_call_without_its_workspace_says_what_to_pass(cupy):
