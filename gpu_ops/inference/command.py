@@ -10,7 +10,7 @@ from typing import Any
 
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import GpuOpsError, MissingFileError, OptionError
-from gpu_ops.formats.files import opened
+from gpu_ops.formats.files import opened, system_errors
 from gpu_ops.formats.gguf_file import GGUFFile
 from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for
@@ -85,8 +85,10 @@ def _tokenizer(model: Path, given: str | None) -> Any:
     """The tokenizer that was given, or the one in the model's folder, or beside its file."""
     if given is not None:
         return load_tokenizer(given)
-    beside = (model.parent if model.is_file() else model) / "tokenizer.json"
-    if model.is_file() and not beside.exists():
+    with system_errors("generate", model):
+        is_file = model.is_file()
+    beside = (model.parent if is_file else model) / "tokenizer.json"
+    if is_file and not beside.exists():
         raise OptionError(
             f"there is no {beside}, and the vocabulary within a GGUF file is not read: pass --tokenizer FILE, the "
             "tokenizer.json of the model that the file was made from"
