@@ -85,7 +85,7 @@ def _tokenizer(model: Path, given: str | None) -> Any:
     """The tokenizer that was given, or the one in the model's folder, or beside its file."""
     if given is not None:
         return load_tokenizer(given)
-    with system_errors("generate", model):
+    with system_errors("load_tokenizer", model):
         is_file = model.is_file()
     beside = (model.parent if is_file else model) / "tokenizer.json"
     if is_file and not beside.exists():
