@@ -105,7 +105,7 @@ def enlarged(one, sizes):
             shape = tuple(int(a) if a.isdigit() else sizes[a] for a in axes.get(name, ()))
             if name not in axes and not name.startswith("cu_seqlens"):
                 return None
-            if x.dtype.kind == "i" and name != "trits":
+            if x.dtype.kind == "i" and x.dtype.itemsize > 1:  # int8 are numbers or trits
                 changes[name] = values_of(name, shape, sizes)
             elif math.prod(shape) * x.itemsize < MOST_BYTES:
                 changes[name] = claimed(shape, x.dtype)
@@ -177,7 +177,7 @@ TOO_LARGE = "more than a GPU launches at once"
 def test_launches(name, kernels):
     if missing := compiler_missing(kernels):
         pytest.skip(missing)
-    rng, launches = np.random.default_rng(5), 0
+    rng, launches, refusals = np.random.default_rng(5), 0, []
     for i in range(TRIES):
         sizes = sizes_for(rng)
         if name.startswith("rope"):  # its positions are there
@@ -191,8 +191,9 @@ def test_launches(name, kernels):
         for card, step in found:
             check(step, card)
         launches += len(found)
+        refusals.append(refusal)
         assert TOO_LARGE not in refusal or max(x.size for x in one.inputs.values()) > 2**33, refusal
-    assert launches
+    assert launches or (kernels == "raw" and any("have Numba kernels only" in one for one in refusals))
 
 
 @pytest.mark.skipif(
