@@ -113,7 +113,7 @@ def step(family, shape, dtype, policy, optimizer):
 
 
 def prompt(family, batch, seqlen, tokens, dtype):
-    """The same for the prompt of a model, with a cache beside it."""
+    """The same for a model that reads a prompt, with a KV cache allocated."""
     config, kind = CONFIGS[family], np.dtype(dtype)
     found = memory.estimate_inference(config, batch=batch, seqlen=seqlen, prompt=tokens, dtype=kind)
     ids = np.zeros((batch, tokens or seqlen), np.int32)

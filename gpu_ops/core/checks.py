@@ -137,7 +137,7 @@ def computing_dtype(dtype: str) -> np.dtype[Any]:
 def result_dtype(
     op: str, name: str, value: Any, default: np.dtype[Any], *others: np.dtype[Any]
 ) -> np.dtype[Any]:
-    """The dtype of a result: ``default``, or one of ``others`` where it is asked for."""
+    """The dtype of a result: ``default``, or one of ``others`` if ``value`` asks for it."""
     if value is None:
         return default
     allowed = dict.fromkeys((default, *others))

@@ -44,7 +44,7 @@ def world(timeout: float | None = None) -> Comm:
     Notes
     -----
     All ranks make the first call, which starts MPI: that waits for all processes without a timeout. From then on an
-    exception that nobody catches ends all ranks, with a non-zero exit status, and only rank 0 prints progress.
+    uncaught exception ends all ranks, with a non-zero exit status, and only rank 0 prints progress.
 
     Examples
     --------

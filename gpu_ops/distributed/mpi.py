@@ -135,7 +135,7 @@ class Mpi(Comm):
     def _point_to_point(
         self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
     ) -> _Requests:
-        for earlier in list(_in_flight):  # sends that nobody waits for end here
+        for earlier in list(_in_flight):  # complete sends whose handles were dropped
             with contextlib.suppress(CommError):  # its own wait() raises it
                 earlier.done()
         receives = [self._mpi.Irecv([x, MPI.BYTE], source, channel) for x, source in found]
@@ -162,7 +162,7 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 def end_job_on_errors(comm: Mpi) -> None:
-    """An exception that nobody catches, in any thread, ends all ranks: the others would wait for this one."""
+    """An uncaught exception in any thread ends all ranks, which would otherwise wait for this one."""
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

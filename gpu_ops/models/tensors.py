@@ -178,7 +178,7 @@ def read_all(
 
 
 def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
-    """The plan, and what of it is packed; an error unless exactly its tensors are there."""
+    """The plan and its packed arrays. Raises unless the files hold exactly the tensors of the plan."""
     config, files, names = source.config, source.files, source.names
     if config.nlayers > len(files):  # before there is a list of them
         raise FormatError(

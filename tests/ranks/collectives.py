@@ -168,7 +168,7 @@ def check_in_place(comm):
 
 
 def check_send_and_recv(comm):
-    """Along a line, as pipelines do. A shift beside it is a channel of its own: their order does not matter."""
+    """Along a line, as pipelines do. A shift has a channel of its own, so its order among sends is free."""
     big, handles = 1 << 18, []
     if comm.rank + 1 < comm.size:
         handles = [comm.send(np.full(big, 10 * comm.rank + i, np.float32), comm.rank + 1) for i in range(3)]
