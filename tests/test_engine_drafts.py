@@ -7,26 +7,15 @@ import functools
 
 import pytest
 
-from gpu_ops import models
 from gpu_ops.errors import GpuOpsError
 from gpu_ops.inference import (
     Engine,
-    Sampling,
     cache_for,
     generate,
     prompt_lookup,
 )
 from gpu_ops.inference.draws import Draws
-
-CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
-WEIGHTS = models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [27, 18, 28]]
-SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=4),
-    Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=9),
-    Sampling(temperature=0.0, presence_penalty=0.4),
-]
+from tests.test_speculative import CONFIG, PROMPTS, SAMPLINGS, WEIGHTS
 
 
 @functools.cache

@@ -11,7 +11,14 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import give
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.sequence import ContextOptions, Shards, by_distance, option_words, read_shards
+from gpu_ops.distributed.sequence import (
+    ContextOptions,
+    Shards,
+    by_distance,
+    option_words,
+    read_results,
+    read_shards,
+)
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 
@@ -132,7 +139,8 @@ def gathered_attention_varlen_backward(
     """
     op = "gathered_attention_varlen_backward"
     shards, spans = _read(op, comm, (q, k, v), cu_seqlens, options)
-    dout, out, lse = _read_results(op, comm, shards, (dout, out, lse))
+    lse_shape = shards.q.shape[1], shards.q.shape[0]
+    dout, out, lse = read_results(op, comm, shards, (dout, out, lse), lse_shape, shards.wide)
     comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
     keys, values = (comm.all_gather(x) for x in (shards.k, shards.v))
     dq, dk, dv = (np.zeros(x.shape, shards.wide) for x in (shards.q, keys, values))
@@ -202,18 +210,3 @@ def _spans(starts: Array, first: int, length: int, options: dict[str, Any]) -> _
 
 def _from_zero(lengths: Array) -> Array:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-
-
-def _read_results(
-    op: str, comm: Comm, shards: Shards, results: tuple[Any, Any, Any]
-) -> tuple[Array, Array, Array]:
-    """dout, out and lse."""
-    dout, out, lse = (
-        comm.movable(op, x, name)[0] for name, x in zip(("dout", "out", "lse"), results, strict=True)
-    )
-    length, nheads, _ = shards.q.shape
-    for name, x in (("dout", dout), ("out", out)):
-        kind = shards.wide if x.dtype == shards.wide else shards.q.dtype
-        checks.exactly(op, name, x, (length, nheads, shards.v.shape[-1]), kind)
-    checks.exactly(op, "lse", lse, (nheads, length), shards.wide)
-    return dout, out, lse

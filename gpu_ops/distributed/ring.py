@@ -18,6 +18,7 @@ from gpu_ops.distributed.sequence import (
     check_layout,
     option_words,
     pieces,
+    read_results,
     read_shards,
 )
 from gpu_ops.ops.attention import attention, attention_backward
@@ -165,7 +166,12 @@ def ring_attention_backward(
     """
     op = "ring_attention_backward"
     shards = read_shards(op, comm, (q, k, v), options)
-    dout, delta, lse = _read_results(op, comm, shards, dout, out, lse)
+    batch, length, nheads, _ = shards.q.shape
+    lse_shape = batch, nheads, length
+    dout, out, lse = read_results(op, comm, shards, (dout, out, lse), lse_shape, np.dtype(np.float64))
+    dout = dout.astype(shards.q.dtype, copy=False)
+    products = dout.astype(shards.wide) * out
+    delta = np.ascontiguousarray(products.sum(axis=-1).transpose(0, 2, 1))
     ring = _Ring(op, comm, shards, layout, options)
     to_q: Array = np.zeros(shards.q.shape, shards.wide)
     keys, values = shards.k, shards.v
@@ -221,18 +227,3 @@ class _Ring:
             return {"q_start": mine.start, "k_start": theirs.start}
         # token i of rank r sees token j of rank s where j p + s <= i p + r: j <= i, and where s > r j < i
         return {"q_start": 0, "k_start": int(theirs.start > mine.start)}
-
-
-def _read_results(
-    op: str, comm: Comm, shards: Shards, dout: Any, out: Any, lse: Any
-) -> tuple[Array, Array, Array]:
-    """dout in q's dtype, delta = sum(dout * out) over head_dim_v, and lse."""
-    batch, length, nheads, _ = shards.q.shape
-    views = {name: comm.movable(op, x, name)[0] for name, x in (("dout", dout), ("out", out), ("lse", lse))}
-    for name in ("dout", "out"):
-        kind = shards.wide if views[name].dtype == shards.wide else shards.q.dtype
-        checks.exactly(op, name, views[name], (batch, length, nheads, shards.v.shape[-1]), kind)
-    checks.exactly(op, "lse", views["lse"], (batch, nheads, length), np.dtype(np.float64))
-    rounded = views["dout"].astype(shards.q.dtype, copy=False)
-    products = rounded.astype(shards.wide) * views["out"]
-    return rounded, np.ascontiguousarray(products.sum(axis=-1).transpose(0, 2, 1)), views["lse"]

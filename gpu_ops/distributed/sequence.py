@@ -23,6 +23,7 @@ __all__ = [
     "check_layout",
     "option_words",
     "pieces",
+    "read_results",
     "read_shards",
     "sequence_positions",
 ]
@@ -143,6 +144,25 @@ def read_shards(
     )
     read_options(call, dtype, **options)
     return Shards(**given, library=views[0][1], wide=checks.computing_dtype(dtype))
+
+
+def read_results(
+    op: str,
+    comm: Comm,
+    shards: Shards,
+    results: tuple[Any, Any, Any],
+    lse_shape: tuple[int, ...],
+    lse_dtype: np.dtype[Any],
+) -> tuple[Array, Array, Array]:
+    """dout, out and lse, checked. dout and out: in q's dtype, or in that of the sums."""
+    dout, out, lse = (
+        comm.movable(op, x, name)[0] for name, x in zip(("dout", "out", "lse"), results, strict=True)
+    )
+    shape = (*shards.q.shape[:-1], shards.v.shape[-1])
+    for name, x in (("dout", dout), ("out", out)):
+        checks.exactly(op, name, x, shape, shards.wide if x.dtype == shards.wide else shards.q.dtype)
+    checks.exactly(op, "lse", lse, lse_shape, lse_dtype)
+    return dout, out, lse
 
 
 def check_layout(op: str, layout: str, options: Mapping[str, Any], length: int) -> str:

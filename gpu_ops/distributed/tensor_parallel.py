@@ -22,6 +22,7 @@ from gpu_ops.distributed.stream import Stream
 from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
 from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.elementwise import added
 from gpu_ops.models.projection import Projection, project, project_backward
 from gpu_ops.models.weights import Llama
 
@@ -66,11 +67,7 @@ class Row(_Divided):
     """Columns of a weight: some channels of its input. Bias and residual are added to the sum."""
 
     def project(self, x: Any, bias: Any, residual: Any) -> Any:
-        y = self.stream.summed(project(x, self.part))
-        for more in (bias, residual):
-            if more is not None:
-                y += more
-        return y
+        return added(added(self.stream.summed(project(x, self.part)), bias), residual)
 
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
         return project_backward(self.stream.whole(dy), x, self.part, grad, dbias)
@@ -156,7 +153,7 @@ class TensorParallel:
         self._same_kv = comm if self.replicas == 1 else comm.split(comm.rank // self.replicas, name=name)
 
     def pieces(self, name: str, rank: int | None = None) -> tuple[int, tuple[slice, ...]]:
-        """Where the array of a rank (default: this one) lies in that of the whole model.
+        """Which slices of a model's array a rank (default: this one) holds.
 
         Returns
         -------

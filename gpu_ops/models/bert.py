@@ -23,13 +23,14 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import on_cuda
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.formats.files import path_of
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.bert_config import NAMES, BertConfig
 from gpu_ops.models.block import Sequences
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.tensors import Source, open_folder, read_all
+from gpu_ops.models.weights import check_arrays
 from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
 from gpu_ops.ops.layernorm import layernorm
@@ -45,7 +46,7 @@ _LOAD, _EMBED = "models.load_bert", "sentence_embeddings"
 
 @dataclass
 class BertBlock:
-    """Weights of a layer; each has a bias beside it."""
+    """Weights and biases of a layer."""
 
     qkv: Any
     """(3 * hidden, hidden): the rows of q, of k, of v"""
@@ -93,11 +94,7 @@ class Bert:
         OptionError, ShapeError
             A name is missing, or an array has another shape.
         """
-        for name, shape in config.shapes().items():
-            if name not in arrays:
-                raise OptionError(f"Bert.of: there is no array {name!r}, of shape {shape}")
-            if tuple(arrays[name].shape) != shape:
-                raise ShapeError(f"Bert.of: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
+        check_arrays("Bert.of", arrays, config.shapes())
         dtype = arrays["embed"].dtype
         wide = np.promote_types(dtype, np.float32)
         places = arrays["positions"].astype(wide)[:, None] + arrays["types"].astype(wide)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
+from gpu_ops.models.config_hf import SIZES
 from gpu_ops.models.tensors import STORED, Names
 
 __all__ = ["NAMES", "BertConfig"]
@@ -15,11 +16,7 @@ __all__ = ["NAMES", "BertConfig"]
 _WHO = "BertConfig"
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _ENTRIES = {
-    "vocab": "vocab_size",
-    "hidden": "hidden_size",
-    "ffn": "intermediate_size",
-    "nlayers": "num_hidden_layers",
-    "nheads": "num_attention_heads",
+    **SIZES,
     "max_positions": "max_position_embeddings",
     "ntypes": "type_vocab_size",
 }

@@ -17,13 +17,13 @@ from gpu_ops.models.config_families import ACTIVATIONS, BIASES, FAMILIES, NEUTRA
 if TYPE_CHECKING:
     from gpu_ops.models.config import LlamaConfig
 
-__all__ = ["config_to_hf", "options_from_hf", "read_config"]
+__all__ = ["SIZES", "config_to_hf", "options_from_hf", "read_config"]
 
 _WHO = "LlamaConfig.from_hf"
 _MOST_BYTES = 1 << 22  # of a config.json
 _MOST_LAYERS = 1 << 16  # so that a number in a file makes no list of any length
 _KINDS = ("full_attention", "sliding_attention")
-_SIZES = {
+SIZES = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
     "ffn": "intermediate_size",
@@ -41,10 +41,10 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
         raise OptionError(f"{_WHO}: expected a dict or a path, got {type(config).__name__}")
     family = _family(config)
     given = {**family.defaults, **config, **family.always}
-    missing = [name for name in (*_SIZES.values(), "rms_norm_eps") if given.get(name) is None]
+    missing = [name for name in (*SIZES.values(), "rms_norm_eps") if given.get(name) is None]
     if missing:
         raise OptionError(f"{_WHO}: the config has no {', '.join(missing)}")
-    sizes = {ours: checks.integer(_WHO, theirs, given[theirs], low=0) for ours, theirs in _SIZES.items()}
+    sizes = {ours: checks.integer(_WHO, theirs, given[theirs], low=0) for ours, theirs in SIZES.items()}
     nlayers = checks.integer(_WHO, "num_hidden_layers", sizes["nlayers"], high=_MOST_LAYERS)
     act = checks.one_of(_WHO, family.activation, given.get(family.activation, "silu"), ACTIVATIONS)
     options = {
@@ -197,7 +197,7 @@ def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
     turning = turning or next((c for c in layers if c.theta is not None), config)
     window = max(c.window for c in layers)
     slides = [c.window >= 0 for c in layers]
-    common = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
+    common = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()} | {
         "num_key_value_heads": config.nheads_kv,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.eps,

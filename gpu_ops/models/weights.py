@@ -11,7 +11,7 @@ import numpy as np
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models.config import LlamaConfig
 
-__all__ = ["Block", "Llama", "initial_weights"]
+__all__ = ["Block", "Llama", "check_arrays", "initial_weights"]
 
 
 @dataclass
@@ -76,11 +76,7 @@ class Llama:
         OptionError, ShapeError
             A name is missing, or an array has another shape.
         """
-        for name, shape in config.shapes().items():
-            if name not in arrays:
-                raise OptionError(f"Llama.of: there is no array {name!r}, of shape {shape}")
-            if tuple(arrays[name].shape) != shape:
-                raise ShapeError(f"Llama.of: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
+        check_arrays("Llama.of", arrays, config.shapes())
         layers = [
             Block(**{part: arrays[f"layers.{i}.{part}"] for part in config.block_shapes()})
             for i in range(config.nlayers)
@@ -96,6 +92,15 @@ class Llama:
             found |= {f"layers.{i}.{name}": x for name, x in parts if x is not None}
         found["norm"] = self.norm
         return found if self.lm_head is self.embed else found | {"lm_head": self.lm_head}
+
+
+def check_arrays(who: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """An error unless an array of each shape is there."""
+    for name, shape in shapes.items():
+        if name not in arrays:
+            raise OptionError(f"{who}: there is no array {name!r}, of shape {shape}")
+        if tuple(arrays[name].shape) != shape:
+            raise ShapeError(f"{who}: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
 
 
 def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
