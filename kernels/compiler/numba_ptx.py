@@ -35,6 +35,11 @@ def numba_cuda() -> Any:
     from numba import cuda
     from numba.cuda import dispatcher
 
+    if not hasattr(np, "row_stack"):  # NumPy 2.5 removed this name of vstack; numba-cuda 0.30 needs it once
+        np.row_stack = np.vstack  # noqa: NPY201
+        importlib.import_module("numba.cuda.np.arrayobj")
+        del np.row_stack  # noqa: NPY201
+
     # A kernel gets its target as an argument, but the device functions it calls ask the GPU for theirs, even when
     # compiling for another GPU or without one. While this thread compiles, they get the kernel's target.
     ask_driver = dispatcher.get_current_device
