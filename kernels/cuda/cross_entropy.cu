@@ -53,13 +53,13 @@ __device__ __forceinline__ float weight_of(long long target, const float* class_
     return o.weighted ? class_weight[target] : 1.0f;
 }
 
-// u of a logit, and du/dz.
+// u of a logit, and du/dz. u is rounded, the same in every kernel: no FMA may take the product in.
 __device__ __forceinline__ float capped(float z, const Options& o, float& slope) {
     slope = 1.0f;
     if (kPlain || o.softcap == 0.0f) return z;
     const float t = tanhf(z / o.softcap);
     slope = fmaf(-t, t, 1.0f);
-    return o.softcap * t;
+    return __fmul_rn(o.softcap, t);
 }
 
 // What a block knows of the row of this thread. Rows that are ignored or beyond the last one have no elements.

@@ -18,6 +18,7 @@ from functools import cache
 
 import numpy as np
 from numba import cuda, float64
+from numba.cuda import libdevice
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
@@ -42,14 +43,15 @@ def weight_of(target, weight, weighted, cols):
 @cache
 def _capped(dtype: str):
     number = functions(dtype).compute
+    rounded = libdevice.dmul_rn if number is float64 else libdevice.fmul_rn
 
     @cuda.jit(device=True)
     def capped(z, softcap):
-        """u of a logit, and du/dz."""
+        """u of a logit, and du/dz. u is rounded, the same in every kernel: no FMA may take the product in."""
         if softcap == number(0.0):
             return z, number(1.0)
         t = math.tanh(z / softcap)
-        return softcap * t, number(1.0) - t * t
+        return rounded(softcap, t), number(1.0) - t * t
 
     return capped
 
