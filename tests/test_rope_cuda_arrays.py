@@ -95,3 +95,14 @@ def test_numpy_arrays_are_copied_there_and_back(cupy, problem, in_place):
     for g, o, w in zip(got, out, want, strict=True):
         assert g is o
         np.testing.assert_array_equal(o, w)
+
+
+@needs_nvrtc
+def test_results_of_host_arrays_lie_in_memory_as_the_inputs(cupy, rng):
+    """Arrays in host memory, computed on the GPU: the results are copied back as they lie there."""
+    q = rng.standard_normal((2, 9, 4, 16)).astype(np.float32)
+    turned = np.ascontiguousarray(q.swapaxes(1, 2)).swapaxes(1, 2)
+    on_cpu = rope(turned)
+    on_gpu = rope(turned, device="cuda")
+    assert on_gpu.strides == on_cpu.strides == turned.strides
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=0, atol=1e-6)

@@ -277,7 +277,7 @@ class Prepared:
             return own[name]
         view = views[name]
         if self.choice.copies:
-            return _to_host(view)
+            view = _to_host(view)
         if self._library is None:
             return view
         if not self._on_cuda:
@@ -306,9 +306,12 @@ def _copied_to_device(views: Views) -> Views:
 
 
 def _to_host(x: Any) -> Any:
+    """A copy that lies in host memory as ``x`` does on the device: the axis of the largest stride first."""
     import cupy
 
-    return cupy.asnumpy(as_bits(x)).view(x.dtype)
+    axes = sorted(range(x.ndim), key=lambda i: -x.strides[i])
+    host = cupy.asnumpy(as_bits(x.transpose(axes))).view(x.dtype)
+    return host.transpose([axes.index(i) for i in range(x.ndim)])
 
 
 def _check_workspace(op: str, workspace: Any, program: Program, device: str) -> Any:
