@@ -138,15 +138,17 @@ def interleave(
     contenders: Sequence[Contender], effort: Effort, timer: Callable[[Call], float] = timed
 ) -> dict[str, Timing]:
     """Timings of all contenders, taken in turns. The first call of each is kept apart (compilation)."""
-    first, estimate, rounds = {}, {}, {}
+    first, spent, rounds = {}, {}, {}  # spent: by a timed call, all that its timer does included
     samples: dict[str, list[float]] = {c.name: [] for c in contenders}
     for contender in contenders:
         first[contender.name] = timer(contender.next())
-        estimate[contender.name] = max(timer(contender.next()), 1e-7)
-        affordable = int(effort.slow_seconds / estimate[contender.name])
+        start = time.perf_counter()
+        second = timer(contender.next())
+        spent[contender.name] = max(second, time.perf_counter() - start)
+        affordable = int(effort.slow_seconds / spent[contender.name])
         rounds[contender.name] = max(1, min(effort.rounds, affordable))
         if rounds[contender.name] == 1:
-            samples[contender.name].append(estimate[contender.name])  # too slow to discard a warm call
+            samples[contender.name].append(second)  # too slow to discard a warm call
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -157,7 +159,7 @@ def interleave(
                 if turn >= rounds[name]:
                     continue
                 time.sleep(effort.pause)
-                count = max(1, min(200, int(effort.slice_seconds / estimate[name])))
+                count = max(1, min(200, int(effort.slice_seconds / spent[name])))
                 if count > 1:
                     timer(contender.next())
                 samples[name].extend(timer(contender.next()) for _ in range(count))
