@@ -236,7 +236,7 @@ class Expected:
             np.testing.assert_allclose(actual, exact, rtol=1e-11, atol=1e-13 * scale, err_msg=name)
             return
         if name == "lse":
-            assert_lse(actual, exact)
+            assert_lse(actual, exact, dtype, self.problem.options.get("softcap"))
         elif name.startswith("d"):
             assert_gradient(name, actual, exact, self.naive[name], dtype, self.exact["lse"])
         else:
@@ -277,10 +277,14 @@ def cancellation(
     return float(np.spacing(np.float32(delta)) * scale * other)
 
 
-def assert_lse(actual: Any, exact: np.ndarray) -> None:
-    """lse comes from float32 sums whatever the inputs are: some float32 roundings, -inf where -inf."""
+def assert_lse(actual: Any, exact: np.ndarray, dtype: Any = np.float32, softcap: float | None = None) -> None:
+    """lse comes from float32 sums whatever the inputs are: some float32 roundings, -inf where -inf.
+
+    16-bit kernels cap scores by tanh.approx, which errs by up to 2^-11 of the tanh: that moves each score, and lse.
+    """
     scale = np.abs(exact[np.isfinite(exact)]).max(initial=1.0)
-    np.testing.assert_allclose(actual, exact, rtol=0, atol=2e-6 * scale, err_msg="lse")
+    of_cap = (softcap or 0.0) * 2.0**-11 if np.dtype(dtype).itemsize == 2 else 0.0
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=2e-6 * scale + of_cap, err_msg="lse")
 
 
 def has_gradients(backend: Mapping[str, str]) -> bool:

@@ -151,12 +151,13 @@ def test_the_call_runs_on_cupys_current_stream(cupy, name):
 def test_a_call_with_out_can_be_captured_in_a_graph(cupy):
     x, weight = cupy.ones((64, 512), np.float32), cupy.ones(512, np.float32)
     y = cupy.zeros_like(x)
+    workspace = cupy.empty(gpu_ops.workspace_size("rmsnorm", x, weight, out=y), np.uint8)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        gpu_ops.rmsnorm(x, weight, out=y)
+        gpu_ops.rmsnorm(x, weight, out=y, workspace=workspace)
         stream.synchronize()
         stream.begin_capture()
-        gpu_ops.rmsnorm(x, weight, out=y)
+        gpu_ops.rmsnorm(x, weight, out=y, workspace=workspace)
         graph = stream.end_capture()
         y.fill(0)
         x *= 3

@@ -121,14 +121,14 @@ def test_relu2_is_exact(backend, dtype, rng):
 
 @pytest.mark.parametrize("activation", BOUNDED)
 def test_accuracy_over_the_whole_range(backend, activation):
-    """float32 against float64 on a fine grid: within 2e-7 absolute, or a few units in the last place."""
+    """float32 against float64 on a fine grid: two units in the last place of the largest value below 4."""
     gate = np.linspace(-30, 30, 20_001).astype(np.float32)
     ones = np.ones_like(gate)
     options = {"activation": activation, **backend}
     y = gpu_ops.swiglu(gate, ones, **options).astype(np.float64)
     want = reference.swiglu(gate, ones, activation=activation, precision="float64")
     assert np.abs(y - want).max() <= 4 * 2.0**-24 * 30
-    assert np.abs(y - want)[np.abs(gate) < 4].max() < 4e-7
+    assert np.abs(y - want)[np.abs(gate) < 4].max() <= 2 * 2.0**-22
     dgate, _ = gpu_ops.swiglu_backward(ones, gate, ones, **options)
     want, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
     assert np.abs(dgate - want).max() < 1e-6
