@@ -13,7 +13,7 @@
 # logs, tests*.jsonl, perf/*.csv, tune.jsonl, summary.txt, and after each part report.md with its pictures.
 #
 #   GPU_OPS_PYTHON          the interpreter (default: python3)
-#   GPU_OPS_CHECK_JOBS      test processes of part 4, where pytest-xdist is installed (default: 4)
+#   GPU_OPS_CHECK_JOBS      test processes, where pytest-xdist is installed (default: one per core)
 #   GPU_OPS_CHECK_SECONDS   of a part (default: 460)
 #   GPU_OPS_CHECK_TESTS     test files (default: all)
 #   GPU_OPS_CHECK_DRY=1     no GPU needed: lists the tests and benchmarks instead of running them
@@ -107,7 +107,8 @@ PY
 
 # tested LOG [ARGUMENTS...]: the tests marked gpu, with a line per result in LOG.
 tested() {
-    local options=(-p tests.report_log -m gpu -p no:cacheprovider --continue-on-collection-errors)
+    # pytest-benchmark, where it is installed, warns of xdist, and warnings are errors here.
+    local options=(-p tests.report_log -p no:benchmark -m gpu -p no:cacheprovider --continue-on-collection-errors)
     export GPU_OPS_TEST_LOG="$out/$1"
     shift
     if [[ $dry == 1 ]]; then options+=(--collect-only -q); fi
@@ -115,15 +116,17 @@ tested() {
     limited "$python" -m pytest "${options[@]}" "$@" ${GPU_OPS_CHECK_TESTS:-}
 }
 
-first_tests() { GPU_OPS_TEST_FIRST=1 tested tests_first.jsonl; }
-
-tests() {
+# parallel LOG: the same in several processes, which mostly compile. The BLAS of each keeps to one thread.
+parallel() {
     if has xdist && [[ $dry != 1 ]]; then
-        tested tests.jsonl -n "${GPU_OPS_CHECK_JOBS:-4}"
+        OPENBLAS_NUM_THREADS=1 tested "$1" -n "${GPU_OPS_CHECK_JOBS:-$(nproc)}"
     else
-        tested tests.jsonl
+        tested "$1"
     fi
 }
+
+first_tests() { GPU_OPS_TEST_FIRST=1 parallel tests_first.jsonl; }
+tests() { parallel tests.jsonl; }
 
 # measured ARGUMENTS...: benchmarks, saved after each case.
 measured() {
