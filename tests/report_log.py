@@ -1,7 +1,7 @@
 """A pytest plugin, ``-p tests.report_log``: results as they come, and the few tests that tell the most.
 
 ``GPU_OPS_TEST_LOG``: a file that gets a JSON line per test, so that a run that is cut off keeps what it found.
-``GPU_OPS_TEST_FIRST=1``: of each file one test per backend; of test_gpu.py all.
+``GPU_OPS_TEST_FIRST=1``: of each file one test per backend; of test_gpu.py and test_gpu_models.py all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow"):
             continue
         backend = next((b for b in BACKENDS if b in item.name), "")
-        if item.path.name == "test_gpu.py" or (item.path, backend) not in seen:
+        if item.path.name in ("test_gpu.py", "test_gpu_models.py") or (item.path, backend) not in seen:
             seen.add((item.path, backend))
             chosen.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

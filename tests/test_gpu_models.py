@@ -1,4 +1,4 @@
-"""Models on a real GPU beside the CPU: logits, training steps, decoding by CUDA graphs, caches, captured calls, memory."""
+"""Models on a real GPU beside the CPU: logits, training, decoding by CUDA graphs, caches, captured calls, memory."""
 
 from __future__ import annotations
 
