@@ -20,6 +20,7 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import inference, models
+from gpu_ops.inference.captured import Graphs
 from gpu_ops.models.projection import PROJECTIONS
 from gpu_ops.reference.precision import Precision
 from perf.case import DTYPES, Call, Case, Config, Inputs
@@ -102,9 +103,13 @@ def ours(x: Inputs, **how: Any) -> Call:
         inference.next_logits(weights, config, cache, cache.reserve(before))
         cache.commit()
     last = {h: text[-new:] for h, text in zip(handles, ids, strict=True)}
+    graphs = Graphs(weights, config, cache, cache.length(handles[0]) + new) if cache.device == "cuda" else None
 
     def run() -> Any:
-        found = inference.next_logits(weights, config, cache, cache.reserve(last))
+        """As an engine does: on a GPU a pass of single tokens is the replay of a graph."""
+        into = graphs and graphs.step_for(last)
+        step = cache.reserve(last, out=into)
+        found = graphs.logits(step, len(last)) if into else inference.next_logits(weights, config, cache, step)
         cache.rollback()
         return found
 
@@ -127,11 +132,12 @@ def torch_forward(x: Inputs) -> Call:
     import transformers
 
     weights, config = model_of(x, x["weights"])
+    device = "cpu" if isinstance(weights.embed, np.ndarray) else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         models.save(folder, weights, config)
         kind = getattr(torch, x["weights"]["embed"].dtype.name)
-        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind).eval()
-    ids, new = torch.tensor(x["ids"]), x["new"]
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind).eval().to(device)
+    ids, new = torch.tensor(x["ids"].tolist(), device=device), x["new"]
     context = ids.shape[1] - new
 
     def forward(part: Any, cache: Any) -> Any:
