@@ -23,6 +23,7 @@ from gpu_ops import inference, models
 from gpu_ops.inference.captured import Graphs
 from gpu_ops.models.projection import PROJECTIONS
 from gpu_ops.reference.precision import Precision
+from gpu_ops.training.state_arrays import to_device
 from perf.case import DTYPES, Call, Case, Config, Inputs
 
 CONFIG = models.LlamaConfig(vocab=32000, hidden=768, ffn=2048, nlayers=12, nheads=12, nheads_kv=4, tied=True)
@@ -92,9 +93,14 @@ def model_of(x: Inputs, arrays: dict[str, Any]) -> tuple[models.Llama, models.Ll
     return models.with_int8_input(weights) if x["kind"] == "ternary int8" else weights, config
 
 
+def device_of(x: Inputs) -> str:
+    """The weights start on the host; the tokens are where the model runs."""
+    return "cpu" if isinstance(x["ids"], np.ndarray) else "cuda"
+
+
 def ours(x: Inputs, **how: Any) -> Call:
     """Of the last tokens; the others are in the cache."""
-    weights, config = model_of(x, x["weights"])
+    weights, config = model_of(x, {n: to_device(w, device_of(x)) for n, w in x["weights"].items()})
     ids, new = x["ids"].tolist(), x["new"]
     cache = inference.cache_for(weights, config, lengths=[len(text) for text in ids])
     handles = [cache.add() for _ in ids]
@@ -132,7 +138,7 @@ def torch_forward(x: Inputs) -> Call:
     import transformers
 
     weights, config = model_of(x, x["weights"])
-    device = "cpu" if isinstance(weights.embed, np.ndarray) else "cuda"
+    device = device_of(x)
     with tempfile.TemporaryDirectory() as folder:
         models.save(folder, weights, config)
         kind = getattr(torch, x["weights"]["embed"].dtype.name)
