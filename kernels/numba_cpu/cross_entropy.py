@@ -21,7 +21,7 @@ import numpy as np
 
 from .codegen.stream import fence, finish, put, stays_in_cache
 from .dtype import bits, like, load, read_row, store, write_row
-from .fastmath import exp, tanh
+from .fastmath import exp, tanh_and_slope
 from .jit import Kernel, compute, device_function, inner, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 
@@ -90,9 +90,8 @@ def fill(row, start, n, softcap, u, slope):
         u[j] = load(row, start + j)
     if softcap > 0:
         for j in range(n):
-            t = tanh(u[j] / softcap)
+            t, slope[j] = tanh_and_slope(u[j] / softcap)
             u[j] = softcap * t
-            slope[j] = like(softcap, 1.0) - t * t
 
 
 @inner
