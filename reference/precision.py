@@ -47,7 +47,8 @@ def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
     native = np.dtype(dtype)
 
     def load(x: Any) -> Array:
-        return np.asarray(x, dtype=np.float64)
+        """Rows in C order, wherever the numbers come from: BLAS adds those of other strides in another order."""
+        return np.require(x, np.float64, ("C_CONTIGUOUS", "ALIGNED", "ENSUREARRAY"))
 
     def rounded(x: Any) -> Array:
         return np.asarray(x).astype(native).astype(np.float64)

@@ -143,7 +143,7 @@ def ternary_matmul(
         # textbook code: dequantise, then one product, summed in float32 (float64) as any GEMM does
         wide = np.float64 if x.dtype == np.float64 else np.float32
         dense: Array = (np.repeat(scales, group, axis=1) * trits).astype(wide)
-        product: Array = tokens.astype(wide) @ dense.T
+        product: Array = st.load(tokens).astype(wide) @ dense.T
         return st.store(product.reshape(*x.shape[:-1], n))
     left: Array
     if x_scale is not None:

@@ -246,3 +246,14 @@ def test_a_captured_call_adds_at_every_replay(cupy):
         cupy.replay()
         for x, was, one in zip(grads, before, once, strict=True):
             np.testing.assert_allclose(x.host, was + times * one, rtol=1e-6, atol=1e-6)
+
+
+def test_slopes_of_capped_scores_keep_their_digits():
+    """At a score of six caps 1 - tanh^2 of float32 has three digits left."""
+    x = np.full((1, 1, 1, 8), 3.0, np.float32)
+    options = {"softcap": 0.5, "softmax_scale": 0.04, "sinks": np.zeros(1, np.float32)}
+    out, lse = gpu_ops.attention(x, x, x, return_lse=True, **options, device="cpu", backend="numba")
+    found = gpu_ops.attention_backward(x, x, x, x, out, lse, **options, device="cpu", backend="numba")
+    want = reference.attention_backward(x, x, x, x, out, lse, **options, precision="float64")
+    for f, w in zip(found, want, strict=True):
+        np.testing.assert_allclose(f, w, rtol=1e-5)

@@ -77,6 +77,14 @@ def test_results_of_many_rows_are_streamed(rng):
     assert gpu_ops.softmax(np.tile(x, (3, 1)))[1100:2200].tobytes() == few.tobytes()
 
 
+@pytest.mark.parametrize("cols", [7, 1000, 4099])
+def test_a_float32_row_sums_to_one(cols, rng):
+    """The sum and each quotient are rounded once: together one unit, however long the row."""
+    pytest.importorskip("numba")
+    y = gpu_ops.softmax(random(rng, (2000, cols), np.float32, 3), device="cpu", backend="numba")
+    assert np.abs(y.sum(axis=-1, dtype=np.float64) - 1).max() <= 2.0**-23
+
+
 @settings(max_examples=25, deadline=None)
 @given(shift=st.floats(-50, 50), rows=st.integers(1, 4), cols=st.integers(1, 70), seed=st.integers(0, 2**31))
 def test_rows_sum_to_one_and_do_not_depend_on_a_shift(shift, rows, cols, seed):

@@ -271,7 +271,7 @@ def test_bad_layers(rng):
         (lambda: TernaryLinear(w, activations="int4"), OptionError, "activations='int4'"),
         (lambda: TernaryLinear(np.ones(3, np.float32)), ShapeError, r"expected \(N, K\)"),
         (lambda: TernaryLinear(w)(np.ones((2, 7), np.float32)), ShapeError, "K=8"),
-        (lambda: TernaryLinear(w)(np.ones((2, 8), np.int8)), DTypeError, "x is int8"),
+        (lambda: TernaryLinear(w)(np.ones((2, 8), np.int8)), DTypeError, "TernaryLinear: x is int8"),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -220,7 +220,12 @@ class TernaryLinear:
     def __call__(
         self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
     ) -> Any:
-        """y of x, as :func:`ternary_matmul` takes and gives them."""
+        """y of x, a float array or a TernaryMatrix, as :func:`ternary_matmul` takes and gives them."""
+        if str(getattr(x, "dtype", None)).removeprefix("torch.") == "int8":
+            raise DTypeError(
+                "TernaryLinear: x is int8, and a layer takes floats, which it quantises itself; for int8 codes call "
+                "ternary_matmul(x, layer.weight, x_scale=scale), for integers pass x.astype(np.float32)"
+            )
         self._check_apart(out)
         where = {"device": device, "backend": backend}
         y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)

@@ -30,7 +30,7 @@ from .codegen.memory import lanes, larger, smaller
 from .codegen.numba_api import types
 from .codegen.target import MAX_LANES
 from .dtype import like, read_row
-from .fastmath import tanh
+from .fastmath import tanh, tanh_and_slope
 from .jit import device_function, noinline_function
 
 LN2 = 0.6931471805599453
@@ -131,10 +131,10 @@ def cap_scores(s, softcap, n, width, factor, derivative, keep):
     for j in range(n):
         row, derivative_row = s[j], derivative[j]
         for c in range(width):
-            t = tanh(row[c] * inverse)
+            t, slope = tanh_and_slope(row[c] * inverse)
             row[c] = cap * t
             if keep:
-                derivative_row[c] = like(t, 1.0) - t * t
+                derivative_row[c] = slope
 
 
 @device_function

@@ -21,8 +21,8 @@ import numpy as np
 
 from .codegen.stream import fence, finish, put, stays_in_cache
 from .dtype import bits, like, load, read_row, store, write_row
-from .fastmath import exp2, exp_float64, tanh
-from .jit import Kernel, compute, device_function, generic, inner, kernel, read, types, write
+from .fastmath import exp, tanh_and_slope
+from .jit import Kernel, compute, device_function, inner, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -83,13 +83,6 @@ def forward_backward(
 Room = namedtuple("Room", "u slope lanes")
 
 
-@generic
-def exponential(x):
-    if x == types.float64:
-        return lambda x: exp_float64(x)
-    return lambda x: exp2(x * np.float32(1.4426950408889634))
-
-
 @inner
 def fill(row, start, n, softcap, u, slope):
     """u from n logits, and du/dz where there is a cap."""
@@ -97,9 +90,8 @@ def fill(row, start, n, softcap, u, slope):
         u[j] = load(row, start + j)
     if softcap > 0:
         for j in range(n):
-            t = tanh(u[j] / softcap)
+            t, slope[j] = tanh_and_slope(u[j] / softcap)
             u[j] = softcap * t
-            slope[j] = like(softcap, 1.0) - t * t
 
 
 @inner
@@ -121,7 +113,7 @@ def largest(u, n, lanes):
 def sum_of_exponentials(u, n, row_max):
     total = like(row_max, 0.0)
     for j in range(n):
-        total += exponential(u[j] - row_max)
+        total += exp(u[j] - row_max)
     return total
 
 
@@ -142,10 +134,10 @@ def differentiate(u, n, lse, scale, weight, start, weighted, others):
     """u becomes p * scale - others * w."""
     if weighted:
         for j in range(n):
-            u[j] = exponential(u[j] - lse) * scale - others * weight[start + j]
+            u[j] = exp(u[j] - lse) * scale - others * weight[start + j]
     else:
         for j in range(n):
-            u[j] = exponential(u[j] - lse) * scale - others
+            u[j] = exp(u[j] - lse) * scale - others
 
 
 @inner
@@ -167,7 +159,7 @@ def loss_of_row(row, target, weight, o, room):
         fill(row, start, n, o.softcap, u, room.slope)
         top = largest(u, n, room.lanes)
         if top > row_max:
-            row_sum *= exponential(row_max - top)
+            row_sum *= exp(row_max - top)
             row_max = top
         row_sum += sum_of_exponentials(u, n, row_max if row_max > -np.inf else like(o.own, 0.0))
         if o.others > 0:

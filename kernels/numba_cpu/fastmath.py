@@ -1,4 +1,4 @@
-"""exp2 and tanh as polynomials: plain arithmetic that LLVM turns into vector code.
+"""exp, exp2 and tanh as polynomials: plain arithmetic that LLVM turns into vector code.
 
 NumPy's and libm's exp are scalar calls inside a Numba loop, five times slower. Split the argument into
 an integer n and a remainder in [-1/2, 1/2] (in units of log 2); a polynomial gives the remainder's part
@@ -7,12 +7,15 @@ and n goes straight into the exponent bits.
 ===========  =======  =================================================
 dtype        degree   largest relative error of the polynomial
 ===========  =======  =================================================
-float32      6        2.5e-9 (so rounding dominates: about 1e-7 in all)
+float32      6        3.1e-9 (so rounding dominates: about 1e-7 in all)
 float64      11       4.2e-18
 ===========  =======  =================================================
 
-tanh in float32 is x times a quotient of two polynomials of degree 4 in x^2, 2.1e-8 from it: one division, as in
-1 - 2 / (e^2x + 1), which cancels for small x and would want a series beside it.
+exp(x) is no exp2(x * log2(e)): the product is rounded, which costs |x| units in the last place of the result.
+
+tanh is 1 - 2 / (e^2x + 1), and below 0.625, where that cancels, x plus a series (float32: Cephes' tanhf, float64: its
+tanh). A quotient of two polynomials is faster, but 5 units in the last place off in float32, which is too much for
+scores of attention that are capped at 50.
 
 Results too small for a normal number are 0, -inf gives 0, +inf gives inf, NaN stays NaN.
 
@@ -26,18 +29,52 @@ import numpy as np
 
 from .codegen.exp2 import LOG2E
 from .codegen.numba_api import types
-from .dtype import as_float32, as_float64, as_int64, as_uint32
+from .dtype import as_float32, as_float64, as_int64, as_uint32, like
 from .jit import device_function, generic
 
 _ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
 _ROUND64 = 1.5 * 2.0**52
+# log 2 in two parts, the first with so few digits that a product with n is exact
+_LN2_HI32, _LN2_LO32 = np.float32(0.693359375), np.float32(-2.1219444005469057e-04)
 _LN2_HI64, _LN2_LO64 = 0.6931471803691238, 1.9082149292705877e-10
 
 
-@generic
+@device_function
 def tanh(x):
     """Hyperbolic tangent of float32 or float64, small results to full relative accuracy."""
-    return (lambda x: tanh_float64(x)) if x == types.float64 else (lambda x: tanh_float32(x))
+    return _tanh(x, _below_one(x))
+
+
+@device_function
+def tanh_and_slope(x):
+    """tanh(x) and 1 - tanh(x)^2, which has all its digits where tanh(x) is nearly 1."""
+    rest = _below_one(x)
+    return _tanh(x, rest), rest * (like(x, 2.0) - rest)
+
+
+@device_function
+def _below_one(x):
+    """1 - |tanh(x)|."""
+    e = exp(like(x, -2.0) * abs(x))
+    return like(x, 2.0) * e / (like(x, 1.0) + e)
+
+
+@device_function
+def _tanh(x, rest):
+    z, large = x * x, like(x, 1.0) - rest
+    return x + x * z * _tanh_series(z) if z < like(x, 0.390625) else (large if x > 0 else -large)
+
+
+@generic
+def _tanh_series(z):
+    """(tanh(x) - x) / x^3 of z = x^2."""
+    return (lambda z: _tanh_series64(z)) if z == types.float64 else (lambda z: _tanh_series32(z))
+
+
+@generic
+def exp(x):
+    """e**x for float32 or float64."""
+    return (lambda x: exp_float64(x)) if x == types.float64 else (lambda x: exp_float32(x))
 
 
 @generic
@@ -98,6 +135,22 @@ def exp2_float64(x):
 
 
 @device_function
+def exp_float32(x):
+    x = _clamp(x, np.float32(-88.03), np.float32(88.73))
+    rounded = x * np.float32(LOG2E) + _ROUND32
+    n = rounded - _ROUND32
+    r = x - n * _LN2_HI32 - n * _LN2_LO32
+    p = np.float32(0.0013814540579915047)
+    p = p * r + np.float32(0.00836874544620514)
+    p = p * r + np.float32(0.04166838899254799)
+    p = p * r + np.float32(0.1666652113199234)
+    p = p * r + np.float32(0.4999999403953552)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    return _scale32(p, rounded)
+
+
+@device_function
 def exp_float64(x):
     x = _clamp(x, -709.4, 710.0)
     rounded = x * LOG2E + _ROUND64
@@ -120,27 +173,15 @@ def exp_float64(x):
 
 
 @device_function
-def tanh_float32(x):
-    x = _clamp(x, np.float32(-9.02), np.float32(9.02))  # beyond, 1
-    z = x * x
-    p = np.float32(1.3319028427804995e-08)
-    p = p * z + np.float32(2.0583451224192856e-05)
-    p = p * z + np.float32(0.003494032786742367)
-    p = p * z + np.float32(0.13379716463674377)
-    p = p * z + np.float32(1.0)
-    q = np.float32(7.762002047866075e-07)
-    q = q * z + np.float32(0.0003283089904174645)
-    q = q * z + np.float32(0.02587106650470616)
-    q = q * z + np.float32(0.4671303170449238)
-    q = q * z + np.float32(1.0)
-    return _clamp(x * p / q, np.float32(-1.0), np.float32(1.0))
+def _tanh_series32(z):
+    p = np.float32(-5.70498872745e-3)
+    p = p * z + np.float32(2.06390887954e-2)
+    p = p * z + np.float32(-5.37397155531e-2)
+    p = p * z + np.float32(1.33314422036e-1)
+    return p * z + np.float32(-3.33332819422e-1)
 
 
 @device_function
-def tanh_float64(x):
-    z = x * x
+def _tanh_series64(z):
     p = (-0.964399179425052238628 * z - 99.2877231001918586564) * z - 1614.68768441708447952
-    q = ((z + 112.811678491632931402) * z + 2235.48839060100448583) * z + 4844.06305325125486048
-    small = x + x * z * (p / q)
-    large = 1.0 - 2.0 / (exp_float64(2.0 * x) + 1.0)
-    return small if z < 0.390625 else large
+    return p / (((z + 112.811678491632931402) * z + 2235.48839060100448583) * z + 4844.06305325125486048)

@@ -15,8 +15,8 @@ import numpy as np
 
 from .codegen.stream import fence, finish, put, stays_in_cache
 from .dtype import bits, like, load, read_row, store, write_row
-from .fastmath import exp2
-from .jit import FLOATS, Kernel, compute, inner, kernel, read, types, write
+from .fastmath import exp
+from .jit import FLOATS, Kernel, as_written, compute, generic, inner, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -52,13 +52,34 @@ def _run(kind: str, x: Array, other: Array, result: Array, scale: float) -> None
 
 @inner
 def exponentials(t, row_max):
-    """``t = exp(t - row_max)``; returns the factor that makes the sum 1, or 0 where all is hidden."""
+    """``t = exp(t - row_max)``; returns the sum."""
     base = row_max if row_max > -np.inf else like(row_max, 0.0)
     row_sum = like(row_max, 0.0)
     for j in range(len(t)):
-        t[j] = exp2((t[j] - base) * like(row_max, 1.4426950408889634))
+        t[j] = exp(t[j] - base)
         row_sum += t[j]
-    return like(row_sum, 1.0) / row_sum if row_sum != 0 else row_sum
+    return row_sum
+
+
+@inner
+def sum_in_float64(t):
+    row_sum = 0.0
+    for j in range(len(t)):
+        row_sum += np.float64(t[j])
+    return like(t[0], row_sum)
+
+
+@generic
+def weights_and_sum(row, t, row_max):
+    """:func:`exponentials`, whose sum is rounded once for a row of float32."""
+    if row.dtype != types.float32:
+        return lambda row, t, row_max: exponentials(t, row_max)
+
+    def of_float32(row, t, row_max):
+        exponentials(t, row_max)
+        return sum_in_float64(t)
+
+    return of_float32
 
 
 def _weights(kind: str) -> Any:
@@ -82,7 +103,8 @@ def _weights(kind: str) -> Any:
         for j in range(whole, len(row)):
             t[j] = score(row, m, scale, j)
             lanes[0] = t[j] if t[j] > lanes[0] else lanes[0]
-        return exponentials(t, lanes.max())
+        row_sum = weights_and_sum(row, t, lanes.max())
+        return row_sum if row_sum != 0 else like(scale, 1.0)  # all is hidden
 
     return weights
 
@@ -104,8 +126,22 @@ def scaled(result, t, factor):
         store(result, j, t[j] * factor)
 
 
+@as_written  # @inner would multiply by the reciprocal
+def quotients(result, t, divisor):
+    for j in range(len(t)):
+        store(result, j, t[j] / divisor)
+
+
+@generic
+def divided(result, t, divisor):
+    """A reciprocal is rounded, which shows in the last place of float32 and float64, but not of 16 bits."""
+    if result.dtype in (types.float32, types.float64):
+        return lambda result, t, divisor: quotients(result, t, divisor)
+    return lambda result, t, divisor: scaled(result, t, like(divisor, 1.0) / divisor)
+
+
 def _kernel(kind: str) -> Kernel:
-    fill = gradients if kind == "backward" else _weights(kind)
+    fill, finished = (gradients, scaled) if kind == "backward" else (_weights(kind), divided)
     other_dtype = {"bool": "uint8", "float32": "float32"}.get(kind)
 
     def softmax(state, n_tasks, chunk, x, other, y, scale, streaming):
@@ -119,12 +155,12 @@ def _kernel(kind: str) -> Kernel:
                 if other_cols < cols:
                     spread[:] = m[0]
                     m = spread
-                factor = fill(read_row(x, (r,)), m, scale, t, lanes)
+                number = fill(read_row(x, (r,)), m, scale, t, lanes)
                 if streaming:
-                    scaled(result, t, factor)
+                    finished(result, t, number)
                     put(result, write_row(y, (r,)), waits, where, (read_row(x, (min(r + 1, rows - 1),)),), 0)
                 else:
-                    scaled(write_row(y, (r,)), t, factor)
+                    finished(write_row(y, (r,)), t, number)
             if streaming:
                 finish(waits, where)
                 fence()
