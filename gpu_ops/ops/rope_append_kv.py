@@ -169,7 +169,9 @@ def _bind(
     return call.bind(
         problem=problem,
         unsupported=_unsupported(dtype, x["q"].shape, rotation),
-        look=AppendLook(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(call, positions),
+        look=AppendLook(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(
+            call, positions
+        ),
     )
 
 

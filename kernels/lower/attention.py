@@ -38,7 +38,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
 
-_ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time; of quantized pages, as many elements
+_ALIGNMENT = 16  # bytes: of every address and stride; cp.async copies so many, or 8 or 4 of quantized pages
 _MAX_GRID_YZ = 65535
 _COMBINE_ROWS = 4  # per block, a warp each
 

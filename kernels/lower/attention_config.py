@@ -167,9 +167,7 @@ def legal_tiles(
         sizes = (itemsize, tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
         shared = shared_bytes(*sizes, one_k=tile.one_k, split=split, quantized=quantized)
         if tile.one_k and (
-            quantized
-            or q_in_registers(*sizes)
-            or blocks(shared) <= blocks(shared_bytes(*sizes, split=split))
+            quantized or q_in_registers(*sizes) or blocks(shared) <= blocks(shared_bytes(*sizes, split=split))
         ):
             continue  # a second buffer is free; quantized keys always have one
         few_left = tile.block_n > _MAX_BLOCK_N_LEAN and not (measured and blocks(shared) > 1)
