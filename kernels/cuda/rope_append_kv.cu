@@ -59,8 +59,10 @@ constexpr bool kCodes = kIsCode<page_scalar>;
 typedef ChooseType<kCodes, page_scalar, s8>::type code;  // without codes not used
 constexpr int kKept = kCodes ? kUnits : 1;       // units in float until the scale of their head is known
 constexpr int kThreads = 128;
-// Registers for half of an SM's warps and more: 72 if an SM has 48 warps; 56 if it has 64, and 64 for codes.
-constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 ? 9 - kCodes : 7;
+// Registers for over half of an SM's warps: 72 if an SM has 48 warps, 56 if it has 64; for half of them, 64, where 16
+// elements of a thread wait for their scale.
+constexpr bool kManyWait = kCodes && kUnits * kElements == 16;
+constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 ? 9 - kManyWait : 7;
 
 // Mirrored by kernels/lower/rope_append_kv.py.
 struct AppendShape {
@@ -290,7 +292,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, p
             for (int u = 0; u < kUnits; ++u) {
                 float(&finished)[kElements] = x[u % kKept];
                 head[u].finish(unit(u), weight, rstd, shape.weight_offset, by[u], finished);
-                head[u].pack(finished);
+                if constexpr (!kCodes) head[u].pack(finished);
             }
         } else if constexpr (kCodes) {
             #pragma unroll
@@ -298,11 +300,11 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, p
         }
         forget(thread);
         const int64* to = shape.outputs[which];
-        const int64 at = which == 0 ? b * to[0] + s * to[1] : place.page * to[0] + place.row * to[1];
+        const int64 at = h * to[2] + (which == 0 ? b * to[0] + s * to[1] : place.page * to[0] + place.row * to[1]);
         page_scalar* const pages = which == 1 ? k_cache : v_cache;
         if (kCodes && which > 0) {
             const float scale = scale_of(x);
-            code* target = reinterpret_cast<code*>(pages) + at + h * to[2];
+            code* target = reinterpret_cast<code*>(pages) + at;
             #pragma unroll
             for (int u = 0; u < kUnits; ++u) {
                 if (mine) store_codes(target, unit(u), x[u % kKept], scale);
@@ -314,9 +316,10 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, p
             }
             continue;
         }
-        scalar* target = (which == 0 ? out : reinterpret_cast<scalar*>(pages)) + at + h * to[2];
+        scalar* target = (which == 0 ? out : reinterpret_cast<scalar*>(pages)) + at;
         #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
+            if constexpr (kCodes) head[u].pack(x[u % kKept]);
             if (mine) head[u].store_to(target, unit(u));
         }
     }

@@ -120,22 +120,21 @@ __device__ __forceinline__ unsigned long long multiply_wide(unsigned a, unsigned
     return product;
 }
 
-__device__ __forceinline__ unsigned subtract_f16x2(unsigned a, unsigned b) {
-    unsigned difference;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-    return difference;
+__device__ __forceinline__ unsigned subtract_f16x2(unsigned x, unsigned y) {
+    unsigned z;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
 }
 
-__device__ __forceinline__ unsigned multiply_f16x2(unsigned a, unsigned b) {
-    unsigned product;
-    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
+__device__ __forceinline__ unsigned multiply_f16x2(unsigned x, unsigned y) {
+    unsigned z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
 }
 
-__device__ __forceinline__ unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
-    unsigned sum;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-    return sum;
+__device__ __forceinline__ unsigned fma_bf16x2(unsigned x, unsigned y, unsigned z) {
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(y), "r"(z));
+    return x;
 }
 
 __device__ __forceinline__ float exp2(float x) {  // 2 ulp; results below 2^-126 are 0
