@@ -22,8 +22,9 @@
 //
 // Quantized pages: the numbers of a tile lie in shared memory as DTYPE, and behind them the codes of the next tile
 // arrive. Each thread turns the codes that it has copied into numbers, so that a tile takes two barriers here as well.
-// Codes of K are exact; the scale of a key multiplies its scores. Values are rounded to DTYPE, beyond whose range they are
-// infinite: a scale in P would be lost in the least weights that float16 has.
+// Codes of K are exact; the scale of a key multiplies its scores. Values are rounded to DTYPE, beyond whose range they
+// are infinite. With their scales in P instead, small weights would underflow in float16, and a row that sees one key
+// would not return its value.
 //
 //   shared memory   | K, even tiles | V | K, odd tiles |   Q   |      with Q in registers, Q shares the place of odd K
 //                   | K             | V |   Q   |                     with ONE_K

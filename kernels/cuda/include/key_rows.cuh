@@ -55,15 +55,14 @@ public:
         }
         int i = Loader::kMine;
         Loader::template start<kSpare>(to, whole, seqlen_k - first, cols, [&](int row) {
-            const bool exists = whole || first + row < seqlen_k;
             if constexpr (kPages == Pages::kRows) {
                 // Never look up a page that holds no key.
                 const Slot slot = slot_of(whole ? first + row : min(first + row, seqlen_k - 1));
-                if constexpr (kCodes) row_scale_[--i] = exists ? scale[slot.offset(scales_.stride)] : 0.0f;
+                if constexpr (kCodes) row_scale_[--i] = scale[slot.offset(scales_.stride)];
                 return at + slot.offset(stride_);
             } else {
                 if constexpr (kCodes) {
-                    row_scale_[--i] = exists ? *scale : 0.0f;
+                    row_scale_[--i] = whole || first + row < seqlen_k ? *scale : 0.0f;  // else it may be NaN
                     scale -= Loader::kStep * scales_.stride.row;
                 }
                 const Source* now = at;
