@@ -1,7 +1,8 @@
-"""Ragged queries over pages: a chunk of a prompt beside sequences that decode, as a server batches them."""
+"""Attention over pages: one new query, also over quantized ones; a chunk of a prompt beside sequences that decode."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,12 +10,105 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops.reference import attention as reference
+from gpu_ops.reference.quantized_pages import dequantize
 from perf import attention_peers as peers
-from perf.attention_grids import Shape
+from perf.attention_grids import DECODE_BATCHES, DECODE_LENGTHS, Shape
 from perf.build import calls, made_by, normal
-from perf.case import DTYPES, Call, Case, Inputs
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 PAGE_SIZE = 16  # vLLM's
+QUANTIZED = ("int8", "float8_e4m3fn")
+LENGTHS = ("block_table", "seqused_k")
+SCALES = ("k_scale", "v_scale")
+
+
+def grid(config: Config) -> list[Case]:
+    """One new query over pages of its dtype and over quantized ones, by batch and length."""
+    return [
+        decode(Shape(batch, 1, length, 32, 8, 128), dtype, codes, config.device)
+        for dtype in config.dtypes or ("bfloat16", "float16")
+        for batch, length in itertools.product(DECODE_BATCHES, config.seqlens or DECODE_LENGTHS)
+        for codes in ("", *QUANTIZED)
+    ]
+
+
+def decode(shape: Shape, dtype: str, codes: str, device: str) -> Case:
+    """``codes``: the dtype of quantized pages; nothing: pages of ``dtype``."""
+    small = Shape(1, 1, 160, shape.nheads // shape.nheads_kv, 1, shape.head_dim)
+    itemsize = DTYPES[dtype].itemsize
+    queries = 2 * shape.batch * shape.nheads * shape.head_dim * itemsize
+    keys = 2 * shape.batch * shape.seqlen_k * shape.nheads_kv
+    return Case(
+        op="attention",
+        name=f"decode pages of {codes or dtype}",
+        shape=f"{shape} pages of {PAGE_SIZE}",
+        dtype=dtype,
+        flops=shape.flops(causal=False),
+        bytes=queries + keys * (shape.head_dim + 4 if codes else shape.head_dim * itemsize),
+        **made_by(pages, (shape,), (small,), DTYPES[dtype], codes),
+        **calls(
+            gpu_ops.attention_decode,
+            reference.attention_decode,
+            "qkv",
+            (*LENGTHS, *(SCALES if codes else ())),
+        ),
+        naive=None if device == "cuda" else naive_decode,
+        bandwidth="copy" if device == "cuda" else "read",
+        by_bytes=True,
+        sample=last_sequence,
+        note="naive gathers the pages of a sequence, in float32",
+    )
+
+
+def pages(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any], codes: str) -> Inputs:
+    """Shuffled pages, all of which are in use. Codes are uniform, and no NaN; scales give numbers around 1."""
+    each = -(-shape.seqlen_k // PAGE_SIZE)
+    count = shape.batch * each
+    size = (count, PAGE_SIZE, shape.nheads_kv, shape.head_dim)
+    found = {"q": normal(rng, (shape.batch, 1, shape.nheads, shape.head_dim), dtype)}
+    for name in "kv":
+        if codes == "int8":
+            found[name] = rng.integers(-127, 128, size, np.int8)
+        elif codes:
+            found[name] = rng.integers(0, 256, size, np.uint8) & np.uint8(0xF7)
+        else:
+            found[name] = normal(rng, size, dtype)
+        if codes:
+            middle = 0.01 if codes == "int8" else 0.05
+            found[f"{name}_scale"] = rng.uniform(middle / 2, middle * 2, size[:3]).astype(np.float32)
+    return found | {
+        "block_table": rng.permutation(count).astype(np.int32).reshape(shape.batch, each),
+        "seqused_k": np.full(shape.batch, shape.seqlen_k, np.int32),
+    }
+
+
+def gathered(x: Inputs, name: str, b: int) -> np.ndarray:
+    """The keys or values of a sequence, (1, seqlen_k, nheads_kv, head_dim)."""
+    table, used = x["block_table"][b], int(x["seqused_k"][b])
+    found = x[name][table]
+    if f"{name}_scale" in x:
+        found = dequantize(found, x[f"{name}_scale"][table]).astype(np.float32)
+    return found.reshape(1, -1, *found.shape[2:])[:, :used]
+
+
+def naive_decode(x: Inputs) -> Call:
+    def call() -> np.ndarray:
+        found = [
+            peers.naive_forward(x["q"][b : b + 1], gathered(x, "k", b), gathered(x, "v", b), None)
+            for b in range(len(x["q"]))
+        ]
+        return np.concatenate(found)
+
+    return call
+
+
+def last_sequence(x: Inputs, out: Any) -> tuple[Inputs, Any]:
+    """Its last group of heads, over its pages alone."""
+    group = slice(-(x["q"].shape[2] // x["k"].shape[2]), None)
+    table = x["block_table"][-1]
+    part = {"q": x["q"][-1:, :, group], "seqused_k": x["seqused_k"][-1:]}
+    part |= {name: x[name][table][:, :, -1:] for name in ("k", "v", *SCALES) if name in x}
+    return part | {"block_table": np.arange(len(table), dtype=np.int32)[None]}, out[-1:, :, group]
 
 
 @dataclass(frozen=True)
@@ -47,7 +141,6 @@ def mixed(batch: Batch, dtype: str, device: str) -> Case:
         nheads=batch.nheads // batch.nheads_kv,
         nheads_kv=1,
     )
-    lengths = ("block_table", "seqused_k")
     names = ("q", "k", "v", "cu_seqlens_q")
     return Case(
         op="attention",
@@ -57,7 +150,7 @@ def mixed(batch: Batch, dtype: str, device: str) -> Case:
         flops=sum(part.flops(causal=True) for part in batch.parts),
         bytes=sum(part.nbytes(DTYPES[dtype].itemsize) for part in batch.parts),
         **made_by(data, (batch,), (small,), DTYPES[dtype]),
-        **calls(gpu_ops.attention_varlen, reference.attention_varlen, names, lengths, causal=True),
+        **calls(gpu_ops.attention_varlen, reference.attention_varlen, names, LENGTHS, causal=True),
         naive=None if device == "cuda" else naive,
         note="naive gathers the pages of a sequence, then computes it head by head",
     )
@@ -80,17 +173,13 @@ def data(rng: np.random.Generator, batch: Batch, dtype: np.dtype[Any]) -> Inputs
 
 
 def naive(x: Inputs) -> Call:
-    starts, used = x["cu_seqlens_q"].tolist(), x["seqused_k"].tolist()
-
-    def keys(cache: np.ndarray, b: int) -> np.ndarray:
-        return cache[x["block_table"][b]].reshape(1, -1, *cache.shape[2:])[:, : used[b]]
-
-    queries = [x["q"][None, starts[b] : starts[b + 1]] for b in range(len(used))]
-    masks = [peers.causal_bias(q, keys(x["k"], b)) for b, q in enumerate(queries)]
+    starts = x["cu_seqlens_q"].tolist()
+    queries = [x["q"][None, first:end] for first, end in itertools.pairwise(starts)]
+    masks = [peers.causal_bias(q, gathered(x, "k", b)) for b, q in enumerate(queries)]
 
     def call() -> np.ndarray:
         found = [
-            peers.naive_forward(q, keys(x["k"], b), keys(x["v"], b), masks[b])[0]
+            peers.naive_forward(q, gathered(x, "k", b), gathered(x, "v", b), masks[b])[0]
             for b, q in enumerate(queries)
         ]
         return np.concatenate(found)

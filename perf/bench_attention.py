@@ -2,7 +2,7 @@
 
 ``python perf/bench_attention.py --device cpu --dtype bfloat16 --seqlen 512 2048 8192``
 ``python perf/bench_attention.py --device cuda --grid field`` (or ``gqa``, ``decode``: perf/attention_grids.py;
-``options``: perf/attention_options.py)
+``options``: perf/attention_options.py; ``pages``: perf/attention_paged.py)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import gpu_ops
 from gpu_ops.reference import attention as reference
-from perf import attention_grids, attention_options
+from perf import attention_grids, attention_options, attention_paged
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.attention_options import CAUSAL, PLAIN, data
@@ -26,7 +26,7 @@ from perf.attention_paged import Batch, mixed
 from perf.build import calls, made_by
 from perf.case import DTYPES, Case, Config, Inputs, nbytes
 
-GRIDS = (*attention_grids.GRIDS, "options")
+GRIDS = (*attention_grids.GRIDS, "options", "pages")
 SAMPLED = 64
 """How many query rows at the end of the sequence the reference recomputes in float64."""
 WHOLE = 256 << 20
@@ -61,6 +61,9 @@ def cases(config: Config) -> list[Case]:
         cached = heads[0] if on == "emulator" else (32, 8, 128)
         found += [decode(Shape(batch, 1, length, *cached), dtype, on) for batch, length in caches]
         longest = caches[0][1]
+        if dtype != "float32":
+            cache = Shape(1, 1, longest, *cached)
+            found += [attention_paged.decode(cache, dtype, codes, on) for codes in attention_paged.QUANTIZED]
         found.append(mixed(Batch(min(longest, 512), 15, longest, *cached), dtype, on))
     return found
 
@@ -68,6 +71,8 @@ def cases(config: Config) -> list[Case]:
 def grid(config: Config) -> list[Case]:
     if config.grid == "options":
         return attention_options.cases(config)
+    if config.grid == "pages":
+        return attention_paged.grid(config)
     problems = attention_grids.GRIDS[config.grid](config.dtypes or attention_grids.DTYPES, config.seqlens)
     return [
         decode(p.shape, p.dtype, config.device)

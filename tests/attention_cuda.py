@@ -40,8 +40,7 @@ def variant(tiles: Tiles, dtype: Any, head_dim: int, head_dim_v: int, **macros: 
     """The kernel for these sizes; macros that are not given are off."""
     part = -(-head_dim_v // tiles.value_parts)
     defines = {
-        "DTYPE": NAMES[np.dtype(dtype).name],
-        "OUT": NAMES[np.dtype(dtype).name],
+        **dict.fromkeys(("DTYPE", "PAGE_DTYPE", "OUT"), NAMES[np.dtype(dtype).name]),
         "HEAD_DIM": -(-head_dim // 32) * 32,
         "HEAD_DIM_V": -(-part // 32) * 32,
         "VALUE_PARTS": tiles.value_parts,
@@ -185,7 +184,7 @@ def run_attention(
     )
     given = [
         *(NULL if x is None else np.ascontiguousarray(x) for x in (*(cu_seqlens or (None, None)), seqused_k)),
-        *(NULL if x is None else x for x in (block_table, sinks, alibi_slopes)),
+        *(NULL if x is None else x for x in (block_table, None, None, sinks, alibi_slopes)),
         NULL if bias is None else bits(np.ascontiguousarray(bias), "bias"),
         visible,
         NULL,  # the seed of dropout

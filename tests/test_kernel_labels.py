@@ -20,6 +20,10 @@ from tests.compilers import needs_numba_cuda
         ("x[HEAD_DIM=64,HEAD_DIM_V=32]", "x D64 Dv32"),
         ("gemv[DTYPE=bf16,OUT=f32,VEC=8]", "gemv bfloat16 to float32 vec8"),
         ("softmax_forward[DTYPE=bf16,MASK=f32]", "softmax_forward bfloat16 mask float32"),
+        (
+            "rope_append_kv[DTYPE=f16,PAGE_DTYPE=s8,VEC=8,ACCESS=8,INTERLEAVED=0,UNITS=1]",
+            "rope_append_kv float16 pages of int8 vec8 access8",
+        ),
         ("attention_forward[bfloat16,64x64,slab 128]", "attention_forward bfloat16 64x64 slab 128"),
         ("attention_decode-float16-2", "attention_decode float16 2"),
         ("cached_lengths-None", "cached_lengths"),

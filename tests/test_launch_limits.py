@@ -177,7 +177,7 @@ TOO_LARGE = "more than a GPU launches at once"
 def test_launches(name, kernels):
     if missing := compiler_missing(kernels):
         pytest.skip(missing)
-    rng, launches, refusals = np.random.default_rng(5), 0, []
+    rng, launches = np.random.default_rng(5), 0
     for i in range(TRIES):
         sizes = sizes_for(rng)
         if name.startswith("rope"):  # its positions are there
@@ -191,9 +191,8 @@ def test_launches(name, kernels):
         for card, step in found:
             check(step, card)
         launches += len(found)
-        refusals.append(refusal)
         assert TOO_LARGE not in refusal or max(x.size for x in one.inputs.values()) > 2**33, refusal
-    assert launches or (kernels == "raw" and any("have Numba kernels only" in one for one in refusals))
+    assert launches
 
 
 @pytest.mark.skipif(

@@ -99,6 +99,25 @@ def test_a_mixed_batch_counts_what_each_sequence_sees():
     assert one.bytes == 2 * 16 * (2 * (3 + 2) * 4 + 2 * 3 * 8 * 2)
 
 
+def test_quantized_pages_count_a_byte_per_element_and_their_scales():
+    shape = Shape(3, 1, 50, 4, 2, 16)
+    plain, int8 = (attention_paged.decode(shape, "bfloat16", codes, "cpu") for codes in ("", "int8"))
+    assert plain.bytes == 2 * (2 * 3 * 4 * 16 + 2 * 3 * 50 * 2 * 16)
+    assert plain.bytes - int8.bytes == 2 * 3 * 50 * 2 * (16 - 4)
+
+
+@pytest.mark.parametrize("codes", ["", *attention_paged.QUANTIZED])
+def test_decoding_from_pages(codes):
+    """The plain formula, and the part that is recomputed after a measurement."""
+    case = attention_paged.decode(Shape(3, 1, 50, 4, 2, 16), "bfloat16", codes, "cpu")
+    x = case.make(np.random.default_rng(0))
+    exact, rounded = (case.reference(x, precision) for precision in ("float64", "naive"))
+    for call in (case.naive, case.ours):
+        close(call(x)(), exact, rounded, "bfloat16")
+    part, out = case.sample(x, exact)
+    np.testing.assert_array_equal(case.reference(part, "float64"), out)
+
+
 def test_sixteen_bits_are_judged_by_a_16_bit_matmul():
     assert LIMITS.seconds(8e11, 0, "copy", half=True) == (1.0, "matmul")
     assert LIMITS.seconds(8e11, 0, "copy") == (8.0, "matmul")
@@ -248,7 +267,7 @@ def test_the_command_line_knows_the_grids(capsys):
     assert len(listed) == 20
     assert listed[-1] == "attention | backward causal | B1 S32768 H64/8 D128 | bfloat16"
     for arguments, message in (
-        (["--grid", "large", "--list"], "attention: field, gqa, decode, options"),
+        (["--grid", "large", "--list"], "attention: field, gqa, decode, options, pages"),
         (["--grid", "field", "--op", "rope", "--list"], "none for this op"),
     ):
         with pytest.raises(SystemExit) as exit_:

@@ -69,6 +69,7 @@ def attention_decode(
         Of quantized pages: int8 or float8_e4m3fn, or uint8 with the bits of float8_e4m3fn, for libraries without it.
         Key j of head h is ``k_cache[page, row, h] * k_scale[page, row, h]``, as :func:`rope_append_kv` writes it.
         The kernels read the pages as they are. q is then float16, bfloat16 or float32.
+        With backend "raw" and 16-bit q, values are rounded to q's dtype, beyond whose range they are infinite.
     num_splits : int
         Parts into which the keys are cut, to give every thread work; 0: chosen.
     **options, return_lse, out_dtype, lse_dtype, out

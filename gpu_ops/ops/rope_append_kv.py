@@ -168,18 +168,19 @@ def _bind(
 
     return call.bind(
         problem=problem,
-        unsupported=_unsupported(dtype, x["q"].shape, rotation, quantized="k_scale" in call.views),
-        look=AppendLook(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(call, positions),
+        unsupported=_unsupported(dtype, x["q"].shape, rotation),
+        look=AppendLook(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(
+            call, positions
+        ),
     )
 
 
 @uninterrupted  # it imports
-def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation, *, quantized: bool) -> dict[str, str]:
+def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation) -> dict[str, str]:
     from gpu_ops.kernels.lower.rope_append_kv import raw_cannot
 
     tokens, head_dim = math.prod(shape[:-2]), shape[-1]
     why = raw_cannot(dtype, head_dim, r.rotary_dim, tokens, interleaved=r.interleaved)
-    why = "quantized pages have Numba kernels only" if quantized else why
     return {"raw": why} if why else {}
 
 

@@ -59,7 +59,7 @@ def spelled(defines: tuple[Define, ...]) -> str:
     return f"[{','.join(f'{name}={value}' for name, value in defines)}]" if defines else ""
 
 
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "s8": "int8"}
 _FLAGS = frozenset(
     {
         *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "DROPOUT", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA"),
@@ -95,6 +95,9 @@ def _words(macros: dict[str, str]) -> list[str]:
     words = [_DTYPES.get(dtype, dtype)] if dtype else []
     if out != dtype and out:
         words.append(f"to {_DTYPES.get(out, out)}")
+    pages = macros.pop("PAGE_DTYPE", dtype)
+    if pages != dtype:
+        words.append(f"pages of {_DTYPES.get(pages, pages)}")
     dim, dim_v = macros.pop("HEAD_DIM", ""), macros.pop("HEAD_DIM_V", "")
     words += [f"D{dim}"] if dim else []
     words += [f"Dv{dim_v}"] if dim_v != dim else []

@@ -20,12 +20,21 @@
 // memory that a second block per SM uses better. With ONE_K neither is: K of tile n - 1 loads from S on, under the
 // softmax and O += P V, for a barrier more.
 //
+// Quantized pages: the numbers of a tile lie in shared memory as DTYPE, and behind them the codes of the next tile
+// arrive. Each thread turns the codes that it has copied into numbers, so that a tile takes two barriers here as well.
+// Codes of K are exact; the scale of a key multiplies its scores. Values are rounded to DTYPE, beyond whose range they
+// are infinite. With their scales in P instead, small weights would underflow in float16, and a row that sees one key
+// would not return its value.
+//
 //   shared memory   | K, even tiles | V | K, odd tiles |   Q   |      with Q in registers, Q shares the place of odd K
 //                   | K             | V |   Q   |                     with ONE_K
+//                   | K | V | codes of K | codes of V | scales of K | Q |       quantized; Q in registers shares K and V
 //                   | out, or float partial sums of O          |      after the last tile
 //
 // Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
+//   PAGE_DTYPE  of k and v: DTYPE; with PAGED also s8 or e4m3 (include/codes.cuh), with scales k_scale and v_scale
+//               (num_pages, page_size, nheads_kv) float
 //   OUT         DTYPE or f32                     WIDE_LSE   0 or 1
 //   HEAD_DIM    shape.head_dim rounded up to a multiple of 32; the extra columns are zero-filled
 //   HEAD_DIM_V  the same for V, or a part of it: a block computes HEAD_DIM_V columns of out
@@ -44,15 +53,15 @@
 //   SPLIT       0 or 1: shape.num_splits blocks share the tiles of a row. out is float, one per split (out_split);
 //               lse holds row_max (in units of log2), then row_sum (2, lse_split). attention_combine.cu merges them.
 //
-//   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, alibi_slopes,
-//                     bias, block_mask, seed, shape); lse, and arrays that the variant does not use, may be null. With
+//   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_scale, v_scale, sinks,
+//                     alibi_slopes, bias, block_mask, seed, shape); lse, and arrays that the variant does not use, may be null. With
 //                     SPLIT, attention_combine applies the sinks.
 //   grid   (ceil(rows / BLOCK_M) * (SPLIT ? num_splits : 1), heads * VALUE_PARTS, batch)
 //          rows = seqlen_q, heads = nheads; with PACK_GQA rows = seqlen_q * group, heads = nheads_kv. With VARLEN,
 //          shape.seqlen_q bounds every sequence, and blocks past the end of theirs return.
 //   block  32 WARPS_M WARPS_N
 //   shared kernels/lower/attention_shape.py: shared_bytes()
-//   q, k, v, out and all their strides: multiples of 16 bytes
+//   q, k, v, out and all their strides: multiples of 16 bytes; those of codes: of 16 / sizeof(DTYPE) bytes
 #include "attention_fwd_warp.cuh"
 
 // Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns the
@@ -161,10 +170,10 @@ __device__ __forceinline__ void store(Forward& f, const scalar* q, const float* 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, lse_scalar* lse,
+attention_forward(const scalar* q, const page_scalar* k, const page_scalar* v, out_scalar* out, lse_scalar* lse,
                   const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, const int* block_table,
-                  const float* sinks, const float* alibi_slopes, const unsigned char* bias,
-                  const unsigned char* block_mask, const Seed* seed,
+                  const float* k_scale, const float* v_scale, const float* sinks, const float* alibi_slopes,
+                  const unsigned char* bias, const unsigned char* block_mask, const Seed* seed,
                   const __grid_constant__ AttentionShape shape) {
     // If O is not finite, neither is some input. Run again and leave what V has of that out of the product.
     for (bool careful = false;; careful = true) {
@@ -173,12 +182,19 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         const int64 batch = work.batch;
         const int* pages = PAGED ? block_table + batch * shape.block_table_batch : nullptr;
         const unsigned shared = ptx::shared_address(dynamic_shared);
-        const auto first_row = [&](const Work& work, const scalar* x, const RowStrides& stride) {
+        const auto first_row = [&](const Work& work, const page_scalar* x, const RowStrides& stride) {
             return x + (PAGED ? 0 : work.batch * stride.batch) + work.k_begin * stride.row + work.kv_head * stride.head;
         };
+        const auto rows_k = [&](const Work& work) {
+            const RowScales scales{k_scale + work.kv_head * shape.k_scale.head, shape.k_scale};
+            return RowsK(first_row(work, k, shape.k), shape.k, pages, shape.page_size, scales);
+        };
+        const auto rows_v = [&](const Work& work) {
+            const RowScales scales{v_scale + work.kv_head * shape.v_scale.head, shape.v_scale};
+            return RowsV(first_row(work, v + work.column0, shape.v), shape.v, pages, shape.page_size, scales);
+        };
         const Place me = Place::mine();
-        Forward f{shape, work, careful, {first_row(work, k, shape.k), shape.k, pages, shape.page_size},
-                  {first_row(work, v + work.column0, shape.v), shape.v, pages, shape.page_size}};
+        Forward f{shape, work, careful, rows_k(work), rows_v(work)};
         if constexpr (kKeepsQuery) {
             #pragma unroll
             for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(me, r));
@@ -215,8 +231,8 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
             if (!careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
         }
         f.work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
-        f.k = {first_row(f.work, k, shape.k), shape.k, pages, shape.page_size};
-        f.v = {first_row(f.work, v + f.work.column0, shape.v), shape.v, pages, shape.page_size};
+        f.k = rows_k(f.work);
+        f.v = rows_v(f.work);
         store(f, q, sinks, out, lse);
         return;
     }

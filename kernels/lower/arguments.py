@@ -12,6 +12,7 @@ from gpu_ops.kernels.program import Dynamic, Spec, Tensor
 
 __all__ = [
     "ACTIVATIONS",
+    "CODES",
     "DTYPES",
     "KINDS",
     "ROW_THREADS",
@@ -36,6 +37,7 @@ __all__ = [
 
 # For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+CODES = {"int8": "s8", "uint8": "e4m3"}  # of quantized pages, after codes_of: the types of codes.cuh
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "relu2": "kRelu2"}
 
 # Of numbers that kernels read, as in number.cuh: by value, or from an array of this dtype.

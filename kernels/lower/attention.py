@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gpu_ops.kernels.attention_scores import PLAIN, Features
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import attention_cpu, attention_numba
-from gpu_ops.kernels.lower.arguments import DTYPES, address, four_axes, strides_of
+from gpu_ops.kernels.lower.arguments import CODES, DTYPES, address, four_axes, strides_of
 from gpu_ops.kernels.lower.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -37,7 +38,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
 
-_ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
+_ALIGNMENT = 16  # bytes: of every address and stride; cp.async copies so many, or 8 or 4 of quantized pages
 _MAX_GRID_YZ = 65535
 _COMBINE_ROWS = 4  # per block, a warp each
 
@@ -62,7 +63,7 @@ def forward(spec: Spec, on: Builder) -> None:
         parts = (config.num_splits, *a.lse_shape)  # packed sequences: one of total_q
         out = on.empty((*parts, a.head_dim_v), np.float32, "parts of out")
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
-    lengths = (*(*a.cu_seqlens, None, None)[:2], a.seqused_k, a.block_table)
+    lengths = (*(*a.cu_seqlens, None, None)[:2], a.seqused_k, a.block_table, a.k_scale, a.v_scale)
     visible = None if a.visible is None else a.visible.view(np.uint8)
     scores = (None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
     arrays = (a.q, a.k, a.v, out, lse, *lengths, *scores)
@@ -86,8 +87,6 @@ def raw_unsupported(spec: Spec) -> str | None:
     itemsize, dims = a.q.itemsize, (a.head_dim, a.head_dim_v)
     if a.q.dtype.name not in DTYPES:
         return f"{a.q.dtype.name} has Numba kernels only"
-    if a.codes:
-        return f"pages of {a.codes} have Numba kernels only"
     most = MAX_HEAD_DIM[itemsize]
     if max(dims) > most or any(d % 8 for d in dims):
         return f"head_dim {dims[0]}/{dims[1]}: {a.q.dtype.name} wants multiples of 8 up to {most}"
@@ -95,8 +94,9 @@ def raw_unsupported(spec: Spec) -> str | None:
         if not x.size:
             continue
         strides = [stride for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
-        if math.gcd(_ALIGNMENT, address(x), *strides) < _ALIGNMENT:
-            return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
+        least = _ALIGNMENT // itemsize if x.itemsize == 1 else _ALIGNMENT
+        if math.gcd(least, address(x), *strides) < least:
+            return f"address and strides {x.strides} of {name} are not all multiples of {least} bytes"
     if max(a.batch, 2 * a.nheads) > _MAX_GRID_YZ:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
     return a.raw_positions_unsupported(UNLIMITED)
@@ -121,6 +121,7 @@ def tile_problem(a: Attention) -> Problem:
         block_mask=a.visible is not None,
         varlen=a.packed,
         paged=a.block_table is not None,
+        quantized=bool(a.codes),
         num_splits=a.num_splits,
         dropout=a.dropped > 0,
         wide_out=a.out.itemsize > a.q.itemsize,
@@ -133,6 +134,8 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
     shape = np.zeros((), ATTENTION_SHAPE)
     for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
         shape[name] = strides_of(x)[:3]
+    if a.k_scale is not None and a.v_scale is not None:
+        shape["k_scale"], shape["v_scale"] = strides_of(a.k_scale), strides_of(a.v_scale)
     _place(shape, out, lse, config.num_splits > 1)
     if a.bias is not None:
         shape["bias"] = strides_of(four_axes(a.bias))
@@ -153,10 +156,11 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
     return shape
 
 
-def _reads(a: Attention, config: Config) -> dict[str, int]:
-    """Macros of the kernel: how it finds the sequences and their keys."""
+def _reads(a: Attention, config: Config) -> dict[str, str | int]:
+    """Macros of the kernel: how it finds the sequences and their keys, and what those are."""
     whole_tiles = a.k.shape[1] > 0 and a.k.shape[1] % config.tile.block_n == 0
     return {
+        "PAGE_DTYPE": CODES[a.codes] if a.codes else DTYPES[a.q.dtype.name],
         "VARLEN": int(a.packed),
         "SEQUSED_K": int(a.seqused_k is not None),
         "PAGED": 0 if a.block_table is None else 1 + int(whole_tiles),
@@ -170,8 +174,7 @@ def _wide_lse(a: Attention) -> int:
 def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **more: str | int) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
-        "DTYPE": DTYPES[dtype],
-        "OUT": DTYPES[dtype],
+        **dict.fromkeys(("DTYPE", "PAGE_DTYPE", "OUT"), DTYPES[dtype]),
         "HEAD_DIM": config.head_dim,
         "HEAD_DIM_V": config.head_dim_v,
         "VALUE_PARTS": config.value_parts,
@@ -247,6 +250,12 @@ def variants(arch: str) -> Iterator[Variant]:
     config = select_config(ragged, limits)
     kernel = _kernel(config, "bfloat16", "kCausal", PLAIN, VARLEN=1)
     yield Variant(kernel, config.threads, config.shared_bytes)
+    for codes, seqlen_q, mask in (("s8", 1, "kNone"), ("e4m3", 1, "kNone"), ("e4m3", 4096, "kCausal")):
+        packed = {"VARLEN": 1} if seqlen_q > 1 else {}
+        paged = Problem(2, 4, 32, 8, seqlen_q, 4096, 128, 128, mask=mask, paged=True, quantized=True)
+        config = select_config(replace(paged, varlen=bool(packed), num_splits=len(packed)), limits)
+        kernel = _kernel(config, "bfloat16", mask, PLAIN, SEQUSED_K=1, PAGED=1, PAGE_DTYPE=codes, **packed)
+        yield Variant(kernel, config.threads, config.shared_bytes)
     one_k = (Tile(128, 32, 4, one_k=True), 128), (Tile(64, 64, 4, one_k=True), 256)
     for tile, head_dim in ((Tile(128, 128, 4), 64), *one_k):
         problem = Problem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)

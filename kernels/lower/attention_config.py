@@ -38,6 +38,8 @@ _MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 
 _OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
 # Bytes of K and V that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
+# 3 instructions for a code of K or V, of 256 that an SM issues meanwhile.
+_CODES_PER_PRODUCT = 85
 _SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
 _MIN_KEYS_PER_SPLIT = 256  # less, and the partial results weigh as much as the keys
 _MAX_SPLITS = 128
@@ -103,6 +105,7 @@ class Problem:
     dropout: bool = False
     varlen: bool = False
     paged: bool = False
+    quantized: bool = False  # keys and values of one byte
     lean: bool = True  # plain scores, and no window over sequences of their own lengths
     num_splits: int = 0  # 0: choose
     wide_out: bool = False  # float32 results of 16-bit inputs
@@ -144,6 +147,7 @@ def legal_tiles(
     smem_per_block_optin: int,
     *,
     split: bool = False,
+    quantized: bool = False,
     lean: bool = False,
     measured: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
@@ -161,11 +165,11 @@ def legal_tiles(
         if tile.warps_n > 1 and rows > tile.block_m:
             continue  # each warp looks at a part of the keys only: four times the loads of rows in four warps
         sizes = (itemsize, tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
-        shared = shared_bytes(*sizes, one_k=tile.one_k, split=split)
+        shared = shared_bytes(*sizes, one_k=tile.one_k, split=split, quantized=quantized)
         if tile.one_k and (
-            q_in_registers(*sizes) or blocks(shared) <= blocks(shared_bytes(*sizes, split=split))
+            quantized or q_in_registers(*sizes) or blocks(shared) <= blocks(shared_bytes(*sizes, split=split))
         ):
-            continue  # a second buffer is free
+            continue  # a second buffer is free; quantized keys always have one
         few_left = tile.block_n > _MAX_BLOCK_N_LEAN and not (measured and blocks(shared) > 1)
         roomy = lean and itemsize == 2 and head_dim == head_dim_v and not few_left
         accumulators = _accumulators(tile, itemsize, head_dim, head_dim_v)
@@ -210,7 +214,7 @@ def configs(p: Problem, device: DeviceLimits, *, measured: bool = False) -> Iter
     for pack, split in itertools.product(packings, splittings):
         rows = p.seqlen_q * (p.group if pack else 1)
         heads = (p.nheads_kv if pack else p.nheads) * parts
-        lean = p.lean and not (p.block_mask or p.dropout) and not (p.varlen and split)
+        lean = p.lean and not (p.block_mask or p.dropout or p.quantized) and not (p.varlen and split)
         for tile, shared in legal_tiles(
             p.itemsize,
             head_dim,
@@ -218,6 +222,7 @@ def configs(p: Problem, device: DeviceLimits, *, measured: bool = False) -> Iter
             rows,
             device.smem_per_block_optin,
             split=split or p.wide_out,
+            quantized=p.quantized,
             lean=lean,
             measured=measured and not p.paged,
         ):
@@ -241,12 +246,13 @@ def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
     keys = _round_up(max(int(keys), 1), tile.block_n)
     columns = config.head_dim + config.head_dim_v
     multiply = tile.block_m * keys * columns / 2048
-    load = keys * columns * p.itemsize / _BYTES_PER_PRODUCT
+    load = keys * columns * (1 if p.quantized else p.itemsize) / _BYTES_PER_PRODUCT
+    decode = keys * columns / _CODES_PER_PRODUCT if p.quantized else 0
     slow = (1 + 8 / tile.warp_rows) * (1 + (12 if tile.one_k else 8) / tile.block_n)
     blocks = config.grid[0] * config.grid[1] * config.grid[2]
     on_one = -(-blocks // sms)
     together = min(on_one, resident) * tile.warps
-    cost = on_one * max(multiply * slow * (1 + 4 / together), load)
+    cost = on_one * max(multiply * slow * (1 + 4 / together) + decode, load)
     if config.num_splits > 1:  # partial results are written and read again, in float
         rows = tile.block_m * blocks / sms
         cost += 2 * rows * config.head_dim_v * 4 / _BYTES_PER_PRODUCT + _SECOND_LAUNCH

@@ -23,7 +23,7 @@ _ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=
 # AttentionShape of cuda/include/attention_shape.cuh.
 ATTENTION_SHAPE = np.dtype(
     [
-        *[(name, _ROW_STRIDES) for name in ("q", "k", "v", "out")],
+        *[(name, _ROW_STRIDES) for name in ("q", "k", "v", "out", "k_scale", "v_scale")],
         *[(name, "i8") for name in ("lse_batch", "lse_head", "out_split", "lse_split")],
         *[(name, "i8", (4,)) for name in ("bias", "block_mask")],
         *[(name, "i8") for name in ("block_table_batch", "alibi_batch")],
@@ -77,10 +77,12 @@ def shared_bytes(
     *,
     one_k: bool = False,
     split: bool = False,
+    quantized: bool = False,
 ) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V.
 
     ``one_k``: K has one buffer. ``split``: sums leave in float, as they also do where out is float32.
+    ``quantized``: behind K and V lie their codes, a byte each, and the scales of the keys.
     """
     q, k, v = (
         itemsize * rows * columns
@@ -88,6 +90,9 @@ def shared_bytes(
     )
     in_registers = q_in_registers(itemsize, block_m, block_n, warps_m, warps_n, head_dim, head_dim_v)
     tiles = k + v + (q if one_k else max(k, q) if in_registers else k + q)
+    if quantized:
+        codes = (k + v) // itemsize + max(4 * block_n, 128)
+        tiles = codes + (max(k + v, q) if in_registers else k + v + q)
     partial = split or warps_n > 1  # sums leave in float, and the warps' with their row statistics
     out = block_m * head_dim_v * (4 * warps_n if partial else itemsize)
     return max(tiles, out + (8 * warps_n * block_m if partial else 0))

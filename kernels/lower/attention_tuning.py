@@ -65,6 +65,7 @@ def bucket(problem: Problem) -> str:
     words += [f"window <= {power_of_two(p.window)}"] if p.window else []
     words += ["block mask"] if p.block_mask else []
     words += ["varlen"] if p.varlen else []
+    words += ["quantized"] if p.quantized else []
     words += [] if p.lean else ["not lean"]
     words += ["float32 out"] if p.wide_out else []
     words += [f"num_splits {p.num_splits}"] if p.num_splits else []

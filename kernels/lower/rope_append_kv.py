@@ -17,6 +17,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import (
+    CODES,
     DTYPES,
     codes_of,
     float32,
@@ -38,6 +39,7 @@ _MAX_GRID = 2**31 - 1
 _SHAPE = np.dtype(
     [
         *[(name, "i8", (3, 3)) for name in ("inputs", "outputs")],
+        ("scales", "i8", (2, 3)),
         *[(name, "i8", (2,)) for name in ("positions", "slots")],
         ("block_table", "i8"),
         *[(name, "u4") for name in ("tokens", "seqlen")],
@@ -165,7 +167,7 @@ class _Operands:
 
     @property
     def in_order(self) -> tuple[Tensor | None, ...]:
-        """As all kernels take them; those in CUDA C++ without the scales, the last two."""
+        """As all kernels take them."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -183,9 +185,10 @@ class _Operands:
 
     @property
     def alignment(self) -> int:
-        """Bytes, at most 16, that divide every address and stride."""
-        heads = heads_alignment((self.q, self.out, self.k, self.v, self.k_cache, self.v_cache))
-        return math.gcd(heads, *[w.address for w in (self.q_weight, self.k_weight) if w is not None])
+        """Bytes, at most 16, that divide every address and stride; of quantized pages, as many elements of q."""
+        heads = heads_alignment((self.q, self.out, self.k, self.v))
+        pages = heads_alignment((self.k_cache, self.v_cache)) * self.q.itemsize // self.k_cache.itemsize
+        return math.gcd(heads, pages, *[w.address for w in (self.q_weight, self.k_weight) if w is not None])
 
 
 @lowers("rope_append_kv", "raw")
@@ -196,8 +199,9 @@ def _raw(spec: Spec, on: Builder) -> None:
     nheads, head_dim = o.q.shape[2:]
     sizes = (o.tokens, nheads, o.k.shape[2], head_dim, spec["rotary_dim"], o.q.itemsize)
     config = select_config(AppendShape(*sizes, interleaved), alignment=o.alignment, sms=on.sms)
-    args = (*(np.uint64(0) if a is None else a for a in o.in_order[:-2]), _shape(spec, o, config))
-    on.launch(_kernel(config, o.q.dtype.name, interleaved), config.grid, config.block, args)
+    args = (*(np.uint64(0) if a is None else a for a in o.in_order), _shape(spec, o, config))
+    kernel = _kernel(config, o.q.dtype.name, interleaved, o.codes)
+    on.launch(kernel, config.grid, config.block, args)
 
 
 def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
@@ -223,6 +227,8 @@ def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
         "eps": float32(spec["eps"]),
         "weight_offset": float32(spec["weight_offset"]),
     }
+    if o.k_scale is not None and o.v_scale is not None:
+        numbers["scales"] = strides_of(o.k_scale), strides_of(o.v_scale)
     if o.block_table is not None:
         numbers["max_pages"] = o.block_table.shape[1] if o.k_cache.shape[1] else 0
         numbers["block_table"] = strides_of(o.block_table)[0]
@@ -298,22 +304,23 @@ _HEADS = ((128, 128), (60, 60), (200, 132), (124, 124), (7, 6), (127, 126))
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``append`` launches; the same on every architecture."""
     seen = set()
-    for dtype, (head_dim, rotary_dim), interleaved, aligned in itertools.product(
-        DTYPES, _HEADS, (False, True), (True, False)
+    for codes, dtype, (head_dim, rotary_dim), interleaved, aligned in itertools.product(
+        ("", *CODES), DTYPES, _HEADS, (False, True), (True, False)
     ):
         itemsize = 4 if dtype == "float32" else 2
         if raw_cannot(dtype, head_dim, rotary_dim, 1, interleaved=interleaved) is None:
             shape = AppendShape(1, 32, 8, head_dim, rotary_dim, itemsize, interleaved)
             config = select_config(shape, alignment=16 if aligned else itemsize, sms=1)
-            kernel = _kernel(config, dtype, interleaved)
+            kernel = _kernel(config, dtype, interleaved, codes)
             if kernel not in seen:
                 seen.add(kernel)
                 yield Variant(kernel, _THREADS)
 
 
-def _kernel(config: AppendConfig, dtype: str, interleaved: bool) -> CudaKernel:
+def _kernel(config: AppendConfig, dtype: str, interleaved: bool, codes: str) -> CudaKernel:
     defines: dict[str, str | int] = {
         "DTYPE": DTYPES[dtype],
+        "PAGE_DTYPE": CODES[codes] if codes else DTYPES[dtype],
         "VEC": config.vec,
         "ACCESS": config.access,
         "INTERLEAVED": int(interleaved),

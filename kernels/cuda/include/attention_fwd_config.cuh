@@ -10,7 +10,9 @@
 #include "tile.cuh"
 
 typedef DTYPE scalar;
+typedef PAGE_DTYPE page_scalar;
 
+constexpr bool kCodes = kIsCode<page_scalar>;  // quantized pages: numbers in shared memory, codes on their way
 constexpr Mask kMask = Mask::MASK;
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // slabs of 16 rows per warp; rows per lane
@@ -32,8 +34,8 @@ typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
 // Fewer than 32 of HEAD_DIM columns are zero-filled, but more may be in the last part of V.
 constexpr int kSpare = 32, kSpareV = VALUE_PARTS > 1 ? HEAD_DIM_V : kSpare;
 constexpr Pages kPages = static_cast<Pages>(PAGED);
-typedef KeyRows<TileK, kThreads, kPages, kSpare> RowsK;
-typedef KeyRows<TileV, kThreads, kPages, kSpareV> RowsV;
+typedef KeyRows<TileK, kThreads, kPages, kSpare, page_scalar> RowsK;
+typedef KeyRows<TileV, kThreads, kPages, kSpareV, page_scalar> RowsV;
 
 // O is staged in shared memory in the output type, or in float if several warps hold partial sums.
 typedef typename ChooseType<SPLIT, float, OUT>::type out_scalar;
@@ -43,11 +45,18 @@ typedef Tile<staged, BLOCK_M * WARPS_N, HEAD_DIM_V, sizeof(staged) == 4> TileO;
 struct Part { float row_max, weight; };  // one per row and warp, stored behind the tile
 
 constexpr int kOffsetV = TileK::kBytes, kBehindV = kOffsetV + TileV::kBytes;
-constexpr int kOffsetOddK = ONE_K ? 0 : kBehindV;
-constexpr int kOffsetQ = ONE_K || kQInRegisters ? kBehindV : kBehindV + TileK::kBytes;
+constexpr int kOffsetOddK = ONE_K || kCodes ? 0 : kBehindV;
+constexpr int kOffsetCodesK = kQInRegisters && TileQ::kBytes > kBehindV ? TileQ::kBytes : kBehindV;
+constexpr int kOffsetCodesV = kOffsetCodesK + RowsK::Loader::kBytes;
+constexpr int kOffsetScales = kOffsetCodesV + RowsV::Loader::kBytes;
+constexpr int kBehindScales = kOffsetScales + (4 * BLOCK_N + 127) / 128 * 128;  // a tile begins at a line of banks
+constexpr int kOffsetQ = kCodes                  ? (kQInRegisters ? 0 : kBehindScales)
+                         : ONE_K || kQInRegisters ? kBehindV
+                                                  : kBehindV + TileK::kBytes;
 
 static_assert(kSlabs == 1 || kSlabs == 2, "a warp has 16 or 32 rows");
 static_assert(kWarpN % 16 == 0, "ldmatrix.x4 reads 16 keys");
+static_assert(!kCodes || (PAGED && !ONE_K), "quantized rows lie in pages; K has one buffer, its codes another");
 static_assert(!ONE_K || !kQInRegisters, "Q in registers leaves its place to a second K");
 static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different block masks");
 static_assert(!DROPOUT || !PACK_GQA, "rows 8 apart are queries 8 apart: they share random words");

@@ -36,7 +36,7 @@ struct Forward {
     BlockMask block_mask;
     Seed seed;                        // of dropout
     unsigned q_from, k_from, v_from;  // this lane's ldmatrix addresses: Q, even K, V
-    unsigned k_to, v_to;              // this thread's copy destinations: odd K, V
+    unsigned k_to, v_to;              // this thread's copy destinations: odd K, V; their codes
     int k_odd;                        // offset of the K buffer in use: 0 or kOffsetOddK
     int query[kKeepsQuery ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
@@ -59,8 +59,8 @@ struct Forward {
         k_from = ptx::kept(TileK::at(shared, key + lane % 8 + lane / 16 * 8, lane / 8 % 2));
         v_from = ptx::kept(kHalf ? TileV::at(shared + kOffsetV, key + lane % 16, lane / 16)
                                  : TileV::at(shared + kOffsetV + lane / 4 % 4 * 4, key + lane % 4 * 2, lane / 16));
-        k_to = RowsK::Loader::at(shared + kOffsetOddK);
-        v_to = RowsV::Loader::at(shared + kOffsetV);
+        k_to = RowsK::Loader::at(shared + (kCodes ? kOffsetCodesK : kOffsetOddK));
+        v_to = RowsV::Loader::at(shared + (kCodes ? kOffsetCodesV : kOffsetV));
         k_odd = 0;
         softmax = {};
         #pragma unroll
@@ -102,6 +102,22 @@ struct Forward {
                 }
             }
         }
+    }
+
+    // Products with the codes of keys become those with the keys.
+    __device__ __forceinline__ void scale_keys(float (&s)[kSlabs][kTilesS][4]) const {
+        const Place me = Place::mine();
+        const float* scale_of_key = scales_of_keys() + me.first_key() + me.lane % 4 * 2;
+        #pragma unroll
+        for (int j = 0; j < kTilesS; ++j) {
+            const float2 by = *reinterpret_cast<const float2*>(scale_of_key + 8 * j);
+            #pragma unroll
+            for (int r = 0; r < kRows; ++r) s[r / 2][j][r % 2 * 2] *= by.x, s[r / 2][j][r % 2 * 2 + 1] *= by.y;
+        }
+    }
+
+    static __device__ __forceinline__ float* scales_of_keys() {
+        return reinterpret_cast<float*>(dynamic_shared + kOffsetScales);
     }
 
     // 3 x TF32 makes NaN of infinities (infinity - infinity). Such scores are computed again one by one: slow, but rare.
@@ -216,13 +232,20 @@ struct Forward {
     // Processes tile n, whose K is already loading. Tile `next` follows, unless it lies before `begin`.
     // masked: some row does not see all of tile n; partly: because of the block mask.
     __device__ __forceinline__ void step(int n, int next, int begin, bool masked, bool partly) {
-        ptx::cp_async_wait<0>();
+        if constexpr (kCodes) {
+            ptx::cp_async_wait<1>();  // the codes of V are newer
+            k.template decode<false>(dynamic_shared, dynamic_shared + kOffsetCodesK, scales_of_keys());
+        } else {
+            ptx::cp_async_wait<0>();
+        }
         __syncthreads();  // K has arrived; no warp reads V or the other K any more
-        if (masked) v.load(v_to, n, false, work.seqlen_k, work.columns);
-        else v.load(v_to, n, true, work.seqlen_k, work.columns);  // skips the row bounds check
-        ptx::cp_async_commit();
-        v.skip(n - 1 - next);
-        k.skip(n - 1 - next);
+        if constexpr (!kCodes) {
+            if (masked) v.load(v_to, n, false, work.seqlen_k, work.columns);
+            else v.load(v_to, n, true, work.seqlen_k, work.columns);  // skips the row bounds check
+            ptx::cp_async_commit();
+            v.skip(n - 1 - next);
+            k.skip(n - 1 - next);
+        }
         const auto load_next = [&] {
             if (next >= begin) k.load(k_to - k_odd, next, true, work.seqlen_k, shape.head_dim);
             ptx::cp_async_commit();
@@ -232,6 +255,7 @@ struct Forward {
         float s[kSlabs][kTilesS][4] = {};
         scores(s);
         if (sizeof(scalar) == 4 && careful) mend(s);
+        if constexpr (kCodes) scale_keys(s);
         if constexpr (ONE_K) {
             __syncthreads();  // no warp reads K any more
             load_next();
@@ -260,7 +284,7 @@ struct Forward {
                 }
             }
         }
-        if (careful) {
+        if (!kCodes && careful) {
             ptx::cp_async_wait<1>();  // this thread's own copies of V have arrived
             RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
         }
@@ -277,9 +301,19 @@ struct Forward {
         }
 
         ptx::cp_async_wait<1>();
+        if constexpr (kCodes) {
+            v.template decode<true>(dynamic_shared + kOffsetV, dynamic_shared + kOffsetCodesV, nullptr);
+            if (careful) Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
+        }
         __syncthreads();  // V has arrived
+        if constexpr (kCodes) load_codes_of_values(next, begin);
         add_values(s);
         k_odd = kOffsetOddK - k_odd;
+    }
+
+    __device__ __forceinline__ void load_codes_of_values(int n, int begin, bool whole = true) {
+        if (n >= begin) v.load(v_to, n, whole, work.seqlen_k, work.columns);
+        ptx::cp_async_commit();
     }
 
     // The next tile at or left of n that the block mask does not hide entirely; begin - 1 if there is none.
@@ -296,9 +330,9 @@ struct Forward {
         return n;
     }
 
-    // Waits for Q, but not for the first K, which was issued later.
+    // Waits for Q, but not for the first K, which was issued later, and codes of V.
     __device__ __forceinline__ void receive_q() {
-        if (kQInRegisters || shape.scores.negate) ptx::cp_async_wait<1>();
+        if (kQInRegisters || shape.scores.negate) ptx::cp_async_wait<kCodes ? 2 : 1>();
         if (shape.scores.negate) {
             const unsigned signs = sizeof(scalar) == 2 ? 0x80008000u : 0x80000000u;
             Copy<TileQ, kThreads>::each_word(dynamic_shared + kOffsetQ, [=](unsigned word) { return word ^ signs; });
@@ -311,6 +345,7 @@ struct Forward {
                 #pragma unroll
                 for (int slab = 0; slab < kSlabs; ++slab) ptx::ldmatrix4(q[i][slab], rows.at(i, 16 * slab));
             }
+            if constexpr (kCodes) __syncthreads();  // K and V take the place of Q
         }
     }
 
@@ -323,6 +358,7 @@ struct Forward {
         v.seek(n);
         if (n >= tiles.begin) k.load(k_to - kOffsetOddK, n, false, work.seqlen_k, shape.head_dim);
         ptx::cp_async_commit();
+        if constexpr (kCodes) load_codes_of_values(n, tiles.begin, false);
         receive_q();
         const auto masked = [&] {
             if (kMask == Mask::kLocal && n < all_begin) return true;
@@ -349,7 +385,7 @@ struct Forward {
         if (!visible || bias_at(row, query, key) == minus_infinity()) return false;
         float x = 0.0f;
         #pragma unroll 1
-        for (int d = 0; d < shape.head_dim; ++d) x = fmaf(widened(q_row[d]), widened(k.at(key, d)), x);
+        for (int d = 0; d < shape.head_dim; ++d) x = fmaf(widened(q_row[d]), k.at(key, d), x);
         x = shape.scores.negate ? -x : x;
         make_score<scalar>(x, shape.scores);
         return x != minus_infinity();
@@ -364,7 +400,8 @@ struct Forward {
         for (int column = threadIdx.x; column < work.columns; column += kThreads) {
             #pragma unroll 1
             for (int key = tiles.begin * BLOCK_N; key < last_key; ++key) {
-                const float x = widened(v.at(key, column));
+                float x = v.at(key, column);
+                if constexpr (kCodes) x = widened(narrowed<scalar>(x));  // as in the product
                 if (fabsf(x) < infinity()) continue;
                 #pragma unroll 1
                 for (int row = 0; row < BLOCK_M && work.row0 + row < work.rows; ++row) {

@@ -7,9 +7,6 @@
 
 typedef long long int64;
 
-template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
-template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
-
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;  // scores are in units of log2
 
 // ln sum exp of a row, from its largest score in units of log2 and the sum of the weights relative to it.
@@ -22,6 +19,7 @@ struct RowStrides { int64 batch, row, head; };
 
 struct AttentionShape {
     RowStrides q, k, v, out;               // with PAGED, the batch stride of k and v is that of a page
+    RowStrides k_scale, v_scale;           // of quantized pages, the same
     int64 lse_batch, lse_head;             // queries are adjacent
     int64 out_split, lse_split;            // SPLIT: stride between splits
     int64 bias[4], block_mask[4];          // batch, head, query (block), key (block); 0 if broadcast

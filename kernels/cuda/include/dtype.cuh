@@ -14,6 +14,9 @@ struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 typedef float f32;
 
+template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
+template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
+
 template <typename T> struct Packed;
 
 // kWideRange: squares can overflow or underflow in float although the values are finite and nonzero.

@@ -70,6 +70,16 @@ __device__ __forceinline__ void cp_async16(unsigned to, const void* from, int by
                  :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
 }
 
+// The same for kBytes bytes; 4 and 8 go through L1.
+template <int kBytes> __device__ __forceinline__ void cp_async(unsigned to, const void* from, int bytes) {
+    if constexpr (kBytes == 16) {
+        cp_async16(to, from, bytes);
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(to), "l"(__cvta_generic_to_global(from)), "n"(kBytes), "r"(bytes) : "memory");
+    }
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits for all but the kNewest latest groups of this thread. Other threads' copies need a barrier on top.
@@ -108,6 +118,23 @@ __device__ __forceinline__ unsigned long long multiply_wide(unsigned a, unsigned
     unsigned long long product;
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
     return product;
+}
+
+__device__ __forceinline__ unsigned subtract_f16x2(unsigned x, unsigned y) {
+    unsigned z;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
+__device__ __forceinline__ unsigned multiply_f16x2(unsigned x, unsigned y) {
+    unsigned z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
+__device__ __forceinline__ unsigned fma_bf16x2(unsigned x, unsigned y, unsigned z) {
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(y), "r"(z));
+    return x;
 }
 
 __device__ __forceinline__ float exp2(float x) {  // 2 ulp; results below 2^-126 are 0

@@ -24,17 +24,6 @@ __device__ __forceinline__ void mma_codes(IntAccumulator& c, const Operand& a, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ unsigned subtract_f16x2(unsigned x, unsigned y) {
-    unsigned z;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-    return z;
-}
-
-__device__ __forceinline__ unsigned fma_bf16x2(unsigned x, unsigned y, unsigned z) {
-    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(y), "r"(z));
-    return x;
-}
-
 }  // namespace ptx
 
 __device__ __forceinline__ unsigned plane(unsigned word, int i) { return word >> 2 * i & 0x03030303u; }

@@ -56,11 +56,17 @@ template <typename TileT> struct LaneAddress {
 //
 // row_at(row) returns the global address of the thread's column() in that row of the tile. It is called once per row.
 // Rows from `rows` on are not read, so their addresses may be anything.
-template <typename TileT, int kThreads> struct Copy {
+//
+// Source: the dtype in global memory. Where it is not that of the tile, the copy goes to a place of its own, from which
+// each thread fills its chunks of the tile (KeyRows::decode): elements of a chunk side by side, and threads in order.
+template <typename TileT, int kThreads, typename Source = typename TileT::Scalar> struct Copy {
+    static constexpr bool kInPlace = sizeof(Source) == sizeof(typename TileT::Scalar);
+    static constexpr int kChunkBytes = TileT::kChunk * sizeof(Source);
     static constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
     static constexpr int kMine = (TileT::kRows + kDown - 1) / kDown;
     static constexpr int kStep = kDown < TileT::kRows ? kDown : TileT::kRows;  // spacing of a thread's rows and tiles
     static constexpr int kLast = TileT::kRows - kStep;
+    static constexpr int kBytes = TileT::kRows * TileT::kCols * sizeof(Source);
     static_assert(TileT::kRows % kStep == 0, "the rows of successive tiles are evenly spaced");
     static_assert(kDown % 8 == 0, "a thread's rows have one key");
 
@@ -91,7 +97,13 @@ template <typename TileT, int kThreads> struct Copy {
 
     // The thread's first chunk of a tile.
     static __device__ __forceinline__ unsigned at(unsigned tile) {
-        return TileT::at(tile, row(), threadIdx.x % kAcross);
+        return kInPlace ? TileT::at(tile, row(), threadIdx.x % kAcross) : tile + threadIdx.x * kChunkBytes;
+    }
+
+    // From there to chunk j of the thread's row i, in bytes.
+    static __device__ __forceinline__ constexpr int offset(int i, int j) {
+        return kInPlace ? i * kDown * TileT::kRowBytes + j * kAcross * 16
+                        : (i * (TileT::kChunks / kAcross) + j) * kStep * kAcross * kChunkBytes;
     }
 
     template <int kSpare, typename RowAt>
@@ -105,8 +117,8 @@ template <typename TileT, int kThreads> struct Copy {
             for (int j = 0; j < TileT::kChunks / kAcross; ++j) {
                 const bool exists = (j + 1) * kAcross * TileT::kChunk <= TileT::kCols - kSpare ||
                                     column() + j * kAcross * TileT::kChunk < cols;
-                ptx::cp_async16(to + i * kDown * TileT::kRowBytes + j * kAcross * 16,
-                                from + j * kAcross * TileT::kChunk, exists && (whole || at < rows) ? 16 : 0);
+                ptx::cp_async<kChunkBytes>(to + offset(i, j), from + j * kAcross * TileT::kChunk,
+                                           exists && (whole || at < rows) ? kChunkBytes : 0);
             }
         }
     }

@@ -54,8 +54,10 @@ template <int kBytes> __device__ __forceinline__ void write_words(void* p, const
         asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(address), "r"(word[0]), "r"(word[1]) : "memory");
     } else if constexpr (kBytes == 4) {
         asm volatile("st.global.b32 [%0], %1;" :: "l"(address), "r"(word[0]) : "memory");
-    } else {
+    } else if constexpr (kBytes == 2) {
         asm volatile("st.global.b16 [%0], %1;" :: "l"(address), "h"((unsigned short)word[0]) : "memory");
+    } else {
+        asm volatile("st.global.b8 [%0], %1;" :: "l"(address), "r"(word[0]) : "memory");
     }
 }
 
