@@ -383,10 +383,13 @@ __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, 
     const unsigned passing = shared + kOffsetStatistics + stage + mine * sizeof(RowStatistics);
     const int first = tile * kColumns + mine;
     const unsigned dropped = DROPOUT ? drop_gradients(shape, work, head, first, d) : 0;
-    const bool coarse = !WIDE_LSE && any_coarse(stage, column, statistics);
+    // Where this takes fewer registers: columns are read ahead of the scores, the warp's own rows after them.
+    const bool coarse = kOwnsKeys && !WIDE_LSE && any_coarse(stage, column, statistics);
     if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
     else differentiate<false, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
-    if (coarse) weigh_coarse(shape, work, head, tile, stage, column, statistics, s, d);
+    if (kOwnsKeys ? coarse : !WIDE_LSE && any_coarse(stage, column, statistics)) {
+        weigh_coarse(shape, work, head, tile, stage, column, statistics, s, d);
+    }
     if constexpr (DROPOUT) {
         #pragma unroll
         for (int i = 0; i < kSlabs * kTilesS * 4; ++i) {
