@@ -278,3 +278,16 @@ def test_what_it_refuses_it_refuses_by_name(settings, why):
 )
 def test_long_rows(head_dims):
     check(dtype="float16", head_dims=head_dims, seqlens=(400, 300), mask="causal", heads=(2, 1), batch=1)
+
+
+@pytest.mark.parametrize("seqlen_k", [40, 140])
+def test_a_large_lse_of_more_keys_than_these_counts(seqlen_k):
+    """The other keys have scores larger by 3. float32 holds the lse of all to 2^-9, and its log2 to 2^-8."""
+    rng = np.random.default_rng(0)
+    q, k = np.zeros((1, 70, 1, 32), np.float32), np.zeros((1, seqlen_k, 1, 32), np.float32)
+    q[..., 0], k[..., 0] = 128, 160
+    v, dout = (rng.standard_normal(x.shape).astype(np.float32) for x in (k, q))
+    lse = np.full((1, 1, 70), 128 * 160 + 3 + np.log(seqlen_k), np.float32)
+    dv = gpu_ops.attention_backward(dout, q, k, v, np.zeros_like(q), lse, softmax_scale=1.0, **RAW)[2]
+    wanted = dout.sum(1, keepdims=True) * np.exp(-3) / seqlen_k
+    np.testing.assert_allclose(dv, np.broadcast_to(wanted, v.shape), rtol=2**-8)

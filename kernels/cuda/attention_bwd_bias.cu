@@ -36,8 +36,8 @@ __device__ __forceinline__ void sum_tile(float* tile, bool rows, bool columns) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,
-                        const RowStatistics* statistics, const float* alibi_slopes, const unsigned char* bias,
-                        const unsigned char* block_mask, const Seed* seed, void* dbias,
+                        const RowStatistics* statistics, const float* rests, const float* alibi_slopes,
+                        const unsigned char* bias, const unsigned char* block_mask, const Seed* seed, void* dbias,
                         const __grid_constant__ BackwardShape shape) {
     const Place me = Place::mine();
     const int(&size)[4] = shape.bias_shape;
@@ -57,9 +57,8 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
         work.sequence = Sequence::of<false>(shape, batch, nullptr, nullptr);
         work.batch = batch;
         if constexpr (DROPOUT) work.seed = seed_of(seed, shape.seed);
-        if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + batch * shape.alibi_batch;
-        work.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));
-        if constexpr (BLOCK_MASK) work.block_mask = block_mask + batch * shape.block_mask[0];
+        work.rests = rests;
+        work.set_arrays(shape, alibi_slopes, bias, block_mask);
         #pragma unroll 1
         for (int head = first_head; head < last_head; ++head) {
             const int kv_head = head / shape.group;

@@ -1,15 +1,11 @@
-// What attention backward computes row by row, around attention_bwd_sm80.cu. One entry each:
+// What attention backward computes row by row, after attention_bwd_sm80.cu. One entry each:
 //
-//   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out, if not given;
-//                                   a dout in float is rounded first: delta is that of the dout that dP is computed of
 //   attention_backward_rows         dq, dk or dv from accumulators of mma.sync (d._sum), summed over parts
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
 //
 // Macros: DTYPE; VARLEN 0 or 1; WIDE_LSE 0 or 1: lse is of doubles
-//   statistics   OUT: out's type, DTYPE or f32; DELTA 0 or 1: delta is given; DROPOUT 0 or 1
-//                WIDE_DOUT 0 or 1, with 16-bit DTYPE: dout is given as wide_dout in float, and written
 //   rows         ROWS kQ, kK or kV; COLUMNS their HEAD_DIM and GRADS as in attention_bwd_sm80.cu
-//   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)   rows: the same, of q or of k   sinks: (nheads)   block 256
+//   grid   rows: (ceil(seqlen / 64), heads, batch) of q or of k   sinks: (nheads)   block 256
 // All sums are in a fixed order.
 #include "attention_bwd_shape.cuh"
 #include "math.cuh"
@@ -18,88 +14,8 @@
 
 typedef DTYPE scalar;
 typedef Statistics<WIDE_LSE> RowStatistics;
-typedef ChooseType<WIDE_LSE, double, float>::type lse_scalar;
 
-constexpr int kThreads = 256, kChunk = 16 / sizeof(scalar);
-constexpr bool kReads = !DELTA || WIDE_DOUT;  // out and dout
-
-template <typename T> __device__ __forceinline__ void load_chunk(const T* from, float (&value)[kChunk]) {
-    constexpr int kEach = 16 / sizeof(T), kPerWord = Packed<T>::kPerWord;
-    #pragma unroll
-    for (int i = 0; i < kChunk; i += kEach) {
-        const uint4 x = *reinterpret_cast<const uint4*>(from + i);
-        const unsigned words[4] = {x.x, x.y, x.z, x.w};
-        #pragma unroll
-        for (int w = 0; w < 4; ++w) Packed<T>::widen(words[w], value + i + w * kPerWord);
-    }
-}
-
-// Rounds 16 bytes of scalars, and writes them.
-__device__ __forceinline__ void round_chunk(float (&value)[kChunk], scalar* to) {
-    constexpr int kPerWord = Packed<scalar>::kPerWord;
-    unsigned words[4];
-    #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        words[w] = Packed<scalar>::narrow(value + w * kPerWord);
-        Packed<scalar>::widen(words[w], value + w * kPerWord);
-    }
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-// Eight lanes per row, 16 bytes per lane and step: 128 bytes of a row at a time. Padding gets lse = +inf.
-extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_statistics(const OUT* out, scalar* dout, const lse_scalar* lse, const float* delta,
-                              const float* wide_dout, const int* cu_seqlens_q, const int* cu_seqlens_k,
-                              RowStatistics* statistics, const __grid_constant__ BackwardShape shape) {
-    const int batch = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % 8;
-    const Sequence sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
-    const int first = blockIdx.x * kPad;
-    if (first >= sequence.seqlen_q) return;
-    lse += batch * shape.lse[0] + head * shape.lse[1] + sequence.q_begin * shape.lse[2];
-    if constexpr (DELTA) delta += batch * shape.delta[0] + head * shape.delta[1] + sequence.q_begin * shape.delta[2];
-    out += batch * shape.out.batch + sequence.q_begin * shape.out.row + head * shape.out.head;
-    dout += batch * shape.dout.batch + sequence.q_begin * shape.dout.row + head * shape.dout.head;
-    if constexpr (WIDE_DOUT) {
-        const RowStrides& stride = shape.wide_dout;
-        wide_dout += batch * stride.batch + sequence.q_begin * stride.row + head * stride.head;
-    }
-    statistics += sequence.padded<VARLEN>(shape, head);
-    for (int row = first + threadIdx.x / 8; row < first + kPad; row += kThreads / 8) {
-        float sum = 0.0f;
-        const bool exists = row < sequence.seqlen_q;
-        for (int column = lane * kChunk; kReads && exists && column < shape.head_dim_v; column += 8 * kChunk) {
-            float a[kChunk], b[kChunk];
-            scalar* const own = dout + row * shape.dout.row + column;
-            if constexpr (WIDE_DOUT) {
-                load_chunk(wide_dout + row * shape.wide_dout.row + column, b);
-                round_chunk(b, own);
-            } else {
-                load_chunk(own, b);
-            }
-            if constexpr (!DELTA) {
-                load_chunk(out + row * shape.out.row + column, a);
-                #pragma unroll
-                for (int i = 0; i < kChunk; ++i) sum = fmaf(a[i], b[i], sum);
-            }
-        }
-        sum = warp_sum(sum, 8);
-        if (lane != 0) continue;
-        if (DELTA && exists) sum = delta[row * shape.delta[2]];
-        const lse_scalar natural = exists ? lse[row * shape.lse[2]] : -infinity();
-        const bool empty = natural == -infinity();  // a row that sees no key: P = 0, and no gradient whatever dout is
-        float base2 = static_cast<float>(natural * kLog2e), rest = 0.0f;
-        if constexpr (WIDE_LSE) {
-            const double exact = natural * 1.4426950408889634;
-            base2 = static_cast<float>(exact);
-            rest = fabsf(base2) < infinity() ? static_cast<float>(exact - base2) : 0.0f;
-        }
-        if constexpr (DROPOUT) {
-            (WIDE_LSE ? rest : base2) -= shape.scores.keep_scale_log2;
-            sum /= shape.scores.keep_scale;
-        }
-        statistics[row] = RowStatistics::of(empty ? infinity() : base2, empty ? 0.0f : sum, rest);
-    }
-}
+constexpr int kThreads = 256;
 
 // A thread writes eight columns of a row. Lanes take two rows of an accumulator and 16 of them side by side: whole
 // sectors are read and whole lines written.
@@ -149,18 +65,21 @@ attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_sinks(const RowStatistics* statistics, const float* sinks, const int* cu_seqlens_q,
-                         const int* cu_seqlens_k, float* dsinks, const __grid_constant__ BackwardShape shape) {
+attention_backward_sinks(const RowStatistics* statistics, const float* rests, const float* sinks,
+                         const int* cu_seqlens_q, const int* cu_seqlens_k, float* dsinks,
+                         const __grid_constant__ BackwardShape shape) {
     __shared__ float sums[kThreads / 32];
     const int head = blockIdx.x;
     const float sink = sinks[head] * kLog2e;
     float sum = 0.0f;
     for (int b = 0; b < shape.batch; ++b) {
         const Sequence sequence = Sequence::of<VARLEN>(shape, b, cu_seqlens_q, cu_seqlens_k);
-        const RowStatistics* rows = statistics + sequence.padded<VARLEN>(shape, head);
+        const int64 first = sequence.padded<VARLEN>(shape, head);
+        const RowStatistics* rows = statistics + first;
         for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
             float exponent = sink - rows[row].lse;
             if constexpr (WIDE_LSE) exponent -= rows[row].rest();
+            else if (is_coarse<WIDE_LSE>(rows[row].lse)) exponent -= rests[first + row];
             sum = fmaf(exp2f(exponent), rows[row].delta, sum);
         }
     }

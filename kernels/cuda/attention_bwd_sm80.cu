@@ -2,7 +2,7 @@
 //
 //   q, dq    (batch, seqlen_q, nheads, head_dim)      DTYPE     k, dk    (batch, seqlen_k, nheads_kv, head_dim)
 //   dout     (batch, seqlen_q, nheads, head_dim_v)    DTYPE     v, dv    (batch, seqlen_k, nheads_kv, head_dim_v)
-//   statistics  lse and delta of every row of q: attention_bwd_rows.cu
+//   statistics  lse and delta of every row of q, and rests, of rows with a coarse lse: attention_bwd_statistics.cu
 //
 //   S = q k^T     P = 2^(score(S) - lse)     dP = dout v^T     dS = P (dP - delta) dscore/dS     masked pairs are 0
 //   dv = P^T dout                  dk = scale dS^T q                  dq = scale dS k
@@ -138,7 +138,7 @@ struct Backward {
             [&](int k, int column) { return element<TileB>(values, first + k, column); },
             [&](int r, int k) {
                 const int own = work.row0 + me.row(r), other = tile * kColumns + first + k;
-                return sees(shape, work, head, kOwnsKeys ? other : own, kOwnsKeys ? own : other);
+                return work.sees(shape, head, kOwnsKeys ? other : own, kOwnsKeys ? own : other);
             });
     }
 
@@ -156,7 +156,7 @@ struct Backward {
             add_product_slowly<kStride>(
                 acc, kRows, across, [&](int r, int k) { return element<TileS>(kOffsetS, k, query(r)); },
                 [&](int k, int column) { return element<RowsX>(0, k, column); },
-                [&](int r, int k) { return sees(shape, work, head, tile * kColumns + query(r), work.row0 + k); });
+                [&](int r, int k) { return work.sees(shape, head, tile * kColumns + query(r), work.row0 + k); });
         } else {
             add_product<RowsX, kRows, kStride>(acc, shared, 0, across, [&](int i, unsigned (&a)[TileDq::kMine][4]) {
                 #pragma unroll
@@ -294,19 +294,16 @@ struct Walk {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,
-                   const RowStatistics* statistics, const int* cu_seqlens_q, const int* cu_seqlens_k,
-                   const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
-                   const Seed* seed, float* dq_sum, grad* dq, grad* dk, grad* dv,
+                   const RowStatistics* statistics, const float* rests, const int* cu_seqlens_q,
+                   const int* cu_seqlens_k, const float* alibi_slopes, const unsigned char* bias,
+                   const unsigned char* block_mask, const Seed* seed, float* dq_sum, grad* dq, grad* dk, grad* dv,
                    const __grid_constant__ BackwardShape shape) {
     const Seed seed_now = DROPOUT ? seed_of(seed, shape.seed) : 0;
     const auto find_work = [&] {
         Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k);
         work.seed = seed_now;
-        if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + work.batch * shape.alibi_batch;
-        if constexpr (kBias != Bias::kNone) {
-            work.bias = bias + work.batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));
-        }
-        if constexpr (BLOCK_MASK) work.block_mask = block_mask + work.batch * shape.block_mask[0];
+        work.rests = rests;
+        work.set_arrays(shape, alibi_slopes, bias, block_mask);
         return work;
     };
     const Work work = find_work();

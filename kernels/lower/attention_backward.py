@@ -31,7 +31,8 @@ def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu.attention_backward_rows import deltas, round_rows
 
     a = Attention.of(spec)
-    lse_dtype, computing = spec.tensor("lse").dtype, a.lse_dtype
+    lse_dtype = spec.tensor("lse").dtype
+    computing = np.dtype(np.float64 if a.q.dtype == np.float64 else np.float32)
     differentiate = prepared(kernels.prepare, a, lse_dtype=lse_dtype, add=spec["accumulate"])
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     if a.known_lengths:

@@ -3,21 +3,17 @@
 Three launches: statistics of the rows, all gradients with dq in float32 by atomics, and dq from it; or, with
 ``deterministic``, dk and dv, then dq by a second pass over the keys, in a fixed order. The gradients of sinks and
 bias are one more launch each; their sums always have a fixed order. The kernels are ``cuda/attention_bwd_sm80.cu``,
-``_rows.cu`` and ``_bias.cu``; :mod:`.attention_backward_config` says which tiles.
+``_statistics.cu``, ``_rows.cu`` and ``_bias.cu``; :mod:`.attention_backward_config` says which tiles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.attention_scores import PLAIN
-from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
-from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, four_axes, strides_of
 from gpu_ops.kernels.lower.attention_backward_config import (
     MAX_HEAD_DIM,
@@ -30,15 +26,21 @@ from gpu_ops.kernels.lower.attention_backward_config import (
     select_tile,
     shared_bytes,
 )
+from gpu_ops.kernels.lower.attention_backward_kernels import (
+    ROW_THREADS,
+    bias_kernel,
+    main_kernel,
+    rows_kernel,
+    statistics_kernel,
+)
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd
 from gpu_ops.kernels.lower.attention_shape import BACKWARD_ROWS, BACKWARD_SHAPE, UNLIMITED
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["backward", "raw_unsupported", "variants"]
+__all__ = ["backward", "raw_unsupported"]
 
 _ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
 _MAX_GRID_YZ = 65535
-_THREADS = 256  # of attention_bwd_rows.cu
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class _Call:
     wide_dout: Tensor | None  # dout as given, if that is in float32 beside a 16-bit q
     lse: Tensor
     statistics: Tensor
+    rests: Tensor | np.uint64  # of a float32 lse, where that is coarse
     shape: np.ndarray[Any, Any]
     head_dims: tuple[int, int]  # HEAD_DIM, HEAD_DIM_V
     grads: str  # GRADS
@@ -91,12 +94,7 @@ def backward(spec: Spec, on: Builder) -> None:
     sizes = a.q.itemsize, *call.head_dims, on.smem_per_block_optin
     tile = select_tile(*sizes, options=options, wide_lse=call.wide_lse)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
-    delta = spec.get("delta")
-    given = tuple(_NULL if x is None else x for x in (delta, call.wide_dout))
-    inputs = call.rows["out"], call.rows["dout"], call.lse, *given
-    macros: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
-    macros |= {"DROPOUT": int(a.dropped > 0), "WIDE_DOUT": int(call.wide_dout is not None)}
-    _launch_rows(call, on, "statistics", of_queries, (*inputs, *call.starts, call.statistics), **macros)
+    _launch_statistics(call, on, spec.get("delta"), of_queries)
     if spec["deterministic"]:
         _gradients_of_keys(call, on, tile, None)
         _launch(call, on, tile, keys=False)
@@ -106,7 +104,8 @@ def backward(spec: Spec, on: Builder) -> None:
         _add_parts(call, on, "q", of_queries, dq_sum)
     dsinks, dbias = spec.get("dsinks"), spec.get("dbias")
     if dsinks is not None and a.sinks is not None:
-        _launch_rows(call, on, "sinks", (a.nheads, 1, 1), (call.statistics, a.sinks, *call.starts, dsinks))
+        arguments = (call.statistics, call.rests, a.sinks, *call.starts, dsinks)
+        _launch_rows(call, on, "sinks", (a.nheads, 1, 1), arguments)
     if dbias is not None:
         _launch_bias(call, on, dbias)
 
@@ -175,10 +174,12 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     delta = spec.get("delta")
     if delta is not None:
         shape["delta"] = (0,) * (3 - delta.ndim) + strides_of(delta)
+    wide_lse = a.lse.dtype == np.float64
     per_head, per_batch = _padded_rows(a, a.q, a.seqlen_q)
     shape["padded_head"], shape["padded_batch"] = per_head, per_batch
-    numbers_per_row = 4 if a.lse.dtype == np.float64 else 2
+    numbers_per_row = 4 if wide_lse else 2
     statistics = on.empty((a.q.shape[0] * a.nheads * per_head, numbers_per_row), np.float32, "lse and delta")
+    rests = _NULL if wide_lse else on.empty(statistics.shape[:1], np.float32, "what a coarse lse leaves out")
     shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
     for name, given in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
         if given is not None:
@@ -197,7 +198,7 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
         shape[name] = value
     grads = "kAdded" if spec["accumulate"] else "kPlain" if rows["dq"].dtype == a.q.dtype else "kFloat"
     dims = head_dims(a.head_dim, a.head_dim_v)
-    return _Call(a, rows, wide_dout, a.lse, statistics, shape, dims, grads)
+    return _Call(a, rows, wide_dout, a.lse, statistics, rests, shape, dims, grads)
 
 
 def _launch(
@@ -214,10 +215,11 @@ def _launch(
     seqlen, heads = (a.seqlen_k, a.nheads_kv * int(call.shape["parts"])) if keys else (a.seqlen_q, a.nheads)
     macros = {**_features(a), "ADD_DQ": int(dq_sum is not None), "PARTS": int(sums is not None)}
     macros |= {"WIDE_LSE": int(call.wide_lse), "GRADS": "kPlain" if sums else call.grads}
-    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys=keys, **macros)
+    kernel = main_kernel(call.dtype, tile, call.head_dims, _mask(a), keys=keys, **macros)
     arguments = (
         *(rows[name] for name in ("q", "k", "v", "dout")),
         call.statistics,
+        call.rests,
         *call.starts,
         *call.options,
         _NULL if dq_sum is None else dq_sum,
@@ -229,6 +231,21 @@ def _launch(
     on.launch(
         kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared
     )
+
+
+def _launch_statistics(call: _Call, on: Builder, delta: Any, grid: tuple[int, int, int]) -> None:
+    a, rows = call.a, call.rows
+    given = tuple(_NULL if x is None else x for x in (delta, call.wide_dout))
+    alibi_slopes, bias, visible, _ = call.options
+    arguments = (
+        *(rows["out"], rows["dout"], call.lse, *given, rows["q"], rows["k"]),
+        *(_NULL if a.sinks is None else a.sinks, *call.starts, alibi_slopes, bias, visible),
+        *(call.statistics, call.rests, call.shape[()]),
+    )
+    macros = {**_features(a), "OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
+    macros |= {"WIDE_LSE": int(call.wide_lse), "WIDE_DOUT": int(call.wide_dout is not None)}
+    kernel = statistics_kernel(call.dtype, _mask(a), **macros)
+    on.launch(kernel, grid, (ROW_THREADS, 1, 1), arguments)
 
 
 def _add_parts(call: _Call, on: Builder, of: str, grid: tuple[int, int, int], sums: Tensor) -> None:
@@ -243,19 +260,19 @@ def _launch_rows(
 ) -> None:
     """A kernel of ``cuda/attention_bwd_rows.cu``."""
     split = int(call.wide_lse and what != "rows")
-    kernel = _rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), WIDE_LSE=split, **macros)
-    on.launch(kernel, grid, (_THREADS, 1, 1), (*arguments, call.shape[()]))
+    kernel = rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), WIDE_LSE=split, **macros)
+    on.launch(kernel, grid, (ROW_THREADS, 1, 1), (*arguments, call.shape[()]))
 
 
 def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     a = call.a
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
     macros = {**_features(a), "WIDE_LSE": int(call.wide_lse)}
-    kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
+    kernel = bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
     batches, heads, queries, keys = four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
-    arguments = (*inputs, call.statistics, *call.options, dbias, a.with_seed(call.shape))
+    arguments = (*inputs, call.statistics, call.rests, *call.options, dbias, a.with_seed(call.shape))
     shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
     on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
 
@@ -268,69 +285,3 @@ def _mask(a: Attention) -> str:
 def _features(a: Attention) -> dict[str, str | int]:
     """Macros of the kernel that options decide."""
     return {**a.features(sinks=False).macros(a.q.dtype.name), "VARLEN": int(a.packed)}
-
-
-def _kernel(
-    dtype: str, tile: Tile, dims: tuple[int, int], mask: str, *, keys: bool, **macros: str | int
-) -> CudaKernel:
-    defines: dict[str, str | int] = {
-        "DTYPE": dtype,
-        "HEAD_DIM": dims[0],
-        "HEAD_DIM_V": dims[1],
-        "ROWS": "kKeys" if keys else "kQueries",
-        "BLOCK_M": tile.columns if keys else tile.rows,
-        "BLOCK_N": tile.rows if keys else tile.columns,
-        "WARPS_R": tile.warps_r,
-        "WARPS_D": tile.warps_d,
-        "STRIP": tile.strip,
-        "STAGES": tile.stages,
-        "MASK": mask,
-        **PLAIN.macros(dtype),
-        **dict.fromkeys(("VARLEN", "ADD_DQ", "PARTS", "WIDE_LSE"), 0),
-        "GRADS": "kPlain",
-        **macros,
-    }
-    return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))
-
-
-def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **macros: str | int) -> CudaKernel:
-    kernel = _kernel(dtype, tile, dims, mask, keys=False, **macros)
-    return CudaKernel("attention_bwd_bias", "attention_backward_bias", kernel.defines)
-
-
-def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    of_statistics = {
-        "OUT": macros["DTYPE"],
-        **dict.fromkeys(("DELTA", "WIDE_DOUT", "WIDE_LSE", "DROPOUT"), 0),
-    }
-    defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kPlain", **macros}
-    return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
-
-
-def variants(arch: str) -> Iterator[Variant]:
-    """The commonest of the kernels; all options would be thousands."""
-    if int(arch[3:].rstrip("af")) < 80:
-        return  # sm_75 has neither bfloat16 nor cp.async
-    most = smem_per_block_optin(arch)
-    cases: tuple[tuple[str, int, str, dict[str, str | int]], ...] = (
-        ("bf16", 64, "kCausal", {"ADD_DQ": 1}),
-        ("bf16", 128, "kCausal", {"ADD_DQ": 1}),
-        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1}),
-        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1, "PARTS": 1}),
-        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "DROPOUT": 1}),
-        ("bf16", 128, "kCausal", {}),  # dq of the deterministic way
-        ("f16", 128, "kNone", {"ADD_DQ": 1}),
-        ("bf16", 256, "kNone", {"ADD_DQ": 1}),
-        ("f32", 64, "kCausal", {"ADD_DQ": 1}),
-        ("f32", 128, "kNone", {"ADD_DQ": 1}),
-    )
-    for dtype, head_dim, mask, macros in cases:
-        itemsize, dims, keys = 4 if dtype == "f32" else 2, (head_dim, head_dim), "ADD_DQ" in macros
-        tile = select_tile(itemsize, *dims, most, options=int("VARLEN" in macros))
-        kernel = _kernel(dtype, tile, dims, mask, keys=keys, **macros)
-        yield Variant(kernel, tile.threads, shared_bytes(tile, itemsize, *dims, keys=keys))
-    tile = select_bias_tile(2, 128, 128, most)
-    kernel = _bias_kernel("bf16", tile, (128, 128), "kCausal", BIAS="kSame")
-    yield Variant(kernel, tile.threads, bias_shared_bytes(tile, 2, 128, 128))
-    rows = (_rows_kernel(what, DTYPE="bf16", COLUMNS=128) for what in ("statistics", "rows", "sinks"))
-    yield from (Variant(kernel, _THREADS) for kernel in rows)

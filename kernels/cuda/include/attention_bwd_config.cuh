@@ -1,20 +1,13 @@
 // Constants and types derived from the macros of attention_bwd_sm80.cu, and a block's share of the problem.
 #pragma once
-#include "attention_bwd_shape.cuh"
+#include "attention_bwd_scores.cuh"
 #include "attention_dropout.cuh"
-#include "attention_scores.cuh"
-#include "mask.cuh"
 #include "mma.cuh"
-#include "scalar.cuh"
 #include "tile.cuh"
-
-typedef DTYPE scalar;
-typedef Statistics<WIDE_LSE> RowStatistics;
 
 enum class Rows { kKeys, kQueries };
 constexpr Rows kOwn = Rows::ROWS;
 constexpr bool kOwnsKeys = kOwn == Rows::kKeys;
-constexpr Mask kMask = Mask::MASK;
 constexpr bool kHalf = sizeof(scalar) == 2;
 
 constexpr int kWarps = WARPS_R * WARPS_D, kThreads = 32 * kWarps;

@@ -7,11 +7,13 @@
 // The kernels hand each other arrays with rows of one head adjacent and every sequence padded to whole kPad rows:
 //
 //   statistics      (batch, nheads, rows) of Statistics
+//   rests           (batch, nheads, rows) float: of rows whose lse is_coarse, the others are not written
 //   dq_sum          (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync as they lie in
 //                   registers, so that a warp adds 32 adjacent floats at a time
 //   dk_sum, dv_sum  (parts, batch, nheads_kv, rows / 16, HEAD_DIM(_V) / 8, 4, 32) float, the same, for parts > 1
 #pragma once
 #include "attention_shape.cuh"
+#include "math.cuh"
 
 constexpr int kPad = 64;
 
@@ -20,6 +22,10 @@ enum class Grads { kPlain, kFloat, kAdded };
 
 // What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
 // 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: then dP = 0 for the others is all.
+//
+// A large lse is too coarse: float32 of -1e9 + log(100) is -1e9, and keys that all have this bias would weigh 1 each
+// instead of 1 / 100. There lse is the largest score of the row, and P = 2^(score - lse - rest), with the log2 of the
+// sum of the weights relative to it.
 template <bool kSplit> struct Statistics;
 template <> struct __align__(8) Statistics<false> {
     float lse;    // in units of log2; +inf for rows that see no key and for padding, so that P is 0
@@ -28,13 +34,22 @@ template <> struct __align__(8) Statistics<false> {
     static __device__ __forceinline__ Statistics of(float lse, float delta, float) { return {lse, delta}; }
     __device__ __forceinline__ float rest() const { return 0.0f; }
 };
-// Of an lse in double: lse + rest.
+// Of an lse in double: lse + rest, whatever its size.
 template <> struct __align__(16) Statistics<true> {
     float lse, delta, rest_, unused;
 
-    static __device__ __forceinline__ Statistics of(float lse, float delta, float rest) { return {lse, delta, rest, 0.0f}; }
+    static __device__ __forceinline__ Statistics of(float lse, float delta, float rest) {
+        return {lse, delta, rest, 0.0f};
+    }
     __device__ __forceinline__ float rest() const { return rest_; }
 };
+
+// Below this a float errs by 2^-11 at most, a double by 2^-13.
+template <bool kSplit> constexpr float kCoarse = kSplit ? 0x1p40f : 0x1p13f;
+
+template <bool kSplit> __device__ __forceinline__ bool is_coarse(float lse) {
+    return fabsf(lse) >= kCoarse<kSplit> && fabsf(lse) < infinity();
+}
 
 struct BackwardShape {
     RowStrides q, k, v, out, dout, dq, dk, dv;

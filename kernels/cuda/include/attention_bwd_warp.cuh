@@ -17,16 +17,13 @@ struct Place {
 
 // A block's share of the problem: its rows, and the columns that they may see. Recomputed from the grid position
 // where it is needed again, to save registers.
-struct Work {
-    Sequence sequence;
-    int batch, kv_head;
+struct Work : ScoredSequence {
+    int kv_head;
     int part;           // of the heads of the group
     int head, heads;    // the first query head and how many
     int row0;
-    const float* alibi_slopes;        // of the sequence, as the next two
-    const unsigned char* bias;
-    const unsigned char* block_mask;
     Seed seed;                        // of dropout
+    const float* rests;               // of all rows
 
     // Causal: the longest rows first, so that short ones fill the tail.
     static __device__ __forceinline__ Work of(const BackwardShape& shape, const int* cu_seqlens_q,
@@ -48,16 +45,6 @@ struct Work {
     __device__ __forceinline__ int columns() const { return kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k; }
     __device__ __forceinline__ int diagonal(int row) const {  // the column that sits on it
         return kOwnsKeys ? row - sequence.shift() : row + sequence.shift();
-    }
-    __device__ __forceinline__ BlockMask blocks(const BackwardShape& shape, int head_) const {
-        return {block_mask + head_ * shape.block_mask[1], shape.block_mask[2], shape.block_mask[3], shape.block_q,
-                shape.block_k};
-    }
-    __device__ __forceinline__ float bias_at(const BackwardShape& shape, int head_, int query, int key) const {
-        if constexpr (kBias == Bias::kNone) return 0.0f;
-        const int64 at = head_ * shape.bias[1] + query * shape.bias[2] + key * shape.bias[3];
-        if constexpr (kBias == Bias::kFloat) return reinterpret_cast<const float*>(bias)[at];
-        else return widened(reinterpret_cast<const scalar*>(bias)[at]);
     }
 };
 
@@ -203,18 +190,6 @@ __device__ __forceinline__ void put(unsigned tile, int column, const float (&s)[
     }
 }
 
-// Does the query see the key? The same masks as for whole tiles, for one pair.
-__device__ __forceinline__ bool sees(const BackwardShape& shape, const Work& work, int head, int query, int key) {
-    const Sequence& sequence = work.sequence;
-    if (query >= sequence.seqlen_q || key >= sequence.seqlen_k) return false;
-    const int along = key - query - sequence.shift();
-    bool visible = true;
-    if (kMask != Mask::kNone) visible = along <= shape.window_right;
-    if (kMask == Mask::kLocal) visible = visible && along >= -shape.window_left;
-    if (BLOCK_MASK) visible = visible && work.blocks(shape, head).sees(query, key);
-    return visible && work.bias_at(shape, head, query, key) != minus_infinity();
-}
-
 // acc += A B without tensor cores, for masked tiles that hold inf or NaN: hidden pairs are left out, since 0 * inf is
 // NaN. a(r, k) and b(k, column) are elements; visible(r, k): row r sees k.
 template <int kStride, int kA, int kTiles, typename A, typename B, typename Visible>
@@ -253,6 +228,12 @@ template <typename TileT> __device__ __forceinline__ float element(int offset, i
 constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
 constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwnsKeys);
 
+// Address of the statistics of a column of a tile, where columns are queries. stage: offset of the tile's stage.
+__device__ __forceinline__ unsigned passing_at(int stage, int column) {
+    const unsigned first = ptx::shared_address(dynamic_shared) + kOffsetStatistics + stage;
+    return ptx::opaque(first + column * sizeof(RowStatistics));
+}
+
 // Those of two neighbouring columns, from shared memory.
 __device__ __forceinline__ void load_two(unsigned at, RowStatistics (&two)[2]) {
     constexpr int kWords = sizeof(RowStatistics) / 4;
@@ -283,7 +264,7 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     const int rows_left = work.rows() - row0, columns_left = work.columns() - first;
     const int ahead = ALIBI ? shape.scores.ahead : 0;
     [[maybe_unused]] const float along = static_cast<float>(diagonal + (kOwnsKeys ? -ahead : ahead));
-    [[maybe_unused]] const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
+    [[maybe_unused]] const float slope = work.slope(head);
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
         RowStatistics two[2];
@@ -302,17 +283,14 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                 const int own = row0 + 8 * r, other = first + column;
                 const int i = kOwnsKeys ? other : own, key = kOwnsKeys ? own : other;
                 if (kMasked && BLOCK_MASK && partly && visible) visible = work.blocks(shape, head).sees(i, key);
-                float slope_of_cap = 1.0f;
-                if constexpr (SOFTCAP) slope_of_cap = cap_score<scalar>(x, shape.scores);
-                const float scale = SOFTCAP ? 1.0f : shape.scores.scale_log2;
-                if constexpr (ALIBI) x = fmaf(-slope, fabsf(along + (8 * r - column)), SOFTCAP ? x : x * scale);
+                float bias = 0.0f;
                 if constexpr (kBias != Bias::kNone) {
-                    const float b = visible ? work.bias_at(shape, head, i, key) : minus_infinity();
-                    visible = visible && b != minus_infinity();
-                    x = fmaf(b < kLowestBias ? kLowestBias : b, kLog2e, SOFTCAP || ALIBI ? x : x * scale);
+                    bias = visible ? work.bias_at(shape, head, i, key) : minus_infinity();
+                    visible = visible && bias != minus_infinity();
                 }
-                constexpr bool kScaled = SOFTCAP || ALIBI || kBias != Bias::kNone;
-                float exponent = kScaled ? x - query.lse : fmaf(x, scale, -query.lse);
+                const float distance = fabsf(along + (8 * r - column));
+                const float slope_of_cap = make_gradient_score(x, shape.scores, slope, distance, bias);
+                float exponent = exponent_of(x, shape.scores, query.lse);
                 if constexpr (WIDE_LSE) exponent -= query.rest();
                 const float p = ptx::exp2(exponent);
                 float ds = p * (dx - query.delta);
@@ -320,6 +298,48 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                 x = !kMasked || visible ? p : 0.0f;
                 dx = !kMasked || visible ? ds : 0.0f;
             }
+        }
+    }
+}
+
+// Whether the warp has a query whose lse is too coarse: among its rows, or the columns of the strip from `column` on.
+// stage: offset of the tile's stage.
+__device__ __forceinline__ bool any_coarse(int stage, int column,
+                                           const RowStatistics (&statistics)[kOwnsKeys ? 1 : kLaneRows]) {
+    bool coarse = false;
+    if constexpr (kOwnsKeys) {
+        #pragma unroll
+        for (int half = 0; half < (STRIP + 15) / 16; ++half) {
+            const int at = column + 16 * half + Place::mine().lane % (STRIP < 16 ? STRIP : 16);
+            coarse |= is_coarse<WIDE_LSE>(__uint_as_float(ptx::load_shared(passing_at(stage, at))));
+        }
+    } else {
+        #pragma unroll
+        for (int r = 0; r < kLaneRows; ++r) coarse |= is_coarse<WIDE_LSE>(statistics[kOwnsKeys ? 0 : r].lse);
+    }
+    return __any_sync(0xffffffffu, coarse);
+}
+
+// Multiplies P and dS of such queries by 2^-rest. Arguments as of differentiate_strip. Positions are computed again, to
+// save registers.
+__device__ __forceinline__ void weigh_coarse(const BackwardShape& shape, const Work& work, int head, int tile,
+                                             int stage, int column,
+                                             const RowStatistics (&statistics)[kOwnsKeys ? 1 : kLaneRows],
+                                             float (&s)[kSlabs][kTilesS][4], float (&d)[kSlabs][kTilesS][4]) {
+    const Place me = Place::mine();
+    const float* const rests = work.rests + work.sequence.padded<VARLEN>(shape, head);
+    #pragma unroll
+    for (int n = 0; n < (kOwnsKeys ? 2 * kTilesS : kLaneRows); ++n) {  // queries
+        const int at = column + n / 2 * 8 + me.lane % 4 * 2 + n % 2;
+        float lse = statistics[kOwnsKeys ? 0 : n].lse;
+        if constexpr (kOwnsKeys) lse = __uint_as_float(ptx::load_shared(passing_at(stage, at)));
+        const int query = kOwnsKeys ? tile * kColumns + at : work.row0 + me.row(n);
+        const float weight = is_coarse<WIDE_LSE>(lse) ? ptx::exp2(-rests[query]) : 1.0f;
+        #pragma unroll
+        for (int m = 0; m < (kOwnsKeys ? kLaneRows : 2 * kTilesS); ++m) {  // keys
+            const int r = kOwnsKeys ? m : n, j = (kOwnsKeys ? n : m) / 2, e = (kOwnsKeys ? n : m) % 2;
+            s[r / 2][j][r % 2 * 2 + e] *= weight;
+            d[r / 2][j][r % 2 * 2 + e] *= weight;
         }
     }
 }
@@ -363,8 +383,13 @@ __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, 
     const unsigned passing = shared + kOffsetStatistics + stage + mine * sizeof(RowStatistics);
     const int first = tile * kColumns + mine;
     const unsigned dropped = DROPOUT ? drop_gradients(shape, work, head, first, d) : 0;
+    // Where this takes fewer registers: columns are read ahead of the scores, the warp's own rows after them.
+    const bool coarse = kOwnsKeys && !WIDE_LSE && any_coarse(stage, column, statistics);
     if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
     else differentiate<false, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
+    if (kOwnsKeys ? coarse : !WIDE_LSE && any_coarse(stage, column, statistics)) {
+        weigh_coarse(shape, work, head, tile, stage, column, statistics, s, d);
+    }
     if constexpr (DROPOUT) {
         #pragma unroll
         for (int i = 0; i < kSlabs * kTilesS * 4; ++i) {
