@@ -61,6 +61,9 @@ def _cell(device, name):
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config, items):
     """What cannot run here skips, one test of each file for all. CUDA C++ kernels take no float64: left out."""
+    addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addresses:  # another one in each process of pytest-xdist, which then runs nothing
+        raise pytest.UsageError(f"{addresses[0]}: a name with an address; give this parameter an id")
     for item in items:
         if _is_slow(item) or _is_slow_on_emulator(item):
             item.add_marker(pytest.mark.slow)

@@ -94,7 +94,9 @@ def tokens_of(weights, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"capture": True}, {"capture": False}, {"draft": inference.prompt_lookup}], ids=str
+    "options",
+    [{"capture": True}, {"capture": False}, {"draft": inference.prompt_lookup}],
+    ids=["graphs", "no graphs", "drafts"],
 )
 def test_tokens_are_those_of_the_cpu(cupy, on_cpu, kernels, options):
     found, engine = tokens_of(model(moved), **options)
