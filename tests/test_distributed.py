@@ -26,12 +26,16 @@ needs_mpi = pytest.mark.skipif(
     not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
 )
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
-GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)}
+GROUPS = {
+    **{"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)},
+    **{"data": (2, 4)},
+}
 RANKS = (2, 3, 4)
 # checks that one rank cannot run
 SEVERAL = (
     "check_a_message_of_another_size",
     "check_sends_that_nobody_waits_for",
+    "check_tags",
     "check_a_different_call",
     "check_uneven_lengths",
     "check_different_options",

@@ -4,6 +4,7 @@ Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiex
 """
 
 from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.data_parallel import DataParallel
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_attention_varlen_backward
 from gpu_ops.distributed.mesh import Mesh, world
@@ -19,6 +20,7 @@ from gpu_ops.distributed.vocabulary import VocabularyRows
 
 __all__ = [
     "Comm",
+    "DataParallel",
     "Mesh",
     "Pending",
     "TensorParallel",

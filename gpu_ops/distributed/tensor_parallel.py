@@ -24,9 +24,9 @@ from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added
 from gpu_ops.models.projection import Projection, project, project_backward
-from gpu_ops.models.weights import Llama
+from gpu_ops.models.weights import Block, Llama
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallel", "squares"]
 
 Array = npt.NDArray[Any]
 
@@ -215,21 +215,24 @@ class TensorParallel:
     def model(self, weights: Llama | Mapping[str, Any]) -> Llama:
         """The weights for :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`, over this rank's arrays."""
         plain = self._plain_model("model", weights)
-        layers = [
-            replace(
-                layer,
-                qkv=Column(layer.qkv, self.stream),
-                o=Row(layer.o, self.stream),
-                gate_up=Column(layer.gate_up, self.stream),
-                down=Row(layer.down, self.stream),
-            )
-            for layer in plain.layers
-        ]
-        embed, head = (
-            VocabularyRows(self.comm, x, self.whole.vocab, sequence_parallel=self.stream.divided)
-            for x in (plain.embed, plain.lm_head)
-        )
-        return Llama(embed, layers, plain.norm, embed if self.whole.tied else head)
+        layers = [replace(layer, **self._projections(layer)) for layer in plain.layers]
+        embed = self._table(plain.embed)
+        return Llama(embed, layers, plain.norm, embed if self.whole.tied else self._table(plain.lm_head))
+
+    def part(self, plain: Block | Llama) -> Block | Llama:
+        """The weights of a part of the model, over this rank's arrays: see :mod:`gpu_ops.models.passes`."""
+        if isinstance(plain, Block):
+            return replace(plain, **self._projections(plain))
+        return replace(plain, embed=self._table(plain.embed), lm_head=self._table(plain.lm_head))
+
+    def _projections(self, layer: Block) -> dict[str, Projection]:
+        columns = {name: Column(getattr(layer, name), self.stream) for name in ("qkv", "gate_up")}
+        return {**columns, **{name: Row(getattr(layer, name), self.stream) for name in ("o", "down")}}
+
+    def _table(self, part: Any) -> VocabularyRows | None:
+        if part is None:
+            return None
+        return VocabularyRows(self.comm, part, self.whole.vocab, sequence_parallel=self.stream.divided)
 
     def grads(self, grads: Llama | Mapping[str, Any]) -> Llama:
         """This rank's arrays as ``grads`` of :func:`gpu_ops.models.loss_and_grads`."""
@@ -254,9 +257,19 @@ class TensorParallel:
         """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
         total = 0.0
         for name, x in self._arrays("grad_norm", grads).items():
-            total += _squares(x) / (1 if self.pieces(name)[1] else self.comm.size)
-            total -= _squares(self._kv_rows(name, x)) * (1 - 1 / self.replicas)
+            total += sum(holds * squares(x.reshape(-1)[at]) for at, holds in self.holds(name))
         return math.sqrt(self.comm.all_reduce(np.array([total]))[0])
+
+    def holds(self, name: str) -> list[tuple[slice, float]]:
+        """Elements of an array of this rank, flattened, and one over the number of ranks that hold the same."""
+        whole = not self.pieces(name)[1]
+        shape = self.shapes()[name]
+        if whole:
+            return [(slice(0, math.prod(shape)), 1 / self.comm.size)]
+        of_q = self.config.nheads * self.config.head_dim
+        rows = of_q if name.rpartition(".")[2] in ("qkv", "qkv_bias") else shape[0]
+        first = rows * math.prod(shape[1:])
+        return [(slice(0, first), 1.0), (slice(first, math.prod(shape)), 1 / self.replicas)]
 
     def _plain(self, rank: int) -> LlamaConfig:
         """Of a rank's arrays, the vocabulary included."""
@@ -287,7 +300,8 @@ def _along(x: Array, axis: int, piece: slice) -> Array:
     return x[(slice(None),) * axis + (piece,)]
 
 
-def _squares(x: Array) -> float:
+def squares(x: Array) -> float:
+    """Their sum, in float64."""
     return float(np.sum(np.square(x, dtype=np.float64)))
 
 
