@@ -10,6 +10,7 @@ from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_att
 from gpu_ops.distributed.mesh import Mesh, world
 from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
 from gpu_ops.distributed.sequence import sequence_positions
+from gpu_ops.distributed.sharded_checkpoints import ShardedCheckpoints
 from gpu_ops.distributed.tensor_parallel import TensorParallel
 from gpu_ops.distributed.ulysses import (
     UlyssesSaved,
@@ -23,6 +24,7 @@ __all__ = [
     "DataParallel",
     "Mesh",
     "Pending",
+    "ShardedCheckpoints",
     "TensorParallel",
     "UlyssesSaved",
     "VocabularyRows",

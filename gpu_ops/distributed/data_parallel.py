@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.distributed.bucket_sums import Gradients, Weights
-from gpu_ops.distributed.buckets import buckets_of
+from gpu_ops.distributed.buckets import Owned, buckets_of
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.tensor_parallel import TensorParallel, squares
 from gpu_ops.distributed.undivided import Undivided
@@ -144,10 +144,18 @@ class DataParallel(Parts):
                 found = f"has shape {tuple(values[name].shape)}" if name in values else "is missing"
                 raise ShapeError(f"{_OP}.assign: {name} {found}, expected {shape}")
         pieces = {name: np.zeros(x.shape, np.float64) for name, x in self.flat.params.items()}
-        for bucket in self._buckets:
-            for name, elements, piece, here in bucket.owned(self.comm.rank):
-                pieces[piece][here] = np.asarray(values[name]).reshape(-1)[elements]
+        for name, elements, piece, here in self.owned():
+            pieces[piece][here] = np.asarray(values[name]).reshape(-1)[elements]
         self.flat.assign(pieces)
+        self.publish()
+
+    def owned(self) -> Iterator[Owned]:
+        """What this rank has of each array in ``flat``."""
+        for bucket in self._buckets:
+            yield from bucket.owned(self.comm.rank)
+
+    def publish(self) -> None:
+        """Give all ranks the weights that each of them has changed in ``flat``; :meth:`step` does."""
         self._weights.publish()
 
     def gather_weights(self) -> dict[str, Array]:
@@ -210,12 +218,11 @@ class DataParallel(Parts):
         """
         self.finish()
         total = 0.0
-        for bucket in self._buckets:
-            for name, elements, piece, here in bucket.owned(self.comm.rank):
-                x = self.flat.grads[piece][here]
-                for at, holds in self.division.holds(name):
-                    begin, end = max(at.start, elements.start), min(at.stop, elements.stop)
-                    total += holds * squares(x[begin - elements.start : max(begin, end) - elements.start])
+        for name, elements, piece, here in self.owned():
+            x = self.flat.grads[piece][here]
+            for at, holds in self.division.holds(name):
+                begin, end = max(at.start, elements.start), min(at.stop, elements.stop)
+                total += holds * squares(x[begin - elements.start : max(begin, end) - elements.start])
         comms = [self.division.comm, also, self.comm if self.stage else None]
         for comm in (c for c in comms if c is not None):
             total = comm.all_reduce(np.array([total]))[0]
@@ -228,7 +235,7 @@ class DataParallel(Parts):
             seed = seed * self.comm.size + self.comm.rank
         scale = grad_scale if self._factor == 1.0 else grad_scale * self._factor
         self.flat.step(lr=lr, grad_scale=scale, seed=seed, **options)
-        self._weights.publish()
+        self.publish()
         self.zero_grad()
 
     def zero_grad(self) -> None:
