@@ -67,6 +67,8 @@ class DataParallel(Parts):
 
     Attributes
     ----------
+    parts : tuple
+        What this rank has of the model.
     flat : FlatParams
         This rank's share: parameters, summed gradients and states.
     config : LlamaConfig
@@ -120,9 +122,9 @@ class DataParallel(Parts):
         of_model = parts_of(self.config)
         if missing := [part for part in parts or () if part not in of_model]:
             raise OptionError(f"{_OP}: parts={missing!r}: the model has {of_model!r}")
-        self._order = tuple(part for part in of_model if parts is None or part in parts)
+        self.parts = tuple(part for part in of_model if parts is None or part in parts)
         shapes = self.division.shapes()
-        mine = {p: {n: shapes[n] for n in names_of(self.config, p)} for p in reversed(self._order)}
+        mine = {p: {n: shapes[n] for n in names_of(self.config, p)} for p in reversed(self.parts)}
         matrices = [name for name, shape in shapes.items() if len(shape) >= 2]
         decay = matrices if decay is None else [checks.one_of(_OP, "decay", n, shapes) for n in decay]
         shards = 1 if self.stage == 0 else comm.size
@@ -133,8 +135,8 @@ class DataParallel(Parts):
         self.flat = FlatParams.from_shapes(lengths, decay=decay, **{"dtype": "float32"} | options)
         self._weights = Weights(comm, self._buckets, self.flat, self.stage)
         self._grads = Gradients(comm, self._buckets, self.flat, self.stage, self.division.sum_shared_grads)
-        self._begin(last=True)
         self._summed = False
+        self.begin(last=True)
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Set the parameters and their masters from all of this rank's part of the model, by name, in host memory."""
@@ -190,16 +192,20 @@ class DataParallel(Parts):
         stages 0 and 1 send nothing. Pass ``dloss=1 / k`` for the mean of k microbatches.
         """
         check_loss_options(options)
-        if self._summed:
-            raise StateError(
-                f"{_OP}.loss_and_grads: the gradients of all ranks have been added up; call step()"
-            )
         one = Pass(self, self.config, policy=policy, sequences=sequences)
-        self._begin(last)
+        self.begin(last=last)
         value = one.run(ids, targets, dloss=dloss, options=options)
         if last:
             self.finish()
         return value
+
+    def begin(self, *, last: bool) -> None:
+        """Before a pass over the parts. ``last``: buckets are sent as its gradients are complete."""
+        if self._summed:
+            raise StateError(f"{_OP}: the gradients of all ranks have been added up; call step()")
+        self._last = last
+        self._left = Counter(self._bucket_of.values())
+        self._started: set[int] = set()
 
     def finish(self) -> None:
         """Wait for the sums of all gradients; :meth:`loss_and_grads` with ``last=True`` does."""
@@ -271,9 +277,9 @@ class DataParallel(Parts):
         """The weights of a part; those of the next one are on their way."""
         for number in self._needed(part):
             self._weights.gather(number)
-        at = self._order.index(part) + ahead
-        if 0 < at < len(self._order):
-            self._weights.start_gather(self._bucket_of[self._order[at]])
+        at = self.parts.index(part) + ahead
+        if 0 < at < len(self.parts):
+            self._weights.start_gather(self._bucket_of[self.parts[at]])
         yield self._part(part)
         for number in self._needed(part):
             self._weights.free(number)
@@ -285,11 +291,6 @@ class DataParallel(Parts):
         """The buckets with arrays that a part uses."""
         shares_table = part == "head" and self.config.tied
         return [self._bucket_of[part], *([self._bucket_of["embed"]] if shares_table else [])]
-
-    def _begin(self, last: bool) -> None:
-        self._last = last
-        self._left = Counter(self._bucket_of.values())
-        self._started: set[int] = set()
 
     def _send(self, number: int) -> None:
         self._started.add(number)

@@ -23,7 +23,7 @@ from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
 from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added
-from gpu_ops.models.projection import Projection, project, project_backward
+from gpu_ops.models.projection import Projection, project, project_backward, weight_backward
 from gpu_ops.models.weights import Block, Llama
 
 __all__ = ["TensorParallel", "squares"]
@@ -62,6 +62,9 @@ class Column(_Divided):
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
         return self.stream.summed(project_backward(dy, self.stream.whole(x), self.part, grad, dbias))
 
+    def weight_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> None:
+        weight_backward(dy, self.stream.whole(x), self.part, grad, dbias)
+
 
 class Row(_Divided):
     """Columns of a weight: some channels of its input. Bias and residual are added to the sum."""
@@ -71,6 +74,9 @@ class Row(_Divided):
 
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
         return project_backward(self.stream.whole(dy), x, self.part, grad, dbias)
+
+    def weight_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> None:
+        weight_backward(self.stream.whole(dy), x, self.part, grad, dbias)
 
 
 class TensorParallel:
@@ -224,6 +230,11 @@ class TensorParallel:
         if isinstance(plain, Block):
             return replace(plain, **self._projections(plain))
         return replace(plain, embed=self._table(plain.embed), lm_head=self._table(plain.lm_head))
+
+    def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Of this rank's hidden states, for ids of this shape."""
+        tokens = ids[-1] // self.comm.size if self.stream.divided else ids[-1]
+        return (*ids[:-1], tokens, self.config.hidden)
 
     def _projections(self, layer: Block) -> dict[str, Projection]:
         columns = {name: Column(getattr(layer, name), self.stream) for name in ("qkv", "gate_up")}

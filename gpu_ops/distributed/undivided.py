@@ -34,6 +34,9 @@ class Undivided:
     def part(self, plain: Block | Llama) -> Block | Llama:
         return plain
 
+    def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return (*ids, self.config.hidden)
+
     def sum_shared_grads(self, grads: Mapping[str, Any]) -> None:
         """There are none."""
 
