@@ -40,8 +40,8 @@ class Slices:
         first, last = (int(x) for x in value["elements"])
         found = cls(tuple(shape), int(value["axis"]), pieces, first, last)
         length = found.shape[found.axis] if found.pieces else 0
-        bounds = [0, *(x for piece in pieces for x in piece), length]
-        if not 0 <= first <= last <= found.size or bounds != sorted(bounds):
+        ascending = pieces == tuple(sorted(pieces)) and all(0 <= a <= b <= length for a, b in pieces)
+        if not 0 <= first <= last <= found.size or not ascending:
             raise ValueError(f"{value} is no part of an array of shape {found.shape}")
         return found
 
@@ -56,7 +56,8 @@ class Slices:
 
 @dataclass(frozen=True)
 class Runs:
-    """``length`` elements each, from ``here`` on in a part and from ``whole`` on in the array; ascending in both."""
+    """``length`` elements each, from ``here`` on in a part and from ``whole`` on in the array; ascending in both,
+    but that a piece may be there several times."""
 
     here: Integers
     whole: Integers

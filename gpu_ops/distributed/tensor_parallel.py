@@ -85,8 +85,8 @@ class TensorParallel:
     Parameters
     ----------
     config : LlamaConfig
-        Of the whole model. p divides ``nheads`` and ``ffn``, and p and ``nheads_kv`` divide one the other: with fewer
-        heads of keys and values than ranks, p / nheads_kv ranks hold the same one.
+        Of the whole model. p divides ``nheads`` and ``ffn``. Where p does not divide ``nheads_kv``, heads of keys and
+        values are held as often as the heads of queries that use them need.
     comm : Comm
         The p ranks; all of them make the same calls.
     sequence_parallel : bool
@@ -98,7 +98,7 @@ class TensorParallel:
     config : LlamaConfig
         The one to use with :meth:`model`: of this rank's blocks, and with ``vocab`` of the whole model.
     replicas : int
-        How many ranks hold the same head of keys and values.
+        How often each head of keys and values is held.
 
     Raises
     ------
@@ -139,17 +139,17 @@ class TensorParallel:
         for name in ("nheads", "ffn"):
             if getattr(config, name) % p:
                 raise OptionError(f"{_OP}: {name}={getattr(config, name)} is no multiple of {p} ranks")
-        if config.nheads_kv % p and p % config.nheads_kv:
-            raise OptionError(f"{_OP}: neither nheads_kv={config.nheads_kv} nor {p} ranks divide the other")
         if config.vocab < p:
             raise OptionError(f"{_OP}: vocab={config.vocab} is less than a row for each of {p} ranks")
         self.comm, self.whole = comm, config
         self.stream = Stream(comm, checks.flag(_OP, "sequence_parallel", sequence_parallel))
-        self.replicas = max(1, p // config.nheads_kv)
+        group, own = config.nheads // config.nheads_kv, config.nheads // p
+        each = math.gcd(group, own)  # heads of queries for one of keys and values, on every rank
+        self.replicas = group // each
         self.config = replace(
             config,
-            nheads=config.nheads // p,
-            nheads_kv=max(1, config.nheads_kv // p),
+            nheads=own,
+            nheads_kv=own // each,
             head_dim=config.head_dim,
             ffn=config.ffn // p,
         )
@@ -168,20 +168,21 @@ class TensorParallel:
             Along that axis, end to end in the rank's array. None: the rank has all of it.
         """
         whole, own, r = self.whole, self.config, self.comm.rank if rank is None else rank
-        part = name.rpartition(".")[2]
-        if part in _WHOLE:
+        kind = name.rpartition(".")[2]
+        if kind in _WHOLE:
             return 0, ()
-        if part in _TABLES:
+        if kind in _TABLES:
             return 0, (rows_of_rank(whole.vocab, self.comm, r),)
         heads, channels = _run(r, own.nheads * own.head_dim), _run(r, own.ffn)
-        if part in ("qkv", "qkv_bias"):
-            of_k, of_v = (s.start * own.head_dim for s in whole.head_slices[1:])
-            kv = r // self.replicas, own.nheads_kv * own.head_dim
-            return 0, (heads, _run(*kv, of_k), _run(*kv, of_v))
-        if part in ("gate_up", "gate_up_bias"):
+        if kind in ("qkv", "qkv_bias"):
+            first = r * own.nheads_kv
+            kv = [i // self.replicas for i in range(first, first + own.nheads_kv)]
+            parts = [_run(s.start + i, own.head_dim) for s in whole.head_slices[1:] for i in kv]
+            return 0, (heads, *parts)
+        if kind in ("gate_up", "gate_up_bias"):
             return 0, (channels, _run(r, own.ffn, whole.ffn))
-        if part in ("o", "down"):
-            return 1, (heads if part == "o" else channels,)
+        if kind in ("o", "down"):
+            return 1, (heads if kind == "o" else channels,)
         raise OptionError(f"{_OP}: {name} cannot be divided among ranks")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -262,7 +263,20 @@ class TensorParallel:
         norms = (*_HEAD_NORMS, *(_STREAM_NORMS if self.stream.divided else ()))
         _sum_in_place(self.comm, [x for name, x in arrays.items() if name.rpartition(".")[2] in norms])
         if self.replicas > 1:
-            _sum_in_place(self._same_kv, [self._kv_rows(name, x) for name, x in arrays.items()])
+            self._sum_same_kv([rows for name, x in arrays.items() if (rows := self._kv_rows(name, x)).size])
+
+    def _sum_same_kv(self, rows: Sequence[Array]) -> None:
+        """Of so many ranks as each head has copies, each has ``nheads_kv`` of the copies of ``nheads_kv`` heads."""
+        kv, comm = self.config.nheads_kv, self._same_kv
+        heads = (comm.rank * kv + np.arange(kv)) // self.replicas
+        heads = np.concatenate([heads, kv + heads])  # of keys, of values
+        totals = []
+        for x in rows:
+            totals.append(np.zeros((2 * kv, x.size // (2 * kv)), x.dtype))
+            np.add.at(totals[-1], heads, x.reshape(2 * kv, -1))
+        _sum_in_place(comm, totals)
+        for x, total in zip(rows, totals, strict=True):
+            x[...] = total[heads].reshape(x.shape)
 
     def grad_norm(self, grads: Llama | Mapping[str, Any]) -> float:
         """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""

@@ -19,7 +19,7 @@ from gpu_ops.distributed.runs import Slices, common, runs_of
 from gpu_ops.distributed.single import Single
 from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.training import Batches
-from tests.ranks.tensor import ALL_BIASES, config_for
+from tests.ranks.tensor import ALL_BIASES, UNEVEN, config_for
 from tests.test_models_block import made
 
 KINDS = ("params", "master", "m", "v")
@@ -42,9 +42,9 @@ def folder_of_all(comm):
 
 
 def config_of(comm):
-    """With heads of keys and values that several ranks share, where four divide it."""
-    kv = max(1, comm.size // 2)
-    return config_for(comm, nheads_kv=kv, qk_norm=True, biases=ALL_BIASES, nlayers=1)
+    """With heads of keys and values that several ranks hold."""
+    nheads, nheads_kv = UNEVEN[comm.size]
+    return config_for(comm, nheads=nheads, nheads_kv=nheads_kv, qk_norm=True, biases=ALL_BIASES, nlayers=1)
 
 
 def layouts(comm):
