@@ -73,6 +73,12 @@ class Weights:
             del self._gathers[number]
             self._leave_shapes(self._buckets[number])
 
+    def free_all(self) -> None:
+        """What a pass that failed has left."""
+        for number in list(self._gathers):
+            self.gather(number)  # waits for what is under way
+            self.free(number)
+
     def _leave_shapes(self, bucket: Bucket) -> None:
         nothing = np.full((), np.nan, self.dtype)
         self.arrays |= {name: np.broadcast_to(nothing, shape) for name, shape in bucket.shapes.items()}

@@ -203,6 +203,7 @@ class DataParallel(Parts):
         """Before a pass over the parts. ``last``: buckets are sent as its gradients are complete."""
         if self._summed:
             raise StateError(f"{_OP}: the gradients of all ranks have been added up; call step()")
+        self._weights.free_all()
         self._last = last
         self._left = Counter(self._bucket_of.values())
         self._started: set[int] = set()

@@ -249,6 +249,23 @@ def check_gradients_that_are_forgotten(comm):
         assert parallel.grad_norm() == found
 
 
+def check_a_pass_that_failed(comm):
+    """On all ranks, by a target beyond the vocabulary: the next one has the weights and gradients of its own."""
+    for stage in STAGES:
+        parallel = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
+        parallel.assign(made(CONFIG, np.float32, 1)[0])
+        ids, targets = share(0, comm.rank, 0)
+        with pytest.raises(OptionError, match="99"):
+            parallel.loss_and_grads(ids, np.full_like(targets, 99))
+        parallel.zero_grad()
+        parallel.assign(made(CONFIG, np.float32)[0])
+        fresh = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
+        fresh.assign(made(CONFIG, np.float32)[0])
+        for each in (parallel, fresh):
+            each.loss_and_grads(ids, targets)
+        np.testing.assert_array_equal(parallel.flat.buffers["grads"], fresh.flat.buffers["grads"])
+
+
 def check_data_mistakes(comm):
     arrays = made(CONFIG, np.float32)[0]
     parallel = DataParallel(CONFIG, comm, stage=2)
