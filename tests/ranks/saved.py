@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from gpu_ops import training
-from gpu_ops.distributed import DataParallel, Mesh, ShardedCheckpoints, TensorParallel, sharded_checkpoints
+from gpu_ops.distributed import (
+    DataParallel,
+    Mesh,
+    Pipeline,
+    ShardedCheckpoints,
+    TensorParallel,
+    sharded_checkpoints,
+)
 from gpu_ops.distributed.runs import Slices, common, runs_of
 from gpu_ops.distributed.single import Single
 from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
@@ -167,6 +174,24 @@ def check_a_run_goes_on(comm):
                 elif dtype == "float64":
                     for name, x in want.items():
                         assert np.abs(found[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
+
+
+def check_pipelines(comm):
+    """Each rank saves its layers; ranks that have parts of all layers load them, and the other way round."""
+    config = dataclasses.replace(config_of(comm), nlayers=comm.size)
+    whole = made(config, np.float32)[0]
+    line = Pipeline(config, comm)
+    with folder_of_all(comm) as folder:
+        for backwards in (False, True):
+            layers = DataParallel(config, Single(), parts=line.parts)
+            shares = DataParallel(config, comm, stage=3)
+            one, other = (shares, layers) if backwards else (layers, shares)
+            one.assign(whole)
+            checkpoints = ShardedCheckpoints(folder / str(backwards), comm)
+            checkpoints.save(1, one)
+            checkpoints.load(other)
+            same(layers.gather_weights(), {n: x for n, x in whole.items() if n in layers.gather_weights()})
+            same(shares.gather_weights(), whole)
 
 
 def check_how_many_stay(comm):
