@@ -19,6 +19,7 @@ from gpu_ops.distributed.launchers import launched
 from gpu_ops.distributed.single import Single
 from gpu_ops.errors import CommError, MissingPackageError
 from tests.processes import PATIENCE, ROOT, python
+from tests.ranks import faults
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 MPIEXEC = shutil.which("mpiexec", path=PATH)
@@ -26,12 +27,16 @@ needs_mpi = pytest.mark.skipif(
     not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
 )
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
-GROUPS = {"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)}
+GROUPS = {
+    **{"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)},
+    **{"data": (2, 4), "saved": (4,), "pipelines": (3, 4)},
+}
 RANKS = (2, 3, 4)
 # checks that one rank cannot run
 SEVERAL = (
     "check_a_message_of_another_size",
     "check_sends_that_nobody_waits_for",
+    "check_tags",
     "check_a_different_call",
     "check_uneven_lengths",
     "check_different_options",
@@ -100,6 +105,19 @@ def test_a_rank_that_fails_ends_the_job(fault, checked, words):
     done = ranks_run(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
     assert done.returncode != 0
     assert words in done.stderr, done.stderr[-4000:]
+
+
+@needs_mpi
+def test_a_kill_while_saving_leaves_the_state_before(tmp_path):
+    done = ranks_run(3, "-m", "tests.ranks.faults", "killed_while_saving", str(tmp_path))
+    assert done.returncode != 0
+    checkpoints = distributed.ShardedCheckpoints(tmp_path, Single())
+    assert checkpoints.steps() == [1]
+    parallel = distributed.DataParallel(faults.CONFIG, Single())
+    assert checkpoints.load(parallel) == (1, {})
+    assert all((x == 1).all() for x in parallel.gather_weights().values())
+    checkpoints.save(3, parallel)
+    assert [x.name for x in sorted(tmp_path.iterdir())] == [checkpoints.path(step).name for step in (1, 3)]
 
 
 @needs_mpi

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap, same_memory
 from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
-from gpu_ops.distributed.engine import Engine, Pending
+from gpu_ops.distributed.engine import Engine, Pending, Transfer
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 
 __all__ = ["Comm"]
@@ -68,7 +68,9 @@ class Comm(Engine):
         sent = _bytes(view)
         bounds = [view.size * r // self.size for r in range(self.size + 1)]
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
-        part = self._sum_of_parts(call, view, sent, lengths, op)
+        transfer, parts = self._send_parts(view, sent, lengths)
+        self._finish(transfer, call)
+        part = _combined(parts, op)
         counts = [n * view.itemsize for n in lengths]
         self._finish(self._all_gather(_bytes(part), _bytes(result), counts), call)
         self.bytes_sent["all_reduce"] += len(sent) - counts[self.rank] + counts[self.rank] * (self.size - 1)
@@ -76,6 +78,10 @@ class Comm(Engine):
 
     def all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Any:
         """All ranks' ``x``, in rank order along ``axis``, on every rank."""
+        return self.start_all_gather(x, axis, out=out).wait()
+
+    def start_all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Pending:
+        """Start :meth:`all_gather`, whose result ``wait()`` returns. ``out`` is not to be read before."""
         view, library = self.movable("all_gather", x)
         axis = _axis("all_gather", "axis", axis, view)
         shape = (*view.shape[:axis], self.size * view.shape[axis], *view.shape[axis + 1 :])
@@ -83,14 +89,22 @@ class Comm(Engine):
         call = self.begin("all_gather", view, f"axis={axis}")
         # whole arrays, one after the other: the result itself if the axis is the first
         stacked = result if axis == 0 else np.empty((self.size, *view.shape), view.dtype)
-        self._finish(self._all_gather(_bytes(view), _bytes(stacked), [view.nbytes] * self.size), call)
+        transfer = self._all_gather(_bytes(view), _bytes(stacked), [view.nbytes] * self.size)
         self.bytes_sent["all_gather"] += view.nbytes * (self.size - 1)
-        if axis:
-            _side_by_side(result, axis, self.size)[...] = stacked
-        return _delivered(result, target, out, library)
+
+        def found() -> Any:
+            if axis:
+                _side_by_side(result, axis, self.size)[...] = stacked
+            return _delivered(result, target, out, library)
+
+        return Pending(self, call, transfer, found)
 
     def reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Any:
         """Sum, or largest, of all ranks' ``x``, of which this rank gets piece number ``rank`` along ``axis``."""
+        return self.start_reduce_scatter(x, axis, op=op, out=out).wait()
+
+    def start_reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Pending:
+        """Start :meth:`reduce_scatter`; ``wait()`` adds what has arrived and returns the sum."""
         view, library = self._reducible("reduce_scatter", x, op)
         axis = _axis("reduce_scatter", "axis", axis, view)
         self._divides("reduce_scatter", "axis", axis, view)
@@ -98,10 +112,14 @@ class Comm(Engine):
         result, target = self._result("reduce_scatter", view, shape, out)
         call = self.begin("reduce_scatter", view, f"axis={axis}, op={op!r}")
         pieces = _bytes(_side_by_side(view, axis, self.size))
-        part = self._sum_of_parts(call, view, pieces, [result.size] * self.size, op)
-        result[...] = part.reshape(shape)
+        transfer, parts = self._send_parts(view, pieces, [result.size] * self.size)
         self.bytes_sent["reduce_scatter"] += view.nbytes - result.nbytes
-        return _delivered(result, target, out, library)
+
+        def found() -> Any:
+            result[...] = _combined(parts, op).reshape(shape)
+            return _delivered(result, target, out, library)
+
+        return Pending(self, call, transfer, found)
 
     def all_to_all(self, x: Any, split: int, concat: int, *, out: Any = None) -> Any:
         """Piece r of ``x`` along axis ``split`` goes to rank r; what arrives lies in rank order along ``concat``."""
@@ -170,24 +188,27 @@ class Comm(Engine):
             self, call, transfer, lambda: tuple(give(x, of) for x, of in zip(found, libraries, strict=True))
         )
 
-    def send(self, x: Any, to: int) -> Pending:
-        """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` until ``x`` may be written."""
+    def send(self, x: Any, to: int, *, tag: int = 0) -> Pending:
+        """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` until ``x`` may be written.
+
+        Those of one ``tag``, 0 to 999, arrive in order.
+        """
         view, _ = self.movable("send", x)
-        to = self._other("send", "to", to)
-        call = self._described("message", "send", view, f"to={to}")
-        transfer = self._point_to_point([(_bytes(view), to)], [], _MESSAGE)
+        to, channel = self._other("send", "to", to), self._channel("send", tag)
+        call = self._described("message", "send", view, f"to={to}, tag={tag}")
+        transfer = self._point_to_point([(_bytes(view), to)], [], channel)
         self.bytes_sent["send"] += view.nbytes
         return Pending(self, call, transfer, lambda: None)
 
-    def recv(self, shape: Sequence[int], dtype: npt.DTypeLike, source: int) -> Pending:
-        """Receive a NumPy array that ``source`` sends. Returns at once; ``wait()`` returns the array.
+    def recv(self, shape: Sequence[int], dtype: npt.DTypeLike, source: int, *, tag: int = 0) -> Pending:
+        """Receive a NumPy array that ``source`` sends with this tag. Returns at once; ``wait()`` returns the array.
 
         A message of another number of bytes is a CommError.
         """
-        source = self._other("recv", "source", source)
+        source, channel = self._other("recv", "source", source), self._channel("recv", tag)
         found = np.empty(tuple(shape), dtype)
-        call = self._described("message", "recv", found, f"source={source}")
-        transfer = self._point_to_point([], [(_bytes(found), source)], _MESSAGE)
+        call = self._described("message", "recv", found, f"source={source}, tag={tag}")
+        transfer = self._point_to_point([], [(_bytes(found), source)], channel)
         return Pending(self, call, transfer, lambda: found)
 
     # Shared parts
@@ -195,20 +216,12 @@ class Comm(Engine):
     @abstractmethod
     def _split(self, color: int, name: str) -> Comm: ...
 
-    def _sum_of_parts(self, call: str, view: Array, sent: Array, lengths: Sequence[int], op: str) -> Array:
-        """Of the parts of these lengths, this rank's of every rank, added in rank order. ``sent``: bytes of all."""
+    def _send_parts(self, view: Array, sent: Array, lengths: Sequence[int]) -> tuple[Transfer, Array]:
+        """Send each rank its part, of these lengths, of ``sent``, the bytes of all; what receives this rank's."""
         n = lengths[self.rank]
         parts = np.empty((self.size, n), view.dtype)
         counts = [length * view.itemsize for length in lengths]
-        self._finish(self._all_to_all(sent, counts, _bytes(parts), [n * view.itemsize] * self.size), call)
-        wide = np.dtype(np.float32) if view.dtype.name in ("float16", "bfloat16") else view.dtype
-        total: Array = parts[0].astype(wide)
-        combine = _OPS[op]
-        for part in parts[1:]:
-            with np.errstate(invalid="ignore", over="ignore"):  # inf - inf: NaN, as on every device
-                combine(total, part.astype(wide, copy=False), out=total)
-        with np.errstate(over="ignore"):
-            return total.astype(view.dtype, copy=False)
+        return self._all_to_all(sent, counts, _bytes(parts), [n * view.itemsize] * self.size), parts
 
     def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
         """Return a NumPy view of an argument that can be sent, and the library whose array it is."""
@@ -268,6 +281,9 @@ class Comm(Engine):
     def _member(self, op: str, name: str, rank: int) -> int:
         return checks.integer(op, name, rank, low=0, high=self.size - 1)
 
+    def _channel(self, op: str, tag: int) -> int:
+        return _MESSAGES + checks.integer(op, "tag", tag, low=0, high=999)
+
     def _other(self, op: str, name: str, rank: int) -> int:
         if self._member(op, name, rank) == self.rank:
             raise OptionError(f"{op}: {name}={rank} is this rank itself")
@@ -275,7 +291,19 @@ class Comm(Engine):
 
 
 _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum}
-_RING, _MESSAGE = 0, 1  # channels: what shift sends never meets a recv
+_RING, _MESSAGES = 0, 1  # channels: what shift sends never meets a recv; messages have one for each tag
+
+
+def _combined(parts: Array, op: str) -> Array:
+    """The parts of all ranks, added in rank order."""
+    wide = np.dtype(np.float32) if parts.dtype.name in ("float16", "bfloat16") else parts.dtype
+    total: Array = parts[0].astype(wide)
+    combine = _OPS[op]
+    for part in parts[1:]:
+        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf: NaN, as on every device
+            combine(total, part.astype(wide, copy=False), out=total)
+    with np.errstate(over="ignore"):
+        return total.astype(parts.dtype, copy=False)
 
 
 def _bytes(x: Array) -> Array:

@@ -23,10 +23,10 @@ from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
 from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added
-from gpu_ops.models.projection import Projection, project, project_backward
-from gpu_ops.models.weights import Llama
+from gpu_ops.models.projection import Projection, project, project_backward, weight_backward
+from gpu_ops.models.weights import Block, Llama
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallel", "squares"]
 
 Array = npt.NDArray[Any]
 
@@ -62,6 +62,9 @@ class Column(_Divided):
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
         return self.stream.summed(project_backward(dy, self.stream.whole(x), self.part, grad, dbias))
 
+    def weight_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> None:
+        weight_backward(dy, self.stream.whole(x), self.part, grad, dbias)
+
 
 class Row(_Divided):
     """Columns of a weight: some channels of its input. Bias and residual are added to the sum."""
@@ -72,6 +75,9 @@ class Row(_Divided):
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
         return project_backward(self.stream.whole(dy), x, self.part, grad, dbias)
 
+    def weight_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> None:
+        weight_backward(self.stream.whole(dy), x, self.part, grad, dbias)
+
 
 class TensorParallel:
     """How the weights of a model lie on p ranks, and which gradients the ranks add up.
@@ -79,8 +85,8 @@ class TensorParallel:
     Parameters
     ----------
     config : LlamaConfig
-        Of the whole model. p divides ``nheads`` and ``ffn``, and p and ``nheads_kv`` divide one the other: with fewer
-        heads of keys and values than ranks, p / nheads_kv ranks hold the same one.
+        Of the whole model. p divides ``nheads`` and ``ffn``. Where p does not divide ``nheads_kv``, heads of keys and
+        values are held as often as the heads of queries that use them need.
     comm : Comm
         The p ranks; all of them make the same calls.
     sequence_parallel : bool
@@ -92,7 +98,7 @@ class TensorParallel:
     config : LlamaConfig
         The one to use with :meth:`model`: of this rank's blocks, and with ``vocab`` of the whole model.
     replicas : int
-        How many ranks hold the same head of keys and values.
+        How often each head of keys and values is held.
 
     Raises
     ------
@@ -133,17 +139,17 @@ class TensorParallel:
         for name in ("nheads", "ffn"):
             if getattr(config, name) % p:
                 raise OptionError(f"{_OP}: {name}={getattr(config, name)} is no multiple of {p} ranks")
-        if config.nheads_kv % p and p % config.nheads_kv:
-            raise OptionError(f"{_OP}: neither nheads_kv={config.nheads_kv} nor {p} ranks divide the other")
         if config.vocab < p:
             raise OptionError(f"{_OP}: vocab={config.vocab} is less than a row for each of {p} ranks")
         self.comm, self.whole = comm, config
         self.stream = Stream(comm, checks.flag(_OP, "sequence_parallel", sequence_parallel))
-        self.replicas = max(1, p // config.nheads_kv)
+        group, own = config.nheads // config.nheads_kv, config.nheads // p
+        each = math.gcd(group, own)  # heads of queries for one of keys and values, on every rank
+        self.replicas = group // each
         self.config = replace(
             config,
-            nheads=config.nheads // p,
-            nheads_kv=max(1, config.nheads_kv // p),
+            nheads=own,
+            nheads_kv=own // each,
             head_dim=config.head_dim,
             ffn=config.ffn // p,
         )
@@ -162,20 +168,21 @@ class TensorParallel:
             Along that axis, end to end in the rank's array. None: the rank has all of it.
         """
         whole, own, r = self.whole, self.config, self.comm.rank if rank is None else rank
-        part = name.rpartition(".")[2]
-        if part in _WHOLE:
+        kind = name.rpartition(".")[2]
+        if kind in _WHOLE:
             return 0, ()
-        if part in _TABLES:
+        if kind in _TABLES:
             return 0, (rows_of_rank(whole.vocab, self.comm, r),)
         heads, channels = _run(r, own.nheads * own.head_dim), _run(r, own.ffn)
-        if part in ("qkv", "qkv_bias"):
-            of_k, of_v = (s.start * own.head_dim for s in whole.head_slices[1:])
-            kv = r // self.replicas, own.nheads_kv * own.head_dim
-            return 0, (heads, _run(*kv, of_k), _run(*kv, of_v))
-        if part in ("gate_up", "gate_up_bias"):
+        if kind in ("qkv", "qkv_bias"):
+            first = r * own.nheads_kv
+            kv = [i // self.replicas for i in range(first, first + own.nheads_kv)]
+            parts = [_run(s.start + i, own.head_dim) for s in whole.head_slices[1:] for i in kv]
+            return 0, (heads, *parts)
+        if kind in ("gate_up", "gate_up_bias"):
             return 0, (channels, _run(r, own.ffn, whole.ffn))
-        if part in ("o", "down"):
-            return 1, (heads if part == "o" else channels,)
+        if kind in ("o", "down"):
+            return 1, (heads if kind == "o" else channels,)
         raise OptionError(f"{_OP}: {name} cannot be divided among ranks")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -215,21 +222,29 @@ class TensorParallel:
     def model(self, weights: Llama | Mapping[str, Any]) -> Llama:
         """The weights for :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`, over this rank's arrays."""
         plain = self._plain_model("model", weights)
-        layers = [
-            replace(
-                layer,
-                qkv=Column(layer.qkv, self.stream),
-                o=Row(layer.o, self.stream),
-                gate_up=Column(layer.gate_up, self.stream),
-                down=Row(layer.down, self.stream),
-            )
-            for layer in plain.layers
-        ]
-        embed, head = (
-            VocabularyRows(self.comm, x, self.whole.vocab, sequence_parallel=self.stream.divided)
-            for x in (plain.embed, plain.lm_head)
-        )
-        return Llama(embed, layers, plain.norm, embed if self.whole.tied else head)
+        layers = [replace(layer, **self._projections(layer)) for layer in plain.layers]
+        embed = self._table(plain.embed)
+        return Llama(embed, layers, plain.norm, embed if self.whole.tied else self._table(plain.lm_head))
+
+    def part(self, plain: Block | Llama) -> Block | Llama:
+        """The weights of a part of the model, over this rank's arrays: see :mod:`gpu_ops.models.passes`."""
+        if isinstance(plain, Block):
+            return replace(plain, **self._projections(plain))
+        return replace(plain, embed=self._table(plain.embed), lm_head=self._table(plain.lm_head))
+
+    def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Of this rank's hidden states, for ids of this shape."""
+        tokens = ids[-1] // self.comm.size if self.stream.divided else ids[-1]
+        return (*ids[:-1], tokens, self.config.hidden)
+
+    def _projections(self, layer: Block) -> dict[str, Projection]:
+        columns = {name: Column(getattr(layer, name), self.stream) for name in ("qkv", "gate_up")}
+        return {**columns, **{name: Row(getattr(layer, name), self.stream) for name in ("o", "down")}}
+
+    def _table(self, part: Any) -> VocabularyRows | None:
+        if part is None:
+            return None
+        return VocabularyRows(self.comm, part, self.whole.vocab, sequence_parallel=self.stream.divided)
 
     def grads(self, grads: Llama | Mapping[str, Any]) -> Llama:
         """This rank's arrays as ``grads`` of :func:`gpu_ops.models.loss_and_grads`."""
@@ -248,15 +263,38 @@ class TensorParallel:
         norms = (*_HEAD_NORMS, *(_STREAM_NORMS if self.stream.divided else ()))
         _sum_in_place(self.comm, [x for name, x in arrays.items() if name.rpartition(".")[2] in norms])
         if self.replicas > 1:
-            _sum_in_place(self._same_kv, [self._kv_rows(name, x) for name, x in arrays.items()])
+            self._sum_same_kv([rows for name, x in arrays.items() if (rows := self._kv_rows(name, x)).size])
+
+    def _sum_same_kv(self, rows: Sequence[Array]) -> None:
+        """Of so many ranks as each head has copies, each has ``nheads_kv`` of the copies of ``nheads_kv`` heads."""
+        kv, comm = self.config.nheads_kv, self._same_kv
+        heads = (comm.rank * kv + np.arange(kv)) // self.replicas
+        heads = np.concatenate([heads, kv + heads])  # of keys, of values
+        totals = []
+        for x in rows:
+            totals.append(np.zeros((2 * kv, x.size // (2 * kv)), x.dtype))
+            np.add.at(totals[-1], heads, x.reshape(2 * kv, -1))
+        _sum_in_place(comm, totals)
+        for x, total in zip(rows, totals, strict=True):
+            x[...] = total[heads].reshape(x.shape)
 
     def grad_norm(self, grads: Llama | Mapping[str, Any]) -> float:
         """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
         total = 0.0
         for name, x in self._arrays("grad_norm", grads).items():
-            total += _squares(x) / (1 if self.pieces(name)[1] else self.comm.size)
-            total -= _squares(self._kv_rows(name, x)) * (1 - 1 / self.replicas)
+            total += sum(holds * squares(x.reshape(-1)[at]) for at, holds in self.holds(name))
         return math.sqrt(self.comm.all_reduce(np.array([total]))[0])
+
+    def holds(self, name: str) -> list[tuple[slice, float]]:
+        """Elements of an array of this rank, flattened, and one over the number of ranks that hold the same."""
+        whole = not self.pieces(name)[1]
+        shape = self.shapes()[name]
+        if whole:
+            return [(slice(0, math.prod(shape)), 1 / self.comm.size)]
+        of_q = self.config.nheads * self.config.head_dim
+        rows = of_q if name.rpartition(".")[2] in ("qkv", "qkv_bias") else shape[0]
+        first = rows * math.prod(shape[1:])
+        return [(slice(0, first), 1.0), (slice(first, math.prod(shape)), 1 / self.replicas)]
 
     def _plain(self, rank: int) -> LlamaConfig:
         """Of a rank's arrays, the vocabulary included."""
@@ -287,7 +325,8 @@ def _along(x: Array, axis: int, piece: slice) -> Array:
     return x[(slice(None),) * axis + (piece,)]
 
 
-def _squares(x: Array) -> float:
+def squares(x: Array) -> float:
+    """Their sum, in float64."""
     return float(np.sum(np.square(x, dtype=np.float64)))
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "path_of",
     "read_part",
     "remove_temporary",
+    "sync_folder",
     "system_errors",
     "write_file",
 ]
@@ -105,7 +106,7 @@ def write_file(op: str, path: Path, parts: Iterable[Any], *, head: Callable[[], 
             temporary.unlink()
         raise
     with contextlib.suppress(OSError):  # the file is in place; some file systems cannot sync a folder
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
 
 def remove_temporary(folder: Path) -> None:
@@ -140,7 +141,8 @@ def _permissions(op: str, path: Path, target: Path) -> int | None:
     return stat.S_IMODE(status.st_mode)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -78,6 +78,12 @@ class SafetensorsFile:
         stored = self.tensors[name]
         return self._read(name, stored, 0, stored.size).reshape(stored.shape)
 
+    def elements(self, name: str, first: int, last: int) -> Array:
+        """Those from ``first`` up to ``last``, in row-major order, as a new vector."""
+        stored = self.tensors[name]
+        size = NUMPY_DTYPES[stored.dtype].itemsize
+        return self._read(name, stored, first * size, (last - first) * size)
+
     def pieces(self, name: str) -> Iterator[Array]:
         """Its elements in order, a few at a time."""
         stored = self.tensors[name]

@@ -13,7 +13,7 @@ from gpu_ops.inference.step import Step
 from gpu_ops.inference.step_attention import attend, check_window
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, softcapped
-from gpu_ops.models.llama import last_norm
+from gpu_ops.models.passes import last_norm
 from gpu_ops.models.projection import normed, project
 from gpu_ops.models.table import Table, embed, head_logits
 from gpu_ops.models.weights import Block, Llama

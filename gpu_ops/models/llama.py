@@ -8,16 +8,15 @@ from typing import Any
 
 from gpu_ops.core.checks import computing_dtype, one_of
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
-from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
+from gpu_ops.models.block import Sequences, block_forward
 from gpu_ops.models.config import LlamaConfig
-from gpu_ops.models.elementwise import softcapped, times
-from gpu_ops.models.offload import prefetch, release
-from gpu_ops.models.table import embed, embed_backward, head_logits, head_loss
+from gpu_ops.models.elementwise import softcapped
+from gpu_ops.models.passes import Held, Pass, last_norm
+from gpu_ops.models.table import embed, head_logits, head_loss
 from gpu_ops.models.weights import Llama
 from gpu_ops.ops.loss_options import LossOptions
-from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 
-__all__ = ["hidden_states", "logits", "loss", "loss_and_grads"]
+__all__ = ["check_loss_options", "hidden_states", "logits", "loss", "loss_and_grads"]
 
 
 def hidden_states(
@@ -29,14 +28,6 @@ def hidden_states(
     for layer, own in zip(weights.layers, config.by_layer, strict=True):
         x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
     return last_norm(x, weights, config)[0]
-
-
-def last_norm(x: Any, weights: Llama, config: LlamaConfig) -> tuple[Any, Any]:
-    """What the output layer multiplies, and rstd."""
-    h, rstd = rmsnorm(
-        x, weights.norm, eps=config.stream_eps, weight_offset=config.weight_offset, return_rstd=True
-    )
-    return times(h, 1 / config.logits_scaling), rstd
 
 
 def logits(ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None) -> Any:
@@ -94,44 +85,21 @@ def loss_and_grads(
     loss : 0-d array, float32 (float64 for float64)
     """
     _check(weights, grads, config, options)
-    options = {"softcap": config.logits_softcap} | options
-    scale = config.embedding_factor(weights.embed.dtype)
-    x = embed(ids, weights.embed, scale=scale)
-    saved: list[Saved] = []
-    for layer, own, kept in zip(weights.layers, config.by_layer, _policies(policy, config), strict=True):
-        x, one = block_forward(x, layer, own, policy=kept, sequences=sequences)
-        if saved:
-            release(saved[-1].x)  # a layer later: its copy had the time of one
-        saved.append(one)
-        del one
-    h, rstd = last_norm(x, weights, config)
-    to: dict[str, Any] = {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
-    value, dh, *_ = head_loss(h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options)
-    del h
-    dh = times(dh, 1 / config.logits_scaling)
-    dx, _ = rmsnorm_backward(
-        dh, x, weights.norm, rstd, weight_offset=config.weight_offset, dweight=grads.norm
-    )
-    del dh, x, rstd
-    for layer, grad, own in zip(
-        reversed(weights.layers), reversed(grads.layers), reversed(config.by_layer), strict=True
-    ):
-        one = saved.pop()
-        if saved:
-            prefetch(saved[-1].x)
-        dx = block_backward(dx, layer, one, own, grads=grad, sequences=sequences)
-    if grads.embed is not None:
-        embed_backward(dx, ids, weights.embed, scale=scale, dweight=grads.embed)
-    return value
+    one = Pass(Held(weights, grads), config, policy=policy, sequences=sequences)
+    return one.run(ids, targets, dloss=dloss, options=options)
 
 
 _LOSS_OPTIONS = (*(f.name for f in fields(LossOptions)), "chunk")
 
 
-def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[str, Any]) -> None:
-    """What would otherwise be found when some gradients have been added to."""
+def check_loss_options(options: Mapping[str, Any]) -> None:
     for name in options:
         one_of("loss_and_grads", "option", name, _LOSS_OPTIONS)
+
+
+def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[str, Any]) -> None:
+    """What would otherwise be found when some gradients have been added to."""
+    check_loss_options(options)
     for what, model in (("weights", weights), ("grads", grads)):
         if len(model.layers) != config.nlayers:
             raise OptionError(
@@ -150,11 +118,3 @@ def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[s
             raise ShapeError(f"loss_and_grads: grads.{name} has shape {grad.shape}, expected {weight.shape}")
         if grad.dtype != wide:
             raise DTypeError(f"loss_and_grads: grads.{name} is {grad.dtype}, expected {wide}")
-
-
-def _policies(policy: str | Sequence[str], config: LlamaConfig) -> list[str]:
-    """One for each layer."""
-    each = [policy] * config.nlayers if isinstance(policy, str) else list(policy)
-    if len(each) != config.nlayers:
-        raise OptionError(f"loss_and_grads: {len(each)} policies for {config.nlayers} layers")
-    return each

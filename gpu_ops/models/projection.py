@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from gpu_ops.ops.ternary_matmul import ternary_matmul
 __all__ = [
     "PROJECTIONS",
     "Codes",
+    "Deferred",
     "Int8Input",
     "Latent",
     "Lora",
@@ -40,6 +41,7 @@ __all__ = [
     "normed",
     "project",
     "project_backward",
+    "weight_backward",
     "with_int8_input",
     "with_latent",
     "with_lora",
@@ -76,13 +78,17 @@ class Latent:
 
 
 class Projection(ABC):
-    """A weight that multiplies in a way of its own. :func:`project` and :func:`project_backward` of it are these."""
+    """A weight that multiplies in a way of its own. :func:`project`, :func:`project_backward` and
+    :func:`weight_backward` of it are these."""
 
     @abstractmethod
     def project(self, x: Any, bias: Any, residual: Any) -> Any: ...
 
     @abstractmethod
     def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any: ...
+
+    @abstractmethod
+    def weight_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> None: ...
 
 
 @dataclass
@@ -153,6 +159,42 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None)
         unread = new_array((dy.shape[-1], 1), dy.dtype, "unread", on_host=isinstance(dy, np.ndarray))
         linear_backward(dy, x[..., :1], unread, only="weights", has_bias=True, dbias=dbias)
     return dx
+
+
+def weight_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) -> None:
+    """What :func:`project_backward` adds to ``grad`` and ``dbias``, without the gradient for x.
+
+    Raises
+    ------
+    OptionError
+        The weight is neither an array nor a part of one.
+    """
+    if isinstance(weight, Projection):
+        weight.weight_backward(dy, x, grad, dbias)
+    elif isinstance(weight, (Lora, *_TERNARY)):
+        raise OptionError(f"weight_backward: the weight is {type(weight).__name__}, and not an array")
+    elif dbias is not None:
+        linear_backward(dy, x, weight, only="weights", has_bias=True, dweight=grad, dbias=dbias)
+    else:
+        linear_backward(dy, x, weight, only="weights", dweight=grad)
+
+
+@dataclass(frozen=True)
+class Deferred(Projection):
+    """A weight whose gradient is computed later: ``queue`` gets functions without arguments."""
+
+    weight: Any
+    queue: list[Callable[[], None]]
+
+    def project(self, x: Any, bias: Any, residual: Any) -> Any:
+        return project(x, self.weight, bias, residual)
+
+    def project_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> Any:
+        self.queue.append(lambda: self.weight_backward(dy, x, grad, dbias))
+        return project_backward(dy, x, self.weight, None)
+
+    def weight_backward(self, dy: Any, x: Any, grad: Any, dbias: Any) -> None:
+        weight_backward(dy, x, self.weight, grad, dbias)
 
 
 _TERNARY = (Latent, Int8Input, TernaryMatrix)

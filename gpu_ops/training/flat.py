@@ -49,11 +49,12 @@ class FlatParams:
         self.buffers: Mapping[str, Any] = MappingProxyType(dict(arrays))
         """The flat arrays: ``params``, ``grads``, ``m``, ``v``, ``master`` where there is one, and with moments in
         8 bits ``m_scale`` and ``v_scale``."""
-        self.params = _views(segments, arrays["params"])
+        self._segments = segments
+        self.params = self.views("params")
         """Views of the parameters, by name."""
-        self.grads = _views(segments, arrays["grads"])
+        self.grads = self.views("grads")
         """Views of the gradients, by name; accumulate into them."""
-        self._values = [self.params, *(_views(segments, arrays[n]) for n in ("master",) if n in arrays)]
+        self._values = [self.params, *(self.views(n) for n in ("master",) if n in arrays)]
         self._device, self._module = device, _module(device)
         decayed, size = ends
         whole = (slice(0, decayed), slice(decayed, size))
@@ -146,6 +147,11 @@ class FlatParams:
         """Steps that were taken. On a GPU this waits for them."""
         return int(self._next) - 1
 
+    def views(self, buffer: str) -> Mapping[str, Any]:
+        """Views of one of ``buffers``, by the names of the parameters; not of the scales of 8-bit moments."""
+        flat = self.buffers[buffer]
+        return MappingProxyType({n: flat[s.place].reshape(s.shape) for n, s in self._segments.items()})
+
     def state(self) -> dict[str, Any]:
         """What :func:`gpu_ops.training.save_state` saves and ``load_state(like=)`` fills: the flat arrays but the
         gradients, and the step of the next update. A run that goes on from it is the same to the bit."""
@@ -237,10 +243,6 @@ def _part(arrays: Mapping[str, Any], part: slice) -> dict[str, Any]:
     found = {name: x[part] for name, x in arrays.items() if not name.endswith("_scale")}
     scales = slice(part.start // _SEGMENT, part.stop // _SEGMENT)
     return found | {n: (found[n], arrays[f"{n}_scale"][scales]) for n in ("m", "v") if f"{n}_scale" in arrays}
-
-
-def _views(segments: Mapping[str, _Segment], buffer: Any) -> Mapping[str, Any]:
-    return MappingProxyType({name: buffer[s.place].reshape(s.shape) for name, s in segments.items()})
 
 
 def _module(device: str | None) -> Any:

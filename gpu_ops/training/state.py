@@ -22,7 +22,7 @@ from gpu_ops.formats.safetensors import MOST_HEADER, NUMPY_DTYPES, SafetensorsFi
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.training.state_arrays import StateArray, check_device, to_device
 
-__all__ = ["is_state", "load_state", "save_state"]
+__all__ = ["is_state", "load_state", "read_meta", "save_state"]
 
 _KIND, _META, _CHECKSUM = "gpu_ops.kind", "gpu_ops.meta", "gpu_ops.crc32"
 _STATE = "training state 1"  # with the version of this layout
@@ -159,11 +159,16 @@ def load_state(
 def is_state(path: Path) -> bool:
     """Whether a file is one of :func:`save_state`, with all its bytes; their checksum takes reading them."""
     try:
-        with opened(_LOAD, path) as file:
-            _read_meta(path, SafetensorsFile(_LOAD, path, file))
+        read_meta(path)
     except (FormatError, MissingFileError):
         return False
     return True
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The numbers of a file of :func:`save_state`, without its arrays."""
+    with opened(_LOAD, path) as file:
+        return _read_meta(path, SafetensorsFile(_LOAD, path, file))
 
 
 def _mapped(op: str, name: str, arrays: Any) -> dict[str, Any]:

@@ -184,6 +184,37 @@ def check_send_and_recv(comm):
             comm.send(np.ones(1), mistake)
 
 
+def check_several_under_way(comm):
+    """Collectives that were started end in any order; their results are those of the calls that wait."""
+    xs = draw(comm, (3 * comm.size, 512 * comm.size), "bfloat16")
+    x = xs[comm.rank]
+    out = np.empty((3 * comm.size**2, 512 * comm.size), x.dtype)
+    sums = [comm.start_reduce_scatter(x, axis) for axis in (0, 1)]
+    gathers = [comm.start_all_gather(x, out=out), comm.start_all_gather(x, 1)]
+    largest = comm.start_reduce_scatter(x, op="max")
+    same(largest.wait(), np.split(xs.max(axis=0), comm.size)[comm.rank])
+    assert gathers[0].wait() is out
+    same(out, np.concatenate(list(xs)))
+    same(gathers[1].wait(), np.concatenate(list(xs), 1))
+    for axis, found in enumerate(sums):
+        same(found.wait(), np.split(in_rank_order(xs), comm.size, axis)[comm.rank])
+
+
+def check_tags(comm):
+    """Messages of one tag arrive in order, whatever the order of the others."""
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    handles = [comm.send(np.array([10 * tag + i]), to, tag=tag) for i in range(2) for tag in (0, 7, 999)]
+    for tag in (999, 0, 7):
+        assert [comm.recv((1,), np.int64, source, tag=tag).wait()[0] for _ in range(2)] == [
+            10 * tag,
+            10 * tag + 1,
+        ]
+    for handle in handles:
+        handle.wait()
+    with pytest.raises(OptionError, match="tag"):
+        comm.send(np.ones(1), to, tag=1000)
+
+
 def check_sends_that_nobody_waits_for(comm):
     """Their arrays live until they have arrived."""
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

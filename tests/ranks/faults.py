@@ -10,7 +10,10 @@ import time
 
 import numpy as np
 
-from gpu_ops import distributed
+from gpu_ops import distributed, models
+from gpu_ops.distributed import sharded_checkpoints
+
+CONFIG = models.LlamaConfig(vocab=16, hidden=8, ffn=16, nlayers=1, nheads=2)
 
 LONG = 300  # seconds: no rank is so late
 PATIENCE = {"never_comes": 2.0, "another_group": 2.0, "another_shape": 2.0, "never_calls_world": 5.0}
@@ -18,6 +21,17 @@ PATIENCE = {"never_comes": 2.0, "another_group": 2.0, "another_shape": 2.0, "nev
 
 def killed(comm):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_while_saving(comm):
+    """All ranks save steps 1 and 2 to the folder of the command line; the last one is killed in the second save."""
+    parallel = distributed.DataParallel(CONFIG, comm, stage=1)
+    checkpoints = distributed.ShardedCheckpoints(sys.argv[2], comm)
+    for step in (1, 2):
+        parallel.flat.buffers["params"].fill(step)
+        if step == 2 and comm.rank == comm.size - 1:
+            sharded_checkpoints.save_state = lambda *given: killed(comm)
+        checkpoints.save(step, parallel)
 
 
 def raises(comm):
@@ -61,7 +75,7 @@ def main(fault: str) -> None:
     pair = comm.split(0, name="pair")
     comm.barrier()
     comm.timeout = pair.timeout = PATIENCE.get(fault, LONG)
-    if comm.rank == comm.size - 1:
+    if comm.rank == comm.size - 1 or fault == "killed_while_saving":
         globals()[fault](comm)
     (pair if fault == "another_group" else comm).all_reduce(np.ones(1000, np.float32))
     comm.barrier()

@@ -27,10 +27,16 @@ def config_for(comm, **changes):
     return LlamaConfig(**({**sizes, "nheads": 2 * p, "nheads_kv": p} | changes))
 
 
+# heads of queries, and of keys and values, by ranks that do not divide the latter: those on two ranks, or three
+UNEVEN = {1: (3, 1), 2: (6, 3), 3: (12, 2), 4: (12, 6)}
+
+
 def configs(comm):
     """Some with fewer heads of keys and values than ranks."""
     windows = (Layer(None, None, 3), Layer(500.0))
     yield config_for(comm)
+    nheads, nheads_kv = UNEVEN[comm.size]
+    yield config_for(comm, nheads=nheads, nheads_kv=nheads_kv, biases=("qkv",), qk_norm=True)
     yield config_for(comm, nheads_kv=1, tied=True, **GEMMA, **FACTORS)
     yield config_for(comm, nheads_kv=max(1, comm.size // 2), biases=ALL_BIASES, qk_norm=True, layers=windows)
 
@@ -82,6 +88,18 @@ def check_weights_come_back(comm):
         assert whole.keys() == arrays.keys()
         for name, x in whole.items():
             np.testing.assert_array_equal(x, arrays[name])
+
+
+def check_copies_of_heads(comm):
+    """As many as the ranks' heads of queries need, and no more."""
+    p, heads = comm.size, {"nheads": 8 * comm.size}
+    for nheads_kv, held, copies in ((8 * p, 8, 1), (2 * p, 2, 1), (p, 1, 1), (1, 1, p)):
+        parts = TensorParallel(config_for(comm, **heads, nheads_kv=nheads_kv), comm)
+        assert (parts.config.nheads_kv, parts.replicas) == (held, copies)
+    nheads, nheads_kv = UNEVEN[p]
+    parts = TensorParallel(config_for(comm, nheads=nheads, nheads_kv=nheads_kv), comm)
+    each = {1: (1, 1), 2: (3, 2), 3: (2, 3), 4: (3, 2)}[p]
+    assert (parts.config.nheads_kv, parts.replicas) == each
 
 
 def check_gradients_in_float64(comm):
@@ -240,7 +258,7 @@ def check_next_logits(comm):
         model, text = parts.model(parts.shard_weights(arrays)), tokens((2, 11)).tolist()
         runs = ((whole, config), (model, parts.config))
         caches = [inference.cache_for(*run, num_pages=8, page_size=4) for run in runs]
-        assert caches[1].keys[0].shape[2] == max(1, config.nheads_kv // comm.size)
+        assert caches[1].keys[0].shape[2] == parts.config.nheads_kv
         for start, stop in ((0, 7), (7, 10), (10, 11)):
             found = []
             for cache, run in zip(caches, runs, strict=True):
@@ -305,8 +323,6 @@ def check_what_cannot_be_divided(comm):
             (OptionError, "vocab=1", lambda: TensorParallel(other(config, vocab=1), comm)),
             (ShapeError, "embed has shape", lambda: parts.model(arrays)),
         ]  # fmt: skip
-        five = config_for(comm, nheads=5 * p, nheads_kv=5)
-        mistakes.append((OptionError, "nheads_kv=5", lambda: TensorParallel(five, comm)))
     divided = TensorParallel(config, comm, sequence_parallel=True)
     model = divided.model(mine)
     cache = inference.cache_for(model, parts.config, num_pages=2)

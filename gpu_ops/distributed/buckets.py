@@ -1,0 +1,136 @@
+"""Arrays of a model end to end in buckets: what ranks send as one message, and what share of it each of them has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bucket", "Owned", "buckets_of"]
+
+Array = npt.NDArray[Any]
+
+Key = TypeVar("Key")
+
+_SEGMENT = 256  # elements: as in FlatParams, 512 bytes of 16-bit ones; 8-bit moments have a scale for each
+
+
+class Owned(NamedTuple):
+    """Elements of an array, flattened, that a rank has: ``here`` in its array ``piece``."""
+
+    name: str
+    elements: slice
+    piece: str
+    here: slice
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Arrays by name, each at a multiple of 512 bytes or more. Those that decay come first, up to ``decayed``.
+
+    Of ``shards`` ranks each has an equal share, as two arrays: ``decays`` and ``rest``.
+    """
+
+    number: int
+    shapes: Mapping[str, tuple[int, ...]]
+    starts: Mapping[str, int]
+    decayed: int
+    size: int
+    shards: int
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        decay: Collection[str],
+        ranks: int,
+        shards: int,
+    ) -> Bucket:
+        starts: dict[str, int] = {}
+        at = decayed = 0
+        for decays in (True, False):
+            for name in (n for n in shapes if (n in decay) == decays):
+                starts[name] = at
+                at += -(-math.prod(shapes[name]) // _SEGMENT) * _SEGMENT
+            decayed = at if decays else decayed
+        unit = ranks * _SEGMENT
+        return cls(number, dict(shapes), starts, decayed, -(-at // unit) * unit, shards)
+
+    @property
+    def pieces(self) -> tuple[str, str]:
+        """The names of a rank's arrays."""
+        return f"{self.number}.decays", f"{self.number}.rest"
+
+    def lengths(self, rank: int) -> dict[str, int]:
+        """Of a rank's arrays."""
+        begin, end = self._share(rank)
+        decays = max(0, min(end, self.decayed) - begin)
+        return dict(zip(self.pieces, (decays, end - begin - decays), strict=True))
+
+    def owned(self, rank: int) -> Iterator[Owned]:
+        """What a rank has of each array, if anything."""
+        begin, end = self._share(rank)
+        for name, start in self.starts.items():
+            first, last = max(start, begin), min(start + math.prod(self.shapes[name]), end)
+            if first < last:
+                decays = start < self.decayed
+                at = begin if decays else max(begin, self.decayed)
+                here = slice(first - at, last - at)
+                yield Owned(name, slice(first - start, last - start), self.pieces[not decays], here)
+
+    def views(self, decays: Array, rest: Array) -> dict[str, Array]:
+        """The arrays, of the two that hold them all."""
+        found = {}
+        for name, start in self.starts.items():
+            source, at = (decays, start) if start < self.decayed else (rest, start - self.decayed)
+            shape = self.shapes[name]
+            found[name] = source[at : at + math.prod(shape)].reshape(shape)
+        return found
+
+    def views_of(self, buffer: Array) -> dict[str, Array]:
+        """The arrays, of one that holds them all."""
+        return self.views(buffer[: self.decayed], buffer[self.decayed :])
+
+    def joined(self, arrays: Mapping[str, Array]) -> Array:
+        """A rank's two arrays as one."""
+        return np.concatenate([arrays[name] for name in self.pieces])
+
+    def put(self, share: Array, arrays: Mapping[str, Array], *, add: bool = False) -> None:
+        """One array into a rank's two, or added to them."""
+        length = arrays[self.pieces[0]].size
+        for name, part in zip(self.pieces, (share[:length], share[length:]), strict=True):
+            if add:
+                arrays[name][...] += part
+            else:
+                arrays[name][...] = part
+
+    def _share(self, rank: int) -> tuple[int, int]:
+        length = self.size // self.shards
+        rank %= self.shards
+        return rank * length, (rank + 1) * length
+
+
+def buckets_of(
+    parts: Mapping[Key, Mapping[str, tuple[int, ...]]],
+    decay: Collection[str],
+    ranks: int,
+    shards: int,
+    least: float,
+) -> tuple[list[Bucket], dict[Key, int]]:
+    """Buckets of successive parts, closed as soon as they have ``least`` elements, and the bucket of each part."""
+    groups: list[dict[str, tuple[int, ...]]] = []
+    numbers: dict[Key, int] = {}
+    size = math.inf
+    for key, part in parts.items():
+        if size >= least:
+            groups.append({})
+            size = 0
+        groups[-1].update(part)
+        numbers[key] = len(groups) - 1
+        size += sum(math.prod(shape) for shape in part.values())
+    return [Bucket.of(i, shapes, decay, ranks, shards) for i, shapes in enumerate(groups)], numbers

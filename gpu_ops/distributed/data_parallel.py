@@ -1,0 +1,298 @@
+"""Data parallelism: ranks take parts of a batch, add up gradients, and may divide states, gradients and weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core import checks
+from gpu_ops.distributed.bucket_sums import Gradients, Weights
+from gpu_ops.distributed.buckets import Owned, buckets_of
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.tensor_parallel import TensorParallel, squares
+from gpu_ops.distributed.undivided import Undivided
+from gpu_ops.errors import OptionError, ShapeError, StateError
+from gpu_ops.models.block import Sequences
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.llama import check_loss_options
+from gpu_ops.models.passes import Part, Parts, Pass, names_of, part_of, parts_of
+from gpu_ops.models.weights import Llama
+from gpu_ops.training.flat import FlatParams
+
+__all__ = ["DataParallel"]
+
+Array = npt.NDArray[Any]
+
+_OP = "DataParallel"
+_MB = 1 << 20
+
+
+class DataParallel(Parts):
+    """The weights, gradients and AdamW states of a model that several ranks train, each on its part of a batch.
+
+    ===== ======================================= =========================================
+    stage what each of p ranks has 1 / p of       sent per step, of N gradients and weights
+    ===== ======================================= =========================================
+    0     nothing                                 2 N (p - 1) / p
+    1     states (ZeRO-1)                         2 N (p - 1) / p
+    2     and gradients (ZeRO-2)                  2 N (p - 1) / p, with k microbatches (k + 1) N (p - 1) / p
+    3     and weights (ZeRO-3)                    3 N (p - 1) / p for each microbatch
+    ===== ======================================= =========================================
+
+    Parameters
+    ----------
+    model : LlamaConfig or TensorParallel
+    comm : Comm
+        The p ranks, such as ``mesh.dp``; all of them make the same calls.
+    stage : int
+        Of the table.
+    parts : sequence, optional
+        The parts that this rank has, such as ``Pipeline.parts``; default: all.
+    bucket_mb : float
+        Gradients are sent in buckets of whole layers of at least so many MiB, behind the backward pass of the layers
+        before. Stage 3 has one for each layer.
+    mean : bool
+        A step takes the mean of the ranks' gradients, which is that of the mean loss if all of them have equally many
+        targets. False: their sum, for a ``denominator`` of all ranks' targets.
+    decay : names, optional
+        The parameters that decay; default: those with two axes and more.
+    **options
+        ``dtype`` (default: float32), ``master``, ``moment_bits``: of :meth:`gpu_ops.training.FlatParams.from_shapes`.
+
+    Attributes
+    ----------
+    parts : tuple
+        What this rank has of the model.
+    flat : FlatParams
+        This rank's share: parameters, summed gradients and states.
+    config : LlamaConfig
+
+    Raises
+    ------
+    OptionError, ShapeError, StateError
+
+    Notes
+    -----
+    Sums are made in rank order: all ranks have the same weights to the bit, and those of one rank that adds up the
+    gradients of the same parts in this order. With microbatches, stages 0 and 1 add up each rank's own first, stages
+    2 and 3 the ranks' of each microbatch. Stochastic rounding and the last bits of the norm depend on the division.
+    Arrays are in host memory.
+
+    Sources: Rajbhandari et al., "ZeRO", 2020; Zhao et al., "PyTorch FSDP", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed, models, training
+    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
+    >>> comm = distributed.world()
+    >>> parallel = distributed.DataParallel(config, comm, stage=2)
+    >>> parallel.assign(models.initial_weights(config))
+    >>> batches = training.Batches(np.arange(4096) % 256, 4, 32, rank=comm.rank, world=comm.size)
+    >>> for ids, targets in map(batches.at, range(3)):
+    ...     loss = parallel.loss_and_grads(ids, targets)
+    ...     parallel.step(lr=3e-3, grad_scale=training.clip_coefficient(parallel.grad_norm(), 1.0))
+    """
+
+    def __init__(
+        self,
+        model: LlamaConfig | TensorParallel,
+        comm: Comm,
+        *,
+        stage: int = 0,
+        parts: Sequence[Part] | None = None,
+        bucket_mb: float = 25.0,
+        mean: bool = True,
+        decay: Collection[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.division = model if isinstance(model, TensorParallel) else Undivided(model)
+        self.config, self.comm = self.division.config, comm
+        self.stage = checks.integer(_OP, "stage", stage, low=0, high=3)
+        least = checks.number(_OP, "bucket_mb", bucket_mb, low=0.0) * _MB
+        for name in options:
+            checks.one_of(_OP, "option", name, ("dtype", "master", "moment_bits"))
+        self._factor = 1 / comm.size if checks.flag(_OP, "mean", mean) else 1.0
+        of_model = parts_of(self.config)
+        if missing := [part for part in parts or () if part not in of_model]:
+            raise OptionError(f"{_OP}: parts={missing!r}: the model has {of_model!r}")
+        self.parts = tuple(part for part in of_model if parts is None or part in parts)
+        shapes = self.division.shapes()
+        mine = {p: {n: shapes[n] for n in names_of(self.config, p)} for p in reversed(self.parts)}
+        matrices = [name for name, shape in shapes.items() if len(shape) >= 2]
+        decay = matrices if decay is None else [checks.one_of(_OP, "decay", n, shapes) for n in decay]
+        shards = 1 if self.stage == 0 else comm.size
+        least = 0 if self.stage == 3 else least / 4  # a gradient has 4 bytes, or 8
+        self._buckets, self._bucket_of = buckets_of(mine, decay, comm.size, shards, least)
+        lengths = {n: (size,) for bucket in self._buckets for n, size in bucket.lengths(comm.rank).items()}
+        decay = [bucket.pieces[0] for bucket in self._buckets]
+        self.flat = FlatParams.from_shapes(lengths, decay=decay, **{"dtype": "float32"} | options)
+        self._weights = Weights(comm, self._buckets, self.flat, self.stage)
+        self._grads = Gradients(comm, self._buckets, self.flat, self.stage, self.division.sum_shared_grads)
+        self._summed = False
+        self.begin(last=True)
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Set the parameters and their masters from all of this rank's part of the model, by name, in host memory."""
+        shapes = {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
+        for name, shape in shapes.items():
+            if name not in values or tuple(values[name].shape) != shape:
+                found = f"has shape {tuple(values[name].shape)}" if name in values else "is missing"
+                raise ShapeError(f"{_OP}.assign: {name} {found}, expected {shape}")
+        pieces = {name: np.zeros(x.shape, np.float64) for name, x in self.flat.params.items()}
+        for name, elements, piece, here in self.owned():
+            pieces[piece][here] = np.asarray(values[name]).reshape(-1)[elements]
+        self.flat.assign(pieces)
+        self.publish()
+
+    def owned(self) -> Iterator[Owned]:
+        """What this rank has of each array in ``flat``."""
+        for bucket in self._buckets:
+            yield from bucket.owned(self.comm.rank)
+
+    def publish(self) -> None:
+        """Give all ranks the weights that each of them has changed in ``flat``; :meth:`step` does."""
+        self._weights.publish()
+
+    def gather_weights(self) -> dict[str, Array]:
+        """Copies of this rank's part of the model, by name, on every rank."""
+        found: dict[str, Array] = {}
+        for bucket in self._buckets:
+            self._weights.gather(bucket.number)
+            found |= {name: self._weights.arrays[name].copy() for name in bucket.shapes}
+            self._weights.free(bucket.number)
+        return found
+
+    def model(self) -> Llama:
+        """The weights for the other functions of :mod:`gpu_ops.models`; in stage 3 copies of all of them."""
+        return self.division.model(self._weights.arrays if self.stage < 3 else self.gather_weights())
+
+    # A step
+
+    def loss_and_grads(
+        self,
+        ids: Any,
+        targets: Any,
+        *,
+        last: bool = True,
+        policy: str | Sequence[str] = "none",
+        sequences: Sequences | None = None,
+        dloss: Any = 1.0,
+        **options: Any,
+    ) -> Any:
+        """The loss of this rank's part of the batch, with the options of :func:`gpu_ops.models.loss_and_grads`.
+
+        Gradients are added to those of earlier calls. ``last=False``: more microbatches follow before the step, and
+        stages 0 and 1 send nothing. Pass ``dloss=1 / k`` for the mean of k microbatches.
+        """
+        check_loss_options(options)
+        one = Pass(self, self.config, policy=policy, sequences=sequences)
+        self.begin(last=last)
+        value = one.run(ids, targets, dloss=dloss, options=options)
+        if last:
+            self.finish()
+        return value
+
+    def begin(self, *, last: bool) -> None:
+        """Before a pass over the parts. ``last``: buckets are sent as its gradients are complete."""
+        if self._summed:
+            raise StateError(f"{_OP}: the gradients of all ranks have been added up; call step()")
+        self._weights.free_all()
+        self._last = last
+        self._left = Counter(self._bucket_of.values())
+        self._started: set[int] = set()
+
+    def finish(self) -> None:
+        """Wait for the sums of all gradients; :meth:`loss_and_grads` with ``last=True`` does."""
+        if not self._summed:
+            for bucket in self._buckets:
+                if self.stage < 2 and bucket.number not in self._started:
+                    self._send(bucket.number)
+            self._grads.finish()
+            self._summed = True
+
+    def grad_norm(self, also: Comm | None = None) -> float:
+        """The Euclidean norm of the gradient that :meth:`step` takes, of the whole model.
+
+        Squares are added up in float64: each rank's, then those of the ranks in their order. ``also``: ranks that
+        have other parts of the model, such as ``mesh.pp``.
+        """
+        self.finish()
+        total = 0.0
+        for name, elements, piece, here in self.owned():
+            x = self.flat.grads[piece][here]
+            for at, holds in self.division.holds(name):
+                begin, end = max(at.start, elements.start), min(at.stop, elements.stop)
+                total += holds * squares(x[begin - elements.start : max(begin, end) - elements.start])
+        comms = [self.division.comm, also, self.comm if self.stage else None]
+        for comm in (c for c in comms if c is not None):
+            total = comm.all_reduce(np.array([total]))[0]
+        return math.sqrt(total) * self._factor
+
+    def step(self, *, lr: Any, grad_scale: Any = 1.0, seed: int = 0, **options: Any) -> None:
+        """:meth:`gpu_ops.training.FlatParams.step` of the mean gradient, then zeros for the next one."""
+        self.finish()
+        if self.stage:
+            seed = seed * self.comm.size + self.comm.rank
+        scale = grad_scale if self._factor == 1.0 else grad_scale * self._factor
+        self.flat.step(lr=lr, grad_scale=scale, seed=seed, **options)
+        self.publish()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._grads.clear()
+        self._summed = False
+
+    # What a pass takes
+
+    @contextmanager
+    def forward(self, part: Part) -> Iterator[Any]:
+        with self._gathered(part, 1) as weights:
+            yield weights
+
+    @contextmanager
+    def backward(self, part: Part) -> Iterator[tuple[Any, Any]]:
+        for number in self._needed(part):
+            self._grads.open(number)
+        grads = part_of(self._grads.arrays, self.config, part)
+        if part == "embed":  # whose gradient takes the table's shape alone
+            yield self._part(part), grads
+        else:
+            with self._gathered(part, -1) as weights:
+                yield weights, grads
+        number = self._bucket_of[part]
+        self._left[number] -= 1
+        if not self._left[number] and (self._last or self.stage >= 2):
+            self._send(number)
+        self._grads.poll()
+
+    @contextmanager
+    def _gathered(self, part: Part, ahead: int) -> Iterator[Any]:
+        """The weights of a part; those of the next one are on their way."""
+        for number in self._needed(part):
+            self._weights.gather(number)
+        at = self.parts.index(part) + ahead
+        if 0 < at < len(self.parts):
+            self._weights.start_gather(self._bucket_of[self.parts[at]])
+        yield self._part(part)
+        for number in self._needed(part):
+            self._weights.free(number)
+
+    def _part(self, part: Part) -> Any:
+        return self.division.part(part_of(self._weights.arrays, self.config, part))
+
+    def _needed(self, part: Part) -> list[int]:
+        """The buckets with arrays that a part uses."""
+        shares_table = part == "head" and self.config.tied
+        return [self._bucket_of[part], *([self._bucket_of["embed"]] if shares_table else [])]
+
+    def _send(self, number: int) -> None:
+        self._started.add(number)
+        self._grads.send(number)

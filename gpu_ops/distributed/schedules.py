@@ -1,0 +1,170 @@
+"""Schedules of pipelines, as data: what each rank does, row by row.
+
+A model is divided into stages, of which rank r of p has r, r + p, ...; a batch is divided into microbatches. A row's
+action is one of these:
+
+==== =================================================================================
+F    the forward pass of a microbatch through a stage
+B    its backward pass
+I    the part of B that the stage before waits for: the gradient of the stage's input
+W    the rest of B: the gradients of its weights
+==== =================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from gpu_ops.core import checks
+from gpu_ops.errors import OptionError
+
+__all__ = ["SCHEDULES", "Row", "bubble", "schedule"]
+
+_OP = "schedule"
+COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+class Row(NamedTuple):
+    """An action on a microbatch in a stage."""
+
+    stage: int
+    microbatch: int
+    action: str
+
+
+def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Row]]:
+    """The rows of each rank, in order.
+
+    Parameters
+    ----------
+    name : {"gpipe", "1f1b", "interleaved", "zb-h1"}
+        See the notes.
+    ranks, microbatches : int
+    chunks : int
+        Stages of each rank; more than one for interleaved alone.
+
+    Raises
+    ------
+    OptionError
+
+    Notes
+    -----
+    With p ranks, m microbatches and v chunks, the time that ranks wait, over that in which they work:
+
+    =========== ========================= ============================================
+    schedule    bubble                    microbatches that rank r holds at a time
+    =========== ========================= ============================================
+    gpipe       (p - 1) / m               m
+    1f1b        (p - 1) / m               min(p - r, m)
+    interleaved (p - 1) / (v m)           of 1 / v each: 2 (p - r) - 1 + (v - 1) p
+    zb-h1       (p - 1) / (3 m)           min(p, m), of which p - r in full
+    =========== ========================= ============================================
+
+    zb-h1 for F, I and W of equal cost; in general ranks wait for (p - 1) (F + I - W), if W costs no more than F and
+    m is at least p. Interleaved wants m to be a multiple of p.
+
+    Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+    Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+
+    Examples
+    --------
+    >>> from gpu_ops.distributed import schedule
+    >>> [f"{row.action}{row.microbatch}" for row in schedule("1f1b", 2, 3)[0]]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
+    checks.one_of(_OP, "name", name, SCHEDULES)
+    ranks = checks.integer(_OP, "ranks", ranks, low=1)
+    microbatches = checks.integer(_OP, "microbatches", microbatches, low=1)
+    chunks = checks.integer(_OP, "chunks", chunks, low=1, high=499)
+    if name != "interleaved" and chunks > 1:
+        raise OptionError(f"{_OP}: {name} has one stage per rank; use interleaved for chunks={chunks}")
+    if name == "interleaved" and microbatches % ranks:
+        raise OptionError(f"{_OP}: interleaved wants a multiple of {ranks} microbatches, got {microbatches}")
+    return [list(SCHEDULES[name](rank, ranks, microbatches, chunks)) for rank in range(ranks)]
+
+
+def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
+    """The time that ranks wait, over that in which they work, if each action takes its cost and messages none.
+
+    Raises
+    ------
+    OptionError
+        A row waits for one that never comes.
+
+    Examples
+    --------
+    >>> from gpu_ops.distributed import bubble, schedule
+    >>> bubble(schedule("1f1b", 4, 12))
+    0.25
+    """
+    stages = 1 + max(row.stage for own in rows for row in own)
+    ended: dict[Row, float] = {}
+    now, left = [0.0] * len(rows), [iter(own) for own in rows]
+    waiting = [next(own, None) for own in left]
+    while any(waiting):
+        before = len(ended)
+        for rank, row in enumerate(waiting):
+            needed = _needed(row, stages) if row else []
+            times = [next((ended[r] for r in either if r in ended), None) for either in needed]
+            if row and None not in times:
+                now[rank] = max([now[rank], *(t for t in times if t is not None)]) + costs[row.action]
+                ended[row] = now[rank]
+                waiting[rank] = next(left[rank], None)
+        if len(ended) == before:
+            raise OptionError(f"bubble: {[row for row in waiting if row]} wait for each other")
+    work = max(sum(costs[row.action] for row in own) for own in rows)
+    return max(now) / work - 1
+
+
+def _needed(row: Row, stages: int) -> list[tuple[Row, ...]]:
+    """What must have ended before a row; of each tuple, one."""
+    stage, microbatch, action = row
+    if action == "F":
+        return [(Row(stage - 1, microbatch, "F"),)] if stage else []
+    if action == "W":
+        return [(Row(stage, microbatch, "I"),)]
+    before = stage + 1, microbatch
+    gradient = [(Row(*before, "B"), Row(*before, "I"))] if stage + 1 < stages else []
+    return [(Row(stage, microbatch, "F"),), *gradient]
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
+    for action in "FB":
+        for i in range(microbatches):
+            yield Row(rank, i, action)
+
+
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
+    """After the first few F, B and F take turns. Microbatches go through a chunk in groups of ``ranks``."""
+    total = microbatches * chunks
+    ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    ahead = min(ahead, total)
+    for i in range(total + ahead):
+        for number, action in ((i, "F"), (i - ahead, "B")):
+            if 0 <= number < total:
+                group, place = divmod(number, ranks * chunks)
+                chunk, within = divmod(place, ranks)
+                chunk = chunk if action == "F" else chunks - 1 - chunk
+                yield Row(chunk * ranks + rank, group * ranks + within, action)
+
+
+def _zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
+    """1F1B, where rank r does W r microbatches later than I: they fill what the rank would wait at the end."""
+    for row in _interleaved(rank, ranks, microbatches, 1):
+        if row.action == "F":
+            yield row
+        else:
+            yield Row(rank, row.microbatch, "I")
+            if row.microbatch >= rank:
+                yield Row(rank, row.microbatch - rank, "W")
+    for i in range(max(0, microbatches - rank), microbatches):
+        yield Row(rank, i, "W")
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, int], Iterator[Row]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _interleaved,
+    "interleaved": _interleaved,
+    "zb-h1": _zb_h1,
+}

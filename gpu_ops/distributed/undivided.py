@@ -1,0 +1,44 @@
+"""What :class:`TensorParallel` says of weights, of a model whose weights are on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.single import Single
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.weights import Block, Llama
+
+__all__ = ["Undivided"]
+
+
+class Undivided:
+    """The weights as they are."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.config = self.whole = config
+        self.comm: Comm = Single("tp")
+        self._shapes = config.shapes()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def pieces(self, name: str, rank: int | None = None) -> tuple[int, tuple[slice, ...]]:
+        return 0, ()
+
+    def model(self, weights: Mapping[str, Any]) -> Llama:
+        return Llama.of(weights, self.config)
+
+    def part(self, plain: Block | Llama) -> Block | Llama:
+        return plain
+
+    def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return (*ids, self.config.hidden)
+
+    def sum_shared_grads(self, grads: Mapping[str, Any]) -> None:
+        """There are none."""
+
+    def holds(self, name: str) -> list[tuple[slice, float]]:
+        return [(slice(0, math.prod(self._shapes[name])), 1.0)]
