@@ -135,6 +135,16 @@ def test_a_cpu_has_no_legend_of_a_gpu():
     assert "plain CuPy" in texts(saved(H100, "speed"))
 
 
+def test_the_limits_are_those_of_the_cases_runs():
+    first, second = MACHINES[H100].runs[:2]
+    assert (first.get("config", "grid"), second.get("config", "grid")) == ("", "field")
+    two = data.Machine([replace(run, facts=run.facts | {"limits": {**run.facts["limits"], "copy": copy}})
+                        for run, copy in ((first, 1e12), (second, 2e12))])  # fmt: skip
+    assert "in the same run: copy 1.00 TB/s" in speed.limits_text(two, grid=False)
+    assert "in the same run: copy 2.00 TB/s" in speed.limits_text(two, grid=True)
+    assert "in each run, here of the latest" in speed.limits_text(data.Machine([first, first]), grid=False)
+
+
 def test_a_contender_that_was_not_timed_is_not_in_the_legend():
     machine = MACHINES[CPU]
     rows = [{key: row[key] for key in row if not key.startswith("torch")} for row in machine.rows()]
@@ -241,7 +251,8 @@ def test_the_cost_of_a_kernel_by_source_line(tmp_path, monkeypatch):
 
 
 def test_the_command_draws_files_and_names_what_is_wrong(tmp_path, capsys):
-    (file,) = (RESULTS / CPU).glob("*.csv")
+    run = MACHINES[CPU].runs[0]
+    file = runs.save(replace(run, rows=run.rows[:3]), tmp_path / CPU)
     assert main([str(file), "--to", str(tmp_path)]) == 0
     paths = capsys.readouterr().out.splitlines()
     assert str(tmp_path / CPU / "speed.svg") in paths

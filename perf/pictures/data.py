@@ -35,19 +35,15 @@ class Machine:
     def name(self) -> str:
         return label(self.runs[-1].facts["machine"])
 
-    def rows(self, *, grid: bool = False) -> list[Row]:
-        found = {
-            row["key"]: row
-            for run in self.runs
-            for row in run.rows
-            if bool(run.get("config", "grid")) == grid
-        }
-        return list(found.values())
+    def some(self, *, grid: bool) -> list[Run]:
+        return [run for run in self.runs if bool(run.get("config", "grid")) == grid]
 
-    @property
-    def limits(self) -> dict[str, Any]:
-        """The latest."""
-        return dict(self.runs[-1].facts["limits"])
+    def rows(self, *, grid: bool = False) -> list[Row]:
+        return list({row["key"]: row for run in self.some(grid=grid) for row in run.rows}.values())
+
+    def limits(self, *, grid: bool = False) -> dict[str, Any]:
+        """Of the latest run with or without a grid."""
+        return dict(self.some(grid=grid)[-1].facts["limits"])
 
     @property
     def on_gpu(self) -> bool:

@@ -36,7 +36,7 @@ def measured(machine: Machine, rows: Sequence[Row]) -> Canvas:
         top = canvas.top + index * each
         canvas.text(MARGIN, top + HEAD / 2, dtype, weight="bold")
         axes = canvas.axes(LEFT, top + HEAD, canvas.width - LEFT - MARGIN, HEIGHT)
-        limits = machine.limits
+        limits = machine.limits()
         half = dtype in HALF and limits.get("matmul_half") and (machine.on_gpu or dtype == "bfloat16")
         matmul = limits["matmul_half"] if half else limits["matmul"]
         draw_measured(canvas, axes, kinds(rows, dtype), limits["copy"], matmul)

@@ -42,13 +42,15 @@ def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
         for found in passes.values()
         for row in found
     }
-    if grid := [row for row in machine.rows(grid=True) if row["key"] not in drawn]:
-        yield "speed_grid", bars.draw(speed(machine, grid))
+    if rest := [row for row in machine.rows(grid=True) if row["key"] not in drawn]:
+        yield "speed_grid", bars.draw(speed(machine, rest, grid=True))
     if held := one_dtype([row for row in rows if "ours_peak" in row and "naive_peak" in row]):
         yield "memory", bars.draw(memory(machine, held))
 
 
-def speed(machine: Machine, rows: Sequence[Row], *, leave_out: Sequence[str] = ()) -> bars.Picture:
+def speed(
+    machine: Machine, rows: Sequence[Row], *, leave_out: Sequence[str] = (), grid: bool = False
+) -> bars.Picture:
     names = [name for name in contenders(rows) if name not in leave_out]
     one = dtypes(rows)[0] if len(dtypes(rows)) == 1 else ""
     groups = []
@@ -61,7 +63,7 @@ def speed(machine: Machine, rows: Sequence[Row], *, leave_out: Sequence[str] = (
     return bars.Picture(
         title=f"Speed{' in ' + one if one else ''}: {machine.name}",
         subtitle=f"longer is faster · at the bars: {value} of a call, and how many times as long as gpu_ops it takes",
-        caption=(*([ABOVE] if above else []), limits_text(machine), machine.origin),
+        caption=(*([ABOVE] if above else []), limits_text(machine, grid=grid), machine.origin),
         axis="share of the measured limit",
         groups=groups,
         contenders=[(name, machine.contender(name)) for name in names],
@@ -83,12 +85,14 @@ def bars_of(machine: Machine, row: Row, names: Sequence[str]) -> tuple[list[bars
     return found, ""
 
 
-def limits_text(machine: Machine) -> str:
-    found = machine.limits
+def limits_text(machine: Machine, *, grid: bool) -> str:
+    """Each row has the limits of its own run."""
+    found = machine.limits(grid=grid)
+    which = "the same run" if len(machine.some(grid=grid)) == 1 else "each run, here of the latest"
     half = f", of 16 bits {flops_text(found['matmul_half'])}" if found.get("matmul_half") else ""
     copy, read = bandwidth_text(found["copy"]), bandwidth_text(found["read"])
     single = flops_text(found["matmul"])
-    return f"limits measured in the same run: copy {copy}, read {read}, float32 matmul {single}{half}"
+    return f"limits measured in {which}: copy {copy}, read {read}, float32 matmul {single}{half}"
 
 
 def memory(machine: Machine, rows: Sequence[Row]) -> bars.Picture:
