@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+TEXT = re.compile(r"B(\d+) S(?:q(\d+) Sk(\d+)|(\d+)) H(\d+)(?:/(\d+))? D(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,15 @@ class Shape:
         square = self.seqlen_q == self.seqlen_k
         length = f"S{self.seqlen_q}" if square else f"Sq{self.seqlen_q} Sk{self.seqlen_k}"
         return f"B{self.batch} {length} {heads} D{self.head_dim}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape | None:
+        """The inverse of ``str``; None for other text."""
+        if not (match := TEXT.match(text)):
+            return None
+        batch, seqlen_q, seqlen_k, seqlen, nheads, nheads_kv, head_dim = match.groups()
+        lengths = int(seqlen_q or seqlen), int(seqlen_k or seqlen)
+        return cls(int(batch), *lengths, int(nheads), int(nheads_kv or nheads), int(head_dim))
 
     @property
     def small(self) -> Shape:

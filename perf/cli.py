@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.terminal import make_console, print_table, waiting
-from perf import compare, emulate, limits, machine, plan, report, roofline, runs
+from perf import compare, emulate, limits, machine, pictures, plan, report, roofline, runs
 from perf.case import DTYPES, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
@@ -64,8 +64,8 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     add("--compare", metavar="OLD.csv", help="flag regressions against a saved run")
     regression = "a case regressed when new / old is above this (%(default)s)"
     add("--threshold", type=float, default=compare.THRESHOLD, help=regression)
-    png = "also write a PNG (needs matplotlib) beside the CSV file, or here"
-    add("--plot", action="store_true", help=png)
+    svg = "also draw SVG pictures (needs matplotlib), into a folder beside the CSV file or perf-pictures"
+    add("--plot", action="store_true", help=svg)
     add("--no-torch", action="store_true", help="leave torch out even where it is installed")
     add(
         "--no-memory", action="store_true", help="skip the memory measurement, which runs in a worker process"
@@ -116,13 +116,14 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
 
     results = run_all(names, config, found, console, memory=not args.no_memory, first=args.first, keep=keep)
     code = conclude(console, results, time.perf_counter() - start)
-    path = Path("perf.png")
+    folder = Path("perf-pictures")
     if args.save:
         saved = runs.save(run, args.save)
         console.print(f"saved {saved}")
-        path = saved.with_suffix(".png")
+        folder = saved.with_suffix("")
     if args.plot:
-        console.print(f"plotted {report.plot(run.rows, path)}")
+        for path in pictures.draw(pictures.Machine([run]), folder):
+            console.print(f"drew {path}")
     if old is not None:
         comparison = compare.compare(old, run, threshold=args.threshold, ops=set(names))
         report.print_comparison(console, comparison)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +17,11 @@ from typing import Any
 
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import DevicePreset, select_preset
-from perf import roofline, runs
+from perf import pictures, roofline, runs
 from perf.attention_grids import Shape
-from perf.report import short_dtype
 from perf.runs import Row
 
 MOST = 10  # disagreements, and failures in full
-SHAPE = re.compile(r"B(\d+) S(?:q(\d+) Sk(\d+)|(\d+)) H(\d+)(?:/(\d+))? D(\d+)$")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +65,8 @@ def report(folder: Path, saved: Sequence[runs.Run]) -> Iterator[str]:
     if preset:
         yield from disagreements(rows, preset)
     yield from tiles(folder)
-    for name in draw(rows, preset, folder):
-        yield f"\n![{name.partition('.')[0]}]({name})"
+    for name in draw(saved, folder):
+        yield f"\n![{Path(name).stem}]({name})"
 
 
 def preset_of(name: str) -> DevicePreset | None:
@@ -157,16 +154,8 @@ def prediction(row: Row, preset: DevicePreset | None) -> float | None:
     """The least seconds by the data sheet; of attention's forward pass, by the units that perf/roofline.py counts."""
     if preset is None:
         return None
-    match = SHAPE.match(row["shape"])
-    if (
-        row["op"] == "attention"
-        and match
-        and row["name"] in ("forward", "forward causal")
-        and row["dtype"] != "float64"
-    ):
-        batch, seqlen_q, seqlen_k, seqlen, nheads, nheads_kv, head_dim = match.groups()
-        lengths = int(seqlen_q or seqlen), int(seqlen_k or seqlen)
-        shape = Shape(int(batch), *lengths, int(nheads), int(nheads_kv or nheads), int(head_dim))
+    shape = Shape.parse(row["shape"]) if row["op"] == "attention" else None
+    if shape and row["name"] in ("forward", "forward causal") and row["dtype"] != "float64":
         bound = roofline.bound(preset, shape, row["dtype"], causal="causal" in row["name"])
         return bound.seconds[bound.limit]
     peaks = preset.peaks
@@ -204,33 +193,12 @@ def gain(one: dict[str, Any]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], preset: DevicePreset | None, folder: Path) -> Iterator[str]:
+def draw(saved: Sequence[runs.Run], folder: Path) -> Iterator[str]:
     """The pictures' names."""
-    rows = [row for row in rows if row.get("share_of_limit")]
-    if not rows or importlib.util.find_spec("matplotlib") is None:
+    if not saved or importlib.util.find_spec("matplotlib") is None:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(10, 1.5 + 0.28 * len(rows)))
-    places = range(len(rows))
-    axis.barh(
-        [i - 0.2 for i in places], [row["share_of_limit"] for row in rows], 0.38, label="measured limits"
-    )
-    if preset:
-        shares = [(prediction(row, preset) or math.nan) / row["ours_median"] for row in rows]
-        axis.barh([i + 0.2 for i in places], shares, 0.38, label="data sheet")
-    names = [f"{row['op']} {row['name']} {row['shape']} {short_dtype(row['dtype'])}" for row in rows]
-    axis.set(yticks=places, yticklabels=names, xlabel="share of the limit")
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.invert_yaxis()
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-    figure.tight_layout()
-    figure.savefig(folder / "shares.png", dpi=110)
-    pyplot.close(figure)
-    yield "shares.png"
+    for path in pictures.draw(pictures.Machine(saved), folder / "pictures"):
+        yield str(path.relative_to(folder))
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

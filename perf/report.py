@@ -1,9 +1,8 @@
-"""Results as a terminal table and as a plot."""
+"""Results as a terminal table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +14,6 @@ from perf.compare import Comparison
 from perf.harness import Result
 from perf.limits import Limits
 from perf.machine import label
-from perf.runs import Row
 from perf.stats import Power, Timing
 
 CAPTION = (
@@ -151,38 +149,3 @@ def print_comparison(console: Console, found: Comparison) -> None:
     if found.changes:
         print_table(console, grid)
     console.print(f"[{'red' if found.exit_code else 'green'}]{escape(found.summary())}[/]")
-
-
-def plot(rows: Sequence[Row], path: str | Path) -> Path:
-    """One panel per op: how many times faster than naive and torch each case is (log scale)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(row["op"], []).append(row)
-    lengths = [len(cases) for cases in panels.values()]
-    figure, axes = pyplot.subplots(
-        len(panels),
-        1,
-        squeeze=False,
-        figsize=(9, 1.2 + sum(0.35 * length + 0.8 for length in lengths)),
-        height_ratios=[length + 1 for length in lengths],
-    )
-    for axis, (op, cases) in zip(axes[:, 0], panels.items(), strict=True):
-        names = [f"{row['name']} {row['shape']} {short_dtype(row['dtype'])}" for row in cases]
-        for shift, (peer, colour) in ((-0.2, ("naive", "tab:grey")), (0.2, ("torch", "tab:orange"))):
-            values = [row.get(f"times_{peer}", float("nan")) for row in cases]
-            axis.barh([i + shift for i in range(len(cases))], values, height=0.38, label=peer, color=colour)
-        axis.set(
-            yticks=range(len(cases)), yticklabels=names, title=op, xscale="log", xlabel="times faster than"
-        )
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.invert_yaxis()
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return Path(path)

@@ -1,4 +1,4 @@
-"""Saved runs of perf: the CSV file, the comparison of two, the plot."""
+"""Saved runs of perf: the CSV file, the comparison of two."""
 
 from __future__ import annotations
 
@@ -124,9 +124,3 @@ def test_other_files_are_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="no saved run"):
         runs.load(path)
-
-
-def test_plot_writes_a_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install matplotlib")
-    path = report.plot(saved_run(tmp_path).rows, tmp_path / "speed.png")
-    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,116 @@
+"""Speed beside other libraries, and memory of a call: bars per case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from perf.pictures import bars, lengths
+from perf.pictures.data import (
+    Machine,
+    bandwidth_text,
+    by_op,
+    bytes_text,
+    contenders,
+    dtypes,
+    flops_text,
+    headline,
+    one_dtype,
+    rate,
+    ratio_text,
+    time_text,
+    working,
+)
+from perf.pictures.style import Canvas
+from perf.runs import Row
+
+SLOW = ("torch_efficient", "torch_math")
+"""Backends that torch does not choose itself where it has a faster one: not in the overview."""
+ABOVE = "above 100 %: a cache holds a part of the data, or products of integers replace those of the limit"
+
+
+def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
+    """(name, picture): an overview, every case by dtype, those of grids that no line has, and memory."""
+    rows = machine.rows()
+    if chosen := headline(rows):
+        yield "speed", bars.draw(speed(machine, chosen, leave_out=SLOW))
+    for dtype in dtypes(rows):
+        found = [row for row in rows if row["dtype"] == dtype]
+        yield f"speed_{dtype}", bars.draw(speed(machine, found))
+    drawn = {
+        row["key"]
+        for passes in lengths.series(machine).values()
+        for found in passes.values()
+        for row in found
+    }
+    if rest := [row for row in machine.rows(grid=True) if row["key"] not in drawn]:
+        yield "speed_grid", bars.draw(speed(machine, rest, grid=True))
+    if held := one_dtype([row for row in rows if "ours_peak" in row and "naive_peak" in row]):
+        yield "memory", bars.draw(memory(machine, held))
+
+
+def speed(
+    machine: Machine, rows: Sequence[Row], *, leave_out: Sequence[str] = (), grid: bool = False
+) -> bars.Picture:
+    names = [name for name in contenders(rows) if name not in leave_out]
+    one = dtypes(rows)[0] if len(dtypes(rows)) == 1 else ""
+    groups = []
+    for op, found in by_op(rows).items():
+        for row in found:
+            detail = row["shape"] if one else f"{row['shape']}, {row['dtype']}"
+            groups.append(bars.Group(op, row["name"], detail, *bars_of(machine, row, names)))
+    above = any(bar.length > 1.02 for group in groups for bar in group.bars)
+    value = "rate" if machine.on_gpu else "time"
+    return bars.Picture(
+        title=f"Speed{' in ' + one if one else ''}: {machine.name}",
+        subtitle=f"longer is faster · at the bars: {value} of a call, and how many times as long as gpu_ops it takes",
+        caption=(*([ABOVE] if above else []), limits_text(machine, grid=grid), machine.origin),
+        axis="share of the measured limit",
+        groups=groups,
+        contenders=[(name, machine.contender(name)) for name in names],
+        percent=True,
+        line=(1.0, "limit"),
+    )
+
+
+def bars_of(machine: Machine, row: Row, names: Sequence[str]) -> tuple[list[bars.Bar], str]:
+    """The bars of a case, or a note that says why it has none."""
+    if "ours_median" not in row:
+        return [], f"failed: {str(row.get('failure', '')).partition(chr(10))[0][:60]}"
+    found = []
+    for name in names:
+        if seconds := row.get(f"{name}_median"):
+            text = rate(row, seconds) if machine.on_gpu else time_text(seconds)
+            text += "" if name == "ours" else f" · {ratio_text(seconds / row['ours_median'])}"
+            found.append(bars.Bar(name, row["limit_seconds"] / seconds, text))
+    return found, ""
+
+
+def limits_text(machine: Machine, *, grid: bool) -> str:
+    """Each row has the limits of its own run."""
+    found = machine.limits(grid=grid)
+    which = "the same run" if len(machine.some(grid=grid)) == 1 else "each run, here of the latest"
+    half = f", of 16 bits {flops_text(found['matmul_half'])}" if found.get("matmul_half") else ""
+    copy, read = bandwidth_text(found["copy"]), bandwidth_text(found["read"])
+    single = flops_text(found["matmul"])
+    return f"limits measured in {which}: copy {copy}, read {read}, float32 matmul {single}{half}"
+
+
+def memory(machine: Machine, rows: Sequence[Row]) -> bars.Picture:
+    names, one = ("ours", "naive"), dtypes(rows)[0]
+    groups = []
+    for op, cases in by_op(rows).items():
+        for row in cases:
+            made = [
+                bars.Bar(who, size / 2**20, bytes_text(size))
+                for who in names
+                if (size := working(row, who)) is not None
+            ]
+            groups.append(bars.Group(op, row["name"], row["shape"], made))
+    return bars.Picture(
+        title=f"Memory of a call in {one}: {machine.name}",
+        subtitle="shorter is better · peak during the call, beyond its inputs and results",
+        caption=(machine.origin,),
+        axis="MiB",
+        groups=groups,
+        contenders=[(name, machine.contender(name)) for name in names],
+    )
