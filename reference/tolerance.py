@@ -3,13 +3,15 @@
 ``max|k - ref| <= factor * max|naive - ref| + floor`` with factor 2 (3 for gradients). ``ref`` is the reference in
 float64, ``naive`` the reference with every intermediate rounded to the dtype. ``floor = 2 * max|((ref + 0.3) - 0.3) -
 ref|`` in that dtype is about one unit in the last place, for cases where the textbook code happens to be exact. The
-rule is FlashAttention's. It calibrates itself to any dtype and shape.
+rule is FlashAttention's, which has many elements: of few the floor is chance (0 for -0.25), so here it is at least
+one unit in the last place of ``max|ref| + 0.3``. The rule calibrates itself to any dtype and shape.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -32,7 +34,9 @@ def tolerance(reference: Array, naive: Array, dtype: npt.DTypeLike, factor: floa
     textbook = np.abs(np.asarray(naive, np.float64)[finite] - ref)
     t: Any = np.dtype(dtype).type
     shifted = (ref.astype(t) + t(0.3)) - t(0.3)
-    floor = 2.0 * float(np.max(np.abs(shifted.astype(np.float64) - ref)))
+    _, exponent = np.frexp(np.max(np.abs(ref)) + 0.3)
+    unit = np.ldexp(float(ml_dtypes.finfo(dtype).eps), int(exponent) - 1)  # type: ignore[no-untyped-call]
+    floor = max(2.0 * float(np.max(np.abs(shifted.astype(np.float64) - ref))), float(unit))
     textbook = textbook[np.isfinite(textbook)]  # textbook code may overflow where a kernel must not
     return factor * float(np.max(textbook, initial=0.0)) + floor
 
