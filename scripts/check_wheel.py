@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGED = {".py", ".typed", ".cu", ".cuh"}
+PACKAGED = {".py", ".pyi", ".typed", ".cu", ".cuh"}
 
 FIRST_CALL = """
 import numpy as np, gpu_ops

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_ops.core.allocator import empty_like
+from gpu_ops.core.array_types import ArrayT
 from gpu_ops.core.checks import one_of
 from gpu_ops.models.block_steps import Run, Saved, Sequences
 from gpu_ops.models.config import LlamaConfig
@@ -50,8 +51,13 @@ POLICIES: dict[str, frozenset[str]] = {
 
 
 def block_forward(
-    x: Any, weights: Block, config: LlamaConfig, *, policy: str = "none", sequences: Sequences | None = None
-) -> tuple[Any, Saved]:
+    x: ArrayT,
+    weights: Block,
+    config: LlamaConfig,
+    *,
+    policy: str = "none",
+    sequences: Sequences | None = None,
+) -> tuple[ArrayT, Saved]:
     """The output of a block, like x, and what :func:`block_backward` takes.
 
     Parameters
@@ -90,14 +96,14 @@ def block_forward(
 
 
 def block_backward(
-    dy: Any,
+    dy: ArrayT,
     weights: Block,
     saved: Saved,
     config: LlamaConfig,
     *,
     grads: Block,
     sequences: Sequences | None = None,
-) -> Any:
+) -> ArrayT:
     """The gradient for x; those of the weights are added to ``grads``. Uses up ``saved``.
 
     Parameters
@@ -125,7 +131,7 @@ def block_backward(
     dh = project_backward(dqkv, run.need("h1"), weights.qkv, grads.qkv, grads.qkv_bias)
     del dqkv
     rstd = run.need("rstd1")
-    dx = run.norm_backward(dh, saved.x, weights.attn_norm, rstd, grads.attn_norm, dresidual=dx2)
+    dx: ArrayT = run.norm_backward(dh, saved.x, weights.attn_norm, rstd, grads.attn_norm, dresidual=dx2)
     saved.drop("h1", "rstd1", "x")
     return dx
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_ops.errors import FormatError, MissingPackageError
 from gpu_ops.formats.files import opened, path_of
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 __all__ = ["load_tokenizer"]
 
 
-def load_tokenizer(path: Any) -> Any:
+def load_tokenizer(path: Any) -> Tokenizer:
     """A ``tokenizers.Tokenizer`` from the tokenizer.json of a model.
 
     ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes.

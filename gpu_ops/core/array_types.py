@@ -1,0 +1,32 @@
+"""Types of the arrays that public functions take, for annotations: NumPy, CuPy, torch, JAX, or any other."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+__all__ = ["AnyArray", "ArrayT", "NumPyT", "SupportsCudaArrayInterface", "SupportsDLPack"]
+
+
+class SupportsDLPack(Protocol):
+    """An array that DLPack exchanges. A property of any type, as libraries annotate the method differently."""
+
+    @property
+    def __dlpack__(self) -> Any: ...
+
+
+class SupportsCudaArrayInterface(Protocol):
+    """An array on a CUDA device, by Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+AnyArray: TypeAlias = SupportsDLPack | SupportsCudaArrayInterface
+
+ArrayT = TypeVar("ArrayT", bound=AnyArray)
+"""An array of the caller's library. Of NumPy also its dtype and number of axes, which the result then shares."""
+
+NumPyT = TypeVar("NumPyT", bound=np.ndarray[Any, np.dtype[Any]])
+"""The same of NumPy alone, beside results of another dtype or number of axes."""
