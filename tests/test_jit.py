@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 
@@ -226,3 +227,22 @@ def test_device_functions_see_the_target_in_the_compiling_thread_only(monkeypatc
 def test_importing_loads_no_compiler():
     code = "import gpu_ops.kernels.compiler.jit, sys; print({'numba', 'cuda.bindings', 'cupy'} & set(sys.modules))"
     assert python("-c", code).strip() == "set()"
+
+
+@needs_numba_cuda
+def test_a_compilation_leaves_no_target_data_as_garbage():
+    """An interrupt within the finalizer of one would be lost: the collector runs at any time."""
+    from llvmlite.binding import TargetData
+
+    def alive():
+        return sum(isinstance(x, TargetData) for x in gc.get_objects())
+
+    jit.compile_kernel(numba_kernels.scale_kernel(5.0), "sm_80")
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        jit.compile_kernel(numba_kernels.scale_kernel(7.0), "sm_80")
+        assert alive() == before
+    finally:
+        gc.enable()

@@ -59,10 +59,14 @@ _target = _Target()
 def compile_numba(function: Callable[..., None], signature: str, name: str, arch: str) -> str:
     """PTX of one kernel, which contains the entry's mangled name."""
     cuda = numba_cuda()
+    from numba.cuda.descriptor import cuda_target
+
     digits, feature = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()  # type: ignore[union-attr]  # jit.py checked
     capability = (int(digits[:-1]), int(digits[-1]), *feature)
     _target.device = SimpleNamespace(compute_capability=capability)
     try:
+        # One for all compilations. Else each leaves its own as garbage, and an interrupt in its finalizer is lost.
+        _ = cuda_target.target_context.target_data
         ptx, _ = cuda.compile(
             function, signature, cc=capability, device=False, abi="numba", output="ptx", lineinfo=True
         )

@@ -121,29 +121,35 @@ def check_interrupt(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str 
         call_somewhere(trial)
 
     for delay in delays:
-        interrupted(call, delay)
+        if not interrupted(call, delay):
+            return "an interrupt was lost", trial.words()
     restore()
     return judge(trial), trial.words()
 
 
-def interrupted(call: Callable[[], object], delay: float) -> None:
-    """Calls until a KeyboardInterrupt comes after ``delay`` seconds."""
-    sent = threading.Event()
+def interrupted(call: Callable[[], object], delay: float) -> bool:
+    """Calls until a KeyboardInterrupt comes after ``delay`` seconds; False if it never does, as in a finalizer."""
+    sent, due = threading.Event(), threading.Event()
 
     def send() -> None:
         time.sleep(delay)
         sent.set()
         _thread.interrupt_main()
+        due.set()
 
     sender = threading.Thread(target=send)
     try:
         sender.start()
-        while True:
+        lost = False
+        while not lost:
+            lost = due.is_set()
             call()
+        return False
     except KeyboardInterrupt:
         if not sent.is_set():
             raise  # the user's
         sender.join()
+        return True
     except BaseException:
         with contextlib.suppress(KeyboardInterrupt):  # it still comes
             sender.join()
