@@ -76,6 +76,8 @@ class DataParallel(Parts):
     Raises
     ------
     OptionError, ShapeError, StateError
+    CommError
+        Ranks of ``comm`` differ in parts, stage or options: all must agree, since each has a share of every array.
 
     Notes
     -----
@@ -135,6 +137,9 @@ class DataParallel(Parts):
         lengths = {n: (size,) for bucket in self._buckets for n, size in bucket.lengths(comm.rank).items()}
         decay = [bucket.pieces[0] for bucket in self._buckets]
         self.flat = FlatParams.from_shapes(lengths, decay=decay, **{"dtype": "float32"} | options)
+        dtypes = {name: x.dtype.name for name, x in self.flat.buffers.items()}
+        layout = f"stage={self.stage}", f"parts={self.parts}", f"mean={mean}", f"{dtypes}", f"{self._buckets}"
+        comm.agree(_OP, *layout)
         self._weights = Weights(comm, self._buckets, self.flat, self.stage)
         self._grads = Gradients(comm, self._buckets, self.flat, self.stage, self.division.sum_shared_grads)
         self._summed = False

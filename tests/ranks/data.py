@@ -207,22 +207,6 @@ def check_with_tensor_parallelism(comm):
             assert abs(norm - want_norm) <= 1e-12 * want_norm
 
 
-def check_tables_that_ranks_do_not_divide(comm):
-    """The ranks have the same buckets, and round what all of them hold alike."""
-    if comm.size % 2:
-        return
-    mesh = Mesh(comm, tp=2, dp=comm.size // 2)
-    limit = (15 * 20 + 10) * 4 / (1 << 20)  # between the sizes of the two ranks' output layers
-    for stage, bucket_mb in itertools.product(STAGES, (0, limit)):
-        parts = TensorParallel(CONFIG, mesh.tp, sequence_parallel=True)
-        options = {"dtype": "bfloat16", "master": False, "bucket_mb": bucket_mb}
-        parallel = DataParallel(parts, mesh.dp, stage=stage, **options)
-        *_, (found, _) = many(parallel, STEPS[0], parts.shard_weights(made(CONFIG, np.float32)[0]))
-        for name in (name for name in found if name.endswith("norm")):
-            each = comm.all_gather(found[name][None].view(np.uint8))
-            assert (each == each[0]).all(), (stage, name)
-
-
 def check_a_step_that_one_rank_skips(comm):
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage)
