@@ -40,6 +40,8 @@ SEVERAL = (
     "check_a_different_call",
     "check_uneven_lengths",
     "check_different_options",
+    "check_ranks_that_differ",
+    "check_ranks_without_which_the_model_is_not_whole",
 )
 
 
