@@ -44,6 +44,7 @@ class Weights:
 
     def publish(self) -> None:
         """Give all ranks the shares that each of them has changed."""
+        self.free_all()
         sent: list[Pending] = []
         for number, whole in self._whole.items():
             share = self._buckets[number].joined(self._flat.params)
@@ -74,7 +75,7 @@ class Weights:
             self._leave_shapes(self._buckets[number])
 
     def free_all(self) -> None:
-        """What a pass that failed has left."""
+        """What a pass that failed has left: it would not see the shares change."""
         for number in list(self._gathers):
             self.gather(number)  # waits for what is under way
             self.free(number)

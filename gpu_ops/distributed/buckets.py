@@ -50,13 +50,14 @@ class Bucket:
         decay: Collection[str],
         ranks: int,
         shards: int,
+        room: Mapping[str, int],
     ) -> Bucket:
         starts: dict[str, int] = {}
         at = decayed = 0
         for decays in (True, False):
             for name in (n for n in shapes if (n in decay) == decays):
                 starts[name] = at
-                at += -(-math.prod(shapes[name]) // _SEGMENT) * _SEGMENT
+                at += -(-room[name] // _SEGMENT) * _SEGMENT
             decayed = at if decays else decayed
         unit = ranks * _SEGMENT
         return cls(number, dict(shapes), starts, decayed, -(-at // unit) * unit, shards)
@@ -121,8 +122,13 @@ def buckets_of(
     ranks: int,
     shards: int,
     least: float,
+    room: Mapping[str, int],
 ) -> tuple[list[Bucket], dict[Key, int]]:
-    """Buckets of successive parts, closed as soon as they have ``least`` elements, and the bucket of each part."""
+    """Buckets of successive parts, closed as soon as they have ``least`` elements, and the bucket of each part.
+
+    ``room``: the elements of each array, where ranks have different numbers of them the most that one has. The same
+    arrays are then at the same places on all ranks.
+    """
     groups: list[dict[str, tuple[int, ...]]] = []
     numbers: dict[Key, int] = {}
     size = math.inf
@@ -132,5 +138,5 @@ def buckets_of(
             size = 0
         groups[-1].update(part)
         numbers[key] = len(groups) - 1
-        size += sum(math.prod(shape) for shape in part.values())
-    return [Bucket.of(i, shapes, decay, ranks, shards) for i, shapes in enumerate(groups)], numbers
+        size += sum(room[name] for name in part)
+    return [Bucket.of(i, shapes, decay, ranks, shards, room) for i, shapes in enumerate(groups)], numbers

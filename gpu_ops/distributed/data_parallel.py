@@ -76,6 +76,8 @@ class DataParallel(Parts):
     Raises
     ------
     OptionError, ShapeError, StateError
+    CommError
+        Ranks of ``comm`` differ in parts, stage or options: all must agree, since each has a share of every array.
 
     Notes
     -----
@@ -129,10 +131,15 @@ class DataParallel(Parts):
         decay = matrices if decay is None else [checks.one_of(_OP, "decay", n, shapes) for n in decay]
         shards = 1 if self.stage == 0 else comm.size
         least = 0 if self.stage == 3 else least / 4  # a gradient has 4 bytes, or 8
-        self._buckets, self._bucket_of = buckets_of(mine, decay, comm.size, shards, least)
+        self._buckets, self._bucket_of = buckets_of(
+            mine, decay, comm.size, shards, least, self.division.room()
+        )
         lengths = {n: (size,) for bucket in self._buckets for n, size in bucket.lengths(comm.rank).items()}
         decay = [bucket.pieces[0] for bucket in self._buckets]
         self.flat = FlatParams.from_shapes(lengths, decay=decay, **{"dtype": "float32"} | options)
+        dtypes = {name: x.dtype.name for name, x in self.flat.buffers.items()}
+        layout = f"stage={self.stage}", f"parts={self.parts}", f"mean={mean}", f"{dtypes}", f"{self._buckets}"
+        comm.agree(_OP, *layout)
         self._weights = Weights(comm, self._buckets, self.flat, self.stage)
         self._grads = Gradients(comm, self._buckets, self.flat, self.stage, self.division.sum_shared_grads)
         self._summed = False
@@ -230,20 +237,39 @@ class DataParallel(Parts):
             for at, holds in self.division.holds(name):
                 begin, end = max(at.start, elements.start), min(at.stop, elements.stop)
                 total += holds * squares(x[begin - elements.start : max(begin, end) - elements.start])
-        comms = [self.division.comm, also, self.comm if self.stage else None]
-        for comm in (c for c in comms if c is not None):
-            total = comm.all_reduce(np.array([total]))[0]
+        total = self._over_ranks(total, "sum", [self.division.comm, also, self.comm if self.stage else None])
         return math.sqrt(total) * self._factor
 
-    def step(self, *, lr: Any, grad_scale: Any = 1.0, seed: int = 0, **options: Any) -> None:
-        """:meth:`gpu_ops.training.FlatParams.step` of the mean gradient, then zeros for the next one."""
+    def step(
+        self,
+        *,
+        lr: Any,
+        grad_scale: Any = 1.0,
+        skip: Any = None,
+        seed: int = 0,
+        also: Comm | None = None,
+        **options: Any,
+    ) -> None:
+        """:meth:`gpu_ops.training.FlatParams.step` of the mean gradient, then zeros for the next one.
+
+        ``skip``: where it is true on one rank, all of them skip the step. ``also``: as in :meth:`grad_norm`.
+        """
         self.finish()
+        if skip is not None:
+            comms = [self.division.comm, also, self.comm]
+            options["skip"] = np.array(self._over_ranks(float(np.any(skip)), "max", comms), np.float32)
         if self.stage:
             seed = seed * self.comm.size + self.comm.rank
         scale = grad_scale if self._factor == 1.0 else grad_scale * self._factor
         self.flat.step(lr=lr, grad_scale=scale, seed=seed, **options)
         self.publish()
         self.zero_grad()
+
+    @staticmethod
+    def _over_ranks(number: float, op: str, comms: Sequence[Comm | None]) -> float:
+        for comm in (c for c in comms if c is not None):
+            number = float(comm.all_reduce(np.array([number]), op)[0])
+        return number
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

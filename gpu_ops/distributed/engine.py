@@ -114,6 +114,10 @@ class Engine(ABC):
             self._agree(call)
         return call
 
+    def agree(self, op: str, *facts: Any) -> None:
+        """:meth:`begin`, but ranks compare the call in any case: for what is made once."""
+        self._agree(self._described("call", op, *facts))
+
     def _described(self, kind: str, op: str, *facts: Any) -> str:
         self._calls[kind] += 1
         words = (fact if isinstance(fact, str) else f"{fact.dtype} {fact.shape}" for fact in facts)

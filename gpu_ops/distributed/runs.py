@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Runs", "Slices", "common", "runs_of"]
+__all__ = ["Runs", "Slices", "common", "covers", "runs_of"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -35,13 +35,14 @@ class Slices:
 
     @classmethod
     def from_json(cls, shape: Sequence[int], value: Any) -> Slices:
-        """ValueError, KeyError or TypeError where it does not describe a part of an array of this shape."""
+        """ValueError, KeyError, TypeError or IndexError where it describes no part of an array of this shape."""
         pieces = tuple((int(a), int(b)) for a, b in value["pieces"])
         first, last = (int(x) for x in value["elements"])
         found = cls(tuple(shape), int(value["axis"]), pieces, first, last)
         length = found.shape[found.axis] if found.pieces else 0
         ascending = pieces == tuple(sorted(pieces)) and all(0 <= a <= b <= length for a, b in pieces)
-        if not 0 <= first <= last <= found.size or not ascending:
+        inside = 0 <= found.axis < max(1, len(found.shape)) and 0 <= first <= last <= found.size
+        if not inside or not ascending:
             raise ValueError(f"{value} is no part of an array of shape {found.shape}")
         return found
 
@@ -92,3 +93,12 @@ def common(a: Runs, b: Runs) -> tuple[Integers, Integers, Integers]:
     start = np.maximum(a.whole[of_a], b.whole[of_b])
     length = np.minimum(a.whole[of_a] + a.length[of_a], ends[of_b]) - start
     return a.here[of_a] + start - a.whole[of_a], b.here[of_b] + start - b.whole[of_b], length
+
+
+def covers(size: int, parts: Sequence[Runs]) -> bool:
+    """Whether parts have all ``size`` elements of an array."""
+    starts = np.concatenate([np.zeros(1, np.int64), *(part.whole for part in parts)])
+    ends = np.concatenate([np.zeros(1, np.int64), *(part.whole + part.length for part in parts)])
+    order = np.argsort(starts, kind="stable")
+    reach = np.maximum.accumulate(ends[order])
+    return bool((starts[order][1:] <= reach[:-1]).all() and reach[-1] == size)

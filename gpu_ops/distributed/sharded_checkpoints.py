@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,10 +25,19 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.data_parallel import DataParallel
-from gpu_ops.distributed.runs import Slices, common, runs_of
-from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
-from gpu_ops.formats.files import opened, path_of, sync_folder, system_errors, write_file
-from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
+from gpu_ops.distributed.runs import Slices, covers, runs_of
+from gpu_ops.distributed.shard_index import KIND, Index, Reader, read_index
+from gpu_ops.errors import (
+    CommError,
+    DTypeError,
+    FormatError,
+    GpuOpsError,
+    MissingFileError,
+    OptionError,
+    ShapeError,
+)
+from gpu_ops.formats.files import path_of, sync_folder, system_errors, write_file
+from gpu_ops.formats.safetensors import NUMPY_DTYPES
 from gpu_ops.training.state import load_state, read_meta, save_state
 
 __all__ = ["ShardedCheckpoints"]
@@ -35,10 +45,10 @@ __all__ = ["ShardedCheckpoints"]
 Array = npt.NDArray[Any]
 
 _OP = "ShardedCheckpoints"
-_KIND = "gpu_ops sharded state 1"
 _FOLDER = re.compile(r"step-([0-9]{12})")
 _UNFINISHED = ".gpu_ops-unfinished"
 _MOST_STEP = 10**12 - 1
+_WORDS = 500  # bytes of an error that other ranks get
 
 
 class ShardedCheckpoints:
@@ -87,37 +97,44 @@ class ShardedCheckpoints:
         Raises
         ------
         OptionError
-            There is a state of this step or a later one; moments in 8 bits.
+            There is a state of this step or a later one; moments in 8 bits; ranks without which the model is not
+            whole; ``meta`` that JSON cannot hold.
+        FileError
+            The folder or a file cannot be written.
+        CommError
+            Another rank failed; the message has its error.
         """
         op, rank = f"{_OP}.save", self.comm.rank
         step = checks.integer(op, "step", step, low=0, high=_MOST_STEP)
         if "m_scale" in parallel.flat.buffers:
             raise OptionError(f"{op}: moments of moment_bits=8 are not saved in shards; use moment_bits=32")
-        before = self._agreed(self.steps())
+        if not isinstance(meta, Mapping | None):
+            raise OptionError(f"{op}: meta must be a mapping, got {type(meta).__name__}")
+        before = self._agreed(op)
         if before and step <= before[-1]:
             raise OptionError(
                 f"{op}: {self.folder} holds step {before[-1]}, and this is step {step}; remove the later states, or "
                 "choose another folder"
             )
         temporary, target = self.folder / _UNFINISHED, self.path(step)
-        if rank == 0:
-            with system_errors(op, self.folder):
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-        self.comm.barrier()
-        arrays, described = _shards(parallel)
         name = f"rank-{rank:05d}-of-{self.comm.size:05d}.safetensors"
-        save_state(temporary / name, arrays, {"shards": described, "meta": dict(meta or {})})
-        self.comm.barrier()
-        if rank == 0:
-            self._write_index(op, temporary, parallel)
-            with system_errors(op, target):
-                temporary.rename(target)
-                sync_folder(self.folder)
-                for old in before[: max(len(before) + 1 - self.keep, 0)]:
-                    self.path(old).rename(temporary)  # its name goes first: a kill leaves no half of it
-                    shutil.rmtree(temporary)
-        self.comm.barrier()
+        with self._together(op):
+            if rank == 0:
+                with system_errors(op, self.folder):
+                    _remove(temporary)
+                    temporary.mkdir(parents=True)
+        with self._together(op):
+            arrays, described = _shards(parallel)
+            save_state(temporary / name, arrays, {"shards": described, "meta": meta or {}})
+        with self._together(op):
+            if rank == 0:
+                self._write_index(op, temporary, parallel)
+                with system_errors(op, target):
+                    temporary.rename(target)
+                    sync_folder(self.folder)
+                    for old in before[: max(len(before) + 1 - self.keep, 0)]:
+                        self.path(old).rename(temporary)  # its name goes first: a kill leaves no half of it
+                        _remove(temporary)
         return target
 
     def load(self, parallel: DataParallel, step: int | None = None) -> tuple[int, dict[str, Any]]:
@@ -131,31 +148,37 @@ class ShardedCheckpoints:
             It is of another model, or of other dtypes.
         FormatError
             It is damaged.
+        CommError
+            Another rank failed; the message has its error.
+
+        Notes
+        -----
+        All ranks check the index and the files before any of them writes to ``parallel``.
         """
         op = f"{_OP}.load"
-        steps = self._agreed(self.steps())
+        step = None if step is None else checks.integer(op, "step", step)
+        steps = self._agreed(op)
         if not steps or (step is not None and step not in steps):
             wanted = "none" if step is None else f"not step {step}, but {steps}"
             raise MissingFileError(errno.ENOENT, f"{op}: the folder holds {wanted}", str(self.folder))
         step = steps[-1] if step is None else step
         where = self.path(step)
-        index = _read_index(op, where)
-        for name in index["files"][self.comm.rank :: self.comm.size]:
-            load_state(where / name)  # verifies its checksum
         with contextlib.ExitStack() as stack:
-            reader = _Reader(op, where, index, stack)
-            kinds = _kinds(parallel)
-            if kinds != {kind: NUMPY_DTYPES.get(dtype) for kind, dtype in index["dtypes"].items()}:
-                given = ", ".join(f"{kind} {dtype}" for kind, dtype in kinds.items())
-                raise DTypeError(f"{op}: {where} holds {index['dtypes']}, and this model {given}")
-            for name, part, places in _own(parallel):
-                for kind in kinds:
-                    views = parallel.flat.views(kind)
-                    reader.read(kind, name, part, views[places[0]][places[1]])
-        parallel.flat.state()["next_step"].fill(index["next_step"])
+            with self._together(op):
+                index = read_index(op, where)
+                _check_model(op, where, index, parallel)
+                for name in index.files[self.comm.rank :: self.comm.size]:
+                    load_state(where / name)  # verifies its checksum
+                reader = Reader(op, where, index, stack)
+                parts = [(name, reader.find(name, part), places) for name, part, places in _own(parallel)]
+            for kind in index.dtypes:
+                views = parallel.flat.views(kind)
+                for name, found, (piece, here) in parts:
+                    reader.read(f"{kind}/{name}", found, views[piece][here])
+        parallel.flat.state()["next_step"].fill(index.next_step)
         parallel.zero_grad()
         parallel.publish()
-        return step, index["meta"]
+        return step, index.meta
 
     def steps(self) -> list[int]:
         """The steps saved, in order."""
@@ -167,11 +190,33 @@ class ShardedCheckpoints:
         """The folder of a step."""
         return self.folder / f"step-{step:012d}"
 
-    def _agreed(self, steps: list[int]) -> list[int]:
-        """What rank 0 found: another rank may look when a folder has just come or gone."""
+    def _agreed(self, op: str) -> list[int]:
+        """The steps that rank 0 finds: another rank may look when a folder has just come or gone."""
+        steps: list[int] = []
+        with self._together(op):
+            steps = self.steps() if self.comm.rank == 0 else []
         count = int(self.comm.broadcast(np.array(len(steps)))[()])
         found = np.array(steps if self.comm.rank == 0 else [0] * count, np.int64)
         return [int(x) for x in self.comm.broadcast(found)]
+
+    @contextlib.contextmanager
+    def _together(self, op: str) -> Iterator[None]:
+        """All ranks get to the end, or all of them raise: none waits for one that failed."""
+        error: GpuOpsError | None = None
+        try:
+            yield
+        except GpuOpsError as found:
+            error = found
+        words = np.zeros((1, _WORDS), np.uint8)
+        text = f"{type(error).__name__}: {error}".encode()[:_WORDS] if error else b""
+        words[0, : len(text)] = np.frombuffer(text, np.uint8)
+        said = self.comm.all_gather(words)
+        if error:
+            raise error
+        if (failed := said.any(axis=1)).any():
+            rank = int(failed.argmax())
+            text = bytes(said[rank]).rstrip(b"\0")
+            raise CommError(f"{op}: rank {rank} of {self.comm.name!r}: {text.decode(errors='replace')}")
 
     def _write_index(self, op: str, folder: Path, parallel: DataParallel) -> None:
         shapes = parallel.division.whole.shapes()
@@ -188,9 +233,16 @@ class ShardedCheckpoints:
             for tensor, part in saved["shards"].items():
                 entry = tensors.setdefault(tensor, {"shape": list(shapes[tensor]), "shards": []})
                 entry["shards"].append({"file": number, **part})
+        for tensor, shape in shapes.items():
+            shards = tensors.get(tensor, {"shards": []})["shards"]
+            if not covers(math.prod(shape), [runs_of(Slices.from_json(shape, part)) for part in shards]):
+                raise OptionError(
+                    f"{op}: the {self.comm.size} ranks of {self.comm.name!r} do not have all of {tensor}; pass "
+                    "ShardedCheckpoints the communicator of all ranks of the run, such as mesh.comm"
+                )
         stored = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
         index = {
-            "kind": _KIND,
+            "kind": KIND,
             "next_step": int(parallel.flat.state()["next_step"]),
             "meta": meta,
             "dtypes": {kind: stored[dtype] for kind, dtype in _kinds(parallel).items()},
@@ -198,50 +250,6 @@ class ShardedCheckpoints:
             "tensors": tensors,
         }
         write_file(op, folder / "index.json", [json.dumps(index).encode()])
-
-
-class _Reader:
-    """The files of a checkpoint."""
-
-    def __init__(self, op: str, where: Path, index: dict[str, Any], stack: contextlib.ExitStack) -> None:
-        self._op, self._where, self._index, self._stack = op, where, index, stack
-        self._files: dict[int, SafetensorsFile] = {}
-
-    def read(self, kind: str, name: str, part: Slices, target: Array) -> None:
-        """The elements of an array that ``part`` describes, from all shards that have some of them."""
-        entry = self._index["tensors"].get(name)
-        if entry is None or tuple(entry["shape"]) != part.shape:
-            found = "lacks it" if entry is None else f"has {tuple(entry['shape'])}"
-            raise ShapeError(f"{self._op}: {name} has shape {part.shape}, and {self._where} {found}")
-        wanted, missing = runs_of(part), np.ones(target.size, np.bool_)
-        for shard in entry["shards"]:
-            try:
-                saved = Slices.from_json(entry["shape"], shard)
-                overlap = common(wanted, runs_of(saved))
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise FormatError(f"{self._op}: {self._where}/index.json: {name}: {error}") from error
-            self._copy(shard["file"], f"{kind}/{name}", overlap, target, missing)
-        if missing.any():
-            raise FormatError(
-                f"{self._op}: {self._where} has no file with {int(missing.sum())} elements of {name}"
-            )
-
-    def _copy(self, file: int, key: str, overlap: Any, target: Array, missing: Array) -> None:
-        here, there, length = overlap
-        if not here.size:
-            return
-        first, last = int(there.min()), int((there + length).max())
-        found = self._open(file).elements(key, first, last)
-        for a, b, n in zip(here.tolist(), there.tolist(), length.tolist(), strict=True):
-            target[a : a + n] = found[b - first : b - first + n]
-            missing[a : a + n] = False
-
-    def _open(self, number: int) -> SafetensorsFile:
-        if number not in self._files:
-            path = self._where / self._index["files"][number]
-            file = self._stack.enter_context(opened(self._op, path))
-            self._files[number] = SafetensorsFile(self._op, path, file)
-        return self._files[number]
 
 
 def _kinds(parallel: DataParallel) -> dict[str, np.dtype[Any]]:
@@ -272,19 +280,24 @@ def _shards(parallel: DataParallel) -> tuple[dict[str, Array], dict[str, Any]]:
     return arrays, described
 
 
-def _read_index(op: str, where: Path) -> dict[str, Any]:
-    path = where / "index.json"
-    with opened(op, path) as file:
-        try:
-            index = json.load(file)
-            if index["kind"] != _KIND or not isinstance(index["meta"], dict):
-                raise ValueError(f"its kind is {index['kind']!r}, expected {_KIND!r}")
-            for name in index["files"]:
-                if Path(name).name != name:
-                    raise ValueError(f"{name!r} is no file of the folder")
-            index["dtypes"] = {kind: str(dtype) for kind, dtype in index["dtypes"].items()}
-            index["next_step"] = int(index["next_step"])
-            index["tensors"].keys()
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise FormatError(f"{op}: {path} is no index of a sharded checkpoint: {error!r}") from error
-    return dict(index)
+def _remove(path: Path) -> None:
+    """A folder with what is in it, a file, or a link without what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _check_model(op: str, where: Path, index: Index, parallel: DataParallel) -> None:
+    """The checkpoint is of this model, in its dtypes."""
+    kinds = _kinds(parallel)
+    if kinds != {kind: NUMPY_DTYPES.get(dtype) for kind, dtype in index.dtypes.items()}:
+        given = ", ".join(f"{kind} {dtype}" for kind, dtype in kinds.items())
+        raise DTypeError(f"{op}: {where} holds {index.dtypes}, and this model {given}")
+    shapes = parallel.division.whole.shapes()
+    for name, shape in shapes.items():
+        if name not in index.tensors or index.tensors[name][0] != shape:
+            found = f"has {index.tensors[name][0]}" if name in index.tensors else "lacks it"
+            raise ShapeError(f"{op}: {name} has shape {shape}, and {where} {found}")
+    if others := [name for name in index.tensors if name not in shapes]:
+        raise ShapeError(f"{op}: {where} holds {others[0]}, which this model lacks: it is of another model")

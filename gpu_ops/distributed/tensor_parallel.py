@@ -189,6 +189,11 @@ class TensorParallel:
         """Of this rank's arrays, by the names of the whole model."""
         return self._plain(self.comm.rank).shapes()
 
+    def room(self) -> dict[str, int]:
+        """The elements of each array, on the rank that has the most."""
+        most = replace(self.config, vocab=-(-self.whole.vocab // self.comm.size))
+        return {name: math.prod(shape) for name, shape in most.shapes().items()}
+
     def shard_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole model, by name: new NumPy arrays."""
         arrays = Llama.of(self._arrays("shard_weights", weights), self.whole).arrays()

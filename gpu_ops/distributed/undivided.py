@@ -25,6 +25,9 @@ class Undivided:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
+    def room(self) -> dict[str, int]:
+        return {name: math.prod(shape) for name, shape in self._shapes.items()}
+
     def pieces(self, name: str, rank: int | None = None) -> tuple[int, tuple[slice, ...]]:
         return 0, ()
 

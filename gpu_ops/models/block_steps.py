@@ -149,7 +149,7 @@ class Run:
             out, lse = attention(q, k, v, **options)
         else:
             out, lse = attention_varlen(q, k, v, starts, starts, **options)
-        self.saved.attn, self.saved.lse = out.reshape(*out.shape[:-2], -1), lse
+        self.saved.attn, self.saved.lse = out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1]), lse
 
     def project_attention(self) -> Any:
         """Attention through its sub-norm and the output projection, with the residual where no norm follows."""

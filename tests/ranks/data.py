@@ -207,6 +207,18 @@ def check_with_tensor_parallelism(comm):
             assert abs(norm - want_norm) <= 1e-12 * want_norm
 
 
+def check_a_step_that_one_rank_skips(comm):
+    for stage in STAGES:
+        parallel = DataParallel(CONFIG, comm, stage=stage)
+        parallel.assign(made(CONFIG, np.float32)[0])
+        for skips in (True, False):
+            parallel.loss_and_grads(*share(0, comm.rank, 0))
+            parallel.step(lr=1e-2, skip=np.array(skips and comm.rank == comm.size - 1, np.float32))
+            assert parallel.flat.steps == (not skips)
+            same = [(x == made(CONFIG, np.float32)[0][n]).all() for n, x in parallel.gather_weights().items()]
+            assert all(same) if skips else not any(same)
+
+
 def check_other_options(comm):
     """bfloat16 without masters, moments in bytes, a choice of what decays: the same bits on all ranks, and as one."""
     for stage in STAGES:
@@ -259,6 +271,8 @@ def check_a_pass_that_failed(comm):
             parallel.loss_and_grads(ids, np.full_like(targets, 99))
         parallel.zero_grad()
         parallel.assign(made(CONFIG, np.float32)[0])
+        for name, x in parallel.gather_weights().items():
+            np.testing.assert_array_equal(x, made(CONFIG, np.float32)[0][name])
         fresh = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
         fresh.assign(made(CONFIG, np.float32)[0])
         for each in (parallel, fresh):

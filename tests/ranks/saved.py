@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 import tempfile
@@ -22,9 +21,8 @@ from gpu_ops.distributed import (
     TensorParallel,
     sharded_checkpoints,
 )
-from gpu_ops.distributed.runs import Slices, common, runs_of
 from gpu_ops.distributed.single import Single
-from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
+from gpu_ops.errors import CommError, DTypeError, FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.training import Batches
 from tests.ranks.tensor import ALL_BIASES, UNEVEN, config_for
 from tests.test_models_block import made
@@ -237,6 +235,42 @@ def check_what_does_not_fit(comm):
             comm.barrier()
 
 
+def check_an_error_on_one_rank(comm):
+    """Is one on all of them, and none waits; the state before stays."""
+    config, last = config_of(comm), comm.size - 1
+    run = Run(comm, config, 1, 1)
+    run.start()
+    want = run.parallel.gather_weights()
+    with folder_of_all(comm) as folder:
+        checkpoints = ShardedCheckpoints(folder, comm)
+        path = checkpoints.save(1, run.parallel)
+        kind = OptionError if comm.rank == last else CommError
+        with pytest.raises(kind, match="meta cannot be written"):
+            checkpoints.save(2, run.parallel, {"x": object()} if comm.rank == last else {})
+        assert checkpoints.steps() == [1]
+        comm.barrier()
+        if comm.rank == last:
+            file = next(path.glob(f"rank-{last:05d}*"))
+            file.write_bytes(file.read_bytes()[:-1])
+        comm.barrier()
+        run.start(seed=1)
+        with pytest.raises(FormatError if comm.rank == last else CommError, match=r"FormatError|safetensors"):
+            checkpoints.load(run.parallel)
+        run.start()
+        same(run.parallel.gather_weights(), want)
+
+
+def check_ranks_without_which_the_model_is_not_whole(comm):
+    config = config_of(comm)
+    with folder_of_all(comm) as folder:
+        for parallel in (
+            DataParallel(config, comm, stage=1),
+            DataParallel(config, Single(), parts=("embed",)),
+        ):
+            with pytest.raises(OptionError, match=r"do not have all of .* such as mesh\.comm"):
+                ShardedCheckpoints(folder / str(comm.rank), Single()).save(1, parallel)
+
+
 def check_interrupted_saves(comm):
     """Wherever a save ends, the state before is the last one; the next save is whole."""
     config, alone = config_of(comm), Single()
@@ -298,26 +332,3 @@ def check_damaged_files(comm):
         path.write_bytes(data)
         with pytest.raises(FormatError, match="checksum"):
             checkpoints.load(parallel)
-
-
-def check_runs(comm):
-    """Against arrays of numbers: all pairs of random parts of arrays with one to three axes."""
-    rng = np.random.default_rng(comm.rank)
-    for shape, axis in (((7,), 0), ((5, 4), 0), ((5, 6), 1), ((3, 4, 5), 1), ((2, 3, 4), 2), ((4, 0), 0)):
-        numbers = np.arange(np.prod(shape)).reshape(shape)
-        parts = []
-        for _ in range(6):
-            cuts = np.sort(rng.integers(0, shape[axis] + 1, 4))
-            pieces = tuple((int(a), int(b)) for a, b in cuts.reshape(2, 2)) if rng.random() < 0.8 else ()
-            size = Slices(shape, axis, pieces, 0, 0).size
-            first, last = np.sort(rng.integers(0, size + 1, 2)).tolist()
-            chosen = (
-                np.concatenate([np.arange(a, b) for a, b in pieces]) if pieces else np.arange(shape[axis])
-            )
-            values = np.take(numbers, chosen, axis).reshape(-1)[first:last]
-            parts.append((Slices(shape, axis, pieces, first, last), values))
-        for (a, of_a), (b, of_b) in itertools.product(parts, parts):
-            found = np.full(of_a.size, -1)
-            for here, there, n in zip(*common(runs_of(a), runs_of(b)), strict=True):
-                found[here : here + n] = of_b[there : there + n]
-            np.testing.assert_array_equal(found, np.where(np.isin(of_a, of_b), of_a, -1))
