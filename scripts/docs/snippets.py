@@ -45,10 +45,6 @@ class Block:
     line: int
     end: int  # offset in the page's text, behind the fence
 
-    @property
-    def runs(self) -> bool:
-        return "run" in self.options
-
 
 def blocks(text: str, name: str) -> list[Block]:
     """The Python and shell blocks of a page; an error names one that neither runs nor says why."""
@@ -62,8 +58,8 @@ def blocks(text: str, name: str) -> list[Block]:
     return found
 
 
-def run_page(text: str, name: str) -> list[str]:
-    """The output of each block of a page, empty for those that do not run."""
+def run_page(text: str, name: str, needs: str = "") -> list[str]:
+    """The output of each block of a page, empty for those that do not run. ``needs``: run those of this package too."""
     namespace: dict[str, Any] = {"__name__": "__page__"}
     outputs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -74,8 +70,15 @@ def run_page(text: str, name: str) -> list[str]:
             for block in blocks(text, name):
                 if "file" in block.options:
                     Path(block.options["file"]).write_text(block.code, encoding="utf-8")
-                outputs.append(run_block(block, name, namespace) if block.runs else "")
+                runs = "run" in block.options or (needs and block.options.get("needs") == needs)
+                outputs.append(run_block(block, name, namespace) if runs else "")
     return outputs
+
+
+def promised(text: str, name: str) -> list[str]:
+    """What the page says that each block prints: the ``text`` block that follows it, else nothing."""
+    matches = (re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S).match(text, b.end) for b in blocks(text, name))
+    return [match[1].strip("\n") if match else "" for match in matches]
 
 
 def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
