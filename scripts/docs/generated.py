@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import html
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import drawings_attention
+import drawings_rows
 import kernel_parts
 import result_parts
 
@@ -95,6 +98,11 @@ OPS = {
     "What runs": ("running",),
 }
 
+KERNELS = (
+    *("attention_forward", "attention_decode", "attention_backward", "norm", "rmsnorm_quant", "rope", "rope_append_kv"),
+    *("softmax", "swiglu", "matmul", "embedding", "dropout", "cross_entropy", "optimizer", "sample"),
+    *("ternary_formats", "ternary_matmul", "ternary_backward"),
+)
 CONSTANTS = {  # a dict has no docstring of its own
     "POLICIES": "What each policy of recomputation keeps of a layer: names of fields of :class:`Saved`.",
     "ARCHES": "Limits of each architecture, by name: ``sm_80``.",
@@ -116,13 +124,20 @@ def contents(name: str) -> str:
     if name == "index":
         entries = "\n".join(f"{title} <{page}>" for title, page in SECTIONS.items())
         return f"\n\n```{{toctree}}\n:hidden:\n\nStart <self>\n{entries}\n```\n"
+    if name == "kernels/index":
+        rows = [f"| [{heading('kernels', n)}]({n}.md) |" for n in KERNELS]
+        hidden = "```{toctree}\n:hidden:\n\n" + "\n".join(KERNELS) + "\n```"
+        return "\n".join(["\n## Kernels one by one\n", "| page |", "|---|", *rows, "", hidden, ""])
     return ""
 
 
-def below(folder: str) -> str:
-    """A list of the pages of a folder: those written by hand by title, then the generated ones."""
-    found = sorted(p.stem for p in (PAGES / folder).glob("*.md") if p.stem != "index")
-    return "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(found) + "\n```"
+def drawing(name: str) -> str:
+    """A drawing as part of its page, so that its colours follow the theme; the caption is its function's docstring."""
+    module = drawings_attention if hasattr(drawings_attention, name) else drawings_rows
+    function = getattr(module, name)
+    caption = html.escape(" ".join(inspect.getdoc(function).split()))
+    drawn = function().svg().replace("<svg ", f'<svg role="img" aria-label="{caption}" ', 1)
+    return f'```{{raw}} html\n<figure class="drawing">{drawn}<figcaption>{caption}</figcaption></figure>\n```'
 
 
 def pages() -> dict[str, str]:
@@ -152,14 +167,14 @@ def ops() -> str:
     assert sorted(names) == sorted(p.stem for p in (PAGES / "api").glob("*.md") if p.stem != "index")
     parts = []
     for title, group in OPS.items():
-        rows = [f"| [{heading(n)}]({n}.md) | {lead(n)} |" for n in group]
+        rows = [f"| [{heading('api', n)}]({n}.md) | {lead(n)} |" for n in group]
         parts.append("\n".join([f"### {title}", "", "| page | what it is |", "|---|---|", *rows]))
     hidden = "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```"
     return "\n\n".join([*parts, hidden])
 
 
-def heading(name: str) -> str:
-    return (PAGES / "api" / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+def heading(folder: str, name: str) -> str:
+    return (PAGES / folder / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def lead(name: str) -> str:
@@ -182,7 +197,7 @@ def modules() -> str:
 PARTS: dict[str, Callable[..., str]] = {
     "api": api,
     "where": where,
-    "below": below,
+    "drawing": drawing,
     "modules": modules,
     "ops": ops,
     "kernels": kernel_parts.kernels,

@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
 
 
 def pictures(*words: str) -> str:
-    """The pictures of ``perf/pictures`` whose names contain one of the words; nothing where there are none."""
-    found = sorted((ROOT / "perf" / "pictures").glob("*.svg"))
+    """The pictures under ``perf`` whose names contain one of the words; nothing where there are none."""
+    found = sorted((ROOT / "perf").rglob("*.svg"))
     chosen = [path for path in found if any(word in path.stem for word in words)]
-    return "\n\n".join(f"![{path.stem.replace('-', ' ').replace('_', ' ')}](perf/pictures/{path.name})" for path in chosen)
+    return "\n\n".join(f"![{path.stem.replace('-', ' ').replace('_', ' ')}](/{path.relative_to(ROOT)})" for path in chosen)

@@ -2,12 +2,11 @@
 
 READMEs stay beside what they describe and say so with links that work in the repository; here these become links
 between pages, or to a highlighted copy of the file. ``<!-- generated: NAME ARGUMENTS -->`` is replaced by what
-``generated.py`` returns. An SVG picture of ``drawings/`` becomes part of its page, so that its colours follow the theme.
+``generated.py`` returns.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import posixpath
@@ -70,7 +69,7 @@ class Stage:
         if not target or "://" in target:
             return match[0]
         made = posixpath.normpath(posixpath.join(posixpath.dirname(name), target)).removesuffix(".md")
-        if made in self.generated:
+        if made in self.generated or made in self.files:
             return match[0]
         path = ROOT / target[1:] if target.startswith("/") else (file.parent / target).resolve()
         if not path.exists():
@@ -85,13 +84,6 @@ class Stage:
         return self._source(path.relative_to(ROOT).as_posix(), match["text"], name)
 
     def _image(self, path: Path, text: str, name: str) -> str:
-        if path.is_relative_to(HERE):
-            drawing = re.sub(r"<\?xml.*?\?>|<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.S).strip()
-            label = html.escape(text, quote=True)
-            drawing = drawing.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
-            caption = f"<figcaption>{html.escape(text)}</figcaption>"
-            body = re.sub(r"\n\s*\n", "\n", f'<figure class="drawing">{drawing}{caption}</figure>')
-            return f"```{{raw}} html\n{body}\n```"
         copy = self.folder / "pictures" / path.name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
