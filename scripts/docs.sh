@@ -7,4 +7,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh docs emulator mpi
-exec .venv/bin/python scripts/docs/build.py "$@"
+exec .venv/bin/python -m scripts.docs.build "$@"

@@ -2,7 +2,7 @@
 
     scripts/docs.sh [OUTDIR] [--no-run]
 
-``stage.py`` collects pages, READMEs and generated parts into one folder of Markdown; ``snippets.py`` runs code blocks;
+``stage.py`` collects pages, READMEs and generated parts into one folder of Markdown; ``snippets.py`` runs code;
 ``links.py`` reads the finished HTML. ``conf.py`` and ``extension.py`` are Sphinx's.
 """
 
@@ -16,12 +16,10 @@ from pathlib import Path
 
 from sphinx.cmd.build import main as sphinx
 
+from scripts.docs import links, stage
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(ROOT)]
-
-import links
-import stage
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +34,19 @@ def main(argv: list[str] | None = None) -> int:
     if problems := stage.stage(staged, run=not options.no_run):
         return report(problems)
     print(f"docs: pages and snippets in {time.perf_counter() - start:.0f} s")
-    arguments = ["-q", "-W", "--keep-going", "-n", "-E", "-b", "html", "-c", str(HERE), "-d", f"{staged}.cache"]
+    arguments = [
+        "-q",
+        "-W",
+        "--keep-going",
+        "-n",
+        "-E",
+        "-b",
+        "html",
+        "-c",
+        str(HERE),
+        "-d",
+        f"{staged}.cache",
+    ]
     if code := sphinx([*arguments, str(staged), str(options.outdir)]):
         return code
     if problems := links.broken(options.outdir):

@@ -1,18 +1,16 @@
 """Sphinx's configuration. The pages are those that ``stage.py`` wrote."""
 
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
-
 import gpu_ops
+
+HERE = Path(__file__).resolve().parent
 
 project = "gpu_ops"
 copyright = "gpu_ops contributors"
 version = release = gpu_ops.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "extension"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "scripts.docs.extension"]
 html_math_renderer = "mathml"
 exclude_patterns: list[str] = []
 
@@ -26,6 +24,7 @@ autodoc_class_signature = "mixed"
 napoleon_google_docstring = False
 napoleon_use_param = False  # types such as `array (..., cols)` are prose, not names to look up
 napoleon_use_rtype = False
+napoleon_custom_sections = ["Errors"]
 
 html_theme = "furo"
 html_title = f"gpu_ops {release}"

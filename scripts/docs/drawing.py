@@ -10,7 +10,7 @@ __all__ = ["Drawing"]
 
 
 class Drawing:
-    """A canvas. Coordinates are pixels of a page that is wide enough; ``kind`` names a colour: a, b, c, d, or n for none.
+    """A canvas. Coordinates are pixels of a wide page; ``kind`` names a colour: a, b, c, d, or n for none.
 
     Colours mean the same in all drawings: a is the query side or the input, b keys or weights, c values or results, d
     what is in flight.
@@ -20,13 +20,19 @@ class Drawing:
         self.width, self.height = width, height
         self.parts: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, text: str = "", kind: str = "n", size: int = 13) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, text: str = "", kind: str = "n", size: int = 13
+    ) -> None:
         """A rectangle with text in its middle; lines are divided by newlines."""
-        self.parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>')
+        self.parts.append(
+            f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
+        )
         if text:
             self.text(x + width / 2, y + height / 2 + size * 0.36, text, size=size)
 
-    def text(self, x: float, y: float, text: str, anchor: str = "middle", size: int = 13, soft: bool = False) -> None:
+    def text(
+        self, x: float, y: float, text: str, anchor: str = "middle", size: int = 13, soft: bool = False
+    ) -> None:
         """Text whose lines are centred around the baseline ``y``."""
         lines = text.split("\n")
         top = y - (len(lines) - 1) * size * 0.62
@@ -45,7 +51,14 @@ class Drawing:
             self.text((x1 + x2) / 2, (y1 + y2) / 2 - 6, text, size=11, soft=True)
 
     def cells(
-        self, x: float, y: float, width: float, height: float, texts: Sequence[str], kinds: str = "n", size: int = 11
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        texts: Sequence[str],
+        kinds: str = "n",
+        size: int = 11,
     ) -> None:
         """A row of boxes side by side; ``kinds`` has one colour for all, or one for each."""
         for i, text in enumerate(texts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drawing import Drawing
+from scripts.docs.drawing import Drawing
 
 
 def attention_tiles() -> Drawing:
@@ -15,7 +15,7 @@ def attention_tiles() -> Drawing:
     for i in range(6):
         d.box(150 + i * 74, 36, 70, 34, f"K{i}", "b" if i == 3 else "n")
         d.box(150 + i * 74, 74, 70, 34, f"V{i}", "c" if i == 3 else "n")
-    d.arrow(600, 122, 180, 122, "from right to left: the masked end comes first")
+    d.arrow(600, 132, 180, 132, "from right to left: the masked end comes first")
     d.box(130, 150, 130, 54, "S = Q K^T\nblock_m x block_n", "d", 12)
     d.box(310, 150, 150, 54, "P = exp2(S - m)\nl, O corrected", "d", 12)
     d.box(510, 150, 130, 54, "O = O + P V\nregisters", "c", 12)
@@ -32,7 +32,8 @@ def attention_tiles() -> Drawing:
 
 
 def attention_pipeline() -> Drawing:
-    """Loads run under the products. Shared memory: K twice, V once; Q moves to registers, and odd tiles of K take its place."""
+    """Loads run under the products. Shared memory: K twice, V once; Q moves to registers, and odd tiles of K take
+    its place."""
     d = Drawing(760, 250)
     rows = ("tensor cores", "exp2, masks", "cp.async")
     for i, name in enumerate(rows):
@@ -53,7 +54,8 @@ def attention_pipeline() -> Drawing:
 
 
 def mma_fragment() -> Drawing:
-    """Who holds what of a 16 x 8 tile of S: with g = lane / 4 and t = lane % 4, columns 2t and 2t + 1 of rows g and g + 8."""
+    """Who holds what of a 16 x 8 tile of S: with g = lane / 4 and t = lane % 4, columns 2t and 2t + 1 of rows g and
+    g + 8."""
     d = Drawing(620, 300)
     for row in range(16):
         for pair in range(4):
@@ -72,7 +74,8 @@ def mma_fragment() -> Drawing:
 
 
 def swizzle() -> Drawing:
-    """Swizzled rows in shared memory: chunk c of row r lies at c XOR r. A column of eight rows lies in eight groups of banks."""
+    """Swizzled rows in shared memory: chunk c of row r lies at c XOR r. A column of eight rows lies in eight groups
+    of banks."""
     d = Drawing(680, 290)
     for title, x, moved in (("as in global memory", 60, False), ("in shared memory", 380, True)):
         d.text(x + 128, 22, title, size=12)
@@ -112,7 +115,15 @@ def paged_cache() -> Drawing:
     d.text(176, 186, "block_table", size=12)
     for page in range(6):
         kind = "adada"[page] if page < 5 else "n"
-        d.box(330 + page * 68, 80, 62, 60, f"page {page}", "b" if page in (0, 2) else kind if page != 4 else "c", 12)
+        d.box(
+            330 + page * 68,
+            80,
+            62,
+            60,
+            f"page {page}",
+            "b" if page in (0, 2) else kind if page != 4 else "c",
+            12,
+        )
     d.arrow(260, 92, 326, 104)
     d.text(530, 62, "k_cache: (num_pages, page_size, nheads_kv, head_dim)", size=12)
     d.text(530, 164, "pages 0 and 2 are in two tables; page 5 is free", size=12)
@@ -120,12 +131,13 @@ def paged_cache() -> Drawing:
 
 
 def attention_backward() -> Drawing:
-    """A block keeps its keys, and queries pass by. Four products sum in the block; dQ is added to global sums by atomics."""
+    """A block keeps its keys, and queries pass by. dK and dV are summed in its registers; dQ is added to global sums
+    by atomics."""
     d = Drawing(760, 330)
     d.box(20, 110, 120, 90, "K, V\nof a block\nshared memory", "b", 12)
     for i in range(5):
         d.box(180 + i * 84, 20, 78, 34, f"Q{i}, dO{i}", "a" if i == 2 else "n", 12)
-    d.arrow(180, 66, 590, 66, "tiles of queries, of all heads that share the keys")
+    d.arrow(180, 80, 590, 80, "tiles of queries, of all heads that share the keys")
     d.box(200, 100, 150, 46, "S^T = K Q^T\nP = exp2(S - lse)", "d", 12)
     d.box(200, 164, 150, 46, "dP^T = V dO^T\ndS = P (dP - delta)", "d", 12)
     d.arrow(142, 130, 198, 124)
@@ -136,6 +148,8 @@ def attention_backward() -> Drawing:
     d.arrow(352, 187, 418, 187)
     d.box(420, 228, 150, 46, "dQ += dS K\natomics, float32", "c", 12)
     d.arrow(300, 212, 418, 250)
-    d.text(585, 255, "dS^T goes through shared memory", "start", 11, True)
-    d.text(380, 312, "deterministic: a second pass owns queries, and K and V pass by; two products more", size=12)
+    d.text(585, 255, "dS^T by shared memory", "start", 11, True)
+    d.text(
+        380, 312, "deterministic: a second pass owns queries, and K and V pass by; two products more", size=12
+    )
     return d

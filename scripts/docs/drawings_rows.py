@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from drawing import Drawing
+from scripts.docs.drawing import Drawing
 
 
 def norm_rows() -> Drawing:
-    """A row is read once and stays on the chip between its sum and its output. Adjacent threads read adjacent vectors."""
+    """A row is read once and stays on the chip between sum and output. Adjacent threads read adjacent vectors."""
     d = Drawing(760, 250)
     d.text(90, 45, "row of x", "end", 12)
-    d.cells(100, 26, 72, 30, ("v0", "v1", "...", "v(T-1)", "v(T)", "v(T+1)", "...", "v(2T-1)"), "aaaabbbb", 12)
+    d.cells(
+        100, 26, 72, 30, ("v0", "v1", "...", "v(T-1)", "v(T)", "v(T+1)", "...", "v(2T-1)"), "aaaabbbb", 12
+    )
     d.text(90, 80, "thread", "end", 12)
     d.cells(100, 64, 72, 24, ("0", "1", "...", "T-1", "0", "1", "...", "T-1"), "n", 11)
     d.box(100, 124, 150, 50, "registers\n2 or 4 vectors each", "a", 12)
@@ -24,7 +26,7 @@ def norm_rows() -> Drawing:
 
 
 def norm_dweight() -> Drawing:
-    """The gradient of the weight, without atomics: partial sums of a block's rows, then the parts in a fixed order."""
+    """The gradient of the weight, without atomics: sums over a block's rows, then over parts, in a fixed order."""
     d = Drawing(760, 230)
     for i in range(3):
         d.box(40, 20 + i * 64, 170, 54, f"rows of block {i}\ndy n, down each column", "a", 12)
@@ -39,13 +41,25 @@ def norm_dweight() -> Drawing:
 def rope_pairs() -> Drawing:
     """Which components of a head form a pair, and what a thread owns: a unit of two vectors."""
     d = Drawing(700, 230)
-    for row, (name, first) in enumerate((("half-split", [0, 1, 2, 3, 0, 1, 2, 3]), ("interleaved", [0, 0, 1, 1, 2, 2, 3, 3]))):
+    for row, (name, first) in enumerate(
+        (("half-split", [0, 1, 2, 3, 0, 1, 2, 3]), ("interleaved", [0, 0, 1, 1, 2, 2, 3, 3]))
+    ):
         y = 34 + row * 92
         d.text(110, y + 22, name, "end", 13)
         for i, pair in enumerate(first):
             d.box(120 + i * 62, y, 62, 34, f"pair {pair}", "abcd"[pair], 12)
-        d.text(368, y + 54, "rotary_dim components" if row == 0 else "each lane rotates all its heads by one set of angles", size=12)
-    d.text(350, 218, "y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin,  angle = position / theta^(2 i / rotary_dim)", size=12)
+        d.text(
+            368,
+            y + 54,
+            "rotary_dim components" if row == 0 else "each lane rotates all its heads by one set of angles",
+            size=12,
+        )
+    d.text(
+        350,
+        218,
+        "y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin,  angle = position / theta^(2 i / rotary_dim)",
+        size=12,
+    )
     return d
 
 
@@ -107,7 +121,9 @@ def gemm_tiles() -> Drawing:
     d.box(330, 160, 60, 50, "tile", "c", 12)
     d.arrow(44, 150, 236, 150, "K, BLOCK_K at a time")
     d.text(620, 30, "shared memory, a ring of stages", size=12)
-    for i, (name, kind) in enumerate((("multiplied", "c"), ("arrived", "d"), ("on its way", "d"), ("on its way", "d"))):
+    for i, (name, kind) in enumerate(
+        (("multiplied", "c"), ("arrived", "d"), ("on its way", "d"), ("on its way", "d"))
+    ):
         d.box(520, 44 + i * 46, 200, 38, f"stage {i}: A and B, {name}", kind, 12)
     d.text(620, 250, "epilogue: bias, residual, or act(gate) up;\none rounding, one store", size=12)
     d.text(250, 286, "split K: each part into float32, and gemm_sum adds them in order", size=12)
@@ -129,12 +145,15 @@ def chunked_loss() -> Drawing:
     d.arrow(322, 96, 378, 108)
     d.arrow(532, 104, 588, 84)
     d.arrow(532, 118, 588, 140)
-    d.text(380, 222, "dW is float32: the sum over chunks loses nothing that the dtype would round off", size=12)
+    d.text(
+        380, 222, "dW is float32: the sum over chunks loses nothing that the dtype would round off", size=12
+    )
     return d
 
 
 def embedding_sort() -> Drawing:
-    """The gradient of a table without atomics: sorted keys, sums by tiles of 32, and what an index goes on into is carried."""
+    """The gradient of a table without atomics: sorted keys, sums by tiles of 32; what goes on into the next tile is
+    carried."""
     d = Drawing(760, 190)
     d.text(106, 44, "sorted ids", "end", 12)
     d.cells(116, 26, 50, 30, tuple("335555555578"), "aabbbbbbbbcd", 12)
@@ -158,14 +177,21 @@ def philox() -> Drawing:
     d.arrow(212, 64, 268, 64)
     d.arrow(422, 64, 478, 64)
     d.text(604, 112, "one call: four elements", size=12)
-    d.text(380, 148, "kept if bits >= p 2^32; nothing is stored, and the backward draws the same bits again", size=12)
+    d.text(
+        380,
+        148,
+        "kept if bits >= p 2^32; nothing is stored, and the backward draws the same bits again",
+        size=12,
+    )
     return d
 
 
 def adamw_bytes() -> Drawing:
     """A step moves each array once: 28 bytes per float32 parameter. Numbers of the step stay on the device."""
     d = Drawing(760, 190)
-    for i, (name, kind) in enumerate((("params 4 B", "a"), ("grads 4 B", "b"), ("m 4 B", "d"), ("v 4 B", "d"))):
+    for i, (name, kind) in enumerate(
+        (("params 4 B", "a"), ("grads 4 B", "b"), ("m 4 B", "d"), ("v 4 B", "d"))
+    ):
         d.box(20, 16 + i * 42, 130, 36, name, kind, 12)
         d.arrow(152, 34 + i * 42, 298, 92)
     d.box(300, 62, 160, 60, "g, m, v, p\nno fused operation", "n", 12)
@@ -186,7 +212,12 @@ def sample_digits() -> Drawing:
     d.cells(126, 94, 80, 36, ("900: 1", "811: 1", "640: 3", "12: 1"), "ccnn", 12)
     d.text(540, 116, "2 more: the edge is found", "start", 12)
     d.arrow(406, 62, 286, 92, "")
-    d.text(380, 168, "bins count tokens for top-k, and add integer weights for top-p: sums have no order", size=12)
+    d.text(
+        380,
+        168,
+        "bins count tokens for top-k, and add integer weights for top-p: sums have no order",
+        size=12,
+    )
     return d
 
 
@@ -202,7 +233,12 @@ def ternary_word() -> Drawing:
     d.cells(150, 106, 60, 30, ("c0", "c1", "c2", "c3"), "a", 12)
     d.text(480, 124, "(w >> 2) & 0x03030303", size=12)
     d.cells(570, 106, 44, 30, ("c4", "c5", "c6", "c7"), "b", 12)
-    d.text(380, 176, "sum of code q - sum of q = sum of trit q: the offset is taken out once for each token", size=12)
+    d.text(
+        380,
+        176,
+        "sum of code q - sum of q = sum of trit q: the offset is taken out once for each token",
+        size=12,
+    )
     return d
 
 
@@ -253,7 +289,12 @@ def call() -> Drawing:
     d.box(400, 250, 130, 56, "jit: NVRTC,\nNumba; cache", "n", 12)
     d.arrow(588, 278, 532, 278)
     d.text(465, 322, "compiled once, kept on disk", size=11, soft=True)
-    d.text(150, 250, "also made of programs: explain,\nautotune, memory.estimate,\nCUDA graphs, tests without a GPU", size=12)
+    d.text(
+        150,
+        250,
+        "also made of programs: explain,\nautotune, memory.estimate,\nCUDA graphs, tests without a GPU",
+        size=12,
+    )
     return d
 
 
@@ -271,5 +312,10 @@ def emulator() -> Drawing:
         d.box(20 + i * 188, 20, 140, 56, text, kind, 12)
         if i < 3:
             d.arrow(162 + i * 188, 48, 206 + i * 188, 48)
-    d.text(380, 116, "beside each access: the sanitizer (who wrote, which barrier since) and the profile (bytes, sectors, banks)", size=12)
+    d.text(
+        380,
+        116,
+        "beside each access: the sanitizer (who wrote, which barrier since) and the profile (bytes, sectors, banks)",
+        size=12,
+    )
     return d

@@ -1,4 +1,4 @@
-"""What the site needs of Sphinx: formulas as MathML, highlighted copies of files, and a page for every public name."""
+"""What the site needs of Sphinx: formulas as MathML, copies of files with colours, a page for every public name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-import generated
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.addnodes import pending_xref
@@ -20,9 +19,17 @@ from sphinx.util import logging
 from sphinx.util.typing import ExtensionMetadata
 
 from gpu_ops import errors
+from scripts.docs import generated
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".sh": "bash", ".toml": "toml", ".md": "markdown"}
+LANGUAGES = {
+    ".py": "python",
+    ".cu": "cuda",
+    ".cuh": "cuda",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".md": "markdown",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -46,22 +53,26 @@ def escape_types(app: Sphinx, what: str, name: str, thing: object, options: obje
 
 
 def link_errors(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """``Raises`` lists several errors in one line: each becomes a link."""
+    """``Raises`` lists several errors in one line: each becomes a link, in a section napoleon leaves alone."""
     if "Raises" not in lines:
         return
-    start = lines.index("Raises")
-    lines[start : start + 2] = [".. rubric:: Raises", ""]
-    for i in range(start + 2, len(lines)):
-        if lines[i].startswith("---"):  # the next section
-            break
-        if re.fullmatch(r"[A-Z]\w+(?:, [A-Z]\w+)*", lines[i]) and lines[i + 1 : i + 2] != ["-" * len(lines[i])]:
-            lines[i] = ", ".join(f":class:`{'~gpu_ops.errors.' * hasattr(errors, e)}{e}`" for e in lines[i].split(", "))
+    start = lines.index("Raises") + 2
+    ends = (i for i in range(start, len(lines)) if re.fullmatch("-+", lines[i]))
+    end = next(ends, len(lines) + 1) - 1
+    section = []
+    for line in lines[start:end]:
+        if re.fullmatch(r"[A-Z]\w+(?:, [A-Z]\w+)*", line):
+            names = [f"{'~gpu_ops.errors.' * hasattr(errors, name)}{name}" for name in line.split(", ")]
+            section += ["", ", ".join(f":class:`{name}`" for name in names)]
+        else:
+            section.append(line)
+    lines[start - 2 : end] = ["Errors", "------", *section[1:]]
 
 
 def types_are_prose(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.TextElement
 ) -> nodes.TextElement | None:
-    """The type of an attribute, such as ``uint8 array (rows, width)``, is no name; a role, as in :class:`Op`, is one."""
+    """The type of an attribute, such as ``uint8 array (rows, width)``, is no name; a role (:class:`Op`) is."""
     return None if isinstance(contnode, nodes.literal) else contnode
 
 
@@ -93,7 +104,9 @@ def undescribed(described: Set[str]) -> Iterator[str]:
             if f"{module}.{name}" not in described or not inspect.getdoc(thing):
                 yield f"{module}.{name}"
             for method, value in vars(thing).items() if inspect.isclass(thing) else ():
-                public = not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+                public = not method.startswith("_") and (
+                    inspect.isfunction(value) or isinstance(value, property)
+                )
                 if public and f"{module}.{name}.{method}" not in described:
                     yield f"{module}.{name}.{method}"
 

@@ -1,17 +1,14 @@
-"""Parts of pages that are made from the code: descriptions of public names, lists of files, tables of kernels and runs."""
+"""Parts of pages that are made from the code: public names, lists of files, tables of kernels and of runs."""
 
 from __future__ import annotations
 
-import importlib
 import html
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import drawings_attention
-import drawings_rows
-import kernel_parts
-import result_parts
+from scripts.docs import drawings_attention, drawings_rows, kernel_parts, result_parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = Path(__file__).resolve().parent / "pages"
@@ -51,12 +48,16 @@ def api(*names: str) -> str:
 
 def described(module: str, names: Iterable[str]) -> str:
     found = importlib.import_module(module)
-    return "\n\n".join(f"```{{eval-rst}}\n{directive(module, name, getattr(found, name))}\n```" for name in names)
+    return "\n\n".join(
+        f"```{{eval-rst}}\n{directive(module, name, getattr(found, name))}\n```" for name in names
+    )
 
 
 def directive(module: str, name: str, thing: object) -> str:
     if inspect.isclass(thing):
-        return f".. autoclass:: {module}.{name}\n   :members:" + "\n   :show-inheritance:" * issubclass(thing, Exception)
+        return f".. autoclass:: {module}.{name}\n   :members:" + "\n   :show-inheritance:" * issubclass(
+            thing, Exception
+        )
     if callable(thing):
         return f".. autofunction:: {module}.{name}"
     return f".. py:data:: {name}\n   :module: {module}\n\n   {CONSTANTS[name]}"
@@ -93,13 +94,27 @@ OPS = {
     "Positions": ("rope", "rope_scaling", "rope_append_kv"),
     "Norms and activations": ("rmsnorm", "layernorm", "rmsnorm_quant_int8", "softmax", "swiglu", "dropout"),
     "Layers": ("linear", "swiglu_mlp", "embedding"),
-    "Loss, optimiser, sampling": ("cross_entropy", "linear_cross_entropy", "global_norm", "adamw_step", "sample"),
+    "Loss, optimiser, sampling": (
+        "cross_entropy",
+        "linear_cross_entropy",
+        "global_norm",
+        "adamw_step",
+        "sample",
+    ),
     "Ternary": ("ternary_quantize", "ternary_pack", "ternary_matmul", "ternary_layers", "files"),
     "What runs": ("running",),
 }
 
 KERNELS = (
-    *("attention_forward", "attention_decode", "attention_backward", "norm", "rmsnorm_quant", "rope", "rope_append_kv"),
+    *(
+        "attention_forward",
+        "attention_decode",
+        "attention_backward",
+        "norm",
+        "rmsnorm_quant",
+        "rope",
+        "rope_append_kv",
+    ),
     *("softmax", "swiglu", "matmul", "embedding", "dropout", "cross_entropy", "optimizer", "sample"),
     *("ternary_formats", "ternary_matmul", "ternary_backward"),
 )
@@ -109,8 +124,17 @@ CONSTANTS = {  # a dict has no docstring of its own
     "PRESETS": "Rows by name.",
 }
 
-STEMS = ("linear_cross_entropy", "rmsnorm_quant", "rope_append_kv", "swiglu_mlp", "attention_varlen", "attention_decode",
-         "attention_merge", "ternary_pack", "ternary_quantize")  # fmt: skip
+STEMS = (
+    *(
+        "linear_cross_entropy",
+        "rmsnorm_quant",
+        "rope_append_kv",
+        "swiglu_mlp",
+        "ternary_pack",
+        "ternary_quantize",
+    ),
+    *("attention_varlen", "attention_decode", "attention_merge"),
+)
 
 
 def owner(name: str, stems: tuple[str, ...]) -> bool:
@@ -132,7 +156,7 @@ def contents(name: str) -> str:
 
 
 def drawing(name: str) -> str:
-    """A drawing as part of its page, so that its colours follow the theme; the caption is its function's docstring."""
+    """A drawing as part of its page, with the colours of its theme; the caption is its function's docstring."""
     module = drawings_attention if hasattr(drawings_attention, name) else drawings_rows
     function = getattr(module, name)
     caption = html.escape(" ".join(inspect.getdoc(function).split()))

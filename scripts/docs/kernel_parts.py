@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
@@ -22,6 +18,8 @@ from gpu_ops.kernels.program import Launch, lower
 from gpu_ops.preset_report import card_limits
 from gpu_ops.presets import PRESETS
 from scripts import inspect_kernels
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 ARCH = "sm_90"  # of the tables: the architecture of the card that the kernels have run on
 MOST = 3  # variants of one entry in a table
@@ -37,7 +35,9 @@ def kernels(*stems: str) -> str:
 def head(stem: str) -> str:
     """The comment at the top of a source file: formula, shapes, layout in memory, macros."""
     lines = (CUDA / f"{stem}.cu").read_text(encoding="utf-8").splitlines()
-    comment = [line[2:].removeprefix(" ") for line in itertools.takewhile(lambda x: x.startswith("//"), lines)]
+    comment = [
+        line[2:].removeprefix(" ") for line in itertools.takewhile(lambda x: x.startswith("//"), lines)
+    ]
     text = "\n".join(comment)
     return f"`kernels/cuda/{stem}.cu` begins with\n\n```text\n{text}\n```"
 
@@ -71,7 +71,9 @@ def resources(stem: str) -> str:
 def compile_kernels() -> None:
     """Compiles the variants of the tables; a kernel that is in the cache costs milliseconds."""
     tasks = [(variant, ARCH) for variant in typical()]
-    for (variant, _), row in zip(tasks, inspect_kernels.inspect_all(tasks, False, set(), Console(stderr=True)), strict=True):
+    for (variant, _), row in zip(
+        tasks, inspect_kernels.inspect_all(tasks, False, set(), Console(stderr=True)), strict=True
+    ):
         assert isinstance(variant.kernel, CudaKernel)
         RESOURCES.setdefault(variant.kernel.stem, []).append(row)
 
@@ -91,7 +93,10 @@ def typical() -> Iterator[jit.Variant]:
 def tiles() -> str:
     """The tile of attention on every card, by head_dim: the choice of ``select_config``, without the card."""
     head_dims = (64, 128, 256)
-    rows = ["| card | " + " | ".join(f"head_dim {d}" for d in head_dims) + " |", "|---|" + "---|" * len(head_dims)]
+    rows = [
+        "| card | " + " | ".join(f"head_dim {d}" for d in head_dims) + " |",
+        "|---|" + "--:|" * len(head_dims),
+    ]
     for preset in PRESETS.values():
         if preset.generic or preset.arch.compute_capability < (8, 0):
             continue
@@ -106,7 +111,8 @@ def attention_tile(head_dim: int, limits: Any) -> str:
     program, _ = lower(bound.spec, "raw", limits)
     launch = next(step for step in program.steps if isinstance(step, Launch))
     made: dict[str, Any] = dict(launch.kernel.defines)  # type: ignore[union-attr]
-    return f"{made['BLOCK_M']} x {made['BLOCK_N']}, {made['WARPS_M']} x {made['WARPS_N']} warps, {launch.shared / 1024:.3g} KiB"
+    tile = f"{made['BLOCK_M']} x {made['BLOCK_N']}, {made['WARPS_M']} x {made['WARPS_N']} warps"
+    return f"{tile}, {launch.shared / 1024:.3g} KiB"
 
 
 def cards() -> str:
@@ -117,6 +123,7 @@ def cards() -> str:
     ]
     for p in PRESETS.values():
         if not p.generic:
-            figures = f"{p.arch.smem_per_block_optin >> 10} KiB | {p.l2_bytes >> 20} MiB | {p.memory_gbps:g} | {p.peaks.float16:g}"
-            rows.append(f"| {p.name} | {p.arch.name} | {p.sms} | {figures} | {p.source} |")
+            sizes = f"{p.arch.smem_per_block_optin >> 10} KiB | {p.l2_bytes >> 20} MiB"
+            speeds = f"{p.memory_gbps:g} | {p.peaks.float16:g}"
+            rows.append(f"| {p.name} | {p.arch.name} | {p.sms} | {sizes} | {speeds} | {p.source} |")
     return "\n".join(rows)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
 from perf import runs
 from perf.machine import label
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+
 
 def results() -> str:
     """A table for each saved run, newest first."""
-    found = [(path, runs.load(path)) for path in (ROOT / "perf" / "results").glob("*/*.csv") if path.parent.name != "local"]
+    found = [
+        (path, runs.load(path))
+        for path in (ROOT / "perf" / "results").glob("*/*.csv")
+        if path.parent.name != "local"
+    ]
     found.sort(key=lambda pair: pair[1].facts["created"], reverse=True)
     return "\n\n".join(table(path, run) for path, run in found)
 
@@ -24,10 +26,14 @@ def table(path: Path, run: runs.Run) -> str:
     facts = run.facts
     versions = facts["machine"]["versions"]
     peers = f"torch {versions['torch']}" if "torch" in versions else "no torch"
-    rows = ["| op | | shape | dtype | time | rate | of the limit | x NumPy | x torch |", "|---|---|---|---|--:|--:|--:|--:|--:|"]
+    rows = [
+        "| op | | shape | dtype | time | rate | of the limit | x NumPy | x torch |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|",
+    ]
     rows += [f"| {' | '.join(cells(row))} |" for row in run.rows if "ours_median" in row]
-    head = f"## {label(facts['machine'])}, {facts['created'][:10]}\n\nCommit {facts['machine']['commit']}, {peers}; `{path.relative_to(ROOT)}`."
-    return "\n".join([head, "", *rows])
+    head = f"## {label(facts['machine'])}, {facts['created'][:10]}"
+    source = f"Commit {facts['machine']['commit']}, {peers}; `{path.relative_to(ROOT)}`."
+    return "\n".join([head, "", source, "", *rows])
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -39,7 +45,16 @@ def cells(row: dict[str, Any]) -> list[str]:
         rate = f"{row['bytes'] / seconds / 1e9:.3g} GB/s"
     share = f"{row['share_of_limit']:.0%}" if "share_of_limit" in row else ""
     ratios = [f"{row[name]:.2g}" if name in row else "" for name in ("times_naive", "times_torch")]
-    return [f"`{row['op']}`", row["name"], row["shape"], row["dtype"], duration(seconds), rate, share, *ratios]
+    return [
+        f"`{row['op']}`",
+        row["name"],
+        row["shape"],
+        row["dtype"],
+        duration(seconds),
+        rate,
+        share,
+        *ratios,
+    ]
 
 
 def duration(seconds: float) -> str:
@@ -50,4 +65,6 @@ def pictures(*words: str) -> str:
     """The pictures under ``perf`` whose names contain one of the words; nothing where there are none."""
     found = sorted((ROOT / "perf").rglob("*.svg"))
     chosen = [path for path in found if any(word in path.stem for word in words)]
-    return "\n\n".join(f"![{path.stem.replace('-', ' ').replace('_', ' ')}](/{path.relative_to(ROOT)})" for path in chosen)
+    return "\n\n".join(
+        f"![{path.stem.replace('-', ' ').replace('_', ' ')}](/{path.relative_to(ROOT)})" for path in chosen
+    )

@@ -5,10 +5,10 @@ A fence's first line says what to do with it:
     ```python run           executed; its output follows
     ```python run lines=12  the same; of the output the first 12 lines
     ```python file=ring.py  saved under this name, for a later block
-    ```sh run               a command line, in a folder with the files of the page and links to the repository's folders
+    ```sh run               a command line, in a folder with the page's files and links to the repository's folders
     ```python needs=torch   not executed here; the ``text`` block below shows what it prints, and a test compares it
 
-    python snippets.py PAGE.md OUTPUT.json    runs a page and saves the outputs; exits with 1 at the first that fails
+    python -m scripts.docs.snippets PAGE.md OUTPUT.json    runs a page; exits with 1 at the first block that fails
 """
 
 from __future__ import annotations
@@ -52,14 +52,19 @@ def blocks(text: str, name: str) -> list[Block]:
     for match in FENCE.finditer(text):
         options = dict(word.partition("=")[::2] for word in match["words"].split())
         line = text.count("\n", 0, match.start()) + 2
-        if not options.keys() & {"run", "file", "needs"} or options.keys() - {"run", "file", "needs", "lines"}:
+        if not options.keys() & {"run", "file", "needs"} or options.keys() - {
+            "run",
+            "file",
+            "needs",
+            "lines",
+        }:
             raise SnippetError(f"{name}:{line - 1}: a block must say run, file=NAME or needs=PACKAGE")
         found.append(Block(match["language"], options, match["code"], line, match.end()))
     return found
 
 
 def run_page(text: str, name: str, needs: str = "") -> list[str]:
-    """The output of each block of a page, empty for those that do not run. ``needs``: run those of this package too."""
+    """The output of each block of a page, empty for those that do not run. ``needs``: runs those of this package."""
     namespace: dict[str, Any] = {"__name__": "__page__"}
     outputs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +82,9 @@ def run_page(text: str, name: str, needs: str = "") -> list[str]:
 
 def promised(text: str, name: str) -> list[str]:
     """What the page says that each block prints: the ``text`` block that follows it, else nothing."""
-    matches = (re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S).match(text, b.end) for b in blocks(text, name))
+    matches = (
+        re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S).match(text, b.end) for b in blocks(text, name)
+    )
     return [match[1].strip("\n") if match else "" for match in matches]
 
 
@@ -85,7 +92,11 @@ def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
     """What a block prints."""
     where = f"{name}:{block.line}"
     if block.language == "sh":
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "110"}
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "COLUMNS": "110",
+        }
         command = ["bash", "-euo", "pipefail", "-c", block.code]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
         if done.returncode:

@@ -14,11 +14,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import generated
-import snippets
+from scripts.docs import generated, snippets
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -107,38 +107,40 @@ def stage(folder: Path, *, run: bool) -> list[str]:
     site = Stage(folder)
     folder.mkdir(parents=True)
     if run:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled = pool.submit(generated.compile_kernels)  # beside the snippets: both take a minute at first
-            outputs = dict(zip(site.files, pool.map(lambda f: run_file(f, folder), site.files.values()), strict=True))
-            compiled.result()
-    for name, file in site.files.items():
-        text = file.read_text(encoding="utf-8")
-        if file.is_relative_to(PAGES):
-            try:
-                found = outputs[name] if run else ["" for _ in snippets.blocks(text, file.name)]
-                if isinstance(found, str):
-                    raise snippets.SnippetError(found)
-                text = snippets.shown(text, file.name, found)
-            except snippets.SnippetError as error:
-                site.problems.append(str(error))
-                continue
-        site.write(name, text + generated.contents(name), file)
+        generated.compile_kernels()  # forks, so before there are threads
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = list(pool.map(lambda file: page_text(file, run), site.files.values()))
+    for (name, file), text in zip(site.files.items(), texts, strict=True):
+        if isinstance(text, snippets.SnippetError):
+            site.problems.append(str(text))
+        else:
+            site.write(name, text + generated.contents(name), file)
     for name, text in site.generated.items():
         site.write(name, text, ROOT / "README.md")
     (folder / "sources.json").write_text(json.dumps(sorted(site.sources)), encoding="utf-8")
     return site.problems
 
 
-def run_file(file: Path, folder: Path) -> list[str] | str:
-    """The outputs of a page's blocks, run in a process of its own; or the error."""
-    if not file.is_relative_to(PAGES) or not re.search(r"^```\w+ run", file.read_text(encoding="utf-8"), re.M):
-        return ["" for _ in snippets.blocks(file.read_text(encoding="utf-8"), file.name)] if file.is_relative_to(PAGES) else []
-    output = folder / f"{file.stem}.outputs.json"
-    command = [sys.executable, str(HERE / "snippets.py"), str(file), str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        return done.stderr.strip()
-    outputs: list[str] = json.loads(output.read_text(encoding="utf-8"))
-    output.unlink()
-    return outputs
+def page_text(file: Path, run: bool) -> str | snippets.SnippetError:
+    """A page with what its code printed; or the error of the block that failed."""
+    text = file.read_text(encoding="utf-8")
+    if not file.is_relative_to(PAGES):
+        return text  # READMEs have tests of their own
+    try:
+        blocks = snippets.blocks(text, file.name)
+        runs = run and any("run" in block.options for block in blocks)
+        return snippets.shown(text, file.name, run_in_process(file) if runs else [""] * len(blocks))
+    except snippets.SnippetError as error:
+        return error
+
+
+def run_in_process(file: Path) -> list[str]:
+    """The outputs of a page's blocks."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as output:
+        command = [sys.executable, "-m", "scripts.docs.snippets", str(file), output.name]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise snippets.SnippetError(done.stderr.strip())
+        found: list[str] = json.loads(Path(output.name).read_text(encoding="utf-8"))
+        return found
