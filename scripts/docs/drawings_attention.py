@@ -32,8 +32,8 @@ def attention_tiles() -> Drawing:
 
 
 def attention_pipeline() -> Drawing:
-    """Loads run under the products. Shared memory: K twice, V once; Q moves to registers, and odd tiles of K take
-    its place."""
+    """Loads run under the products. Shared memory: K twice, V once; with Q in registers, odd tiles of K take the
+    place that Q came by."""
     d = Drawing(760, 250)
     rows = ("tensor cores", "exp2, masks", "cp.async")
     for i, name in enumerate(rows):
@@ -49,7 +49,7 @@ def attention_pipeline() -> Drawing:
     d.box(410, 104, 180, 32, "V of tile n - 1", "c", 12)
     d.box(410, 138, 290, 26, "K of tile n - 2", "b", 12)
     d.text(104, 214, "shared memory", "end", 12)
-    d.cells(120, 192, 145, 40, ("K, even tiles", "V", "K, odd tiles", "Q, at first"), "bcba", 12)
+    d.cells(120, 192, 193, 40, ("K, even tiles", "V", "K, odd tiles; Q at first"), "bcb", 12)
     return d
 
 
@@ -114,16 +114,7 @@ def paged_cache() -> Drawing:
         d.cells(116, 30 + row * 44, 40, 30, tuple(pages), "a" if row == 0 else "d" if row == 1 else "c", 12)
     d.text(176, 186, "block_table", size=12)
     for page in range(6):
-        kind = "adada"[page] if page < 5 else "n"
-        d.box(
-            330 + page * 68,
-            80,
-            62,
-            60,
-            f"page {page}",
-            "b" if page in (0, 2) else kind if page != 4 else "c",
-            12,
-        )
+        d.box(330 + page * 68, 80, 62, 60, f"page {page}", "bdbacn"[page], 12)
     d.arrow(260, 92, 326, 104)
     d.text(530, 62, "k_cache: (num_pages, page_size, nheads_kv, head_dim)", size=12)
     d.text(530, 164, "pages 0 and 2 are in two tables; page 5 is free", size=12)

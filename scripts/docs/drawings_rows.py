@@ -117,7 +117,8 @@ def gemm_tiles() -> Drawing:
     d.box(40, 160, 200, 50, "A: BLOCK_M rows", "a", 12)
     d.box(270, 20, 190, 76, "", "n")
     d.box(330, 20, 60, 76, "B", "b", 12)
-    d.box(270, 110, 190, 150, "C", "n", 12)
+    d.box(270, 110, 190, 150)
+    d.text(286, 130, "C", size=12)
     d.box(330, 160, 60, 50, "tile", "c", 12)
     d.arrow(44, 150, 236, 150, "K, BLOCK_K at a time")
     d.text(620, 30, "shared memory, a ring of stages", size=12)
@@ -180,7 +181,7 @@ def philox() -> Drawing:
     d.text(
         380,
         148,
-        "kept if bits >= p 2^32; nothing is stored, and the backward draws the same bits again",
+        "kept if its bits reach a threshold that p gives; none is stored, and the backward draws them again",
         size=12,
     )
     return d

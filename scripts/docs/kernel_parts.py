@@ -22,7 +22,7 @@ from scripts import inspect_kernels
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 ARCH = "sm_90"  # of the tables: the architecture of the card that the kernels have run on
-MOST = 3  # variants of one entry in a table
+MOST = 2  # variants of one entry in a table
 CUDA = ROOT / "kernels" / "cuda"
 RESOURCES: dict[str, list[inspect_kernels.Row]] = {}
 
@@ -85,7 +85,7 @@ def typical() -> Iterator[jit.Variant]:
         if isinstance(variant.kernel, CudaKernel):
             groups.setdefault((variant.kernel.stem, variant.kernel.entry), []).append(variant)
     for found in groups.values():
-        most = 2 * MOST if found[0].kernel.entry == "attention_forward" else MOST
+        most = 3 * MOST if found[0].kernel.entry == "attention_forward" else MOST
         by_preference = sorted(found, key=lambda v: "bf16" not in dict(v.kernel.defines).values())  # type: ignore[union-attr]
         yield from by_preference[:most]
 
