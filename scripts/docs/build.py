@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("outdir", nargs="?", type=Path, default=ROOT / "build" / "docs")
     parser.add_argument("--no-run", action="store_true", help="snippets without output, kernels not compiled")
     options = parser.parse_args(argv)
+    if options.outdir.exists() and not (options.outdir / ".buildinfo").exists():
+        parser.error(f"{options.outdir} is there and holds no site: it would be replaced")
     staged = ROOT / "build" / "docs-pages"
     shutil.rmtree(staged, ignore_errors=True)
     shutil.rmtree(options.outdir, ignore_errors=True)
@@ -34,20 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     if problems := stage.stage(staged, run=not options.no_run):
         return report(problems)
     print(f"docs: pages and snippets in {time.perf_counter() - start:.0f} s")
-    arguments = [
-        "-q",
-        "-W",
-        "--keep-going",
-        "-n",
-        "-E",
-        "-b",
-        "html",
-        "-c",
-        str(HERE),
-        "-d",
-        f"{staged}.cache",
-    ]
-    if code := sphinx([*arguments, str(staged), str(options.outdir)]):
+    folders = ["-c", str(HERE), "-d", f"{staged}.cache", str(staged), str(options.outdir)]
+    if code := sphinx([*["-q", "-W", "--keep-going", "-n", "-E", "-j", "auto", "-b", "html"], *folders]):
         return code
     if problems := links.broken(options.outdir):
         return report(problems)
