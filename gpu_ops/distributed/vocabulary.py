@@ -97,6 +97,7 @@ class VocabularyRows(Table):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """Of the weight."""
         return self.part.dtype
 
     def embed(self, ids: Any, *, scale: float = 1.0) -> Any:

@@ -20,7 +20,7 @@ class UnknownInstruction(PtxError):
 
 
 class SanitizerError(EmulatorError):
-    """A fault in the kernel. ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`.
+    """A fault in the kernel. ``kind`` is one of ``gpu_ops.emulator.sanitizer.KINDS``.
 
     With ``sanitize="collect"`` it stands for all faults of a launch: ``faults`` has an error for each of them, of
     which ``count`` is the number of times it was found. ``kind`` is that of the first.

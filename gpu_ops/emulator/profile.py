@@ -99,7 +99,7 @@ class Profile:
 
     @cached_property
     def classes(self) -> dict[str, Counts]:
-        """Counts by class of instruction (:data:`~gpu_ops.emulator.counts.CLASSES`)."""
+        """Counts by class of instruction (``gpu_ops.emulator.counts.CLASSES``)."""
         found = self.by(lambda i: i.kind)
         return {name: found[name] for name in CLASSES if name in found}
 
@@ -124,6 +124,7 @@ class Profile:
 
     @property
     def bytes_written(self) -> int:
+        """Bytes that lanes wrote to global memory."""
         return sum(b.bytes_written for b in self.buffers)
 
     def moved(self, l2_bytes: int | None = None) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ def launch(
     Raises
     ------
     SanitizerError
-        The kernel is at fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, and the message names the
+        The kernel is at fault: ``kind`` is one of ``gpu_ops.emulator.sanitizer.KINDS``, and the message names the
         block, thread, instruction and source line. The arrays keep what was written before. ``faults`` has every
         fault that was found.
     PtxError, UnknownInstruction

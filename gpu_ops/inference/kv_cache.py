@@ -61,7 +61,7 @@ class PagedKVCache:
         attention masks. A cache has one window for all its layers.
     keep : int
         Tokens at the start of each sequence that stay whatever the window. ``window_size`` masks them; they are for
-        an :func:`attention` of their own, merged by :func:`attention_merge`.
+        an :func:`~gpu_ops.attention` of their own, merged by :func:`~gpu_ops.attention_merge`.
 
     Attributes
     ----------

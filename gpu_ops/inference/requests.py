@@ -33,6 +33,7 @@ class Sampling:
 
     @property
     def counts_tokens(self) -> bool:
+        """Whether a penalty needs to know how often each token has occurred."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 

@@ -37,9 +37,9 @@ def verify(
     """Walk down a tree of drafts as far as the model agrees, and draw the token after that.
 
     Without ``draft_probs`` the model's own token is drawn after each node, and the walk goes on to the child that is
-    this token: from the same logits, :func:`sample` draws the same tokens one by one. With them, drafts are accepted
-    by chance: as often as possible, and so that the tokens have the same distribution. Greedy sampling has one token
-    to draw: there both are the same.
+    this token: from the same logits, :func:`~gpu_ops.sample` draws the same tokens one by one. With them, drafts are
+    accepted by chance: as often as possible, and so that the tokens have the same distribution. Greedy sampling has
+    one token to draw: there both are the same.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def verify(
     sampling : Sampling, optional
         Default: greedy.
     step : int
-        How many tokens of the text were drawn, as in :func:`sample`.
+        How many tokens of the text were drawn, as in :func:`~gpu_ops.sample`.
     counts : int array (vocab,), optional
         How often each token is in the text; penalties need it.
     draft_probs : array (nodes, vocab), optional
@@ -97,7 +97,7 @@ def verify(
 
 
 def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
-    """What :func:`sample` draws from, row by row.
+    """What :func:`~gpu_ops.sample` draws from, row by row.
 
     Parameters
     ----------

@@ -44,8 +44,8 @@ def attend(
     k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), with pages of int8 or e4m3
         ``key_scales`` and ``value_scales`` of the cache.
     **options
-        Of :func:`attention_varlen`, such as ``window_size``; but ``causal``, and ``alibi_slopes``, whose distances
-        trees and shared pages would change.
+        Of :func:`~gpu_ops.attention_varlen`, such as ``window_size``; but ``causal``, and ``alibi_slopes``, whose
+        distances trees and shared pages would change.
 
     Returns
     -------

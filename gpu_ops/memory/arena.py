@@ -125,6 +125,7 @@ class Arena:
         self._entered = threading.Lock()
 
     def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
+        """For the ops: scratch of the CPU's threads is not in the arena."""
         return contextlib.nullcontext()
 
     def __enter__(self) -> Arena:
@@ -151,6 +152,7 @@ class Arena:
         self._entered.release()
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
+        """For the ops: the place of the next array of the plan."""
         i, nbytes = self._next, math.prod(shape) * dtype.itemsize
         if i == len(self._plan) or (self._plan[i].label, self._plan[i].nbytes) != (label, nbytes):
             expected = (

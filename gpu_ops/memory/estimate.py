@@ -45,6 +45,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property

@@ -84,6 +84,7 @@ class BertConfig:
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head."""
         return self.hidden // self.nheads
 
     @classmethod

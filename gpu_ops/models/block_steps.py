@@ -56,11 +56,13 @@ class Saved:
     rstd_down: Any = None
 
     def drop(self, *names: str) -> None:
+        """Free these arrays."""
         for name in names:
             setattr(self, name, None)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the arrays that are kept."""
         return sum(int(x.nbytes) for x in (getattr(self, f.name) for f in fields(self)) if x is not None)
 
 

@@ -93,7 +93,7 @@ class Projection(ABC):
 
 @dataclass
 class Int8Input:
-    """Ternary weights that take int8 from the norm before them (W1.58A8, as BitNet b1.58 runs): :func:`normed`
+    """Ternary weights that take int8 from the norm before them (W1.58A8, as BitNet b1.58 runs): ``normed``
     quantises in the pass that normalises. Where their input is a float, they are as the matrix alone."""
 
     weight: TernaryMatrix
@@ -117,7 +117,7 @@ def normed(x: Any, norm: Any, weight: Any, **options: Any) -> Any:
 
 
 def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
-    """``x @ weight.T + bias + residual``. ``x``: an array, or what :func:`normed` gave for ``weight``."""
+    """``x @ weight.T + bias + residual``. ``x``: an array, or what ``normed`` gave for ``weight``."""
     if isinstance(weight, Projection):
         return weight.project(x, bias, residual)
     if isinstance(weight, Lora):

@@ -80,7 +80,7 @@ def attention(
     sinks : float32 array (nheads,), optional
         One extra logit per head in the denominator; it takes weight and adds nothing. lse counts it in.
     alibi_slopes : float32 array (nheads,) or (batch, nheads), optional
-        Adds -slope * |i + seqlen_k - seqlen_q - j|.
+        Adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
     dropout_p : float
         If > 0, each weight is 0 with this probability, and otherwise divided by 1 - dropout_p. Takes multiples of
         2**-16, to which it is rounded, up to 1 - 2**-15. Does not change lse.
@@ -106,7 +106,7 @@ def attention(
         for parts that :func:`attention_merge` adds up.
     lse_dtype : dtype, default float32 (float64 for float64)
         np.float64 returns the sum of a row, and the largest score beside it, without rounding one to the other: from
-        |lse| = 2839 on float32 has fewer digits than the gradients of a row need.
+        ``|lse| = 2839`` on float32 has fewer digits than the gradients of a row need.
     out : array like the result, optional
         Receives the result; may not share memory with an input. With ``return_lse`` also a pair, (out, lse).
     device, backend : str, optional

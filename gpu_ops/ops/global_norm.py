@@ -28,7 +28,7 @@ def global_norm(
     """The Euclidean norm over all elements of arrays: ``sqrt(sum of x**2)``; and whether an element is not finite.
 
     Both results stay on the device of the arrays, for a step that clips by the norm or is skipped: see
-    :func:`gpu_ops.training.scaler.clip_coefficient` and :class:`gpu_ops.training.scaler.GradScaler`.
+    :func:`gpu_ops.training.clip_coefficient` and :class:`gpu_ops.training.GradScaler`.
 
     Parameters
     ----------

@@ -206,10 +206,12 @@ class TernaryLinear:
 
     @property
     def in_features(self) -> int:
+        """Columns of the weight: elements of a row of x."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
+        """Rows of the weight: elements of a row of y."""
         return self.weight.shape[0]
 
     @property

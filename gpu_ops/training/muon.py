@@ -53,7 +53,7 @@ def muon_step(
         In [0, 1).
     nesterov : bool
     iterations : int
-        Of :func:`orthogonalized`.
+        Of ``orthogonalized``.
     device, backend : str, optional
         Of the products, as in :func:`gpu_ops.linear`.
 

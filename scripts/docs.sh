@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Builds the documentation site into OUTDIR (default build/docs): open OUTDIR/index.html, no server needed.
+#
+#   scripts/docs.sh [OUTDIR] [--no-run]      --no-run: snippets are shown without their output, kernels not compiled
+#
+# Fails on a broken link, a public name without a page or docstring, and a snippet that raises.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/setup.sh docs emulator mpi
+exec .venv/bin/python -m scripts.docs.build "$@"

@@ -1,0 +1,55 @@
+"""Builds the documentation site: stages the pages, runs their snippets, calls Sphinx, checks every link.
+
+    scripts/docs.sh [OUTDIR] [--no-run]
+
+``stage.py`` collects pages, READMEs and generated parts into one folder of Markdown; ``snippets.py`` runs code;
+``links.py`` reads the finished HTML. ``conf.py`` and ``extension.py`` are Sphinx's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from sphinx.cmd.build import main as sphinx
+
+from scripts.docs import links, stage
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("outdir", nargs="?", type=Path, default=ROOT / "build" / "docs")
+    parser.add_argument("--no-run", action="store_true", help="snippets without output, kernels not compiled")
+    options = parser.parse_args(argv)
+    if options.outdir.exists() and not (options.outdir / ".buildinfo").exists():
+        parser.error(f"{options.outdir} is there and holds no site: it would be replaced")
+    staged = ROOT / "build" / "docs-pages"
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(options.outdir, ignore_errors=True)
+    start = time.perf_counter()
+    if problems := stage.stage(staged, run=not options.no_run):
+        return report(problems)
+    print(f"docs: pages and snippets in {time.perf_counter() - start:.0f} s")
+    folders = ["-c", str(HERE), "-d", f"{staged}.cache", str(staged), str(options.outdir)]
+    if code := sphinx([*["-q", "-W", "--keep-going", "-n", "-E", "-j", "auto", "-b", "html"], *folders]):
+        return code
+    if problems := links.broken(options.outdir):
+        return report(problems)
+    print(f"docs: {options.outdir / 'index.html'}, in {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+def report(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"docs: {problem}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Collects the pages of the site in one folder of Markdown, with the layout that their addresses have.
+
+READMEs stay beside what they describe and say so with links that work in the repository; here these become links
+between pages, or to a highlighted copy of the file. ``<!-- generated: NAME ARGUMENTS -->`` is replaced by what
+``generated.py`` returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from scripts.docs import generated, snippets
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PAGES = HERE / "pages"
+
+READMES = {
+    "index": "README.md",
+    "kernels/index": "kernels/README.md",
+    "emulator": "gpu_ops/emulator/README.md",
+    "performance/measuring": "perf/README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+}
+FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
+CODE = re.compile(r"(?<![\[`])`(?P<path>[\w.-]+(?:/[\w.-]+)+)`(?![\]`])")
+GENERATED = re.compile(r"^<!-- generated: (?P<words>[^>]+?) -->$", re.M)
+
+
+class Stage:
+    """The pages while they are collected: where each file of the repository is shown, and what is wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Path] = {name: ROOT / path for name, path in READMES.items()}
+        for path in sorted(PAGES.rglob("*.md")):
+            self.files[path.relative_to(PAGES).with_suffix("").as_posix()] = path
+        self.pages = {path: name for name, path in self.files.items()}
+        self.generated = generated.pages()
+        self.sources: set[str] = set()
+        self.problems: list[str] = []
+
+    def write(self, name: str, text: str, file: Path) -> None:
+        """One page; ``file`` is what its links are relative to."""
+        text = GENERATED.sub(lambda m: generated.part(m["words"].split()), text)
+        parts = FENCED.split(text)  # code is at the odd places
+        parts[::2] = [self._prose(part, name, file) for part in parts[::2]]
+        target = self.folder / f"{name}.md"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(parts), encoding="utf-8")
+
+    def _prose(self, text: str, name: str, file: Path) -> str:
+        text = LINK.sub(lambda m: self._link(m, name, file), text)
+        return CODE.sub(lambda m: self._code(m, name), text)
+
+    def _link(self, match: re.Match[str], name: str, file: Path) -> str:
+        target, _, anchor = match["target"].partition("#")
+        if not target or "://" in target:
+            return match[0]
+        made = posixpath.normpath(posixpath.join(posixpath.dirname(name), target)).removesuffix(".md")
+        if made in self.generated or made in self.files:
+            return match[0]
+        path = ROOT / target[1:] if target.startswith("/") else (file.parent / target).resolve()
+        if not path.exists():
+            self.problems.append(f"{file.relative_to(ROOT)}: link to {target}, which does not exist")
+            return match[0]
+        if match["image"]:
+            return self._image(path, match["text"], name)
+        page = self.pages.get(path) or self.pages.get(path / "README.md")
+        if page is not None:
+            relative = posixpath.relpath(f"{page}.md", posixpath.dirname(name) or ".")
+            return f"[{match['text']}]({relative}{'#' if anchor else ''}{anchor})"
+        return self._source(path.relative_to(ROOT).as_posix(), match["text"], name)
+
+    def _image(self, path: Path, text: str, name: str) -> str:
+        copy = self.folder / "pictures" / path.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+        return f"![{text}](/pictures/{path.name})"
+
+    def _code(self, match: re.Match[str], name: str) -> str:
+        path = ROOT / match["path"]
+        return self._source(match["path"], match[0], name) if path.is_file() else match[0]
+
+    def _source(self, path: str, text: str, name: str) -> str:
+        """A link to the highlighted copy of a file, as HTML: Sphinx knows only pages."""
+        if not (ROOT / path).is_file():
+            return text  # a folder
+        self.sources.add(path)
+        relative = posixpath.relpath(f"source/{path}.html", posixpath.dirname(name) or ".")
+        return f'<a class="source" href="{relative}">{text}</a>'
+
+
+def stage(folder: Path, *, run: bool) -> list[str]:
+    """Writes all pages below ``folder``. Returns what is wrong, a line each."""
+    site = Stage(folder)
+    folder.mkdir(parents=True)
+    if run:
+        generated.compile_kernels()  # forks, so before there are threads
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = list(pool.map(lambda file: page_text(file, run), site.files.values()))
+    for (name, file), text in zip(site.files.items(), texts, strict=True):
+        if isinstance(text, snippets.SnippetError):
+            site.problems.append(str(text))
+        else:
+            site.write(name, text + generated.contents(name), file)
+    for name, text in site.generated.items():
+        site.write(name, text, ROOT / "README.md")
+    (folder / "sources.json").write_text(json.dumps(sorted(site.sources)), encoding="utf-8")
+    return site.problems
+
+
+def page_text(file: Path, run: bool) -> str | snippets.SnippetError:
+    """A page with what its code printed; or the error of the block that failed."""
+    text = file.read_text(encoding="utf-8")
+    if not file.is_relative_to(PAGES):
+        return text  # READMEs have tests of their own
+    try:
+        blocks = snippets.blocks(text, file.name)
+        runs = run and any("run" in block.options for block in blocks)
+        return snippets.shown(text, file.name, run_in_process(file) if runs else [""] * len(blocks))
+    except snippets.SnippetError as error:
+        return error
+
+
+def run_in_process(file: Path) -> list[str]:
+    """The outputs of a page's blocks."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as output:
+        command = [sys.executable, "-m", "scripts.docs.snippets", str(file), output.name]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise snippets.SnippetError(done.stderr.strip())
+        found: list[str] = json.loads(Path(output.name).read_text(encoding="utf-8"))
+        return found
