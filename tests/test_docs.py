@@ -196,9 +196,10 @@ def test_errors_become_links():
 
 
 @pytest.mark.peers
-def test_the_page_about_torch():
-    pytest.importorskip("torch")
-    text = TEXTS[stage.PAGES / "tasks" / "torch.md"]
-    printed = snippets.run_page(text, "torch.md", needs="torch")
-    assert printed == snippets.promised(text, "torch.md")
+@pytest.mark.parametrize("package", ["torch", "jax"])
+def test_the_page_about_another_library(package):
+    pytest.importorskip(package)
+    text = TEXTS[stage.PAGES / "tasks" / f"{package}.md"]
+    printed = snippets.run_page(text, f"{package}.md", needs=package)
+    assert printed == snippets.promised(text, f"{package}.md")
     assert "True" in "".join(printed)
