@@ -232,7 +232,7 @@ class TensorParallel:
         return Llama(embed, layers, plain.norm, embed if self.whole.tied else self._table(plain.lm_head))
 
     def part(self, plain: Block | Llama) -> Block | Llama:
-        """The weights of a part of the model, over this rank's arrays: see :mod:`gpu_ops.models.passes`."""
+        """The weights of a part of the model, over this rank's arrays: see ``gpu_ops.models.passes``."""
         if isinstance(plain, Block):
             return replace(plain, **self._projections(plain))
         return replace(plain, embed=self._table(plain.embed), lm_head=self._table(plain.lm_head))
