@@ -14,7 +14,6 @@
 
 static_assert(!kOwnsKeys && WARPS_D == 1 && kBias != Bias::kNone && !VARLEN, "see above");
 
-static_assert(kPad % kRows == 0, "statistics have padding for whole tiles");
 constexpr int kSumStride = kColumns + 1;  // of the float tile: a column's rows lie in different banks
 
 __device__ __forceinline__ int tiles_along(int length, int tile) { return (length + tile - 1) / tile; }
@@ -96,7 +95,7 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
                     ptx::cp_async_commit();
                     RowStatistics mine[kLaneRows];
                     #pragma unroll
-                    for (int r = 0; r < kLaneRows; ++r) mine[r] = rows[work.row0 + me.row(r)];  // padding: P = 0
+                    for (int r = 0; r < kLaneRows; ++r) mine[r] = rows[min(work.row0 + me.row(r), last_row)];
                     ptx::cp_async_wait<0>();
                     __syncthreads();
                     #pragma unroll

@@ -333,7 +333,8 @@ __device__ __forceinline__ void weigh_coarse(const BackwardShape& shape, const W
         const int at = column + n / 2 * 8 + me.lane % 4 * 2 + n % 2;
         float lse = statistics[kOwnsKeys ? 0 : n].lse;
         if constexpr (kOwnsKeys) lse = __uint_as_float(ptx::load_shared(passing_at(stage, at)));
-        const int query = kOwnsKeys ? tile * kColumns + at : work.row0 + me.row(n);
+        // Rows past the end have the last one's statistics, and their own rest is not written.
+        const int query = kOwnsKeys ? tile * kColumns + at : min(work.row0 + me.row(n), work.rows() - 1);
         const float weight = is_coarse<WIDE_LSE>(lse) ? ptx::exp2(-rests[query]) : 1.0f;
         #pragma unroll
         for (int m = 0; m < (kOwnsKeys ? kLaneRows : 2 * kTilesS); ++m) {  // keys
