@@ -133,6 +133,7 @@ class FakeArray:
         return FakeArray(self.host[key], self.device.id)
 
     def __setitem__(self, key, value):
+        assert self.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
         sys.modules["cupy"].run(lambda: self.host.__setitem__(key, value.host))
 
     def __dlpack_device__(self):
@@ -184,6 +185,9 @@ class _Device:
 
     def __exit__(self, *_):
         self.cupy.entered.pop()
+
+    def use(self):
+        self.cupy.default_device = self.ordinal
 
 
 class FakeCupy(ModuleType, FakeDriver):
