@@ -10,13 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gpu_ops import distributed
+from gpu_ops.core.device import compiler_missing
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.distributed.nccl import Nccl
 from gpu_ops.errors import CommError, DeviceError, DTypeError, ShapeError
 from gpu_ops.kernels.compiler import jit
 from tests import fake_nccl
 from tests.fake_cupy import FakeArray, FakeCupy, ForeignArray
-from tests.ranks import collectives
+from tests.ranks import collectives, context
 from tests.ranks.collectives import draw, in_rank_order, same
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift")
@@ -238,3 +240,20 @@ def check_an_error_of_nccl(comm):
         patch.setattr(fake_nccl.Communicator, "allreduce", refuses)
         with pytest.raises(CommError, match=r"NCCL: unhandled cuda error\. Two ranks on one GPU"):
             comm.all_reduce(on_gpu(np.ones(1, np.float32)))
+
+
+def check_ring_attention(comm):
+    """By the GPU's kernels, to the same tolerances."""
+    if compiler_missing("raw"):
+        return
+    for dtype in ("float32", "bfloat16"):
+        arrays = context.draw(20 * comm.size, dtype)
+        device = {"there": on_gpu, "back": from_gpu}
+        context.compare(comm, arrays, "zigzag", context.OPTIONS["causal"], **device)
+        found = distributed.ring_attention(comm, *(on_gpu(x[:, : 2 * comm.size]) for x in arrays[:3]))
+        assert (type(found), found.dtype) == (FakeArray, arrays[0].dtype)
+
+
+def from_gpu(x):
+    assert isinstance(x, FakeArray)
+    return x.host
