@@ -39,16 +39,10 @@ class Call:
     """The arguments of one call. The first array decides the library of the results."""
 
     def __init__(
-        self,
-        op: str,
-        device: str | None = None,
-        backend: str | None = None,
-        workspace: Any = None,
-        kernels: str | None = None,
+        self, op: str, device: str | None = None, backend: str | None = None, workspace: Any = None
     ) -> None:
-        """``kernels``: the op whose kernels this function runs, where it is not an op itself."""
         self.op, self.axes = op, Axes(op)
-        self._kernels = kernels or op
+        self.kernels = op  # the op whose kernels run; another one where a function calls it
         self._device, self._backend, self._workspace = device, backend, workspace
         self._emulated = is_emulated(device)
         self._library: str | None = None
@@ -342,7 +336,7 @@ class Call:
     def _cuda_view(self, name: str, x: Any) -> Array:
         from gpu_ops.core.cuda_arrays import CudaArrays
 
-        require_cuda_kernels(self._kernels, f"{name} is on a CUDA device")
+        require_cuda_kernels(self.kernels, f"{name} is on a CUDA device")
         if self._cuda is None:
             if self._views:
                 raise DeviceError(

@@ -131,8 +131,10 @@ def read_shards(
             known = ", ".join(ContextOptions.__annotations__)
             raise UnknownOptionError(f"{op}: unknown option {name!r}; options: {known}")
     views = [comm.movable(op, x, name) for name, x in zip("qkv", arrays, strict=True)]
-    call, axes = Call(op, kernels="attention" if documents is None else None), "batch seqlen"
-    if documents is not None:
+    call, axes = Call(op), "batch seqlen"
+    if documents is None:
+        call.kernels = "attention"
+    else:
         call.axes.set("batch", documents, "cu_seqlens")
         axes = "tokens"
     given = dict(zip("qkv", (view for view, _ in views), strict=True))
