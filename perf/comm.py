@@ -124,8 +124,9 @@ def run(ranks: int, console: Console, *, quick: bool = False, save: str = "", pl
         )
     print_table(console, table)
     console.print(
-        "Bytes: of one rank's array. Time: of the slowest rank, the median of the calls. Of memcpy: bytes that a "
-        "rank sends per second, of the largest array. Fit: the largest factor between a time and alpha + bytes / beta.",
+        "Bytes: of one rank's array. Time: of the slowest rank, the median of the calls. "
+        "Of memcpy: bytes that a rank sends per second, of the largest array. "
+        "Fit: the largest factor between a time and alpha + bytes / beta.",
         style="dim",
     )
     folder = Path(save or "perf-pictures")

@@ -127,6 +127,9 @@ class FakeArray:
     def __int__(self):
         return int(sys.modules["cupy"].asnumpy(self))
 
+    def copy(self):
+        return sys.modules["cupy"].ascontiguousarray(self)
+
     def transpose(self, axes):
         return FakeArray(self.host.transpose(axes), self.device.id)
 
@@ -308,6 +311,11 @@ class FakeCupy(ModuleType, FakeDriver):
     def zeros(self, shape, dtype):
         array = self.empty(shape, dtype)
         self.run(lambda: array.host.fill(0))
+        return array
+
+    def concatenate(self, arrays):
+        array = self.empty((sum(len(x) for x in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
+        self.run(lambda: np.concatenate([x.host for x in arrays], out=array.host))
         return array
 
     def ascontiguousarray(self, x):

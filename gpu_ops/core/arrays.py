@@ -146,7 +146,7 @@ def as_bits(x: Array) -> Array:
     return x.view(np.dtype(f"u{x.dtype.itemsize}")) if x.dtype.kind == "V" else x
 
 
-def cast(x: Array, dtype: npt.DTypeLike) -> Array:
+def cast(x: Any, dtype: npt.DTypeLike) -> Any:
     """``x`` in another float dtype, rounded to nearest even; ``x`` itself if it has it."""
     dtype = np.dtype(dtype)
     if isinstance(x, np.ndarray) or x.dtype == dtype or _BFLOAT16 not in (x.dtype, dtype):
@@ -157,8 +157,7 @@ def cast(x: Array, dtype: npt.DTypeLike) -> Array:
     bits = x.astype(np.float32, copy=False).view(np.uint32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    found: Array = (rounded * ~nan + 0x7FC0 * nan).astype(np.uint16).view(dtype)
-    return found
+    return (rounded * ~nan + 0x7FC0 * nan).astype(np.uint16).view(dtype)
 
 
 def as_rows(x: Array) -> Array:

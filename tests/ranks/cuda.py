@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops import distributed
+from gpu_ops import distributed, models
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.distributed.nccl import Nccl
+from gpu_ops.distributed.stream import Stream
+from gpu_ops.distributed.tensor_parallel import Column, Row
 from gpu_ops.errors import CommError, DeviceError, DTypeError, ShapeError
 from gpu_ops.kernels.compiler import jit
 from tests import fake_nccl
@@ -257,3 +259,62 @@ def check_ring_attention(comm):
 def from_gpu(x):
     assert isinstance(x, FakeArray)
     return x.host
+
+
+def check_zero(comm):
+    """Gradients are added up to the bits of host memory, each rank steps its share, and all get the weights."""
+    if compiler_missing("raw"):
+        return
+    config = models.LlamaConfig(vocab=16, hidden=8, ffn=16, nlayers=1, nheads=2, nheads_kv=1)
+    for stage in (1, 2):
+        found = []
+        for device in (None, "cuda"):
+            parallel = distributed.DataParallel(config, comm, stage=stage, bucket_mb=0.001, device=device)
+            parallel.assign(models.initial_weights(config))
+            for bucket in parallel._buckets:
+                parallel._grads.open(bucket.number)
+                rng = np.random.default_rng((comm.rank, bucket.number))
+                grads = rng.standard_normal(bucket.size).astype(np.float32)
+                whole = parallel._grads._whole[bucket.number]
+                whole[...] = on_gpu(grads) if device else grads
+                parallel._send(bucket.number)
+            parallel.finish()
+            sums = {
+                name: from_gpu(x).copy() if device else x.copy() for name, x in parallel.flat.grads.items()
+            }
+            parallel.step(lr=1e-2)
+            found.append(
+                (sums, {n: from_gpu(x) if device else x for n, x in parallel.gather_weights().items()})
+            )
+        (sums, weights), (gpu_sums, gpu_weights) = found
+        for name, x in sums.items():
+            same(gpu_sums[name], x)
+        for name, x in weights.items():
+            np.testing.assert_allclose(gpu_weights[name], x, rtol=2e-6, atol=1e-7)
+
+
+def check_tensor_parallel_projections(comm):
+    """Columns, then rows: hidden states and gradients of whole weights, with tokens on all ranks or divided."""
+    if compiler_missing("raw"):
+        return
+    p, r = comm.size, comm.rank
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, 1, 8 * p, 16)).astype(np.float32)
+    up, down = (rng.standard_normal(shape).astype(np.float32) for shape in ((16 * p, 16), (16, 16 * p)))
+    mine = slice(16 * r, 16 * (r + 1))
+    for divided in (False, True):
+        rows = slice(8 * r, 8 * (r + 1)) if divided else slice(None)
+        stream = Stream(comm, divided)
+        column = Column(on_gpu(up[mine]), stream)
+        row = Row(on_gpu(np.ascontiguousarray(down[:, mine])), stream)
+        gx, gdy = (on_gpu(np.ascontiguousarray(a[:, rows])) for a in (x, dy))
+        hidden = column.project(gx, None, None)
+        y = row.project(hidden, None, gx)
+        gdown, gup = (on_gpu(np.zeros((16, 16), np.float32)) for _ in range(2))
+        dx = column.project_backward(row.project_backward(gdy, hidden, gdown, None), gx, gup, None)
+        h, dh = x @ up.T, dy @ down
+        for found, exact in (
+            *((y, (h @ down.T + x)[:, rows]), (dx, (dh @ up)[:, rows])),
+            *((gdown, (dy[0].T @ h[0])[:, mine]), (gup, (dh[0].T @ x[0])[mine])),
+        ):
+            np.testing.assert_allclose(from_gpu(found), exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
