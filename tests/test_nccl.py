@@ -20,7 +20,7 @@ needs_mpi4py = pytest.mark.skipif(not find_spec("mpi4py"), reason="needs mpi4py:
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_with_gpus(ranks):
     passes(ranks, ["cuda"])
 
