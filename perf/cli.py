@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.terminal import make_console, print_table, waiting
-from perf import compare, emulate, limits, machine, pictures, plan, report, roofline, runs
+from perf import comm, compare, emulate, limits, machine, pictures, plan, report, roofline, runs
 from perf.case import DTYPES, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
@@ -54,7 +54,9 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     lengths = "sequence lengths; tokens for row-wise ops"
     add("--seqlen", nargs="+", type=_positive, default=(), metavar="N", help=lengths)
     if not one_op:
-        add("--op", nargs="+", choices=bench_names(), default=(), help="default: all")
+        collectives = "default: all but comm, which times messages between ranks"
+        add("--op", nargs="+", choices=(*bench_names(), "comm"), default=(), help=collectives)
+        add("--ranks", type=_positive, default=2, metavar="N", help="for comm (%(default)s)")
     add("--grid", default="", metavar="NAME", help="attention: options, or for GPUs field, gqa, decode")
     bounds = "attention: upper bounds from data sheets; measures nothing, needs no GPU"
     add("--roofline", action="store_true", help=bounds)
@@ -80,6 +82,8 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         return plan.main(given)
     p = parser("python -m perf" if ops is None else f"python perf/bench_{ops[0]}.py", one_op=ops is not None)
     args = p.parse_args(given)
+    if ops is None and "comm" in args.op:
+        return run_comm(p, args)
     names = list(ops or args.op or bench_names())
     old = check(p, args, names)
     if args.grid:
@@ -131,10 +135,24 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     return code
 
 
-def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> runs.Run | None:
-    """Refuse options that do not go together, before anything is measured. Returns the run of ``--compare``."""
+def run_comm(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Messages between ranks have no cases: options that choose or compare cases do not go with them."""
+    if args.op != ["comm"]:
+        p.error("--op comm starts processes of its own: run it alone")
+    if args.device != "cpu" or args.dtype or args.seqlen or args.compare or args.first or args.list:
+        p.error("--op comm takes --ranks, --quick, --save and --plot only")
+    refuse_plot(p, args)
+    return comm.run(args.ranks, make_console(), quick=args.quick, save=args.save or "", plot=args.plot)
+
+
+def refuse_plot(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         p.error("--plot needs matplotlib: pip install matplotlib (the `plot` extra)")
+
+
+def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> runs.Run | None:
+    """Refuse options that do not go together, before anything is measured. Returns the run of ``--compare``."""
+    refuse_plot(p, args)
     if args.device == "emulator" and (args.save or args.compare or args.plot):
         p.error("--device emulator measures no times that --save, --compare or --plot could keep")
     grids = {name: getattr(bench(name), "GRIDS", ()) for name in names} if args.grid else {}

@@ -105,16 +105,20 @@ class FakeArray:
         cupy.run(lambda: np.copyto(found.host, self.host.max()))
         return found
 
-    def astype(self, dtype, order="K"):
+    def astype(self, dtype, order="K", copy=True):
+        bfloat16 = np.dtype(ml_dtypes.bfloat16)
+        if not copy and self.dtype == dtype:
+            return self
+        assert bfloat16 not in (self.dtype, np.dtype(dtype)), "goes as bits"
         cupy = sys.modules["cupy"]
         found = cupy.empty(self.shape, dtype)
         cupy.run(lambda: np.copyto(found.host, self.host, casting="unsafe"))
         return found
 
-    def __sub__(self, number):
+    def sum(self, axis):
         cupy = sys.modules["cupy"]
-        found = cupy.empty(self.shape, self.dtype)
-        cupy.run(lambda: np.subtract(self.host, number, out=found.host))
+        found = cupy.empty(tuple(n for i, n in enumerate(self.shape) if i != axis % self.ndim), self.dtype)
+        cupy.run(lambda: np.sum(self.host, axis, out=found.host))
         return found
 
     def __len__(self):
@@ -122,6 +126,9 @@ class FakeArray:
 
     def __int__(self):
         return int(sys.modules["cupy"].asnumpy(self))
+
+    def copy(self):
+        return sys.modules["cupy"].ascontiguousarray(self)
 
     def transpose(self, axes):
         return FakeArray(self.host.transpose(axes), self.device.id)
@@ -133,6 +140,7 @@ class FakeArray:
         return FakeArray(self.host[key], self.device.id)
 
     def __setitem__(self, key, value):
+        assert self.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
         sys.modules["cupy"].run(lambda: self.host.__setitem__(key, value.host))
 
     def __dlpack_device__(self):
@@ -140,6 +148,33 @@ class FakeArray:
 
     def __array__(self, *_, **__):
         raise TypeError("CuPy refuses to become NumPy by itself")
+
+
+def _operator(function, in_place=False):
+    """One of FakeArray's operators."""
+
+    def apply(self, other=None):
+        cupy = sys.modules["cupy"]
+        inputs = [self.host] if other is None else [self.host, getattr(other, "host", other)]
+        assert not any(getattr(x, "dtype", None) == ml_dtypes.bfloat16 for x in inputs), (
+            "CuPy does not know it"
+        )
+        like = function(*(x[..., :0] if getattr(x, "ndim", 0) else x for x in inputs))
+        shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
+        found = self if in_place else cupy.empty(shape, like.dtype)
+        cupy.run(lambda: function(*inputs, out=found.host))
+        return found
+
+    return apply
+
+
+for _name, _function in (
+    *(("add", np.add), ("radd", np.add), ("sub", np.subtract), ("mul", np.multiply), ("rmul", np.multiply)),
+    *(("rshift", np.right_shift), ("lshift", np.left_shift), ("and", np.bitwise_and), ("gt", np.greater)),
+    ("invert", np.invert),
+):
+    setattr(FakeArray, f"__{_name}__", _operator(_function))
+FakeArray.__iadd__ = _operator(np.add, in_place=True)
 
 
 class ForeignArray:
@@ -184,6 +219,9 @@ class _Device:
 
     def __exit__(self, *_):
         self.cupy.entered.pop()
+
+    def use(self):
+        self.cupy.default_device = self.ordinal
 
 
 class FakeCupy(ModuleType, FakeDriver):
@@ -265,9 +303,19 @@ class FakeCupy(ModuleType, FakeDriver):
         finally:
             self._allocator = before
 
+    def full(self, shape, value, dtype):
+        array = self.empty(shape, dtype)
+        array.fill(value)
+        return array
+
     def zeros(self, shape, dtype):
         array = self.empty(shape, dtype)
         self.run(lambda: array.host.fill(0))
+        return array
+
+    def concatenate(self, arrays):
+        array = self.empty((sum(len(x) for x in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
+        self.run(lambda: np.concatenate([x.host for x in arrays], out=array.host))
         return array
 
     def ascontiguousarray(self, x):

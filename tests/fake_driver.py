@@ -40,9 +40,10 @@ class FakeDriver:
             [],
         )  # what a captured stream has recorded: functions; FakeGraphs launched
         self._queues, self._done = {}, {}
+        self.default_device = 0
 
     def current_device(self):
-        return self.entered[-1] if self.entered else 0
+        return self.entered[-1] if self.entered else self.default_device
 
     def current_stream(self):
         return self.streams[-1] if self.streams else 0
@@ -173,11 +174,16 @@ class FakeEvent:
     """cupy.cuda.Event."""
 
     def __init__(self, driver, disable_timing=False):
-        self.driver, self.stream, self.position = driver, None, 0
+        self.driver, self.stream, self.position, self.captured = driver, None, 0, False
 
     def record(self, stream=None):
         self.stream = self.driver.current_stream() if stream is None else stream.ptr
-        self.position = self.driver.enqueued(self.stream)
+        self.position, self.captured = self.driver.enqueued(self.stream), self.driver.capturing
+
+    @property
+    def done(self):
+        self.driver.refuse_in_capture("an event is queried")
+        return self.driver.done(self.stream) >= self.position
 
     def synchronize(self):
         self.driver.wait("event", self.stream)
@@ -198,6 +204,8 @@ class FakeStream:
         return self.driver.capturing
 
     def wait_event(self, event):
+        if not event.captured:
+            self.driver.refuse_in_capture("an event from before the capture is waited for")
         with self:
             self.driver.run(lambda: self.driver.drain(event.stream, event.position))
 

@@ -13,6 +13,7 @@ from fake_cupy import FakeArray, ForeignArray, ForeignDLPack
 
 import gpu_ops
 from gpu_ops.core import dispatch
+from gpu_ops.core.arrays import cast
 from gpu_ops.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 from tests.calls import OPS, call
 
@@ -223,3 +224,18 @@ def test_without_cupy_a_cuda_array_says_what_to_install(monkeypatch, x, weight):
     )
     with pytest.raises(DeviceError, match="x is on a CUDA device, and there is no usable one: CuPy is not"):
         gpu_ops.rmsnorm(ForeignArray(x), ForeignArray(weight))
+
+
+def test_casts_of_bfloat16_are_those_of_numpy(cupy):
+    """CuPy has none: every bfloat16, the numbers halfway between two, and NaN of any bits."""
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    every = np.arange(1 << 16, dtype=np.uint16).view(bfloat16)
+    wide = cast(FakeArray(every), np.float32).host
+    np.testing.assert_array_equal(wide.view(np.uint32), every.view(np.uint16).astype(np.uint32) << 16)
+    bits = np.arange(0, 1 << 32, (1 << 15) - 7, dtype=np.uint64).astype(np.uint32)
+    more = np.concatenate([bits, [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x3F808000, 0x3F818000, 0x7F7FFFFF]])
+    x = np.concatenate([more.astype(np.uint32).view(np.float32), wide])
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(bfloat16)
+    found = cast(FakeArray(x), bfloat16).host
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))

@@ -157,10 +157,10 @@ SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
             {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER | SHARED,
         ),
         # CuPy and Numba inside functions only, for arrays that are theirs; tokenizers in the function that is for it;
-        # mpi4py in the one module that several ranks import.
+        # mpi4py and nccl in the modules that several ranks import.
         (
             "gpu_ops",
-            {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "numba", "tokenizers", "mpi4py", "gpu_ops"},
+            {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "numba", "tokenizers", "mpi4py", "nccl", "gpu_ops"},
         ),
         # The emulator's loops over lanes are compiled.
         ("gpu_ops/emulator", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich"}),

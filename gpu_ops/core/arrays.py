@@ -25,6 +25,7 @@ __all__ = [
     "as_bits",
     "as_rows",
     "bounds_of",
+    "cast",
     "check_shareable",
     "check_writable",
     "give",
@@ -143,6 +144,20 @@ def _is_tracked(x: Any) -> bool:
 def as_bits(x: Array) -> Array:
     """Unsigned integers of the same bytes for bfloat16 and float8, which CuPy and the emulator do not know."""
     return x.view(np.dtype(f"u{x.dtype.itemsize}")) if x.dtype.kind == "V" else x
+
+
+def cast(x: Any, dtype: npt.DTypeLike) -> Any:
+    """``x`` in another float dtype, rounded to nearest even; ``x`` itself if it has it."""
+    dtype = np.dtype(dtype)
+    if isinstance(x, np.ndarray) or x.dtype == dtype or _BFLOAT16 not in (x.dtype, dtype):
+        return x.astype(dtype, copy=False)
+    # CuPy has no casts of bfloat16: by the bits of float32
+    if x.dtype == _BFLOAT16:
+        return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(dtype, copy=False)
+    bits = x.astype(np.float32, copy=False).view(np.uint32)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return (rounded * ~nan + 0x7FC0 * nan).astype(np.uint16).view(dtype)
 
 
 def as_rows(x: Array) -> Array:

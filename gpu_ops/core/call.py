@@ -42,6 +42,7 @@ class Call:
         self, op: str, device: str | None = None, backend: str | None = None, workspace: Any = None
     ) -> None:
         self.op, self.axes = op, Axes(op)
+        self.kernels = op  # the op whose kernels run; another one where a function calls it
         self._device, self._backend, self._workspace = device, backend, workspace
         self._emulated = is_emulated(device)
         self._library: str | None = None
@@ -335,7 +336,7 @@ class Call:
     def _cuda_view(self, name: str, x: Any) -> Array:
         from gpu_ops.core.cuda_arrays import CudaArrays
 
-        require_cuda_kernels(self.op, f"{name} is on a CUDA device")
+        require_cuda_kernels(self.kernels, f"{name} is on a CUDA device")
         if self._cuda is None:
             if self._views:
                 raise DeviceError(

@@ -13,6 +13,7 @@ from gpu_ops.distributed.buckets import Bucket
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.training.flat import FlatParams
+from gpu_ops.training.state_arrays import zeros
 
 __all__ = ["Gradients", "Weights"]
 
@@ -37,7 +38,7 @@ class Weights:
             if stage == 0:
                 self.arrays |= bucket.views(*(flat.params[name] for name in bucket.pieces))
             elif stage < 3:
-                self._whole[bucket.number] = np.zeros(bucket.size, self.dtype)
+                self._whole[bucket.number] = zeros((bucket.size,), self.dtype, flat.device)
                 self.arrays |= bucket.views_of(self._whole[bucket.number])
             else:
                 self._leave_shapes(bucket)
@@ -113,7 +114,8 @@ class Gradients:
         """Zeros, unless they are there."""
         if self._stage and number not in self._whole:
             bucket = self._buckets[number]
-            self._whole[number] = np.zeros(bucket.size, self._flat.buffers["grads"].dtype)
+            kind = self._flat.buffers["grads"].dtype
+            self._whole[number] = zeros((bucket.size,), kind, self._flat.device)
             self.arrays |= bucket.views_of(self._whole[number])
 
     def send(self, number: int) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import numpy.typing as npt
+
+from gpu_ops.core.arrays import as_bits
+from gpu_ops.distributed.transport import array_module
 
 __all__ = ["Bucket", "Owned", "buckets_of"]
 
@@ -99,16 +101,19 @@ class Bucket:
 
     def joined(self, arrays: Mapping[str, Array]) -> Array:
         """A rank's two arrays as one."""
-        return np.concatenate([arrays[name] for name in self.pieces])
+        parts = [arrays[name] for name in self.pieces]
+        found: Array = array_module(parts[0]).concatenate([as_bits(x) for x in parts]).view(parts[0].dtype)
+        return found
 
     def put(self, share: Array, arrays: Mapping[str, Array], *, add: bool = False) -> None:
         """One array into a rank's two, or added to them."""
         length = arrays[self.pieces[0]].size
         for name, part in zip(self.pieces, (share[:length], share[length:]), strict=True):
+            target = arrays[name]
             if add:
-                arrays[name][...] += part
+                target += part
             else:
-                arrays[name][...] = part
+                target[...] = part
 
     def _share(self, rank: int) -> tuple[int, int]:
         length = self.size // self.shards

@@ -1,13 +1,14 @@
 """Communicators: what ranks send each other, the same for every engine.
 
-An engine (:class:`Single`, ``Mpi``) moves bytes; validation, layouts, sums and counts are here.
+Validation, layouts and counts are here; a :class:`Transport` moves the arrays, by an engine (:class:`Single`,
+``Mpi``) or by NCCL.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap, same_memory
 from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
-from gpu_ops.distributed.engine import Engine, Pending, Transfer
+from gpu_ops.distributed.engine import Engine, Pending
+from gpu_ops.distributed.transport import HostTransport, Transport, as_bytes
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 
 __all__ = ["Comm"]
@@ -31,6 +33,11 @@ class Comm(Engine):
     Results are new contiguous arrays of the same library. All ranks pass equal shapes and dtypes. Sums are made in
     rank order, in float32 for 16-bit floats and otherwise in x's dtype: every rank gets the same bits, under any MPI,
     and they are those of one rank that adds in this order.
+
+    ``Nccl`` and ``Single`` take CuPy arrays as well, in every operation but send and recv. These run on CuPy's
+    current stream: the host waits for nothing. What ``start_...`` and shift begin runs on a stream of the group,
+    after the work that the current stream has then; ``wait()`` makes the current stream wait for it. NCCL adds in an
+    order of its own; every rank gets the same bits.
 
     Attributes
     ----------
@@ -62,62 +69,62 @@ class Comm(Engine):
 
         ``out``: receives the result; may be ``x``.
         """
-        view, library = self._reducible("all_reduce", x, op)
+        view, library, by = self._reducible("all_reduce", x, op)
         result, target = self._result("all_reduce", view, view.shape, out, in_place=True)
         call = self.begin("all_reduce", view, f"op={op!r}")
-        sent = _bytes(view)
-        bounds = [view.size * r // self.size for r in range(self.size + 1)]
-        lengths = [b - a for a, b in itertools.pairwise(bounds)]
-        transfer, parts = self._send_parts(view, sent, lengths)
-        self._finish(transfer, call)
-        part = _combined(parts, op)
-        counts = [n * view.itemsize for n in lengths]
-        self._finish(self._all_gather(_bytes(part), _bytes(result), counts), call)
-        self.bytes_sent["all_reduce"] += len(sent) - counts[self.rank] + counts[self.rank] * (self.size - 1)
-        return _delivered(result, target, out, library)
+        self._finish(by.all_reduce(by.contiguous(view), result, op, call), call)
+        mine = view.size * (self.rank + 1) // self.size - view.size * self.rank // self.size
+        self.bytes_sent["all_reduce"] += (view.size + mine * (self.size - 2)) * view.itemsize
+        return _delivered(by, result, target, out, library)
 
     def all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Any:
         """All ranks' ``x``, in rank order along ``axis``, on every rank."""
-        return self.start_all_gather(x, axis, out=out).wait()
+        return self._gathering(x, axis, out, beside=False).wait()
 
     def start_all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Pending:
         """Start :meth:`all_gather`, whose result ``wait()`` returns. ``out`` is not to be read before."""
+        return self._gathering(x, axis, out, beside=True)
+
+    def _gathering(self, x: Any, axis: int, out: Any, *, beside: bool) -> Pending:
         view, library = self.movable("all_gather", x)
-        axis = _axis("all_gather", "axis", axis, view)
+        axis, by = _axis("all_gather", "axis", axis, view), self._transport(view)
         shape = (*view.shape[:axis], self.size * view.shape[axis], *view.shape[axis + 1 :])
         result, target = self._result("all_gather", view, shape, out, direct=axis == 0)
         call = self.begin("all_gather", view, f"axis={axis}")
         # whole arrays, one after the other: the result itself if the axis is the first
-        stacked = result if axis == 0 else np.empty((self.size, *view.shape), view.dtype)
-        transfer = self._all_gather(_bytes(view), _bytes(stacked), [view.nbytes] * self.size)
+        stacked = result if axis == 0 else by.empty((self.size, *view.shape), view.dtype)
+        transfer = by.all_gather(by.contiguous(view), stacked, beside=beside)
         self.bytes_sent["all_gather"] += view.nbytes * (self.size - 1)
 
         def found() -> Any:
             if axis:
-                _side_by_side(result, axis, self.size)[...] = stacked
-            return _delivered(result, target, out, library)
+                by.copy(_side_by_side(result, axis, self.size), stacked)
+            return _delivered(by, result, target, out, library)
 
         return Pending(self, call, transfer, found)
 
     def reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Any:
         """Sum, or largest, of all ranks' ``x``, of which this rank gets piece number ``rank`` along ``axis``."""
-        return self.start_reduce_scatter(x, axis, op=op, out=out).wait()
+        return self._scattering(x, axis, op, out, beside=False).wait()
 
     def start_reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Pending:
         """Start :meth:`reduce_scatter`; ``wait()`` adds what has arrived and returns the sum."""
-        view, library = self._reducible("reduce_scatter", x, op)
+        return self._scattering(x, axis, op, out, beside=True)
+
+    def _scattering(self, x: Any, axis: int, op: str, out: Any, *, beside: bool) -> Pending:
+        view, library, by = self._reducible("reduce_scatter", x, op)
         axis = _axis("reduce_scatter", "axis", axis, view)
         self._divides("reduce_scatter", "axis", axis, view)
         shape = (*view.shape[:axis], view.shape[axis] // self.size, *view.shape[axis + 1 :])
         result, target = self._result("reduce_scatter", view, shape, out)
         call = self.begin("reduce_scatter", view, f"axis={axis}, op={op!r}")
-        pieces = _bytes(_side_by_side(view, axis, self.size))
-        transfer, parts = self._send_parts(view, pieces, [result.size] * self.size)
+        pieces = by.contiguous(_side_by_side(view, axis, self.size))
+        transfer, fill = by.reduce_scatter(pieces, result, op, beside=beside)
         self.bytes_sent["reduce_scatter"] += view.nbytes - result.nbytes
 
         def found() -> Any:
-            result[...] = _combined(parts, op).reshape(shape)
-            return _delivered(result, target, out, library)
+            fill()
+            return _delivered(by, result, target, out, library)
 
         return Pending(self, call, transfer, found)
 
@@ -131,27 +138,26 @@ class Comm(Engine):
         piece = [n // self.size if i == split else n for i, n in enumerate(view.shape)]
         shape = tuple(n * self.size if i == concat else n for i, n in enumerate(piece))
         result, target = self._result("all_to_all", view, shape, out, direct=concat == 0)
-        call = self.begin("all_to_all", view, f"split={split}, concat={concat}")
-        sent = _bytes(_side_by_side(view, split, self.size))
-        stacked = result if concat == 0 else np.empty((self.size, *piece), view.dtype)
-        counts = [view.nbytes // self.size] * self.size
-        self._finish(self._all_to_all(sent, counts, _bytes(stacked), counts), call)
-        self.bytes_sent["all_to_all"] += view.nbytes - counts[0]
+        call, by = self.begin("all_to_all", view, f"split={split}, concat={concat}"), self._transport(view)
+        pieces = by.contiguous(_side_by_side(view, split, self.size))
+        stacked = result if concat == 0 else by.empty((self.size, *piece), view.dtype)
+        self._finish(by.all_to_all(pieces, stacked), call)
+        self.bytes_sent["all_to_all"] += view.nbytes - view.nbytes // self.size
         if concat:
-            _side_by_side(result, concat, self.size)[...] = stacked
-        return _delivered(result, target, out, library)
+            by.copy(_side_by_side(result, concat, self.size), stacked)
+        return _delivered(by, result, target, out, library)
 
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
         """``x`` of rank ``root`` on every rank; of the others' ``x`` only shape and dtype count."""
         view, library = self.movable("broadcast", x)
         root = self._member("broadcast", "root", root)
         result, target = self._result("broadcast", view, view.shape, out, in_place=True)
-        call = self.begin("broadcast", view, f"root={root}")
+        call, by = self.begin("broadcast", view, f"root={root}"), self._transport(view)
         if self.rank == root:
-            result[...] = view
-        self._finish(self._broadcast(_bytes(result), root), call)
+            by.copy(result, view)
+        self._finish(by.broadcast(result, root), call)
         self.bytes_sent["broadcast"] += view.nbytes * (self.size - 1) if self.rank == root else 0
-        return _delivered(result, target, out, library)
+        return _delivered(by, result, target, out, library)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -175,12 +181,15 @@ class Comm(Engine):
         """
         views = [self.movable("shift", x) for x in xs]
         by = checks.integer("shift", "by", by)
+        if len({isinstance(view, np.ndarray) for view, _ in views}) > 1:
+            raise DeviceError(
+                "shift: some arrays are in host memory and some on a CUDA device; shift them apart"
+            )
         call = self.begin("shift", *(view for view, _ in views), f"by={by}")
-        found = [np.empty(view.shape, view.dtype) for view, _ in views]
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        transfer = self._point_to_point(
-            [(_bytes(view), to) for view, _ in views], [(_bytes(x), source) for x in found], _RING
-        )
+        transport = self._transport(views[0][0]) if views else self._host
+        found = [transport.empty(view.shape, view.dtype) for view, _ in views]
+        transfer = transport.shift([transport.contiguous(view) for view, _ in views], found, to, source)
         if to != self.rank:
             self.bytes_sent["shift"] += sum(view.nbytes for view, _ in views)
         libraries = [library for _, library in views]
@@ -191,12 +200,14 @@ class Comm(Engine):
     def send(self, x: Any, to: int, *, tag: int = 0) -> Pending:
         """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` until ``x`` may be written.
 
-        Those of one ``tag``, 0 to 999, arrive in order.
+        Those of one ``tag``, 0 to 999, arrive in order. Arrays in host memory: NCCL has no tags.
         """
         view, _ = self.movable("send", x)
+        if not isinstance(view, np.ndarray):
+            raise DeviceError("send: x is on a CUDA device; NCCL has no tags: use shift, or send x.get()")
         to, channel = self._other("send", "to", to), self._channel("send", tag)
         call = self._described("message", "send", view, f"to={to}, tag={tag}")
-        transfer = self._point_to_point([(_bytes(view), to)], [], channel)
+        transfer = self._point_to_point([(as_bytes(np.ascontiguousarray(view)), to)], [], channel)
         self.bytes_sent["send"] += view.nbytes
         return Pending(self, call, transfer, lambda: None)
 
@@ -208,7 +219,7 @@ class Comm(Engine):
         source, channel = self._other("recv", "source", source), self._channel("recv", tag)
         found = np.empty(tuple(shape), dtype)
         call = self._described("message", "recv", found, f"source={source}, tag={tag}")
-        transfer = self._point_to_point([], [(_bytes(found), source)], channel)
+        transfer = self._point_to_point([], [(as_bytes(found), source)], channel)
         return Pending(self, call, transfer, lambda: found)
 
     # Shared parts
@@ -216,26 +227,34 @@ class Comm(Engine):
     @abstractmethod
     def _split(self, color: int, name: str) -> Comm: ...
 
-    def _send_parts(self, view: Array, sent: Array, lengths: Sequence[int]) -> tuple[Transfer, Array]:
-        """Send each rank its part, of these lengths, of ``sent``, the bytes of all; what receives this rank's."""
-        n = lengths[self.rank]
-        parts = np.empty((self.size, n), view.dtype)
-        counts = [length * view.itemsize for length in lengths]
-        return self._all_to_all(sent, counts, _bytes(parts), [n * view.itemsize] * self.size), parts
+    @cached_property
+    def _host(self) -> Transport:
+        return HostTransport(self)
+
+    def _transport(self, view: Array) -> Transport:
+        return self._host if isinstance(view, np.ndarray) else self._cuda_transport(view.device.id)
+
+    def _cuda_transport(self, ordinal: int) -> Transport:
+        """For CuPy arrays of this device, in a group that takes them."""
+        raise NotImplementedError
+
+    def _cuda_view(self, op: str, name: str, x: Any) -> Array:
+        """``x`` if this group takes it: a CuPy array. DeviceError otherwise."""
+        raise DeviceError(
+            f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: pass "
+            f"{name}.get(), or install NCCL on every rank: pip install 'gpu-ops[nccl12]' (CUDA 13: nccl13)"
+        )
 
     def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
-        """Return a NumPy view of an argument that can be sent, and the library whose array it is."""
+        """Return a NumPy or CuPy view of an argument that can be sent, and the library whose array it is."""
         if on_cuda(x):
-            raise DeviceError(
-                f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: "
-                f"pass {name}.get()"
-            )
+            return self._cuda_view(op, name, x), None
         view, library = host_view(op, name, np.asarray(x) if isinstance(x, np.generic) else x)
         if view.dtype.hasobject:
             raise DTypeError(f"{op}: {name} is {view.dtype}: Python objects cannot be sent")
         return view, library
 
-    def _reducible(self, name: str, x: Any, op: str) -> tuple[Array, str | None]:
+    def _reducible(self, name: str, x: Any, op: str) -> tuple[Array, str | None, Transport]:
         checks.one_of(name, "op", op, _OPS)
         view, library = self.movable(name, x)
         checks.native(name, "x", view)
@@ -243,7 +262,11 @@ class Comm(Engine):
             raise DTypeError(
                 f"{name}: x is {view.dtype}; allowed: integers, {', '.join(checks.FLOAT_DTYPES)}"
             )
-        return view, library
+        transport = self._transport(view)
+        if transport.sums is not None and view.dtype.name not in transport.sums:
+            known = ", ".join(sorted(transport.sums))
+            raise DTypeError(f"{name}: x is {view.dtype}, which NCCL does not add up; allowed: {known}")
+        return view, library, transport
 
     def _result(
         self,
@@ -259,9 +282,12 @@ class Comm(Engine):
 
         ``direct``: the caller's may be filled itself; ``in_place``: also where it is x.
         """
+        empty = self._transport(view).empty
         if out is None:
-            return np.empty(shape, view.dtype), None
+            return empty(shape, view.dtype), None
         target, _ = self.movable(op, out, "out")
+        if isinstance(target, np.ndarray) != isinstance(view, np.ndarray):
+            raise DeviceError(f"{op}: x and out are not both in host memory, nor both on a CUDA device")
         checks.exactly(op, "out", target, shape)
         check_writable(op, "out", out, target, view.dtype, "")
         shared = overlap(view, target)
@@ -269,7 +295,7 @@ class Comm(Engine):
             raise ShapeError(f"{op}: out shares memory with x; pass x itself or an array of its own")
         if direct and target.flags.c_contiguous and (in_place or not shared):
             return target, None
-        return np.empty(shape, view.dtype), target
+        return empty(shape, view.dtype), target
 
     def _divides(self, op: str, name: str, axis: int, view: Array) -> None:
         if view.shape[axis] % self.size:
@@ -290,31 +316,15 @@ class Comm(Engine):
         return rank
 
 
-_OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum}
-_RING, _MESSAGES = 0, 1  # channels: what shift sends never meets a recv; messages have one for each tag
-
-
-def _combined(parts: Array, op: str) -> Array:
-    """The parts of all ranks, added in rank order."""
-    wide = np.dtype(np.float32) if parts.dtype.name in ("float16", "bfloat16") else parts.dtype
-    total: Array = parts[0].astype(wide)
-    combine = _OPS[op]
-    for part in parts[1:]:
-        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf: NaN, as on every device
-            combine(total, part.astype(wide, copy=False), out=total)
-    with np.errstate(over="ignore"):
-        return total.astype(parts.dtype, copy=False)
-
-
-def _bytes(x: Array) -> Array:
-    """The bytes of an array in row-major order: a view where it is contiguous."""
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+_OPS = ("sum", "max")
+_MESSAGES = 1  # channels: one for each tag, after that of shifts: what shift sends never meets a recv
 
 
 def _side_by_side(x: Array, axis: int, size: int) -> Array:
     """A view (size, ...) of the pieces along an axis."""
     shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
-    return np.moveaxis(x.reshape(shape), axis, 0)
+    order = (axis, *(i for i in range(len(shape)) if i != axis))
+    return x.reshape(shape).transpose(order)
 
 
 def _axis(op: str, name: str, axis: int, view: Array) -> int:
@@ -323,8 +333,8 @@ def _axis(op: str, name: str, axis: int, view: Array) -> int:
     return checks.integer(op, name, axis, low=-view.ndim, high=view.ndim - 1) % view.ndim
 
 
-def _delivered(result: Array, target: Array | None, out: Any, library: str | None) -> Any:
+def _delivered(by: Transport, result: Array, target: Array | None, out: Any, library: str | None) -> Any:
     """The result for the caller, in ``out`` if that was given."""
     if target is not None:
-        target[...] = result
+        by.copy(target, result)
     return give(result, library) if out is None else out

@@ -63,7 +63,8 @@ class DataParallel(Parts):
     decay : names, optional
         The parameters that decay; default: those with two axes and more.
     **options
-        ``dtype`` (default: float32), ``master``, ``moment_bits``: of :meth:`gpu_ops.training.FlatParams.from_shapes`.
+        ``dtype`` (default: float32), ``master``, ``moment_bits``, ``device``: of
+        :meth:`gpu_ops.training.FlatParams.from_shapes`. ``device="cuda"``, in stages 0 to 2: CuPy arrays.
 
     Attributes
     ----------
@@ -84,7 +85,7 @@ class DataParallel(Parts):
     Sums are made in rank order: all ranks have the same weights to the bit, and those of one rank that adds up the
     gradients of the same parts in this order. With microbatches, stages 0 and 1 add up each rank's own first, stages
     2 and 3 the ranks' of each microbatch. Stochastic rounding and the last bits of the norm depend on the division.
-    Arrays are in host memory.
+    Arrays are in host memory, or with ``device="cuda"`` CuPy's; no GPU has run these yet.
 
     Sources: Rajbhandari et al., "ZeRO", 2020; Zhao et al., "PyTorch FSDP", 2023.
 
@@ -119,7 +120,11 @@ class DataParallel(Parts):
         self.stage = checks.integer(_OP, "stage", stage, low=0, high=3)
         least = checks.number(_OP, "bucket_mb", bucket_mb, low=0.0) * _MB
         for name in options:
-            checks.one_of(_OP, "option", name, ("dtype", "master", "moment_bits"))
+            checks.one_of(_OP, "option", name, ("dtype", "master", "moment_bits", "device"))
+        if options.get("device") == "cuda" and self.stage == 3:
+            raise OptionError(
+                f"{_OP}: stage=3 keeps arrays in host memory; take stage 0 to 2 with device='cuda'"
+            )
         self._factor = 1 / comm.size if checks.flag(_OP, "mean", mean) else 1.0
         of_model = parts_of(self.config)
         if missing := [part for part in parts or () if part not in of_model]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gpu_ops.errors import CommError
 
-__all__ = ["Engine", "Pending", "Transfer"]
+__all__ = ["Engine", "Pending", "StreamTransfer", "Transfer"]
 
 Array = npt.NDArray[Any]
 
@@ -34,6 +34,17 @@ class Transfer(Protocol):
     def done(self) -> bool:
         """Whether it has ended; an engine moves data within this call. CommError if it failed."""
         ...
+
+
+class StreamTransfer(ABC):
+    """A transfer on a CUDA stream, for which no host waits."""
+
+    @abstractmethod
+    def done(self) -> bool: ...
+
+    @abstractmethod
+    def join(self) -> None:
+        """Make the current stream wait for it."""
 
 
 class Pending:
@@ -120,7 +131,7 @@ class Engine(ABC):
 
     def _described(self, kind: str, op: str, *facts: Any) -> str:
         self._calls[kind] += 1
-        words = (fact if isinstance(fact, str) else f"{fact.dtype} {fact.shape}" for fact in facts)
+        words = (fact if isinstance(fact, str) else _described_array(fact) for fact in facts)
         return f"{op}({', '.join(words)}), {kind} {self._calls[kind]} of {self.name!r}"
 
     def _agree(self, call: str) -> None:
@@ -140,7 +151,10 @@ class Engine(ABC):
             )
 
     def _finish(self, transfer: Transfer, call: str) -> None:
-        """Wait, without a core of its own."""
+        """Wait, without a core of its own; for a stream's transfer the current stream waits instead."""
+        if isinstance(transfer, StreamTransfer):
+            transfer.join()
+            return
         start = time.monotonic()
         while not self._moves(transfer):
             waited = time.monotonic() - start
@@ -175,3 +189,8 @@ class Engine(ABC):
         sys.stdout.flush()
         sys.stderr.write(f"{head}{message}\n")
         sys.stderr.flush()
+
+
+def _described_array(x: Any) -> str:
+    where = "" if isinstance(x, np.ndarray) else " on CUDA"
+    return f"{x.dtype} {tuple(x.shape)}{where}"

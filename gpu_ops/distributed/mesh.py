@@ -31,8 +31,9 @@ def world(timeout: float | None = None) -> Comm:
     Returns
     -------
     Comm
-        ``Single`` without a launcher (or under one that starts one process), else ``Mpi``: under mpiexec, mpirun,
-        srun or ``scripts/launch.sh N command``.
+        ``Single`` without a launcher (or under one that starts one process). Under mpiexec, mpirun, srun or
+        ``scripts/launch.sh N command``: ``Nccl`` on a machine with CUDA devices and nccl4py, which takes CuPy arrays
+        and arrays in host memory; else ``Mpi``.
 
     Raises
     ------
@@ -44,7 +45,9 @@ def world(timeout: float | None = None) -> Comm:
     Notes
     -----
     All ranks make the first call, which starts MPI: that waits for all processes without a timeout. From then on an
-    uncaught exception ends all ranks, with a non-zero exit status, and only rank 0 prints progress.
+    uncaught exception ends all ranks, with a non-zero exit status, and only rank 0 prints progress. With ``Nccl``
+    each rank of a machine gets a CUDA device of its own as CuPy's current one. NCCL has not run on GPUs yet: the
+    tests run on a stand-in.
 
     Examples
     --------
@@ -77,18 +80,21 @@ def _start(launch: Launch | None, timeout: float) -> Comm:
         )
     try:
         from gpu_ops.distributed.mpi import Mpi, end_job_on_errors
+        from gpu_ops.distributed.nccl import Nccl, nccl_missing
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise MissingPackageError(
             f"{launch.launcher} started {launch.size} processes, but mpi4py does not load ({error}); "
             "pip install 'gpu-ops[mpi]'"
         ) from error
-    comm = Mpi.world(timeout)
+    comm = (Mpi if nccl_missing() else Nccl).world(timeout)
     if comm.size != launch.size:
         raise CommError(
             f"{launch.launcher} started {launch.size} processes and mpi4py finds {comm.size}: it loaded another MPI "
             "than the launcher's. Install mpich or openmpi, not both, and use its mpiexec (srun: see srun --mpi=list)"
         )
     end_job_on_errors(comm)
+    if isinstance(comm, Nccl):
+        comm.use_own_device()
     progress.silent = comm.rank > 0
     return comm
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,7 @@ class Mpi(Comm):
         mpi.Set_errhandler(MPI.ERRORS_RETURN)
 
     @classmethod
-    def world(cls, timeout: float) -> Mpi:
+    def world(cls, timeout: float) -> Self:
         """All ranks, once all of them are here. Their messages stay apart from those of other users of MPI."""
         all_ranks, here = MPI.COMM_WORLD, MPI.Get_processor_name()
         hosts = [here if rank == all_ranks.rank else "an unknown host" for rank in range(all_ranks.size)]
@@ -103,8 +103,8 @@ class Mpi(Comm):
         return cls(all_ranks.Dup(), "world", timeout, _World(roll, roll.allgather(here)))
 
     @_errors()
-    def _split(self, color: int, name: str) -> Mpi:
-        return Mpi(self._mpi.Split(color, self.rank), name, self.timeout, self._world)
+    def _split(self, color: int, name: str) -> Self:
+        return type(self)(self._mpi.Split(color, self.rank), name, self.timeout, self._world)
 
     def abort(self, message: str, status: int = 1) -> None:
         self._say(message)

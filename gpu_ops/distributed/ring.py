@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import give
+from gpu_ops.core.arrays import cast, give
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.sequence import (
     ContextOptions,
@@ -21,6 +21,7 @@ from gpu_ops.distributed.sequence import (
     read_results,
     read_shards,
 )
+from gpu_ops.distributed.transport import array_module
 from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_merge import attention_merge
 from gpu_ops.ops.attention_options import visible_pairs
@@ -51,7 +52,8 @@ def ring_attention(
     comm : Comm
         p ranks; all of them make the call.
     q : array (batch, seqlen / p, nheads, head_dim)
-        The rows :func:`sequence_positions` names. float16, bfloat16, float32 or float64, in host memory.
+        The rows :func:`sequence_positions` names. float16, bfloat16, float32 or float64, in host memory; or CuPy
+        arrays, where the communicator takes them.
     k : array (batch, seqlen / p, nheads_kv, head_dim)
     v : array (batch, seqlen / p, nheads_kv, head_dim_v)
     layout : {"zigzag", "contiguous", "striped"}
@@ -96,8 +98,9 @@ def ring_attention(
     ring = _Ring(op, comm, shards, layout, options)
     dtype = checks.result_dtype(op, "out_dtype", out_dtype, shards.q.dtype, shards.wide)
     batch, length, nheads, _ = shards.q.shape
-    out = np.zeros((batch, length, nheads, shards.v.shape[-1]), shards.wide)
-    lse = np.full((batch, nheads, length), -np.inf)
+    module = array_module(shards.q)
+    out = module.zeros((batch, length, nheads, shards.v.shape[-1]), shards.wide)
+    lse = module.full((batch, nheads, length), -np.inf, np.float64)
     found: dict[str, Any] = {"return_lse": True, "out_dtype": shards.wide, "lse_dtype": np.float64}
     keys, values = shards.k, shards.v
     for step in range(comm.size):
@@ -110,7 +113,7 @@ def ring_attention(
                 moving.poll()
         if moving is not None:
             keys, values = moving.wait()
-    result = give(out.astype(dtype, copy=False), shards.library)
+    result = give(cast(out, dtype), shards.library)
     return (result, give(lse, shards.library)) if return_lse else result
 
 
@@ -169,16 +172,17 @@ def ring_attention_backward(
     batch, length, nheads, _ = shards.q.shape
     lse_shape = batch, nheads, length
     dout, out, lse = read_results(op, comm, shards, (dout, out, lse), lse_shape, np.dtype(np.float64))
-    dout = dout.astype(shards.q.dtype, copy=False)
-    products = dout.astype(shards.wide) * out
-    delta = np.ascontiguousarray(products.sum(axis=-1).transpose(0, 2, 1))
+    module = array_module(shards.q)
+    dout = cast(dout, shards.q.dtype)
+    products = cast(dout, shards.wide) * cast(out, shards.wide)
+    delta = module.ascontiguousarray(products.sum(axis=-1).transpose((0, 2, 1)))
     ring = _Ring(op, comm, shards, layout, options)
-    to_q: Array = np.zeros(shards.q.shape, shards.wide)
+    to_q: Array = module.zeros(shards.q.shape, shards.wide)
     keys, values = shards.k, shards.v
     sums = None
     for step in range(comm.size):
         moving = comm.shift(keys, values) if step + 1 < comm.size else None
-        parts = [np.zeros(x.shape, shards.wide) for x in (keys, values)]
+        parts = [module.zeros(x.shape, shards.wide) for x in (keys, values)]
         for rows, columns, places in ring.blocks((comm.rank - step) % comm.size):
             attention_backward(
                 *(dout[:, rows], shards.q[:, rows], keys[:, columns], values[:, columns]),
@@ -199,7 +203,7 @@ def ring_attention_backward(
             keys, values = moving.wait()
     assert sums is not None
     grads = (to_q, *sums.wait())
-    dq, dk, dv = (give(grad.astype(shards.q.dtype, copy=False), shards.library) for grad in grads)
+    dq, dk, dv = (give(cast(grad, shards.q.dtype), shards.library) for grad in grads)
     return dq, dk, dv
 
 

@@ -132,7 +132,9 @@ def read_shards(
             raise UnknownOptionError(f"{op}: unknown option {name!r}; options: {known}")
     views = [comm.movable(op, x, name) for name, x in zip("qkv", arrays, strict=True)]
     call, axes = Call(op), "batch seqlen"
-    if documents is not None:
+    if documents is None:
+        call.kernels = "attention"
+    else:
         call.axes.set("batch", documents, "cu_seqlens")
         axes = "tokens"
     given = dict(zip("qkv", (view for view, _ in views), strict=True))

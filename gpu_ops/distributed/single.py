@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.transport import CudaCopies, Transport, cupy_view
 
 __all__ = ["Single"]
 
@@ -29,6 +30,12 @@ class Single(Comm):
 
     def _split(self, color: int, name: str) -> Single:
         return Single(name, self.timeout)
+
+    def _cuda_view(self, op: str, name: str, x: Any) -> Array:
+        return cupy_view(op, name, x)
+
+    def _cuda_transport(self, ordinal: int) -> Transport:
+        return CudaCopies(ordinal)
 
     def abort(self, message: str, status: int = 1) -> None:
         """Print ``message`` and raise SystemExit."""

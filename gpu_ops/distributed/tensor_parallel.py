@@ -109,7 +109,7 @@ class TensorParallel:
     -----
     ``qkv`` and ``gate_up`` are divided by rows, ``o`` and ``down`` by columns, that is by heads and channels;
     ``embed`` and ``lm_head`` by rows. Norms and the biases of ``o`` and ``down`` are on every rank. Arrays are in
-    host memory.
+    host memory; weights of projections may be CuPy arrays, those of the vocabulary not.
 
     For N bytes of hidden states, forward and backward of a layer send 8 N (p - 1) / p bytes, with
     ``sequence_parallel`` 10 N (p - 1) / p: the backward gathers again what the forward did not keep. What all ranks

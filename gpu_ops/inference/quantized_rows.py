@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.core.arrays import on_cuda
+from gpu_ops.core.arrays import cast, on_cuda
 from gpu_ops.training.state_arrays import to_device
 
 __all__ = ["numbers"]
@@ -34,13 +34,4 @@ def numbers(slots: Any, pages: Any, scale: Any, dtype: Any) -> Any:
     else:
         every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         wide = to_device(every, "cuda" if on_cuda(pages) else "cpu")[codes]
-    return _rounded(wide * scale[page, row][..., None], np.dtype(dtype))
-
-
-def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
-    """A cast of float32, by integers to bfloat16: CuPy has no such cast."""
-    if dtype != ml_dtypes.bfloat16:
-        return x.astype(dtype)
-    bits = x.view(np.uint32)
-    bits = bits + (0x7FFF + ((bits >> 16) & 1))  # to nearest even
-    return (bits >> 16).astype(np.uint16).view(dtype)
+    return cast(wide * scale[page, row][..., None], np.dtype(dtype))

@@ -55,7 +55,7 @@ class FlatParams:
         self.grads = self.views("grads")
         """Views of the gradients, by name; accumulate into them."""
         self._values = [self.params, *(self.views(n) for n in ("master",) if n in arrays)]
-        self._device, self._module = device, _module(device)
+        self.device, self._module = device, _module(device)
         decayed, size = ends
         whole = (slice(0, decayed), slice(decayed, size))
         # made once: a later call finds its program by its arrays
@@ -205,7 +205,7 @@ class FlatParams:
                 skip=skip,
                 rounding=rounding,
                 seed=2 * seed + i,  # both parts count their elements from 0
-                device=self._device,
+                device=self.device,
                 backend=backend,
                 workspace=workspace,
             )

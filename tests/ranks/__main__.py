@@ -1,7 +1,8 @@
 """Checks that run on several ranks: ``mpiexec -n 4 python -m tests.ranks collectives mesh``.
 
 A group is a module here. Its ``check_*`` functions take the world's communicator and run on every rank, in order; the
-first error ends the job. Every call is compared between ranks (GPU_OPS_COMM_CHECK).
+first error ends the job. Its ``prepare``, if it has one, runs before the world is made. Every call is compared
+between ranks (GPU_OPS_COMM_CHECK).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from gpu_ops import distributed
 
 
 def main(groups: list[str]) -> None:
+    modules = {group: importlib.import_module(f"tests.ranks.{group}") for group in groups}
+    for module in modules.values():
+        getattr(module, "prepare", lambda: None)()
     comm = distributed.world(timeout=500)
-    for group in groups:
-        module = importlib.import_module(f"tests.ranks.{group}")
+    for group, module in modules.items():
         checks = [(name, check) for name, check in vars(module).items() if name.startswith("check_")]
         for name, check in checks:
             try:

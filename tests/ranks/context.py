@@ -38,15 +38,19 @@ def draw(seqlen, dtype, level=0.0, heads=(4, 2), seed=0):
     return [x.astype(DTYPES[dtype]) for x in (q, k, v, dout)]
 
 
-def ring(comm, arrays, layout, options):
-    """out in float32, dq, dk and dv of this rank, and lse."""
+def unchanged(x):
+    return x
+
+
+def ring(comm, arrays, layout, options, there=unchanged, back=unchanged):
+    """out in float32, dq, dk and dv of this rank, and lse. ``there``, ``back``: to the device that computes."""
     mine = distributed.sequence_positions(comm, arrays[0].shape[1], layout)
-    q, k, v, dout = (x[:, mine] for x in arrays)
+    q, k, v, dout = (there(x[:, mine]) for x in arrays)
     wide = np.float64 if q.dtype == np.float64 else np.float32
     given = {"layout": layout, **options}
     out, lse = distributed.ring_attention(comm, q, k, v, return_lse=True, out_dtype=wide, **given)
     grads = distributed.ring_attention_backward(comm, dout, q, k, v, out, lse, **given)
-    return [out, *grads], lse
+    return [back(x) for x in (out, *grads)], back(lse)
 
 
 def whole(arrays, options, wide):
@@ -64,11 +68,11 @@ def exact(arrays, options):
     return [out, *reference.attention_backward(dout, q, k, v, out, lse, **options)], lse
 
 
-def compare(comm, arrays, layout, options, level=0.0):
+def compare(comm, arrays, layout, options, level=0.0, **device):
     """float64 to 1e-12, the others to twice the error of one rank and two roundings."""
     seqlen, dtype = arrays[0].shape[1], arrays[0].dtype
     mine = context_parallel.sequence_positions(comm.rank, comm.size, seqlen, layout)
-    found, lse = ring(comm, arrays, layout, options)
+    found, lse = ring(comm, arrays, layout, options, **device)
     want, want_lse = exact(arrays, options)
     one, _ = whole(arrays, options, found[0].dtype)
     np.testing.assert_allclose(lse, want_lse[:, :, mine], rtol=2e-6, atol=1e-5)

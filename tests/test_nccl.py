@@ -1,0 +1,95 @@
+"""CUDA arrays between ranks: on stand-ins for CuPy and nccl4py, since NCCL wants a GPU for each rank."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from fake_cupy import FakeArray, ForeignArray
+
+from gpu_ops import distributed
+from gpu_ops.distributed.single import Single
+from gpu_ops.errors import DeviceError, DTypeError, MissingPackageError
+from tests.processes import python
+from tests.test_distributed import needs_mpi, passes
+
+needs_mpi4py = pytest.mark.skipif(not find_spec("mpi4py"), reason="needs mpi4py: pip install 'gpu-ops[mpi]'")
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_ranks_with_gpus(ranks):
+    passes(ranks, ["cuda"])
+
+
+@needs_mpi4py
+@pytest.mark.skipif(not find_spec("nccl"), reason="needs nccl4py: pip install 'gpu-ops[nccl12]'")
+def test_the_stand_in_has_the_parameters_of_nccl4py():
+    code = """
+import inspect, nccl.core, nccl.bindings.nccl
+from tests import fake_nccl as fake
+core = nccl.core
+assert [int(core.SUM), int(core.MAX)] == [fake.SUM, fake.MAX]
+assert issubclass(nccl.bindings.nccl.NCCLError, Exception) and issubclass(core.NcclInvalid, Exception)
+assert len(bytes(core.get_unique_id())) == 128
+for name in ("init", "allreduce", "reduce_scatter", "allgather", "broadcast", "send", "recv"):
+    real, ours = (inspect.signature(getattr(x.Communicator, name)).parameters.values() for x in (core, fake))
+    assert [(p.name, p.kind) for p in real] == [(p.name, p.kind) for p in ours], name
+for dtype in fake.DTYPES:
+    assert core.NcclDataType(dtype).numpy_dtype.name == dtype
+print("same")
+"""
+    assert python("-c", "import ml_dtypes" + code).split() == ["same"]
+
+
+def test_one_rank_copies(cupy):
+    comm = Single()
+    x = FakeArray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    out = FakeArray(np.zeros((2, 3), np.float32))
+    for found in (
+        *(comm.all_reduce(x), comm.all_gather(x, 1), comm.reduce_scatter(x), comm.all_to_all(x, 1, 0)),
+        *(comm.broadcast(x), *comm.shift(x).wait(), comm.all_reduce(x, out=out)),
+        *(comm.start_all_gather(x).wait(), comm.start_reduce_scatter(x, 1).wait()),
+    ):
+        assert isinstance(found, FakeArray)
+        assert found is out or not np.shares_memory(found.host, x.host)
+        np.testing.assert_array_equal(found.host, x.host)
+    assert not cupy.waits
+    with pytest.raises(
+        DTypeError, match=r"x is a CUDA array of type ForeignArray; pass .* cupy\.from_dlpack\(x\)"
+    ):
+        comm.all_reduce(ForeignArray(x.host))
+
+
+@needs_mpi4py
+def test_a_missing_package_names_its_extra(cupy, monkeypatch):
+    from gpu_ops.distributed.mpi import Mpi
+    from gpu_ops.distributed.nccl import Nccl, NcclTransport, nccl_missing
+
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    monkeypatch.delitem(sys.modules, "nccl.core", raising=False)
+    x = FakeArray(np.ones(3, np.float32))
+    assert "gpu-ops[nccl12]" in nccl_missing()
+    one = Mpi.__new__(Mpi)
+    with pytest.raises(
+        DeviceError, match=r"Mpi sends arrays in host memory: pass x.get\(\), or .*gpu-ops\[nccl12\]"
+    ):
+        one.all_reduce(x)
+    two = Nccl.__new__(Nccl)
+    super(Mpi, two).__init__(0, [0, 1], "world", 1.0)
+    with pytest.raises(
+        MissingPackageError, match=r"nccl4py does not load .* pip install 'gpu-ops\[nccl12\]'"
+    ):
+        NcclTransport(two, 0)
+
+
+def test_without_a_device_host_arrays_need_no_cupy():
+    code = "import sys; from gpu_ops import distributed; distributed.world(); print('cupy' in sys.modules)"
+    assert python("-c", code).split() == ["False"]
+
+
+def test_world_says_that_nccl_is_untested():
+    assert "has not run on GPUs yet" in inspect.getdoc(distributed.world)
