@@ -129,7 +129,7 @@ def test_out_is_read_only_unaligned_or_of_another_kind(name):
             ),
             (filled(out[:-1]) if out.ndim else filled(out[None]), ShapeError, "has shape"),
             (out[None], ShapeError, "has shape"),
-            (out.astype(other), DTypeError, f"is {np.dtype(other)}"),
+            (np.zeros(out.shape, other), DTypeError, f"is {np.dtype(other)}"),
         ):
             if out.itemsize == 1 and message == "is not aligned":
                 continue
