@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +37,7 @@ from gpu_ops.errors import (
 )
 from gpu_ops.formats.files import path_of, sync_folder, system_errors, write_file
 from gpu_ops.formats.safetensors import NUMPY_DTYPES
+from gpu_ops.training.checkpoints import MOST_STEP, outdated, step_name, steps_in
 from gpu_ops.training.state import load_state, read_meta, save_state
 
 __all__ = ["ShardedCheckpoints"]
@@ -45,9 +45,7 @@ __all__ = ["ShardedCheckpoints"]
 Array = npt.NDArray[Any]
 
 _OP = "ShardedCheckpoints"
-_FOLDER = re.compile(r"step-([0-9]{12})")
 _UNFINISHED = ".gpu_ops-unfinished"
-_MOST_STEP = 10**12 - 1
 _WORDS = 500  # bytes of an error that other ranks get
 
 
@@ -105,7 +103,7 @@ class ShardedCheckpoints:
             Another rank failed; the message has its error.
         """
         op, rank = f"{_OP}.save", self.comm.rank
-        step = checks.integer(op, "step", step, low=0, high=_MOST_STEP)
+        step = checks.integer(op, "step", step, low=0, high=MOST_STEP)
         if "m_scale" in parallel.flat.buffers:
             raise OptionError(f"{op}: moments of moment_bits=8 are not saved in shards; use moment_bits=32")
         if not isinstance(meta, Mapping | None):
@@ -132,7 +130,7 @@ class ShardedCheckpoints:
                 with system_errors(op, target):
                     temporary.rename(target)
                     sync_folder(self.folder)
-                    for old in before[: max(len(before) + 1 - self.keep, 0)]:
+                    for old in outdated(before, self.keep):
                         self.path(old).rename(temporary)  # its name goes first: a kill leaves no half of it
                         _remove(temporary)
         return target
@@ -182,13 +180,11 @@ class ShardedCheckpoints:
 
     def steps(self) -> list[int]:
         """The steps saved, in order."""
-        with system_errors(_OP, self.folder):
-            names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
-        return sorted(int(match[1]) for name in names if (match := _FOLDER.fullmatch(name)))
+        return steps_in(_OP, self.folder)
 
     def path(self, step: int) -> Path:
         """The folder of a step."""
-        return self.folder / f"step-{step:012d}"
+        return self.folder / step_name(step)
 
     def _agreed(self, op: str) -> list[int]:
         """The steps that rank 0 finds: another rank may look when a folder has just come or gone."""

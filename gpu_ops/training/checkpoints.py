@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import path_of, remove_temporary, system_errors
 from gpu_ops.training.state import is_state, save_state
 
-__all__ = ["Checkpoints"]
+__all__ = ["MOST_STEP", "Checkpoints", "outdated", "step_name", "steps_in"]
+
+MOST_STEP = 10**12 - 1
 
 
 class Checkpoints:
@@ -48,7 +50,7 @@ class Checkpoints:
         files were removed.
         """
         name = "Checkpoints.save"
-        step = integer(name, "step", step, low=0, high=_MOST_STEP)
+        step = integer(name, "step", step, low=0, high=MOST_STEP)
         before = self.steps()
         if before and step < before[-1]:
             raise OptionError(
@@ -62,7 +64,7 @@ class Checkpoints:
         save_state(path, arrays, meta)
         with system_errors(name, self.folder):
             others = [s for s in before if s != step]
-            for old in others[: max(len(others) + 1 - self.keep, 0)]:
+            for old in outdated(others, self.keep):
                 self.path(old).unlink(missing_ok=True)
         return path
 
@@ -73,17 +75,29 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps saved, in order. Files that are damaged or cut off do not count."""
-        with system_errors("Checkpoints", self.folder):
-            if not self.folder.exists():
-                return []
-            names = [path.name for path in self.folder.iterdir()]
-        numbers = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
-        return [step for step in numbers if is_state(self.path(step))]
+        return [step for step in steps_in("Checkpoints", self.folder, _ENDING) if is_state(self.path(step))]
 
     def path(self, step: int) -> Path:
         """The file of a step."""
-        return self.folder / f"step-{step:012d}.safetensors"
+        return self.folder / f"{step_name(step)}{_ENDING}"
 
 
-_FILE = re.compile(r"step-([0-9]{12})\.safetensors")
-_MOST_STEP = 10**12 - 1
+_ENDING = ".safetensors"
+
+
+def step_name(step: int) -> str:
+    """The name of a step's file or folder, without an ending."""
+    return f"step-{step:012d}"
+
+
+def steps_in(op: str, folder: Path, ending: str = "") -> list[int]:
+    """The steps that a folder has a name of, in order; none if there is no such folder."""
+    pattern = re.compile(r"step-([0-9]{12})" + re.escape(ending))
+    with system_errors(op, folder):
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+
+
+def outdated(steps: Sequence[int], keep: int) -> Sequence[int]:
+    """The steps that go when one more is saved and ``keep`` stay."""
+    return steps[: max(len(steps) + 1 - keep, 0)]
