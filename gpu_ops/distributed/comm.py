@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap, same_memory
 from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
 from gpu_ops.distributed.engine import Engine, Pending
-from gpu_ops.distributed.transport import HostTransport, Transport, as_bytes
+from gpu_ops.distributed.transport import CudaCopies, HostTransport, Transport, as_bytes, cupy_view
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 
 __all__ = ["Comm"]
@@ -234,21 +234,22 @@ class Comm(Engine):
     def _transport(self, view: Array) -> Transport:
         return self._host if isinstance(view, np.ndarray) else self._cuda_transport(view.device.id)
 
-    def _cuda_transport(self, ordinal: int) -> Transport:
-        """For CuPy arrays of this device, in a group that takes them."""
-        raise NotImplementedError
+    _takes_cuda: ClassVar[bool] = False
+    """Whether this group sends CuPy arrays."""
 
-    def _cuda_view(self, op: str, name: str, x: Any) -> Array:
-        """``x`` if this group takes it: a CuPy array. DeviceError otherwise."""
-        raise DeviceError(
-            f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: pass "
-            f"{name}.get(), or install NCCL on every rank: pip install 'gpu-ops[nccl12]' (CUDA 13: nccl13)"
-        )
+    def _cuda_transport(self, ordinal: int) -> Transport:
+        """For CuPy arrays of this device; here, of a group of one rank."""
+        return CudaCopies(ordinal)
 
     def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
         """Return a NumPy or CuPy view of an argument that can be sent, and the library whose array it is."""
         if on_cuda(x):
-            return self._cuda_view(op, name, x), None
+            if not self._takes_cuda:
+                raise DeviceError(
+                    f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: pass "
+                    f"{name}.get(), or install NCCL on every rank: pip install 'gpu-ops[nccl12]' (CUDA 13: nccl13)"
+                )
+            return cupy_view(op, name, x), None
         view, library = host_view(op, name, np.asarray(x) if isinstance(x, np.generic) else x)
         if view.dtype.hasobject:
             raise DTypeError(f"{op}: {name} is {view.dtype}: Python objects cannot be sent")

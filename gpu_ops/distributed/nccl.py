@@ -20,11 +20,9 @@ from gpu_ops.distributed.mpi import Mpi
 from gpu_ops.distributed.transport import (
     DONE,
     Array,
-    CudaCopies,
     CudaTransport,
     Transport,
     as_bytes,
-    cupy_view,
     nothing,
 )
 from gpu_ops.errors import CommError, DeviceError, MissingPackageError
@@ -53,6 +51,7 @@ class Nccl(Mpi):
     the caller orders.
     """
 
+    _takes_cuda = True
     _by_nccl: NcclTransport | None = None
 
     def use_own_device(self) -> None:
@@ -62,12 +61,9 @@ class Nccl(Mpi):
         here = self.hosts[: self.rank].count(self.hosts[self.rank])
         cupy.cuda.Device(here % cupy.cuda.runtime.getDeviceCount()).use()
 
-    def _cuda_view(self, op: str, name: str, x: Any) -> Array:
-        return cupy_view(op, name, x)
-
     def _cuda_transport(self, ordinal: int) -> Transport:
         if self.size == 1:
-            return CudaCopies(ordinal)
+            return super()._cuda_transport(ordinal)
         if self._by_nccl is None:
             self._by_nccl = NcclTransport(self, ordinal)
         if self._by_nccl.ordinal != ordinal:
@@ -162,7 +158,7 @@ class NcclTransport(CudaTransport):
         return self._core.SUM if op == "sum" else self._core.MAX
 
     def _enqueue(self, work: Callable[[Any, int], None], *arrays: Array, beside: bool) -> Transfer:
-        """Hand a call to NCCL: on CuPy's current stream, or beside it on the group's own, after what it has now."""
+        """Enqueue a call: on CuPy's current stream, or on the group's side stream, behind the current one's work."""
         if not sum(x.size for x in arrays):
             return DONE
         cuda = self._cupy.cuda

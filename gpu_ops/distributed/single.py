@@ -10,32 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.transport import CudaCopies, Transport, cupy_view
+from gpu_ops.distributed.engine import Transfer
+from gpu_ops.distributed.transport import DONE
 
 __all__ = ["Single"]
 
 Array = npt.NDArray[Any]
 
 
-class _Done:
-    def done(self) -> bool:
-        return True
-
-
 class Single(Comm):
     """One rank, which sends nothing: results are copies."""
+
+    _takes_cuda = True
 
     def __init__(self, name: str = "world", timeout: float = 600.0) -> None:
         super().__init__(0, [0], name, timeout)
 
     def _split(self, color: int, name: str) -> Single:
         return Single(name, self.timeout)
-
-    def _cuda_view(self, op: str, name: str, x: Any) -> Array:
-        return cupy_view(op, name, x)
-
-    def _cuda_transport(self, ordinal: int) -> Transport:
-        return CudaCopies(ordinal)
 
     def abort(self, message: str, status: int = 1) -> None:
         """Print ``message`` and raise SystemExit."""
@@ -48,23 +40,23 @@ class Single(Comm):
 
     def _all_to_all(
         self, sent: Array, counts: Sequence[int], found: Array, found_counts: Sequence[int]
-    ) -> _Done:
+    ) -> Transfer:
         np.copyto(found, sent)
-        return _Done()
+        return DONE
 
-    def _all_gather(self, sent: Array, found: Array, counts: Sequence[int]) -> _Done:
+    def _all_gather(self, sent: Array, found: Array, counts: Sequence[int]) -> Transfer:
         np.copyto(found, sent)
-        return _Done()
+        return DONE
 
-    def _broadcast(self, data: Array, root: int) -> _Done:
-        return _Done()
+    def _broadcast(self, data: Array, root: int) -> Transfer:
+        return DONE
 
     def _point_to_point(
         self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
-    ) -> _Done:
+    ) -> Transfer:
         for (given, _), (received, _) in zip(sent, found, strict=True):
             np.copyto(received, given)
-        return _Done()
+        return DONE
 
     def _roll_call(self, word: str) -> list[str | None]:
         return [word]
