@@ -24,7 +24,7 @@ from gpu_ops.inference.captured import Graphs
 from gpu_ops.models.projection import PROJECTIONS
 from gpu_ops.reference.precision import Precision
 from gpu_ops.training.state_arrays import to_device
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Config, Inputs, device_of
 
 CONFIG = models.LlamaConfig(vocab=32000, hidden=768, ffn=2048, nlayers=12, nheads=12, nheads_kv=4, tied=True)
 SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nheads_kv=1, tied=True)
@@ -93,11 +93,6 @@ def model_of(x: Inputs, arrays: dict[str, Any]) -> tuple[models.Llama, models.Ll
     return models.with_int8_input(weights) if x["kind"] == "ternary int8" else weights, config
 
 
-def device_of(x: Inputs) -> str:
-    """The weights start on the host; the tokens are where the model runs."""
-    return "cpu" if isinstance(x["ids"], np.ndarray) else "cuda"
-
-
 def ours(x: Inputs, **how: Any) -> Call:
     """Of the last tokens; the others are in the cache."""
     weights, config = model_of(x, {n: to_device(w, device_of(x)) for n, w in x["weights"].items()})
@@ -109,13 +104,17 @@ def ours(x: Inputs, **how: Any) -> Call:
         inference.next_logits(weights, config, cache, cache.reserve(before))
         cache.commit()
     last = {h: text[-new:] for h, text in zip(handles, ids, strict=True)}
-    graphs = Graphs(weights, config, cache, cache.length(handles[0]) + new) if cache.device == "cuda" else None
+    graphs = (
+        Graphs(weights, config, cache, cache.length(handles[0]) + new) if cache.device == "cuda" else None
+    )
 
     def run() -> Any:
         """As an engine does: on a GPU a pass of single tokens is the replay of a graph."""
         into = graphs and graphs.step_for(last)
         step = cache.reserve(last, out=into)
-        found = graphs.logits(step, len(last)) if into else inference.next_logits(weights, config, cache, step)
+        found = (
+            graphs.logits(step, len(last)) if into else inference.next_logits(weights, config, cache, step)
+        )
         cache.rollback()
         return found
 

@@ -21,7 +21,7 @@ import gpu_ops
 from gpu_ops import models, training
 from gpu_ops.reference.precision import Precision
 from perf.build import torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Config, Inputs, device_of
 
 CONFIG = models.LlamaConfig(vocab=256, hidden=256, ffn=688, nlayers=4, nheads=4, nheads_kv=2)
 SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nheads_kv=1)
@@ -70,11 +70,6 @@ def data(rng: np.random.Generator, config: models.LlamaConfig, batch: int, lengt
 
 def config_of(x: Inputs) -> models.LlamaConfig:
     return SMALL if x["weights"]["embed"].shape[0] == SMALL.vocab else CONFIG
-
-
-def device_of(x: Inputs) -> str:
-    """The weights start on the host; the tokens are where the step runs."""
-    return "cpu" if isinstance(x["ids"], np.ndarray) else "cuda"
 
 
 def ours(x: Inputs, policy: str = "none", **how: Any) -> Call:

@@ -109,6 +109,11 @@ def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:
     return made
 
 
+def device_of(x: Inputs) -> str:
+    """Of a model: the weights start on the host, and the tokens, ``ids``, are where it runs."""
+    return "cpu" if isinstance(x["ids"], np.ndarray) else "cuda"
+
+
 def nbytes(value: Any) -> int:
     """Bytes of all arrays in an input: arrays, containers of arrays, TernaryMatrix."""
     if isinstance(value, Mapping):
