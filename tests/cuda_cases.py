@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
 from gpu_ops.core.dispatch import has_cuda_kernels
 from tests.calls import OPS, call, refusal
 
@@ -33,3 +38,20 @@ CAPTURED = [case for case in CASES if case[0] not in NO_CAPTURE]
 def case_id(case: tuple[str, dict[str, object], str]) -> str:
     op, form, kernels = case
     return f"{op}{'-' * bool(form)}{''.join(form)}-{kernels}"
+
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def to_cupy(x: Any) -> Any:
+    """A NumPy array on the GPU."""
+    import cupy
+
+    return cupy.asarray(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asarray(x)
+
+
+def to_numpy(x: Any) -> Any:
+    """A CuPy array in host memory."""
+    import cupy
+
+    return cupy.asnumpy(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asnumpy(x)

@@ -13,7 +13,7 @@ from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
-from tests.calls import ADDED, OUT, call
+from tests.calls import ADDED, OUT, call, results
 from tests.cuda_cases import CAPTURED, case_id
 
 pytestmark = needs_nvrtc
@@ -21,10 +21,6 @@ pytestmark = needs_nvrtc
 
 def on_device(x):
     return FakeArray(x.copy()) if isinstance(x, np.ndarray) else x
-
-
-def results(x):
-    return x if isinstance(x, tuple) else () if x is None else (x,)
 
 
 @pytest.mark.parametrize(("op", "form", "kernels"), CAPTURED, ids=map(case_id, CAPTURED))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
@@ -17,10 +16,10 @@ from gpu_ops import training
 from gpu_ops.core import device as devices
 from gpu_ops.core.device import cuda_missing, current_device
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
+from tests.cuda_cases import BFLOAT16, to_cupy, to_numpy
 
 pytestmark = pytest.mark.gpu
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, COLS = 37, 1000
 
 
@@ -47,18 +46,6 @@ def operands(request, rng):
     """x, residual, weight."""
     dtype = np.dtype(request.param)
     return random(rng, (ROWS, COLS), dtype), random(rng, (ROWS, COLS), dtype), random(rng, (COLS,), dtype)
-
-
-def to_cupy(x):
-    import cupy
-
-    return cupy.asarray(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asarray(x)
-
-
-def to_numpy(x):
-    import cupy
-
-    return cupy.asnumpy(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asnumpy(x)
 
 
 def ulps(a, b):

@@ -11,8 +11,8 @@ import pytest
 import gpu_ops
 from gpu_ops import inference, memory, models, training
 from gpu_ops.inference import Engine, Sampling
-from tests.calls import ADDED, OUT, call
-from tests.cuda_cases import CAPTURED, case_id
+from tests.calls import ADDED, OUT, call, results
+from tests.cuda_cases import CAPTURED, case_id, to_cupy, to_numpy
 
 pytestmark = pytest.mark.gpu
 
@@ -33,21 +33,6 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-def moved(x):
-    """A NumPy array on the GPU, bfloat16 too."""
-    import cupy
-
-    bits = x.dtype == np.dtype(ml_dtypes.bfloat16)
-    return cupy.asarray(x.view(np.uint16)).view(x.dtype) if bits else cupy.asarray(x)
-
-
-def back(x):
-    import cupy
-
-    bits = x.dtype == np.dtype(ml_dtypes.bfloat16)
-    return cupy.asnumpy(x.view(np.uint16)).view(x.dtype) if bits else cupy.asnumpy(x)
-
-
 def model(of=lambda x: x, dtype=np.float32):
     arrays = models.initial_weights(CONFIG, std=0.2)
     return models.Llama.of({name: of(x.astype(dtype)) for name, x in arrays.items()}, CONFIG)
@@ -56,7 +41,7 @@ def model(of=lambda x: x, dtype=np.float32):
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-5), ("bfloat16", 4e-2), ("float16", 5e-3)])
 def test_logits(cupy, on_cpu, kernels, dtype, error):
     kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
-    found = back(models.logits(moved(IDS), model(moved, kind), CONFIG)).astype(np.float32)
+    found = to_numpy(models.logits(to_cupy(IDS), model(to_cupy, kind), CONFIG)).astype(np.float32)
     assert np.abs(found - on_cpu.logits).max() <= error * np.abs(on_cpu.logits).max()
 
 
@@ -75,7 +60,7 @@ def losses(device, place, steps=4):
 
 
 def test_training_steps(cupy, on_cpu, kernels):
-    found = losses("cuda", moved)
+    found = losses("cuda", to_cupy)
     np.testing.assert_allclose(found, on_cpu.losses, rtol=1e-4)
     assert found[-1] < found[0]
 
@@ -99,7 +84,7 @@ def tokens_of(weights, **options):
     ids=["graphs", "no graphs", "drafts"],
 )
 def test_tokens_are_those_of_the_cpu(cupy, on_cpu, kernels, options):
-    found, engine = tokens_of(model(moved), **options)
+    found, engine = tokens_of(model(to_cupy), **options)
     assert found == on_cpu.tokens
     if options == {"capture": True}:
         assert len(engine._graphs._kept) > 0  # sizes that were captured
@@ -113,7 +98,7 @@ def last_logits(weights, codes):
 
 @pytest.mark.parametrize("codes", CODES)
 def test_a_quantized_cache(cupy, on_cpu, kernels, codes):
-    want, found = on_cpu.of_codes[codes], back(last_logits(model(moved), codes))
+    want, found = on_cpu.of_codes[codes], to_numpy(last_logits(model(to_cupy), codes))
     assert np.abs(found - want).max() <= 2e-2 * np.abs(want).max()
 
 
@@ -129,20 +114,17 @@ def on_cpu():
     )
 
 
-def results(x):
-    return x if isinstance(x, tuple) else () if x is None else (x,)
-
-
 @pytest.mark.parametrize(("op", "form", "names"), CAPTURED, ids=map(case_id, CAPTURED))
 def test_a_captured_call_replays(cupy, op, form, names):
     """The graph of a call gives the bits that the call gives, each time."""
     one = call(op)
     placed = {
-        n: moved(x) if isinstance(x, np.ndarray) else x for n, x in (one.arrays | one.options | form).items()
+        n: to_cupy(x) if isinstance(x, np.ndarray) else x
+        for n, x in (one.arrays | one.options | form).items()
     }
     one = one.having(**placed)
     state = {n: x.copy() for n, x in (one.arrays | one.options).items() if isinstance(x, cupy.ndarray)}
-    want = [back(x).tobytes() for x in results(one(backend=names))]
+    want = [to_numpy(x).tobytes() for x in results(one(backend=names))]
 
     def restore():
         for name, x in state.items():
@@ -169,7 +151,7 @@ def test_a_captured_call_replays(cupy, op, form, names):
         graph.launch(stream)
         stream.synchronize()
         if given:
-            assert [back(x).tobytes() for x in outs] == want
+            assert [to_numpy(x).tobytes() for x in outs] == want
 
 
 @pytest.mark.parametrize("policy", ["none", "layer"])
@@ -186,7 +168,7 @@ def test_an_estimate_is_the_peak_of_cupys_pool(cupy, policy):
 
     before = pool.used_bytes()
     with Peak() as peak:
-        ids = moved(np.zeros((4, 512), np.int32))
+        ids = to_cupy(np.zeros((4, 512), np.int32))
         flat = training.FlatParams.from_shapes(config.shapes(), dtype="bfloat16", device="cuda")
         weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
         for _ in range(2):
