@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -165,12 +166,20 @@ def end_job_on_errors(comm: Mpi) -> None:
     """An uncaught exception in any thread ends all ranks, which would otherwise wait for this one."""
     before, before_in_threads = sys.excepthook, threading.excepthook
 
+    def in_one_write(show: Callable[[], object]) -> None:
+        """What several ranks print at once would be mixed within the lines."""
+        shown = io.StringIO()
+        with contextlib.redirect_stderr(shown):
+            show()
+        sys.stderr.write(shown.getvalue())
+        sys.stderr.flush()
+
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        before(kind, error, trace)
+        in_one_write(lambda: before(kind, error, trace))
         comm.abort(f"{kind.__name__} ends the job")
 
     def hook_in_threads(arguments: threading.ExceptHookArgs) -> None:
-        before_in_threads(arguments)
+        in_one_write(lambda: before_in_threads(arguments))
         if arguments.exc_type is not SystemExit:
             comm.abort(f"{arguments.exc_type.__name__} in a thread ends the job")
 
