@@ -98,7 +98,7 @@ def fits(times: Mapping[str, Mapping[str, float]]) -> dict[str, Fit]:
 
 
 def run(ranks: int, console: Console, *, quick: bool = False, save: str = "", plot: bool = False) -> int:
-    """Measure, print, and keep or draw what is asked for. Returns the exit code."""
+    """Measure and print; save and draw on request. Returns the exit code."""
     reason = missing()
     if reason:
         console.print(f"comm: skipped, {reason}", style="yellow", markup=False)

@@ -306,7 +306,7 @@ def _copied_to_device(views: Views) -> Views:
 
 
 def _to_host(x: Any) -> Any:
-    """A copy that lies in host memory as ``x`` does on the device: the axis of the largest stride first."""
+    """A copy in host memory, with the axes in the order that they have in the device's memory."""
     import cupy
 
     axes = sorted(range(x.ndim), key=lambda i: -x.strides[i])

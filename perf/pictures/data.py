@@ -63,7 +63,7 @@ class Machine:
 
 
 def machines(paths: Iterable[Path]) -> dict[str, Machine]:
-    """The saved runs in files and folders, by the name of the folder that a file lies in: one machine each."""
+    """Saved runs by machine, from files and folders. A machine is named by the folder its files are in."""
     files = [file for path in paths for file in (sorted(path.rglob("*.csv")) if path.is_dir() else [path])]
     found: dict[str, list[Run]] = {}
     for file in unique(files):

@@ -54,8 +54,8 @@ def attention_pipeline() -> Drawing:
 
 
 def mma_fragment() -> Drawing:
-    """Who holds what of a 16 x 8 tile of S: with g = lane / 4 and t = lane % 4, columns 2t and 2t + 1 of rows g and
-    g + 8."""
+    """The lanes that hold a 16 x 8 tile of S. With g = lane / 4 and t = lane % 4, a lane has columns 2t and 2t + 1 of
+    rows g and g + 8."""
     d = Drawing(620, 300)
     for row in range(16):
         for pair in range(4):

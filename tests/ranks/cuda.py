@@ -163,7 +163,7 @@ def check_order(comm):
 
 
 def check_arrays_live_until_sent(comm):
-    """Those of a transfer that nobody waits for: CuPy would hand their memory to the next array."""
+    """The arrays of a transfer without a wait: CuPy's pool would give their memory to the next array."""
     with deferred() as fake:
         x = fake.empty((64,), np.float32)
         x.fill(comm.rank)
