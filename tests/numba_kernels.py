@@ -21,3 +21,17 @@ def scale_kernel(factor):
             y[i] = times(x[i, 0])
 
     return jit.NumbaKernel(scale, "void(float32[:, ::1], float32[::1], int64)", f"scale[{factor}]")
+
+
+def difference_kernel():
+    """``y[i] = x[i] * factor - x[0] * factor``, which is 0 for i = 0 unless one product is not rounded."""
+    from numba import cuda
+
+    def difference(x, y, total, factor):
+        i = cuda.grid(1)
+        if i < x.size:
+            y[i] = x[i] * factor - x[0] * factor
+            cuda.atomic.add(total, 0, x[i])
+
+    signature = "void(float32[::1], float32[::1], float32[::1], float32)"
+    return jit.NumbaKernel(difference, signature, "difference")

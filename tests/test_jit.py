@@ -180,6 +180,17 @@ def test_numba(arch):
 
 @needs_numba_cuda
 @needs_ptxas
+def test_numba_products_are_rounded():
+    """ptxas makes one fma of a product and a sum that do not say how they round, and the emulator does not."""
+    compiled = jit.compile_kernel(numba_kernels.difference_kernel(), "sm_90")
+    assert len(re.findall(r"\bmul\.rn\.f32\b", compiled.ptx)) == 2
+    assert re.search(r"\bsub\.rn\.f32\b", compiled.ptx)
+    assert re.search(r"\b(atom|red)\.[\w.]*add\.f32\b", compiled.ptx)
+    jit.assemble(compiled, "sm_90")  # ptxas takes these forms
+
+
+@needs_numba_cuda
+@needs_ptxas
 def test_numba_machine_code():
     compiled = jit.compile_kernel(numba_kernels.scale_kernel(3.0), "sm_90a")
     assembled = jit.assemble(compiled, "sm_90a")

@@ -55,6 +55,11 @@ class _Target(threading.local):
 
 _target = _Target()
 
+# ptxas may contract a product and a sum that do not name their rounding to one fma. ``t = x * scale`` and later
+# ``t - max(t)`` would then not be 0 at the maximum, and the emulator would not show it. A kernel that wants an fma
+# calls ``cuda.fma``.
+_ROUNDED = re.compile(r"(?<![\w.])(add|sub|mul)\.(f64|f32|f16x2|f16|bf16x2|bf16)\b")
+
 
 def compile_numba(function: Callable[..., None], signature: str, name: str, arch: str) -> str:
     """PTX of one kernel, which contains the entry's mangled name."""
@@ -76,7 +81,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
         raise KernelCompileError(f"cannot compile {name} for {arch}{hint}", str(error)) from error
     finally:
         _target.device = None
-    return str(ptx)
+    return _ROUNDED.sub(r"\1.rn.\2", str(ptx))
 
 
 def numba_key(function: Callable[..., None], signature: str) -> str:
@@ -91,7 +96,7 @@ def numba_key(function: Callable[..., None], signature: str) -> str:
     packages = [
         p for p in map(_version, ("numba", "numba-cuda", "nvidia-cuda-nvcc-cu12", "nvidia-nvvm")) if p
     ]
-    digest.update(repr((signature, packages)).encode())
+    digest.update(repr((signature, packages, _ROUNDED.pattern)).encode())
     return digest.hexdigest()
 
 

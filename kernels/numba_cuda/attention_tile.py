@@ -38,7 +38,7 @@ def scorer(number, block_m: int, block_n: int, chunk: int, stride: int):
                 fetch(few, 0, staged, (r + i * ROWS) * stride + d)
                 for j in range(my_keys):
                     for e in range(width):
-                        s[i, j] += few[0, e] * some[j, e]
+                        s[i, j] = cuda.fma(few[0, e], some[j, e], s[i, j])
 
     return multiply
 
@@ -99,7 +99,7 @@ def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int,
                 fetch(few, 0, p, (r + i * ROWS) * stride_p + first_v + j)
                 for e in range(width):
                     for t in range(my_columns):
-                        o[i, t] += few[0, e] * some[e, t]
+                        o[i, t] = cuda.fma(few[0, e], some[e, t], o[i, t])
 
     @cuda.jit(device=True, forceinline=True)
     def accumulate_seen(o, p, staged, first_v, r, c):
@@ -109,6 +109,7 @@ def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int,
                 if weight != 0 or math.copysign(1.0, weight) > 0:  # not -0
                     for t in range(my_columns):
                         x = take(staged, j * slab + c + t * ROW_THREADS)
-                        o[i, t] += x if abs(x) == infinity and weight == weight else weight * x
+                        factor = number(1.0) if abs(x) == infinity and weight == weight else weight
+                        o[i, t] = cuda.fma(factor, x, o[i, t])
 
     return accumulate, accumulate_seen

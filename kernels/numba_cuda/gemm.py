@@ -104,7 +104,7 @@ def adder(number):
         for k in range(BLOCK_K):
             for i in range(MINE):
                 for j in range(MINE):
-                    part[i, j] += staged_a[k, r + i * SIDE] * staged_b[k, q + j * SIDE]
+                    part[i, j] = cuda.fma(staged_a[k, r + i * SIDE], staged_b[k, q + j * SIDE], part[i, j])
         for i in range(MINE):
             for j in range(MINE):
                 sums[i, j] += part[i, j]

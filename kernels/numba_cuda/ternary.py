@@ -60,6 +60,16 @@ def quantize_kernel(dtype: str, back: bool = False) -> NumbaKernel:
     return NumbaKernel(ternary_quantize_tokens, signature, f"{name}_{dtype}")
 
 
+@cuda.jit(device=True)
+def _multiply_add(a, b, c):
+    return a * b + c
+
+
+@cuda.jit(device=True)
+def _fma(a, b, c):
+    return cuda.fma(a, b, c)
+
+
 @cache
 def matmul_kernel(dtype: str, activations: str, inverse_dtype: str = "float64") -> NumbaKernel:
     """``(x, inverse, words, scale, y, group)``; for int8, x is q, and only then inverse (tokens or 1) is read.
@@ -69,6 +79,7 @@ def matmul_kernel(dtype: str, activations: str, inverse_dtype: str = "float64") 
     load, store, compute, element, _ = functions(dtype)
     exact = activations == "int8"
     number, entered = (int64, int32) if exact else (compute, compute)
+    multiply_add = _multiply_add if exact else _fma
 
     def ternary_matmul(x, inverse, words, scale, y, group):
         xs = cuda.shared.array((TILE, PADDED_UNIT), entered)
@@ -101,7 +112,7 @@ def matmul_kernel(dtype: str, activations: str, inverse_dtype: str = "float64") 
                         at = 16 * w + 4 * plane
                         for byte in range(4):
                             trit = entered(int32((four >> uint32(8 * byte)) & uint32(3)) - 1)
-                            acc += trit * xs[line, at + byte]
+                            acc = multiply_add(trit, xs[line, at + byte], acc)
                         if g < scale.shape[1] and k0 + at + 4 == (g + 1) * group:  # the group ends
                             if row < n:
                                 total += float64(acc) * scale[row % scale.shape[0], g]

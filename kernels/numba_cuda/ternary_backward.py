@@ -48,9 +48,8 @@ def kernel(dtype: str) -> NumbaKernel:
                 if k < dx.shape[1]:
                     for i in range(min(ROWS, n - n0)):
                         trit = compute((codes[i] >> shift) & uint32(3)) - compute(1)
-                        part += gradients[line, i] * (
-                            trit * compute(scale[(n0 + i) % scale.shape[0], k // group])
-                        )
+                        weight = trit * compute(scale[(n0 + i) % scale.shape[0], k // group])
+                        part = cuda.fma(gradients[line, i], weight, part)
                 total += float64(part)
                 cuda.syncthreads()
             if token < tokens and k < dx.shape[1]:
