@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import gpu_ops
 from gpu_ops import memory
-from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.core.device import cuda_missing
+from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
 from gpu_ops.memory.arena import place
 from gpu_ops.memory.trace import Buffer
 
@@ -228,3 +229,14 @@ def test_buffers_alive_at_once_share_nothing(drawn):
             together = (b.went is None or a.came < b.went) and (a.went is None or b.came < a.went)
             apart = at + a.nbytes <= other or other + b.nbytes <= at
             assert apart or not together
+
+
+def test_cuda_is_the_card_at_hand(cupy):
+    """The imitation's is an A30, which has the row of its architecture."""
+    assert traced(step, make_x(), device="cuda").buffers == traced(step, make_x(), device="sm_80").buffers
+
+
+@pytest.mark.skipif(cuda_missing() is None, reason="has a GPU")
+def test_cuda_without_a_gpu():
+    with pytest.raises(DeviceError, match=r"device='cuda': .*; name a card"), memory.Trace("cuda"):
+        pass

@@ -87,7 +87,7 @@ def estimate(
     optimizer : str or None
         ``"adamw"``: two float32 states per weight. None: no states.
     device : str, optional
-        ``"cpu"`` or a card of the presets, such as ``"H100 SXM"``.
+        ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
     chunk : int
         As :func:`gpu_ops.linear_cross_entropy` takes it.
 

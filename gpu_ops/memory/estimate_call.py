@@ -39,7 +39,7 @@ def estimate_call(
         values a call checks (``cu_seqlens``, ``seqused_k``) have to be real ones.
     dtype : dtype
     device : str, optional
-        ``"cpu"`` or a card of the presets, such as ``"H100 SXM"``.
+        ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
 
     Returns
     -------

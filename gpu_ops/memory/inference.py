@@ -70,7 +70,7 @@ def estimate_inference(
     prompt : int, optional
         Tokens of each sequence that go through the model at one time, default ``seqlen``.
     device : str, optional
-        ``"cpu"`` or a card of the presets, such as ``"H100 SXM"``.
+        ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
 
     Examples
     --------

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.allocator import use_allocator
-from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.core.device import cuda_missing, current_device
+from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
 from gpu_ops.presets import select_preset
 
 __all__ = ["Buffer", "Trace"]
@@ -55,8 +56,8 @@ class Trace:
     ----------
     device : str, optional
         ``"cpu"``, the default, or a card of the presets such as ``"H100 SXM"``: its kernels' workspaces are planned,
-        without the card. ``GPU_OPS_DEVICE`` and ``GPU_OPS_ARCH``, variables of the process, are set to it while the
-        trace is entered: let no other thread call ops meanwhile.
+        without the card. ``"cuda"`` is the card at hand. ``GPU_OPS_DEVICE`` and ``GPU_OPS_ARCH``, variables of the
+        process, are set to it while the trace is entered: let no other thread call ops meanwhile.
 
     Notes
     -----
@@ -168,6 +169,10 @@ class _Reserved:
 def _running_on(device: str | None) -> Iterator[None]:
     """The variables that make ops choose a device, and its kernels' programs."""
     chosen = {"GPU_OPS_DEVICE": "cpu"}
+    if device == "cuda":
+        if missing := cuda_missing():
+            raise DeviceError(f"memory.Trace: device='cuda': {missing}; name a card, such as device='H100 SXM'")
+        device = current_device("cuda").limits.preset
     if device not in (None, "cpu"):
         preset = select_preset(device)  # OptionError for a card that is not known
         backend = "numba" if preset.arch.compute_capability < (8, 0) else "raw"
