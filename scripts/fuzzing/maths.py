@@ -66,10 +66,15 @@ class Maths:
         return total
 
     def sum(self, x: Array, axis: int = -1) -> Array:
-        """Over one axis, which stays with length 1. From the end: in the order of ``matmul`` errors would cancel."""
+        """Over one axis, which stays with length 1.
+
+        Even variants add from the end: in the order of ``matmul`` errors would cancel. Odd ones add from the start,
+        since a kernel may: of 0.7 + 0.7 - 1.3, one order rounds and the other does not.
+        """
         if not self.sequential or x.shape[axis] == 0:
             return self.r(x.sum(axis=axis, keepdims=True))
-        running = np.cumsum(np.flip(x, axis).astype(self.dtype), axis=axis, dtype=self.dtype)
+        ordered = x if self.variant % 2 else np.flip(x, axis)
+        running = np.cumsum(ordered.astype(self.dtype), axis=axis, dtype=self.dtype)
         return np.take(running, [-1], axis=axis).astype(np.float64)
 
     def mean(self, x: Array) -> Array:
