@@ -16,12 +16,14 @@ what the ranks divide                                by
 the batch; states, gradients and weights (ZeRO)      :class:`DataParallel`
 heads, channels and rows of the vocabulary           :class:`TensorParallel`, in place of ``config`` above
 layers                                               :class:`Pipeline`, in place of ``parallel.loss_and_grads``
-the sequence                                         :func:`ring_attention`, :func:`ulysses_attention`
+the sequence                                         :class:`ContextParallel`, as ``sequences=`` of a model;
+                                                     :func:`ring_attention`, :func:`ulysses_attention`
 saved states                                         :class:`ShardedCheckpoints`
 ==================================================== ======================================================
 """
 
 from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.context_parallel import ContextParallel
 from gpu_ops.distributed.data_parallel import DataParallel
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_attention_varlen_backward
@@ -41,6 +43,7 @@ from gpu_ops.distributed.vocabulary import VocabularyRows
 
 __all__ = [
     "Comm",
+    "ContextParallel",
     "DataParallel",
     "Mesh",
     "Pending",

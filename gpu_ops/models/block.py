@@ -27,8 +27,6 @@ from gpu_ops.models.elementwise import added, copied
 from gpu_ops.models.offload import fetched, offloaded
 from gpu_ops.models.projection import project, project_backward
 from gpu_ops.models.weights import Block
-from gpu_ops.ops.attention import attention_backward
-from gpu_ops.ops.attention_varlen import attention_varlen_backward
 from gpu_ops.ops.rope import rope_backward
 from gpu_ops.ops.swiglu import swiglu, swiglu_backward
 
@@ -195,7 +193,7 @@ def _mlp_backward(run: Run, dy: Any, grads: Block) -> Any:
 
 def _attention_backward(run: Run, dx2: Any, grads: Block) -> Any:
     """Through the output projection, attention, rotation and norms: the gradient of the packed q, k and v."""
-    saved, weights, options = run.saved, run.weights, run.attention_options
+    saved, weights = run.saved, run.weights
     do = dx2
     if run.config.post_norms:
         o, rstd = run.need("o"), run.need("rstd_o")
@@ -214,15 +212,10 @@ def _attention_backward(run: Run, dx2: Any, grads: Block) -> Any:
     (q, k, v), lse = run.heads(), run.need("lse")
     dqkv = empty_like(saved.qkv, "dqkv")
     parts = run.split(dqkv)
-    heads = q.shape
-    if run.sequences.cu_seqlens is None:
-        attention_backward(dattn.reshape(heads), q, k, v, attn.reshape(heads), lse, **options, grads=parts)
-    else:
-        starts = (run.sequences.cu_seqlens,) * 2
-        attention_varlen_backward(
-            dattn.reshape(heads), q, k, v, attn.reshape(heads), lse, *starts, **options, grads=parts
-        )
-    del q, k, v, attn, dattn, lse
+    dout, out = (x.reshape(q.shape) for x in (dattn, attn))
+    options = run.config.attention_options
+    run.sequences.attention_backward(dout, q, k, v, out, lse, grads=parts, **options)
+    del q, k, v, attn, dattn, lse, dout, out
     saved.drop("q", "k", "attn", "lse")
     run.rope(rope_backward, *parts[:2])
     if run.config.qk_norm:

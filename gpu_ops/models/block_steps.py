@@ -11,8 +11,8 @@ from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, copied
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block
-from gpu_ops.ops.attention import attention
-from gpu_ops.ops.attention_varlen import attention_varlen
+from gpu_ops.ops.attention import attention, attention_backward
+from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rope import rope
 from gpu_ops.ops.swiglu import swiglu
@@ -30,6 +30,29 @@ class Sequences:
     """int32 (sequences + 1,) for packed sequences: x is then (tokens, hidden)."""
     max_seqlen: int | None = None
     """The longest sequence; a CUDA graph needs it."""
+
+    def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """Attention within the sequences, and lse. :class:`gpu_ops.distributed.ContextParallel` has its own."""
+        starts = self.cu_seqlens
+        if starts is None:
+            return attention(q, k, v, **options, return_lse=True)
+        options |= self._longest
+        return attention_varlen(q, k, v, starts, starts, **options, return_lse=True)
+
+    def attention_backward(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, grads: Any, **options: Any
+    ) -> None:
+        """``grads``: what dq, dk and dv are written to."""
+        starts = self.cu_seqlens
+        if starts is None:
+            attention_backward(dout, q, k, v, out, lse, **options, grads=grads)
+        else:
+            options |= self._longest
+            attention_varlen_backward(dout, q, k, v, out, lse, starts, starts, **options, grads=grads)
+
+    @property
+    def _longest(self) -> dict[str, Any]:
+        return {"max_seqlen_q": self.max_seqlen, "max_seqlen_k": self.max_seqlen}
 
 
 @dataclass
@@ -76,10 +99,6 @@ class Run:
             raise OptionError(
                 "block_forward: packed sequences need positions, which begin again in each of them"
             )
-        longest = sequences.max_seqlen
-        packed = sequences.cu_seqlens is not None
-        lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest} if packed else {}
-        self.attention_options: dict[str, Any] = {**config.attention_options, **lengths}
         self.rope_options = {
             "positions": sequences.positions,
             "theta": config.theta,
@@ -145,12 +164,7 @@ class Run:
 
     def attend(self) -> None:
         q, k, v = self.heads()
-        starts = self.sequences.cu_seqlens
-        options = {**self.attention_options, "return_lse": True}
-        if starts is None:
-            out, lse = attention(q, k, v, **options)
-        else:
-            out, lse = attention_varlen(q, k, v, starts, starts, **options)
+        out, lse = self.sequences.attention(q, k, v, **self.config.attention_options)
         self.saved.attn, self.saved.lse = out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1]), lse
 
     def project_attention(self) -> Any:

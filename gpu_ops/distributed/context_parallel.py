@@ -1,0 +1,94 @@
+"""Context parallelism for the models: each rank has some of the tokens of every sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
+from gpu_ops.distributed.sequence import sequence_positions
+from gpu_ops.errors import ShapeError
+from gpu_ops.models.block import Sequences
+
+__all__ = ["ContextParallel"]
+
+
+class ContextParallel(Sequences):
+    """What the functions of :mod:`gpu_ops.models` take as ``sequences=`` where ranks divide the sequence.
+
+    Attention is :func:`ring_attention`; all else in a model is computed token by token. The gradients of a rank are
+    those of its tokens: their sum over the ranks is the sequence's.
+
+    Parameters
+    ----------
+    comm : Comm
+        The ranks, such as ``mesh.cp``.
+    seqlen : int
+        Of the whole sequences, which all have this length.
+    layout : {"zigzag", "contiguous", "striped"}
+        See :func:`sequence_positions`.
+
+    Attributes
+    ----------
+    positions : int64 array (seqlen / p,)
+        Of the tokens that this rank holds.
+
+    Raises
+    ------
+    OptionError, ShapeError
+
+    Notes
+    -----
+    The mean loss of the batch is the mean over ranks if all have equally many targets. Else pass
+    ``denominator=``, the targets of all ranks, and ``mean=False`` to :class:`DataParallel`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops import distributed, models
+    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
+    >>> mesh = distributed.Mesh(cp=distributed.world().size)
+    >>> context = distributed.ContextParallel(mesh.cp, 64)
+    >>> parallel = distributed.DataParallel(config, mesh.group("dp", "cp"))
+    >>> parallel.assign(models.initial_weights(config))
+    >>> ids = np.arange(128).reshape(2, 64)
+    >>> mine, targets = context.part(ids), context.part(ids + 1)
+    >>> loss = parallel.loss_and_grads(mine, targets, sequences=context)
+    >>> parallel.step(lr=3e-3)
+    """
+
+    def __init__(self, comm: Comm, seqlen: int, *, layout: str = "zigzag") -> None:
+        super().__init__(positions=sequence_positions(comm, seqlen, layout))
+        vars(self).update(comm=comm, seqlen=int(seqlen), layout=layout)
+
+    comm: Comm
+    seqlen: int
+    layout: str
+
+    def part(self, x: Any) -> Any:
+        """This rank's tokens of whole sequences, ``x[:, positions]``: ids, targets, or an array (batch, seqlen, ...).
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from gpu_ops import distributed
+        >>> context = distributed.ContextParallel(distributed.world(), 4)
+        >>> context.part(np.array([[5, 6, 7, 8]]))
+        array([[5, 6, 7, 8]])
+        """
+        if x.ndim < 2 or x.shape[1] != self.seqlen:
+            raise ShapeError(
+                f"ContextParallel.part: x has shape {tuple(x.shape)}, expected (batch, {self.seqlen}, ...)"
+            )
+        return x[:, self.positions]
+
+    def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return ring_attention(self.comm, q, k, v, layout=self.layout, **options, return_lse=True)
+
+    def attention_backward(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, grads: Any, **options: Any
+    ) -> None:
+        options["layout"] = self.layout
+        found = ring_attention_backward(self.comm, dout, q, k, v, out, lse, **options)
+        for to, grad in zip(grads, found, strict=True):
+            to[...] = grad
