@@ -25,26 +25,6 @@ def test_ranks_with_gpus(ranks):
     passes(ranks, ["cuda"])
 
 
-@needs_mpi4py
-@pytest.mark.skipif(not find_spec("nccl"), reason="needs nccl4py: pip install 'gpu-ops[nccl12]'")
-def test_the_stand_in_has_the_parameters_of_nccl4py():
-    code = """
-import inspect, nccl.core, nccl.bindings.nccl
-from tests import fake_nccl as fake
-core = nccl.core
-assert [int(core.SUM), int(core.MAX)] == [fake.SUM, fake.MAX]
-assert issubclass(nccl.bindings.nccl.NCCLError, Exception) and issubclass(core.NcclInvalid, Exception)
-assert len(bytes(core.get_unique_id())) == 128
-for name in ("init", "allreduce", "reduce_scatter", "allgather", "broadcast", "send", "recv"):
-    real, ours = (inspect.signature(getattr(x.Communicator, name)).parameters.values() for x in (core, fake))
-    assert [(p.name, p.kind) for p in real] == [(p.name, p.kind) for p in ours], name
-for dtype in fake.DTYPES:
-    assert core.NcclDataType(dtype).numpy_dtype.name == dtype
-print("same")
-"""
-    assert python("-c", "import ml_dtypes" + code).split() == ["same"]
-
-
 def test_one_rank_copies(cupy):
     comm = Single()
     x = FakeArray(np.arange(6, dtype=np.float32).reshape(2, 3))
