@@ -181,6 +181,12 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
 
 
+def scalar(op: str, name: str, value: Any) -> None:
+    """A finite real number, or an array, which is checked where it is used."""
+    if not hasattr(value, "dtype"):
+        number(op, name, value)
+
+
 def epsilon(op: str, value: Any, dtype: str) -> float:
     """``eps`` of a norm, ``>= 0``, but at least the smallest number of the dtype that ``dtype`` is computed in.
 
@@ -209,6 +215,13 @@ def window(op: str, value: Any) -> tuple[int, int]:
         if side < -1:
             raise OptionError(f"{op}: window_size[{i}] must be -1, for no limit, or at least 0; got {side}")
     return left, right
+
+
+def instance(op: str, name: str, value: Any, *kinds: type) -> None:
+    """``value`` is of one of these classes."""
+    if not isinstance(value, kinds):
+        words = " or ".join(kind.__name__ for kind in kinds)
+        raise OptionError(f"{op}: {name} must be a {words}, got {type(value).__name__}")
 
 
 def flag(op: str, name: str, value: Any) -> bool:

@@ -76,9 +76,10 @@ class ContextParallel(Sequences):
         >>> context.part(np.array([[5, 6, 7, 8]]))
         array([[5, 6, 7, 8]])
         """
-        if x.ndim < 2 or x.shape[1] != self.seqlen:
+        shape = tuple(getattr(x, "shape", ()))
+        if shape[1:2] != (self.seqlen,):
             raise ShapeError(
-                f"ContextParallel.part: x has shape {tuple(x.shape)}, expected (batch, {self.seqlen}, ...)"
+                f"ContextParallel.part: x has shape {shape}, expected (batch, {self.seqlen}, ...)"
             )
         return x[:, self.positions]
 

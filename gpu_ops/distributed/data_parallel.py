@@ -115,6 +115,8 @@ class DataParallel(Parts):
         decay: Collection[str] | None = None,
         **options: Any,
     ) -> None:
+        checks.instance(_OP, "model", model, LlamaConfig, TensorParallel)
+        checks.instance(_OP, "comm", comm, Comm)
         self.division = model if isinstance(model, TensorParallel) else Undivided(model)
         self.config, self.comm = self.division.config, comm
         self.stage = checks.integer(_OP, "stage", stage, low=0, high=3)
@@ -204,6 +206,7 @@ class DataParallel(Parts):
         stages 0 and 1 send nothing. Pass ``dloss=1 / k`` for the mean of k microbatches.
         """
         check_loss_options(options)
+        checks.scalar(f"{_OP}.loss_and_grads", "dloss", dloss)
         one = Pass(self, self.config, policy=policy, sequences=sequences)
         self.begin(last=last)
         value = one.run(ids, targets, dloss=dloss, options=options)

@@ -172,6 +172,7 @@ def _read(
     op: str, comm: Comm, arrays: tuple[Any, Any, Any], cu_seqlens: Any, options: ContextOptions
 ) -> tuple[Shards, _Spans]:
     """Check everything but results."""
+    checks.instance(op, "comm", comm, Comm)
     starts = comm.movable(op, cu_seqlens, "cu_seqlens")[0]
     if starts.dtype != np.int32 or starts.ndim != 1 or not starts.size:
         raise ShapeError(

@@ -128,6 +128,7 @@ class Mesh:
         self, comm: Comm | None = None, *, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1
     ) -> None:
         comm = world() if comm is None else comm
+        checks.instance("Mesh", "comm", comm, Comm)
         given = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}  # the first varies fastest
         self.shape = {name: checks.integer("Mesh", name, n, low=1) for name, n in given.items()}
         if math.prod(self.shape.values()) != comm.size:

@@ -77,6 +77,8 @@ class Pipeline:
     """
 
     def __init__(self, config: LlamaConfig, comm: Comm, *, schedule: str = "1f1b", chunks: int = 1) -> None:
+        checks.instance(_OP, "config", config, LlamaConfig)
+        checks.instance(_OP, "comm", comm, Comm)
         self.comm, self.schedule = comm, schedule
         self.chunks = checks.integer(_OP, "chunks", chunks, low=1)
         self.rows(self.comm.size)  # an error for what is no schedule
@@ -132,6 +134,8 @@ class Pipeline:
         op = f"{_OP}.loss_and_grads"
         rows = self.rows(microbatches)[self.comm.rank]
         check_loss_options(options)
+        checks.scalar(op, "dloss", dloss)
+        checks.instance(op, "parallel", parallel, DataParallel)
         if tuple(parallel.parts) != self.parts or parallel.stage > 1:
             raise OptionError(
                 f"{op}: parallel has stage={parallel.stage} and parts={parallel.parts}; expected stage 0 or 1, and "

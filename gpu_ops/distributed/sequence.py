@@ -91,6 +91,7 @@ def sequence_positions(comm: Comm, seqlen: int, layout: str = "zigzag") -> npt.N
     array([0, 1, 2, 3])
     """
     op = "sequence_positions"
+    checks.instance(op, "comm", comm, Comm)
     layout = checks.one_of(op, "layout", layout, LAYOUTS)
     seqlen = checks.integer(op, "seqlen", seqlen, low=0)
     chunks = comm.size * (2 if layout == "zigzag" else 1)
@@ -126,6 +127,7 @@ def read_shards(
     documents: int | None = None,
 ) -> Shards:
     """Check what attention would check, before anything is sent. ``documents``: packed ones; None: a batch."""
+    checks.instance(op, "comm", comm, Comm)
     for name in options:
         if name not in ContextOptions.__annotations__:
             known = ", ".join(ContextOptions.__annotations__)

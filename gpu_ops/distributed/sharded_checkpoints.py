@@ -84,6 +84,7 @@ class ShardedCheckpoints:
     """
 
     def __init__(self, folder: Any, comm: Comm, *, keep: int = 2) -> None:
+        checks.instance(_OP, "comm", comm, Comm)
         self.folder, self.comm = path_of(_OP, folder), comm
         self.keep = checks.integer(_OP, "keep", keep, low=1)
 
@@ -103,6 +104,7 @@ class ShardedCheckpoints:
             Another rank failed; the message has its error.
         """
         op, rank = f"{_OP}.save", self.comm.rank
+        checks.instance(op, "parallel", parallel, DataParallel)
         step = checks.integer(op, "step", step, low=0, high=MOST_STEP)
         if "m_scale" in parallel.flat.buffers:
             raise OptionError(f"{op}: moments of moment_bits=8 are not saved in shards; use moment_bits=32")
@@ -154,6 +156,7 @@ class ShardedCheckpoints:
         All ranks check the index and the files before any of them writes to ``parallel``.
         """
         op = f"{_OP}.load"
+        checks.instance(op, "parallel", parallel, DataParallel)
         step = None if step is None else checks.integer(op, "step", step)
         steps = self._agreed(op)
         if not steps or (step is not None and step not in steps):

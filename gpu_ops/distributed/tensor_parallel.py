@@ -135,6 +135,8 @@ class TensorParallel:
     """
 
     def __init__(self, config: LlamaConfig, comm: Comm, *, sequence_parallel: bool = False) -> None:
+        checks.instance(_OP, "config", config, LlamaConfig)
+        checks.instance(_OP, "comm", comm, Comm)
         p = comm.size
         for name in ("nheads", "ffn"):
             if getattr(config, name) % p:

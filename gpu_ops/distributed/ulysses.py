@@ -130,6 +130,7 @@ def ulysses_attention_backward(
     (1, 16, 2, 8)
     """
     op = "ulysses_attention_backward"
+    checks.instance(op, "saved", saved, UlyssesSaved)
     own = _own_heads(op, comm, options)
     read_shards(op, comm, saved[:3], own)
     view, library = comm.movable(op, dout, "dout")
@@ -145,6 +146,7 @@ def ulysses_attention_backward(
 
 
 def _own_heads(op: str, comm: Comm, options: ContextOptions) -> dict[str, Any]:
+    checks.instance(op, "comm", comm, Comm)
     found: dict[str, Any] = dict(options)
     if found.get("alibi_slopes") is not None:
         slopes: npt.NDArray[Any] = comm.movable(op, found["alibi_slopes"], "alibi_slopes")[0]

@@ -80,6 +80,7 @@ class VocabularyRows(Table):
 
     def __init__(self, comm: Comm, part: Any, vocab: int, *, sequence_parallel: bool = False) -> None:
         op = "VocabularyRows"
+        checks.instance(op, "comm", comm, Comm)
         self.vocab = checks.integer(op, "vocab", vocab, low=comm.size)
         self.divides_tokens = checks.flag(op, "sequence_parallel", sequence_parallel)
         self.stream, self.rows = Stream(comm, sequence_parallel), rows_of_rank(vocab, comm, comm.rank)
@@ -155,6 +156,7 @@ class VocabularyRows(Table):
             checks.one_of(_LOSS, "only", only, ("dx",))
         if adds and dweight is None:
             dweight = np.zeros(self.part.shape, op.wide)
+        checks.scalar(_LOSS, "dloss", dloss)
         each = np.asarray(dloss, op.wide)
         checks.exactly(
             _LOSS, "dloss", each, h.shape[:-1] if op.given.reduction == "none" and each.ndim else ()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+from gpu_ops.core.checks import instance
 from gpu_ops.errors import OptionError
 from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
@@ -95,6 +96,8 @@ class Pass:
         policy: str | Sequence[str] = "none",
         sequences: Sequences | None = None,
     ) -> None:
+        if sequences is not None:
+            instance("loss_and_grads", "sequences", sequences, Sequences)
         self._parts, self._config, self._sequences = parts, config, sequences
         self._policies = [policy] * config.nlayers if isinstance(policy, str) else list(policy)
         if len(self._policies) != config.nlayers:
