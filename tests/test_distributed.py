@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,6 +110,28 @@ def test_a_rank_that_fails_ends_the_job(fault, checked, words):
     done = ranks_run(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
     assert done.returncode != 0
     assert words in done.stderr, done.stderr[-4000:]
+
+
+@needs_mpi
+def test_last_words_are_waited_for():
+    """Until the other end of a pipe has read them; not of what is no pipe, and not for ever."""
+    from gpu_ops.distributed.mpi import wait_until_read
+
+    reading, writing = os.pipe()
+    os.write(writing, b"no more disk")
+    wait_until_read(writing, seconds=0.01)
+    reader = threading.Timer(0.05, os.read, (reading, 100))
+    reader.start()
+    wait_until_read(writing, seconds=PATIENCE)
+    assert not select.select([reading], [], [], 0)[0]
+    reader.join()
+    for end in (reading, writing):
+        os.close(end)
+    wait_until_read(writing, seconds=PATIENCE)  # closed
+    with tempfile.TemporaryFile() as file:
+        file.write(b"words")
+        file.flush()
+        wait_until_read(file.fileno(), seconds=PATIENCE)
 
 
 @needs_mpi

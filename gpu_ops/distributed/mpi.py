@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import itertools
+import os
+import stat
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +23,7 @@ from mpi4py import MPI  # starts MPI
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.errors import CommError
 
-__all__ = ["Mpi", "end_job_on_errors"]
+__all__ = ["Mpi", "end_job_on_errors", "wait_until_read"]
 
 Array = npt.NDArray[Any]
 
@@ -109,6 +113,7 @@ class Mpi(Comm):
 
     def abort(self, message: str, status: int = 1) -> None:
         self._say(message)
+        wait_until_read(1, 2)
         MPI.COMM_WORLD.Abort(status)
 
     @property
@@ -160,6 +165,25 @@ class Mpi(Comm):
 
 def _starts(counts: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(counts)][:-1]
+
+
+def wait_until_read(*descriptors: int, seconds: float = 1.0) -> None:
+    """Wait, if these are pipes, until what was written has been read: a launcher that is told of an abort stops
+    reading, and the message that says why would be lost."""
+    end = time.monotonic() + seconds
+    for descriptor in descriptors:
+        while _unread(descriptor) and time.monotonic() < end:
+            time.sleep(0.001)
+
+
+def _unread(descriptor: int) -> int:
+    """Bytes in a pipe; 0 for what is none."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 def end_job_on_errors(comm: Mpi) -> None:
