@@ -24,6 +24,7 @@ def quick_on_emulator(raw):
     return {
         "test_rows_of_one_bias": {"dtype": ["float32"], "large": [lowest], "sinks": [False]},
         "test_gradients_of_rows_of_one_bias": gradients,
+        "test_huge_scores": {"dtype": ["bfloat16", "float32"] if raw else ["float32"], "scale": [1e12]},
         "test_gradients_beside_other_options": {
             "option": ["sinks"] * raw,
             "deterministic": [True],
@@ -90,6 +91,23 @@ def test_gradients_of_rows_of_one_bias(dtype, large, mask, sinks, backend):
         pytest.skip(f"attention_backward has no {backend['backend']} kernels")
     size = {"queries": 20, "keys": 150} if backend["device"] == "emulator" else {}
     check_gradients(*biased(dtype, large, mask, sinks, **size), dtype, backend)
+
+
+@pytest.mark.parametrize("scale", [1e9, 1e12, -1e20])
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_huge_scores(dtype, queries, scale, backend):
+    """Floats of this size are more than 2^6 apart: a row is the value of its largest score, where that stands out."""
+    p = make(mask="causal", seqlens=(queries, 70), head_dims=(16, 16), heads=(4, 2), dtype=dtype)
+    settings = p.options | {"softmax_scale": scale, "return_lse": True}
+    exact = [x.astype(np.float64) for x in p.arrays]
+    out, lse = gpu_ops.attention(*p.arrays, **settings, **backend)
+    want, want_lse = reference.attention(*exact, **settings)
+    milder = reference.attention(*exact, **settings | {"softmax_scale": scale * 1e-7})
+    clear = np.abs(want - milder[0]) <= 1e-9
+    assert clear.mean() > 0.5
+    check("out", out[clear], want[clear], dtype)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
 
 
 OPTIONS = {

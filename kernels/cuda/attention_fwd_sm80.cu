@@ -175,7 +175,8 @@ attention_forward(const scalar* q, const page_scalar* k, const page_scalar* v, o
                   const float* k_scale, const float* v_scale, const float* sinks, const float* alibi_slopes,
                   const unsigned char* bias, const unsigned char* block_mask, const Seed* seed,
                   const __grid_constant__ AttentionShape shape) {
-    // If O is not finite, neither is some input. Run again and leave what V has of that out of the product.
+    // If O is not finite, neither is some input, or scores are huge. Run again: leave what V has of that out of the
+    // product, and round scores before the maximum is subtracted.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         if (VARLEN && work.row0 >= work.rows) return;
@@ -228,7 +229,7 @@ attention_forward(const scalar* q, const page_scalar* k, const page_scalar* v, o
                                           row_at);
             ptx::cp_async_commit();
             f.run(tiles);
-            if (!careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
+            if (!careful && __any_sync(0xffffffffu, __syncthreads_or(!f.is_regular()))) continue;
         }
         f.work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         f.k = rows_k(f.work);

@@ -42,13 +42,17 @@ def adamw_step(draw: Draw) -> Trial:
     beta1, beta2 = arguments["betas"] = draw.pick((0.9, 0.999), (0.0, 0.5))
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        g = m.load(grads) * scale
-        first = beta1 * m.load(values["m"]) + (1 - beta1) * g
-        second = beta2 * np.abs(m.load(values["v"])) + (1 - beta2) * g * g
+        r = (
+            m.r if dtype == wide else Maths(wide, m.textbook).r
+        )  # states and steps are wide, whatever the parameters
+        g = r(m.load(grads) * scale)
+        first = r(r(beta1 * m.load(values["m"])) + r((1 - beta1) * g))
+        second = r(r(beta2 * np.abs(m.load(values["v"]))) + r((1 - beta2) * r(g * g)))
         weights = m.load(values.get("master", values["params"]))
-        update = lr * first / (1 - beta1**step) / (np.sqrt(second / (1 - beta2**step)) + 1e-8)
-        new = m.r(weights - np.where(mask, lr * decay, 0.0) * weights - update)
-        parts = {"params": new, "m": m.r(first), "v": m.r(second), "master": new}
+        size = r(r(np.sqrt(r(second / (1 - beta2**step)))) + 1e-8)
+        update = r(r(lr * first / (1 - beta1**step)) / size)
+        new = r(r(weights - r(np.where(mask, lr * decay, 0.0) * weights)) - update)
+        parts = {"params": m.r(new), "m": first, "v": second, "master": new}
         return tuple(parts[name] for name in values)
 
     found: list[Array] = []

@@ -29,7 +29,8 @@ struct Place {
 struct Forward {
     const AttentionShape& shape;
     Work work;
-    const bool careful;               // some input is not finite: what V has of that is added at the end
+    const bool careful;               // some input is not finite: what V has of that is added at the end; or scores
+                                      // are huge: they are rounded before the maximum is subtracted
     RowsK k;
     RowsV v;
     const unsigned char* bias;        // of the sequence
@@ -288,7 +289,19 @@ struct Forward {
             ptx::cp_async_wait<1>();  // this thread's own copies of V have arrived
             RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
         }
-        softmax.weigh(s, acc_o, kPlainScores ? shape.scores.scale_log2 : 1.0f);
+        float scale = kPlainScores ? shape.scores.scale_log2 : 1.0f;
+        if (kPlainScores && careful) {
+            #pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                #pragma unroll
+                for (int j = 0; j < kTilesS; ++j) {
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) s[slab][j][e] *= scale;
+                }
+            }
+            scale = 1.0f;
+        }
+        softmax.weigh(s, acc_o, scale);
         if constexpr (DROPOUT) {
             // The factor of the weights that stay comes with the last division.
             const Place me = Place::mine();
@@ -420,8 +433,17 @@ struct Forward {
         return kRounded ? acc_o[r / 2][kTilesAcc - 1][r % 2 * 2] : total;
     }
 
-    __device__ __forceinline__ bool all_finite() const {
+    // Whether O is finite, and no maximum so large that its product with the scale is off by more than exp2 can bear.
+    __device__ __forceinline__ bool is_regular() const {
         float zero = 0.0f;
+        bool regular = true;
+        if constexpr (kPlainScores) {
+            #pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                const float top = softmax.minus_max[r];
+                regular = regular && (fabsf(top) < kCoarse || top == -kNothing);
+            }
+        }
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             #pragma unroll
@@ -430,6 +452,6 @@ struct Forward {
                 for (int r = 0; r < 4; ++r) zero = fmaf(acc_o[slab][j][r], 0.0f, zero);
             }
         }
-        return zero == 0.0f;
+        return regular && zero == 0.0f;
     }
 };

@@ -14,6 +14,7 @@
 #include "ptx.cuh"
 
 constexpr float kHeadroom = 8.0f;
+constexpr float kCoarse = 1073741824.0f;  // 2^30: floats of this size are 64 apart
 constexpr float kNothing = -3.4028235e38f;  // the maximum of no scores; finite, so that -inf - kNothing is -inf
 
 template <int kSlabs> struct OnlineSoftmax {

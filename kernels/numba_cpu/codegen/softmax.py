@@ -94,10 +94,14 @@ def _seen(b: Any, top: Any) -> Any:
 
 
 def _rescale(b: Any, old: Any, new: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
-    """exp2(factor * old - factor * new), each rounded as weights have it: exactly 1 where nothing moves."""
-    if polynomial is PAIRS:
-        old, new = b.fmul(old, scale), b.fmul(_seen(b, new), scale)
-    return exp2(b, b.fsub(old, _seen(b, new)), polynomial)
+    """exp2(factor * (old - new)), as weights have it: exactly 1 where nothing moves."""
+    return exp2(b, _exponent(b, old, _seen(b, new), scale, polynomial), polynomial)
+
+
+def _exponent(b: Any, x: Any, top: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
+    """factor * (x - top): the difference first. That of rounded products is far from 0 where they are huge."""
+    apart = b.fsub(x, top)
+    return b.fmul(apart, scale) if polynomial is PAIRS else apart
 
 
 def _weigh(
@@ -114,7 +118,7 @@ def _weigh(
     of the rounded weights."""
     pairs, vector = polynomial is PAIRS, top.type
     ones = every(ir.VectorType(ir.IntType(32), vector.count), 0x3F803F80)  # pairs of bfloat16
-    shift = b.fneg(b.fmul(_seen(b, top), scale) if pairs else _seen(b, top))
+    top = _seen(b, top)
 
     def row(pointer: Any, j: Any, offset: int) -> Any:
         return b.gep(pointer, [b.mul(b.add(j, number(offset)), ld)])
@@ -125,8 +129,7 @@ def _weigh(
     with cgutils.for_range(b, b.sdiv(rows, number(_STEP))) as loop:
         first = b.mul(loop.index, number(_STEP))
         found = [load_vector(b, row(scores, first, i), vector) for i in range(_STEP)]
-        found = [fma(b, x, scale, shift) if pairs else b.fadd(x, shift) for x in found]
-        found = [exp2(b, x, polynomial) for x in found]
+        found = [exp2(b, _exponent(b, x, top, scale, polynomial), polynomial) for x in found]
         if pairs:
             half = b.mul(loop.index, number(_STEP // 2))
             for i in range(_STEP // 2):
