@@ -27,19 +27,15 @@ LABELS = ("attention, causal", "residual + rmsnorm", "swiglu_mlp", "whole layer"
 
 
 @pytest.fixture
-def decoder_layer(example, monkeypatch):
-    module = example("decoder_layer")
-    # The first changes malloc for the rest of the process, the second collects garbage; the run as a file has both.
-    monkeypatch.setattr(module, "keep_nothing", lambda: None)
-    monkeypatch.setattr(module, "peak_growth", lambda call: (0, call()))
-    return module
+def decoder_layer(example):
+    return example("decoder_layer")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_decoder_layer(decoder_layer, dtype, monkeypatch):
     reports = []
     monkeypatch.setattr(
-        decoder_layer, "report", lambda rows, title: reports.append([row.label for row in rows])
+        decoder_layer, "report", lambda rows, title: reports.append([label for label, *_ in rows])
     )
     assert decoder_layer.main([*SMALL, "--dtype", dtype]) == 0
     (labels,) = reports
@@ -57,9 +53,7 @@ def test_decoder_layer_runs_as_a_file():
 def test_decoder_layer_prints_labels_in_one_piece(decoder_layer, columns, milliseconds, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
     labels = ("residual + rmsnorm", "whole layer")
-    decoder_layer.report(
-        [decoder_layer.Row(label, milliseconds, 1, 1, 0.0, 1.0) for label in labels], "title"
-    )
+    decoder_layer.report([(label, milliseconds, 1, 1, 0.0, 1.0) for label in labels], "title")
     printed = capsys.readouterr().out
     assert all(label in printed for label in labels)
     assert f"{milliseconds:.2f} ms" in printed

@@ -125,8 +125,8 @@ def served(example):
     def make(most=128, pages=512, model=None, config=CONFIG):
         of = model or weights()
         engine = inference.Engine(of, config, inference.cache_for(of, config, num_pages=pages))
-        service = module.Service(engine, Bytes(), [], most)
-        servers.append(module.serve(service, "127.0.0.1", 0))
+        service = inference.Service(engine, most=most)
+        servers.append(module.serve(service, Bytes(), [], "127.0.0.1", 0))
         return service, servers[-1].server_port
 
     yield make

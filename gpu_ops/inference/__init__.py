@@ -7,6 +7,7 @@ from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.lookup import prompt_lookup
 from gpu_ops.inference.requests import Sampling, Token
 from gpu_ops.inference.sequences import CacheStats
+from gpu_ops.inference.service import Reply, Service
 from gpu_ops.inference.speculative import probabilities, verify
 from gpu_ops.inference.step import Step
 from gpu_ops.inference.step_attention import attend
@@ -16,7 +17,9 @@ __all__ = [
     "CacheStats",
     "Engine",
     "PagedKVCache",
+    "Reply",
     "Sampling",
+    "Service",
     "Step",
     "TextStream",
     "Token",

@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import queue
 import secrets
 import select
 import socket
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,60 +24,14 @@ from gpu_ops import inference, models, training
 from gpu_ops.errors import GpuOpsError
 from gpu_ops.inference.command import end_tokens
 
-
-class Service:
-    """An engine in a thread of its own; other threads hand it calls, which it makes between two passes."""
-
-    def __init__(self, engine: inference.Engine, tokenizer: Any, stop: list[int], most: int) -> None:
-        self.engine, self.tokenizer, self.stop, self.most = engine, tokenizer, stop, most
-        self.calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
-        self.tokens: dict[int, queue.Queue[Any]] = {}
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def between_passes(self, function: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
-        self.calls.put((function, future))
-        return future.result()
-
-    def submit(self, ids: list[int], **options: Any) -> tuple[int, queue.Queue[Any]] | None:
-        """The request's number and the queue of its tokens; None: too many requests are there already."""
-        if self.engine.unfinished >= self.most:
-            return None
-        number = self.engine.submit(ids, stop=self.stop, **options)
-        self.tokens[number] = queue.Queue()
-        return number, self.tokens[number]
-
-    def cancel(self, number: int) -> None:
-        if self.tokens.pop(number, None) is not None:
-            self.engine.cancel(number)
-
-    def _run(self) -> None:
-        """A queue gets the tokens of its request, or the error of the pass that was to give one."""
-        while True:
-            while not self.calls.empty() or not self.engine.unfinished:
-                function, future = self.calls.get()
-                try:
-                    future.set_result(function())
-                except Exception as error:
-                    future.set_exception(error)
-            try:
-                found = self.engine.step()
-            except Exception as error:  # of all requests that are there
-                for number, tokens in list(self.tokens.items()):
-                    self.cancel(number)
-                    tokens.put(error)
-                continue
-            for token in found:
-                of = self.tokens.pop(token.request) if token.finished else self.tokens[token.request]
-                of.put(token)
-
-
 MOST_BYTES = 1 << 20  # of a request
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty")
 
 
 class Handler(BaseHTTPRequestHandler):
-    service: Service
+    service: inference.Service
+    tokenizer: Any
+    end: list[int]  # tokens that end a text
 
     def do_GET(self) -> None:
         self._answer(200 if self.path == "/health" else 404, {"unfinished": self.service.engine.unfinished})
@@ -96,39 +47,37 @@ class Handler(BaseHTTPRequestHandler):
             defaults = {"temperature": 1.0, "seed": secrets.randbits(63)}
             given = {**defaults, **{name: body[name] for name in SAMPLING if name in body}}
             stop = body.get("stop") or []
-            ids = self.service.tokenizer.encode(body["prompt"]).ids
-            stop = [stop] if isinstance(stop, str) else stop
-            stream = inference.TextStream(self.service.tokenizer, stop, ids)
+            ids = self.tokenizer.encode(body["prompt"]).ids
+            stream = inference.TextStream(self.tokenizer, [stop] if isinstance(stop, str) else stop, ids)
             options = {"max_new_tokens": body.get("max_tokens", 16), "sampling": inference.Sampling(**given)}
-            submitted = self.service.between_passes(lambda: self.service.submit(ids, **options))
+            reply = self.service.submit(ids, stop=self.end, **options)
         except (GpuOpsError, ValueError, TypeError, RecursionError) as error:
             return self._answer(400, {"error": str(error)})
-        if submitted is None:
+        if reply is None:
             return self._answer(503, {"error": "too many requests are here; try again"})
-        try:
-            self._complete(submitted[1], stream, bool(body.get("stream")))
-        except ConnectionError:
-            pass  # the client went away
-        finally:  # no more than a look where the request has ended
-            self.service.between_passes(lambda: self.service.cancel(submitted[0]))
+        with contextlib.suppress(ConnectionError), reply:  # the client went away; its pages go back
+            self._complete(reply, stream, bool(body.get("stream")))
 
-    def _wait(self, tokens: queue.Queue[Any]) -> Any:
+    def _next(self, reply: inference.Reply) -> inference.Token:
         """The next token, as long as the client is there."""
         while True:
             ready, _, _ = select.select([self.connection], [], [], 0)
             if ready and not self.connection.recv(1, socket.MSG_PEEK):
                 raise ConnectionError("the client went away")
-            with contextlib.suppress(queue.Empty):
-                return tokens.get(timeout=1)
+            if token := reply.get(timeout=1):
+                return token
 
-    def _complete(self, tokens: queue.Queue[Any], stream: inference.TextStream, streams: bool) -> None:
+    def _complete(self, reply: inference.Reply, stream: inference.TextStream, streams: bool) -> None:
         text, count, reason = "", 0, ""
         while not reason:
-            token = self._wait(tokens)
-            if isinstance(token, Exception):
+            try:
+                token = self._next(reply)
+            except ConnectionError:
+                raise
+            except Exception as error:  # of a pass
                 if not streams or not count:
-                    return self._answer(500, {"error": str(token)})
-                event = json.dumps({"error": str(token)})
+                    return self._answer(500, {"error": str(error)})
+                event = json.dumps({"error": str(error)})
                 self.wfile.write(f"data: {event}\n\n".encode())
                 return None
             count, reason = count + 1, token.finished
@@ -163,8 +112,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def serve(service: Service, host: str, port: int) -> ThreadingHTTPServer:
-    handler = type("Handler", (Handler,), {"service": service})
+def serve(
+    service: inference.Service, tokenizer: Any, end: list[int], host: str, port: int
+) -> ThreadingHTTPServer:
+    handler = type("Handler", (Handler,), {"service": service, "tokenizer": tokenizer, "end": end})
     server = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 256})((host, port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -182,10 +133,8 @@ def main() -> None:
     weights, config = models.load(options.model)
     cache = inference.cache_for(weights, config, num_pages=options.pages, dtype=options.kv_dtype)
     tokenizer = training.load_tokenizer(options.model / "tokenizer.json")
-    engine = inference.Engine(weights, config, cache)
-    server = serve(
-        Service(engine, tokenizer, end_tokens(options.model), options.most), options.host, options.port
-    )
+    service = inference.Service(inference.Engine(weights, config, cache), most=options.most)
+    server = serve(service, tokenizer, end_tokens(options.model), options.host, options.port)
     print(f"http://{options.host}:{server.server_port}/v1/completions; Ctrl-C ends it")
     try:
         threading.Event().wait()

@@ -1,0 +1,153 @@
+"""An engine in a thread of its own, for programs with a thread for each client."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Self
+
+from gpu_ops.core import checks
+from gpu_ops.errors import StateError
+from gpu_ops.inference.engine import Engine
+from gpu_ops.inference.requests import Token
+
+__all__ = ["Reply", "Service"]
+
+
+class Reply:
+    """The tokens of one request of a :class:`Service`. As a context it cancels what is left at its end."""
+
+    def __init__(self, service: Service, number: int) -> None:
+        self.number = number
+        self._service, self._tokens = service, queue.Queue[Token | Exception]()
+
+    def get(self, timeout: float | None = None) -> Token | None:
+        """The next token; None if none comes within so many seconds. An error of the pass is raised here."""
+        try:
+            found = self._tokens.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def __iter__(self) -> Iterator[Token]:
+        while True:
+            token = self.get()
+            assert token is not None  # without a timeout
+            yield token
+            if token.finished:
+                return
+
+    def cancel(self) -> None:
+        """Give the request's pages back; nothing where it has ended."""
+        with contextlib.suppress(StateError):  # closed: all requests have ended
+            self._service.between_passes(lambda: self._service._cancel(self.number))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
+
+class Service:
+    """Runs an :class:`Engine` in a thread; its methods may be called from any other.
+
+    Parameters
+    ----------
+    engine : Engine
+        No one else calls it from now on.
+    most : int
+        Requests that may be there at a time, running and waiting.
+
+    Examples
+    --------
+    >>> from gpu_ops import inference, models
+    >>> config = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
+    >>> weights = models.Llama.of(models.initial_weights(config), config)
+    >>> engine = inference.Engine(weights, config, inference.cache_for(weights, config, num_pages=16))
+    >>> with inference.Service(engine) as service, service.submit([1, 2, 3], max_new_tokens=4) as reply:
+    ...     [token.finished for token in reply]
+    ['', '', '', 'length']
+    """
+
+    def __init__(self, engine: Engine, *, most: int = 128) -> None:
+        self.engine = engine
+        self.most = checks.integer("Service", "most", most, low=0)
+        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
+        self._replies: dict[int, Reply] = {}
+        self._open, self._lock = True, threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def between_passes(self, function: Callable[[], Any]) -> Any:
+        """The result of ``function()``, which the engine's thread calls between two passes."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self._open:
+                raise StateError("Service: it has been closed")
+            self._calls.put((function, future))
+        return future.result()
+
+    def submit(self, ids: Sequence[int], **options: Any) -> Reply | None:
+        """A request, with the options of :meth:`Engine.submit`; None: as many as may be are there already."""
+
+        def submitted() -> Reply | None:
+            if self.engine.unfinished >= self.most:
+                return None
+            reply = Reply(self, self.engine.submit(ids, **options))
+            self._replies[reply.number] = reply
+            return reply
+
+        found: Reply | None = self.between_passes(submitted)
+        return found
+
+    def close(self) -> None:
+        """Cancel all requests, whose replies then raise StateError, and end the thread."""
+        with contextlib.suppress(StateError):  # it is closed
+            self.between_passes(self._end)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._open = False
+        self._fail(StateError("Service: it has been closed"))
+
+    def _cancel(self, number: int) -> None:
+        if self._replies.pop(number, None) is not None:
+            self.engine.cancel(number)
+
+    def _fail(self, error: Exception) -> None:
+        """End all requests that are there."""
+        for number, reply in list(self._replies.items()):
+            self._cancel(number)
+            reply._tokens.put(error)
+
+    def _run(self) -> None:
+        while self._open or not self._calls.empty():
+            while not self._calls.empty() or (self._open and not self.engine.unfinished):
+                function, future = self._calls.get()
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+            if not self.engine.unfinished:
+                continue
+            try:
+                found = self.engine.step()
+            except Exception as error:  # of all requests of the pass
+                self._fail(error)
+                continue
+            for token in found:
+                of = self._replies.pop if token.finished else self._replies.__getitem__
+                of(token.request)._tokens.put(token)
