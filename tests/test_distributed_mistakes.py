@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gpu_ops import distributed, models
+from gpu_ops import distributed, inference, models
 from gpu_ops.distributed.single import Single
 from gpu_ops.errors import OptionError, ShapeError
 
@@ -71,8 +71,11 @@ MISTAKES = [
     (r"save: parallel must be", lambda: distributed.ShardedCheckpoints("states", COMM).save(1, WEIGHTS)),
     (r"load: parallel must be", lambda: distributed.ShardedCheckpoints("states", COMM).load(WEIGHTS)),
     (r"config must be a LlamaConfig", lambda: models.logits(IDS, WEIGHTS, {})),
-    (r"weights must be a Llama, got dict$", lambda: models.loss(IDS, IDS, ARRAYS, CONFIG)),
+    (r"weights must be a Llama, got dict; .*Llama.of", lambda: models.loss(IDS, IDS, ARRAYS, CONFIG)),
     (r"grads must be a Llama", lambda: models.loss_and_grads(IDS, IDS, WEIGHTS, CONFIG, grads=ARRAYS)),
+    (r"save: weights must be a Llama", lambda: models.save("folder", ARRAYS, CONFIG)),
+    (r"cache_for: weights must be", lambda: inference.cache_for(ARRAYS, CONFIG, num_pages=4)),
+    (r"cache must be a PagedKVCache", lambda: inference.Engine(WEIGHTS, CONFIG, None)),
     (r"1 layers, .* has 2", lambda: models.logits(IDS, WEIGHTS, dataclasses.replace(CONFIG, nlayers=2))),
 ]  # fmt: skip
 

@@ -238,7 +238,7 @@ def test_a_long_prompt_passes_through_a_small_window(rng):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"nlayers": 3}, "the config has 3 layers, the weights have 2"),
+        ({"nlayers": 3}, "weights have 2 layers, and the config has 3"),
         ({"window": 9}, "a layer has window=9, and the cache window=5"),
         ({"window": 5, "qk_norm": True}, "lack k_norm, q_norm"),
         ({"window": 5, "nheads_kv": 4}, "the cache has heads of"),

@@ -16,7 +16,7 @@ from gpu_ops.models.elementwise import added, softcapped
 from gpu_ops.models.passes import last_norm
 from gpu_ops.models.projection import normed, project
 from gpu_ops.models.table import Table, embed, head_logits
-from gpu_ops.models.weights import Block, Llama
+from gpu_ops.models.weights import Block, Llama, check_models
 from gpu_ops.ops.embedding import embedding
 from gpu_ops.ops.rmsnorm import rmsnorm
 from gpu_ops.ops.rope_append_kv import rope_append_kv
@@ -102,6 +102,7 @@ def cache_for(
     float32 the worst logit moved by 3 % of the logits' standard deviation with int8, and by 13 to 23 % with
     float8_e4m3fn, whose elements have 4 significant bits; bfloat16 weights moved it by 3 to 6 %.
     """
+    check_models("cache_for", config, weights=weights)
     windows = [own.window for own in config.by_layer]
     window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
     page_size = checks.integer("cache_for", "page_size", page_size, low=1)
@@ -125,10 +126,11 @@ def cache_for(
 
 def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> None:
     """The weights are those of the config, and the cache has room for what they see."""
-    if not len(weights.layers) == len(cache.keys) == config.nlayers:
+    check_models("inference", config, weights=weights)
+    checks.instance("inference", "cache", cache, PagedKVCache)
+    if len(cache.keys) != config.nlayers:
         raise OptionError(
-            f"inference: the config has {config.nlayers} layers, the weights have {len(weights.layers)}, and the "
-            f"cache has {len(cache.keys)}"
+            f"inference: the config has {config.nlayers} layers, and the cache has {len(cache.keys)}"
         )
     if isinstance(weights.embed, Table) and weights.embed.divides_tokens:
         raise OptionError("inference: the weights divide tokens among ranks; use sequence_parallel=False")

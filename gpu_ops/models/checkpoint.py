@@ -38,7 +38,7 @@ from gpu_ops.models.tensors import (
     read_all,
     with_post_norms,
 )
-from gpu_ops.models.weights import Llama
+from gpu_ops.models.weights import Llama, check_models
 from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
 
 __all__ = ["load", "save"]
@@ -154,6 +154,7 @@ def save(
         A file cannot be written.
     """
     where = path_of(_SAVE, folder)
+    check_models(_SAVE, config, weights=weights)
     text = _config_text(config, entries, weights)
     given = weights.arrays()
     for name, x in given.items():

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from gpu_ops.core.checks import computing_dtype, instance, one_of
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.core.checks import computing_dtype, one_of
+from gpu_ops.errors import DTypeError, ShapeError
 from gpu_ops.models.block import Sequences, block_forward
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import softcapped
 from gpu_ops.models.passes import Held, Pass, last_norm
 from gpu_ops.models.table import embed, head_logits, head_loss
-from gpu_ops.models.weights import Llama
+from gpu_ops.models.weights import Llama, check_models
 from gpu_ops.ops.loss_options import LossOptions
 
 __all__ = ["check_loss_options", "hidden_states", "logits", "loss", "loss_and_grads"]
@@ -24,7 +24,7 @@ def hidden_states(
 ) -> Any:
     """What the output layer multiplies, (..., hidden): the normalised states, divided by ``logits_scaling``. Keeps
     nothing of the layers."""
-    _check_model("hidden_states", config, weights=weights)
+    check_models("hidden_states", config, weights=weights)
     x = embed(ids, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
     for layer, own in zip(weights.layers, config.by_layer, strict=True):
         x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
@@ -98,21 +98,10 @@ def check_loss_options(options: Mapping[str, Any]) -> None:
         one_of("loss_and_grads", "option", name, _LOSS_OPTIONS)
 
 
-def _check_model(op: str, config: LlamaConfig, **models: Llama) -> None:
-    """Types, and the number of layers."""
-    instance(op, "config", config, LlamaConfig)
-    for what, model in models.items():
-        instance(op, what, model, Llama)
-        if len(model.layers) != config.nlayers:
-            raise OptionError(
-                f"{op}: {what} have {len(model.layers)} layers, and the config has {config.nlayers}"
-            )
-
-
 def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[str, Any]) -> None:
     """What would otherwise be found when some gradients have been added to."""
     check_loss_options(options)
-    _check_model("loss_and_grads", config, weights=weights, grads=grads)
+    check_models("loss_and_grads", config, weights=weights, grads=grads)
     pairs = [(n, getattr(weights, n), getattr(grads, n)) for n in ("embed", "norm", "lm_head")]
     for i, (layer, grad) in enumerate(zip(weights.layers, grads.layers, strict=True)):
         pairs += [

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.checks import instance
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models.config import LlamaConfig
 
-__all__ = ["Block", "Llama", "check_arrays", "initial_weights"]
+__all__ = ["Block", "Llama", "check_arrays", "check_models", "initial_weights"]
 
 
 @dataclass
@@ -101,6 +102,20 @@ def check_arrays(who: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple
             raise OptionError(f"{who}: there is no array {name!r}, of shape {shape}")
         if tuple(arrays[name].shape) != shape:
             raise ShapeError(f"{who}: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
+
+
+def check_models(op: str, config: LlamaConfig, **models: Llama) -> None:
+    """Their types, and numbers of layers."""
+    instance(op, "config", config, LlamaConfig)
+    for what, model in models.items():
+        if not isinstance(model, Llama):
+            raise OptionError(
+                f"{op}: {what} must be a Llama, got {type(model).__name__}; models.Llama.of makes one of named arrays"
+            )
+        if len(model.layers) != config.nlayers:
+            raise OptionError(
+                f"{op}: {what} have {len(model.layers)} layers, and the config has {config.nlayers}"
+            )
 
 
 def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
