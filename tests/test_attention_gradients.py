@@ -257,3 +257,16 @@ def test_slopes_of_capped_scores_keep_their_digits():
     want = reference.attention_backward(x, x, x, x, out, lse, **options, precision="float64")
     for f, w in zip(found, want, strict=True):
         np.testing.assert_allclose(f, w, rtol=1e-5)
+
+
+def test_weights_beside_a_large_lse():
+    """In float64 an lse of 300 is rounded by 3e-14, and again in base 2, where what is left out is added."""
+    n, rng = 300, np.random.default_rng(0)
+    lse = rng.uniform(200, 400, (n, 1, 1))
+    bias = (lse - rng.uniform(0, 2, (n, 1, 1)))[..., None]
+    q, k, ones = np.zeros((n, 1, 1, 16)), np.zeros((n, 8, 1, 16)), np.ones((n, 8, 1, 16))
+    _, _, dv = gpu_ops.attention_backward(
+        ones[:, :1], q, k, ones, ones[:, :1], lse, bias=np.repeat(bias, 8, 3), device="cpu"
+    )
+    weights = np.exp(bias.astype(np.longdouble) - lse[..., None])[:, 0, 0]
+    assert np.abs(dv[:, 0, 0, :1] / weights - 1).max() < 5e-14

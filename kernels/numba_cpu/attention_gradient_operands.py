@@ -28,7 +28,12 @@ from .codegen.memory import SKEW, lanes, larger, round_up, smaller
 from .codegen.numba_api import types
 from .codegen.tiles import TILE
 from .dtype import bfloat16_of_float32, like, read_row
-from .jit import constant, device_function, generic, noinline_function
+from .jit import constant, device_function, exact, generic, noinline_function
+
+LOG2E_HIGH, LOG2E_LOW = (
+    1.4426950514316559,
+    -1.0542692496784412e-08,
+)  # halves of its digits; their sum is LOG2E
 
 # The inputs of a backward call, as attention_backward.py describes them, with lse and delta in float64 and of rows
 # with a large lse what split_lse says.
@@ -282,6 +287,9 @@ def load_block(w, call, x, b, group, block):
         split |= is_large(row_lse, x.split_from)
     for c in range(width):
         w.rest[c] = kept_log2(call)
+    if w.lse2.itemsize == 8:
+        for c in range(n):
+            w.rest[c] += rest_in_base_2(x.lse[ob, w.head[c], q_start + w.query[c]])
     for c in range(n, width):
         clear(w.q, c, c + 1)
         clear(w.do, c, c + 1)
@@ -303,6 +311,18 @@ def load_block(w, call, x, b, group, block):
 @device_function
 def kept_log2(call):
     return np.log2(1.0 - call.dropout_p)
+
+
+@exact
+def rest_in_base_2(lse):
+    """What lse * LOG2E leaves out when it is rounded (Dekker, 1971): a weight would be off by as many units."""
+    if not abs(lse) < 1e100:
+        return 0.0
+    high = np.float64(lse) * 134217729.0  # 2^27 + 1
+    high -= high - lse
+    low = lse - high
+    error = high * LOG2E_HIGH - lse * LOG2E
+    return error + high * LOG2E_LOW + low * LOG2E_HIGH + low * LOG2E_LOW
 
 
 @device_function
