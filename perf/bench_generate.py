@@ -131,8 +131,6 @@ def last_logits(x: Inputs, precision: Precision) -> Any:
 
 def torch_forward(x: Inputs) -> Call:
     """By transformers, with its DynamicCache."""
-    # transformers would import our folder kernels, taking it for another package of this name
-    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     import torch
     import transformers
 

@@ -79,12 +79,6 @@ CASES = {
 EVERY = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.fixture(autouse=True)
-def _no_kernels(monkeypatch):
-    """transformers would import our folder ``kernels``, taking it for another package of this name."""
-    monkeypatch.setitem(sys.modules, "kernels", None)
-
-
 def made(case, dtype=torch.float32):
     """A model of transformers with random weights, norms and biases included."""
     name, options = CASES[case]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from gguf_models import SIZES, written
@@ -15,12 +13,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate", reason="transformers reads GGUF files with it: pip install accelerate")
-
-
-@pytest.fixture(autouse=True)
-def _no_kernels(monkeypatch):
-    """transformers would import our folder ``kernels``, taking it for another package of this name."""
-    monkeypatch.setitem(sys.modules, "kernels", None)
 
 
 @pytest.mark.parametrize("stored_as", ["F32", "Q8_0"])
