@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gpu_ops import distributed, inference, models
+from gpu_ops.core.device import cuda_missing
 from gpu_ops.distributed.single import Single
-from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.errors import DeviceError, OptionError, ShapeError
 
 CONFIG = models.LlamaConfig(vocab=16, hidden=16, ffn=16, nlayers=1, nheads=2)
 ARRAYS = models.initial_weights(CONFIG)
@@ -92,3 +93,9 @@ def test_parts_of_other_sequences():
     for x in ([[1, 2, 3, 4]], np.zeros(4), np.zeros((2, 3)), None):
         with pytest.raises(ShapeError, match=r"ContextParallel.part: .* expected \(batch, 4, \.\.\.\)"):
             context.part(x)
+
+
+@pytest.mark.skipif(cuda_missing() is None, reason="has a GPU")
+def test_parts_of_sequences_without_a_gpu():
+    with pytest.raises(DeviceError, match="ContextParallel: device='cuda': "):
+        distributed.ContextParallel(COMM, 4, device="cuda")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from fake_cupy import FakeArray, ForeignArray
 
-from gpu_ops import distributed
+from gpu_ops import distributed, models
 from gpu_ops.distributed.single import Single
-from gpu_ops.errors import DeviceError, DTypeError, MissingPackageError
+from gpu_ops.errors import DeviceError, DTypeError, MissingPackageError, OptionError
 from tests.processes import python
 from tests.test_distributed import needs_mpi, passes
 
@@ -73,3 +73,27 @@ def test_without_a_device_host_arrays_need_no_cupy():
 
 def test_world_says_that_nccl_is_untested():
     assert "has not run on GPUs yet" in inspect.getdoc(distributed.world)
+
+
+def test_parts_of_sequences_on_a_gpu(cupy):
+    """Of one rank: the loss and gradients of whole sequences."""
+    config = models.LlamaConfig(vocab=32, hidden=32, ffn=32, nlayers=1, nheads=2)
+    arrays, ids = models.initial_weights(config, std=0.2), np.arange(16, dtype=np.int32).reshape(2, 8)
+
+    def run(to, sequences, ids):
+        weights, grads = (
+            models.Llama.of({n: to(x) for n, x in of.items()}, config) for of in (arrays, zeros())
+        )
+        loss = models.loss_and_grads(ids, ids, weights, config, grads=grads, sequences=sequences)
+        return [loss, *grads.arrays().values()]
+
+    def zeros():
+        return {n: np.zeros_like(x) for n, x in arrays.items()}
+
+    want = run(np.copy, None, ids)
+    context = distributed.ContextParallel(Single(), 8, device="cuda")
+    found = run(lambda x: FakeArray(x.copy()), context, context.part(FakeArray(ids)))
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x.host, y, rtol=1e-4, atol=1e-5)
+    with pytest.raises(OptionError, match="device='gpu' is unknown"):
+        distributed.ContextParallel(Single(), 8, device="gpu")

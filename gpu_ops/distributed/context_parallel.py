@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core.checks import one_of
+from gpu_ops.core.device import cuda_missing
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
 from gpu_ops.distributed.sequence import sequence_positions
-from gpu_ops.errors import ShapeError
+from gpu_ops.errors import DeviceError, ShapeError
 from gpu_ops.models.block import Sequences
+from gpu_ops.training.state_arrays import to_device
 
 __all__ = ["ContextParallel"]
 
@@ -27,15 +33,17 @@ class ContextParallel(Sequences):
         Of the whole sequences, which all have this length.
     layout : {"zigzag", "contiguous", "striped"}
         See :func:`sequence_positions`.
+    device : {"cpu", "cuda"}
+        Where the model is.
 
     Attributes
     ----------
-    positions : int64 array (seqlen / p,)
+    positions : int64 array (seqlen / p,), on the device
         Of the tokens that this rank holds.
 
     Raises
     ------
-    OptionError, ShapeError
+    OptionError, ShapeError, DeviceError
 
     Notes
     -----
@@ -57,13 +65,19 @@ class ContextParallel(Sequences):
     >>> parallel.step(lr=3e-3)
     """
 
-    def __init__(self, comm: Comm, seqlen: int, *, layout: str = "zigzag") -> None:
-        super().__init__(positions=sequence_positions(comm, seqlen, layout))
-        vars(self).update(comm=comm, seqlen=int(seqlen), layout=layout)
+    def __init__(self, comm: Comm, seqlen: int, *, layout: str = "zigzag", device: str = "cpu") -> None:
+        rows = sequence_positions(comm, seqlen, layout)
+        if one_of("ContextParallel", "device", device, ("cpu", "cuda")) == "cuda" and (
+            missing := cuda_missing()
+        ):
+            raise DeviceError(f"ContextParallel: device='cuda': {missing}")
+        super().__init__(positions=to_device(rows, device))
+        vars(self).update(comm=comm, seqlen=int(seqlen), layout=layout, rows=rows)
 
     comm: Comm
     seqlen: int
     layout: str
+    rows: npt.NDArray[np.int64]
 
     def part(self, x: Any) -> Any:
         """This rank's tokens of whole sequences, ``x[:, positions]``: ids, targets, or an array (batch, seqlen, ...).
@@ -81,7 +95,7 @@ class ContextParallel(Sequences):
             raise ShapeError(
                 f"ContextParallel.part: x has shape {shape}, expected (batch, {self.seqlen}, ...)"
             )
-        return x[:, self.positions]
+        return x[:, self.rows]
 
     def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         return ring_attention(self.comm, q, k, v, layout=self.layout, **options, return_lse=True)
