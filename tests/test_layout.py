@@ -109,11 +109,20 @@ def test_links_are_relative(link):
     assert path.readlink() == Path("..", link)
 
 
-@pytest.mark.parametrize("name", ["kernels", "reference"])
-def test_top_level_import_is_refused(name):
+@pytest.mark.parametrize(
+    "statement", ["import reference", "from kernels import compiler", "import kernels; kernels.compiler"]
+)
+def test_top_level_import_is_refused(statement):
     """Else every module would exist twice, with two kernel caches."""
-    code = f"try: import {name}\nexcept ImportError as error: print(error)"
-    assert f"from gpu_ops import {name}" in python("-c", code)
+    code = f"try:\n    {statement}\nexcept ImportError as error: print(error)"
+    assert re.search("write `from gpu_ops import (reference|kernels)`", python("-c", code))
+
+
+def test_the_folder_kernels_is_no_package_of_this_name():
+    """transformers imports it from a checkout's root, and reads its version; there is nothing in it."""
+    tried = "try: import kernels.compiler\nexcept ImportError: print('none')"
+    code = f"import kernels; print(kernels.__version__)\n{tried}"
+    assert python("-c", code).splitlines() == ["0", "none"]
 
 
 def test_every_folder_of_modules_is_a_package():
@@ -160,7 +169,18 @@ SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
         # mpi4py and nccl in the modules that several ranks import.
         (
             "gpu_ops",
-            {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "numba", "tokenizers", "mpi4py", "nccl", "gpu_ops"},
+            {
+                "numpy",
+                "ml_dtypes",
+                "rich",
+                "pynvml",
+                "cupy",
+                "numba",
+                "tokenizers",
+                "mpi4py",
+                "nccl",
+                "gpu_ops",
+            },
         ),
         # The emulator's loops over lanes are compiled.
         ("gpu_ops/emulator", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich"}),

@@ -292,13 +292,7 @@ struct Forward {
         float scale = kPlainScores ? shape.scores.scale_log2 : 1.0f;
         if (kPlainScores && careful) {
             #pragma unroll
-            for (int slab = 0; slab < kSlabs; ++slab) {
-                #pragma unroll
-                for (int j = 0; j < kTilesS; ++j) {
-                    #pragma unroll
-                    for (int e = 0; e < 4; ++e) s[slab][j][e] *= scale;
-                }
-            }
+            for (int i = 0; i < kSlabs * kTilesS * 4; ++i) s[i / (4 * kTilesS)][i / 4 % kTilesS][i % 4] *= scale;
             scale = 1.0f;
         }
         softmax.weigh(s, acc_o, scale);
@@ -437,12 +431,10 @@ struct Forward {
     __device__ __forceinline__ bool is_regular() const {
         float zero = 0.0f;
         bool regular = true;
-        if constexpr (kPlainScores) {
-            #pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const float top = softmax.minus_max[r];
-                regular = regular && (fabsf(top) < kCoarse || top == -kNothing);
-            }
+        #pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float top = softmax.minus_max[r];
+            regular = regular && (!kPlainScores || fabsf(top) < kCoarse || top == -kNothing);
         }
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
