@@ -239,9 +239,9 @@ def _combined(parts: Array, op: str) -> Array:
     total: Array = parts[0].astype(wide)
     combine = _OPS[op]
     for part in parts[1:]:
-        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf: NaN, as on every device
+        with np.errstate(all="ignore"):  # inf - inf: NaN, as on every device
             combine(total, part.astype(wide, copy=False), out=total)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return total.astype(parts.dtype, copy=False)
 
 

@@ -252,9 +252,7 @@ class _Loss:
         if softcap:
             t = np.tanh(z / softcap)
             z, slope = softcap * t, 1 - t * t
-        with np.errstate(
-            invalid="ignore", divide="ignore", over="ignore"
-        ):  # -inf and NaN as in cross_entropy
+        with np.errstate(all="ignore"):  # -inf and NaN as in cross_entropy
             top = self.comm.all_reduce(z.max(axis=-1), "max")
             p = np.exp(z - np.where(top == -np.inf, 0, top)[:, None])
             sums = np.zeros((3 if others else 2, len(z)), self.wide)

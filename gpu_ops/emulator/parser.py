@@ -27,10 +27,13 @@ from gpu_ops.emulator.syntax import (
     Scope,
     Variable,
     Vector,
+    is_number,
+    is_word,
 )
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 _SPACES = {".global", ".const", ".shared", ".local", ".param"}
+_DECLARED = {".reg", *_SPACES}
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 
 
@@ -47,12 +50,13 @@ class _Parser(Cursor):
         # By file, line and column, because a caller may be inlined too.
         self.places: dict[tuple[str, ...], Location] = {}
         self.scopes = 0
+        self.names: dict[str, Name] = {}  # one object for each, as they are many
 
     # -- module ---------------------------------------------------------------------------------
 
     def module(self) -> Module:
         module = Module(self.text)
-        while self.tokens[self.at].kind != "end":
+        while self.peek():
             extern = False
             while self.peek() in _LINKAGE:
                 extern |= self.next() == ".extern"
@@ -146,7 +150,7 @@ class _Parser(Cursor):
             function.parameters = list(self.parameters())
         while self.peek().startswith("."):  # .maxntid 128, 1, 1   .minnctapersm 2   .noreturn
             self.next()
-            while self.tokens[self.at].kind == "number" or self.peek() == ",":
+            while is_number(self.peek()) or self.peek() == ",":
                 self.next()
         if self.accept(";"):
             function.declared_only = True
@@ -181,28 +185,30 @@ class _Parser(Cursor):
 
     def collect(self, scope: Scope) -> None:
         """Read ahead for the names that this scope declares: a branch may go to a label further down."""
-        depth, at = 1, self.at
+        tokens, depth, at = self.tokens, 1, self.at
         while depth:
-            token = self.tokens[at]
-            if token.kind == "end":
+            token = tokens[at]
+            if token == "{":
+                depth += 1
+            elif token == "}":
+                depth -= 1
+            elif not token:
                 raise self.error("the body does not end")
-            depth += {"{": 1, "}": -1}.get(token.text, 0)
-            if depth == 1:
-                following = self.tokens[at + 1].text
-                if token.kind == "word" and following == ":":
-                    scope.names.add(token.text)
-                elif token.text in (".reg", ".local", ".shared", ".param", ".const", ".global"):
-                    while self.tokens[at].text != ";" and self.tokens[at].kind != "end":
-                        at += 1
-                        if self.tokens[at].kind == "word" and not self.tokens[at].text.startswith("."):
-                            scope.names.add(self.tokens[at].text)
-                    continue
+            elif depth > 1:
+                pass
+            elif token == ":" and is_word(tokens[at - 1]):
+                scope.names.add(tokens[at - 1])
+            elif token in _DECLARED:
+                while tokens[at] not in (";", ""):
+                    at += 1
+                    if is_word(tokens[at]) and not tokens[at].startswith("."):
+                        scope.names.add(tokens[at])
+                continue
             at += 1
 
     def statement(self, function: Function, scope: Scope) -> None:
-        token = self.tokens[self.at]
-        word = token.text
-        if token.kind == "word" and self.tokens[self.at + 1].text == ":":
+        word = self.tokens[self.at]
+        if is_word(word) and self.tokens[self.at + 1] == ":":
             self.at += 2
             if self.accept(".branchtargets"):
                 function.tables[scope.resolve(word)] = [scope.resolve(self.next())]
@@ -230,9 +236,9 @@ class _Parser(Cursor):
     def line_information(self) -> None:
         """``.loc file line column {, function_name label, inlined_at file line column}`` ends with its line."""
         first = self.at
-        while self.tokens[self.at].line == self.tokens[first].line:
+        while self.lines[self.at] == self.lines[first]:
             self.at += 1
-        words = [token.text for token in self.tokens[first + 1 : self.at]]
+        words = self.tokens[first + 1 : self.at]
         if not all(word.isdigit() for word in (*words[:3], *words[-3:])):
             raise self.error(f"line information is not understood: {' '.join(words)}")
         caller = None
@@ -261,16 +267,17 @@ class _Parser(Cursor):
     # -- instructions ---------------------------------------------------------------------------
 
     def instruction(self, scope: Scope) -> Instruction:
-        line = self.tokens[self.at].line
+        line = self.lines[self.at]
         guard: Name | Negated | None = None
         if self.accept("@"):
             negated = self.accept("!")
             name = scope.resolve(self.next())
             guard = Negated(name) if negated else Name(name)
         token = self.tokens[self.at]
-        if token.kind != "word" or token.text.startswith("."):
-            raise self.error(f"expected an instruction, found {token.text!r}")
-        opcode, *modifiers = self.next().split(".")
+        if not is_word(token) or token.startswith("."):
+            raise self.error(f"expected an instruction, found {token!r}")
+        self.at += 1
+        opcode, *modifiers = token.split(".")
         operands: list[Operand] = []
         if opcode == "call":
             operands.append(self.call(scope))
@@ -311,15 +318,23 @@ class _Parser(Cursor):
 
     def single(self, scope: Scope) -> Operand:
         token = self.tokens[self.at]
-        if self.accept("{"):
-            parts: list[Operand] = []
-            while not self.accept("}"):
-                parts.append(self.single(scope))
-                self.accept(",")
-            return Vector(tuple(parts))
+        if is_word(token):
+            self.at += 1
+            name = scope.resolve(token)
+            if self.accept("("):  # generic(symbol), in initialisers
+                inner = self.single(scope)
+                self.expect(")")
+                return inner
+            if self.peek() == "+" and is_number(self.tokens[self.at + 1]):
+                self.at += 1
+                return Address(name, self.integer())  # symbol + offset, in initialisers and mov
+            return self.names.get(name) or self.names.setdefault(name, Name(name))
+        if is_number(token):
+            self.at += 1
+            return Immediate(token)
         if self.accept("["):
             base, offset = "", 0
-            if self.tokens[self.at].kind == "word":
+            if is_word(self.peek()):
                 base = scope.resolve(self.next())
                 if self.accept("+") or self.peek() == "-":
                     offset = self.integer()
@@ -327,22 +342,14 @@ class _Parser(Cursor):
                 offset = self.integer()
             self.expect("]")
             return Address(base, offset)
+        if self.accept("{"):
+            parts: list[Operand] = []
+            while not self.accept("}"):
+                parts.append(self.single(scope))
+                self.accept(",")
+            return Vector(tuple(parts))
         if self.accept("!"):
             return Negated(scope.resolve(self.next()))
         if self.accept("-"):
             return Immediate("-" + self.next())
-        self.at += 1
-        if token.kind == "number":
-            return Immediate(token.text)
-        if token.kind == "word":
-            name = scope.resolve(token.text)
-            if self.accept("("):  # generic(symbol), in initialisers
-                inner = self.single(scope)
-                self.expect(")")
-                return inner
-            if self.peek() == "+" and self.tokens[self.at + 1].kind == "number":
-                self.at += 1
-                return Address(name, self.integer())  # symbol + offset, in initialisers and mov
-            return Name(name)
-        self.at -= 1
-        raise self.error(f"expected an operand, found {token.text!r}")
+        raise self.error(f"expected an operand, found {token!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -188,62 +188,73 @@ def source_text(sources: Mapping[str, str], file: str, line: int) -> str:
 
 # -- tokens ---------------------------------------------------------------------------------------
 
-_PATTERN = re.compile(
+_COMMENTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+# Directives may touch: `{.reg.b16 h;`. What the last alternative matches is no token.
+_TOKENS = re.compile(
     r"""
-    (?P<skip>[ \t\r]+|//[^\n]*|/\*.*?\*/)
-  | (?P<newline>\n)
-  | (?P<string>"(?:\\.|[^"\\])*")
-  | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
-  | (?P<word>(?:[A-Za-z_$%.])(?:[\w$%.]|::)*)
-  | (?P<punctuation>[-+{}\[\]();,:|!@=<>])
+    "(?:\\.|[^"\\])*"
+  | 0[fF][0-9a-fA-F]{8} | 0[dD][0-9a-fA-F]{16} | 0[xX][0-9a-fA-F]+U? | [0-9]+\.[0-9]*(?:[eE][+-]?[0-9]+)? | [0-9]+U?
+  | \.(?:[\w$%]|::)* | [A-Za-z_$%](?:[\w$%.]|::)*
+  | [^ \t\r]
     """,
-    re.VERBOSE | re.DOTALL,
+    re.VERBOSE,
 )
+_WORD = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_$%.")
+_DIGITS = frozenset("0123456789")
+_PUNCTUATION = frozenset("-+{}[]();,:|!@=<>")
 
 
-class Token(NamedTuple):
-    kind: str
-    text: str
-    line: int
+def is_word(token: str) -> bool:
+    """Whether a token is a name, an opcode or a directive."""
+    return token[:1] in _WORD
 
 
-def _tokens(text: str) -> Iterator[Token]:
-    line, position = 1, 0
-    while position < len(text):
-        match = _PATTERN.match(text, position)
-        if match is None:
-            if not text[position:].strip("\0 \n\t"):  # compilers end the text with NUL
-                return
-            raise PtxError(f"PTX line {line}: unexpected {text[position : position + 20]!r}")
-        kind, word = match.lastgroup or "", match.group()
-        if kind == "word" and word.startswith("."):  # directives may touch: `{.reg.b16 h;`
-            yield from (Token(kind, f".{part}", line) for part in word[1:].split("."))
-        elif kind not in ("skip", "newline"):
-            yield Token(kind, word, line)
-        line += match.group().count("\n")
-        position = match.end()
+def is_number(token: str) -> bool:
+    return token[:1] in _DIGITS
+
+
+def _tokens(text: str) -> tuple[list[str], list[int]]:
+    """The tokens of a text, and the line of each."""
+    text = text.rstrip("\0 \n\t")  # compilers end the text with NUL
+    if "/" in text:
+        text = _COMMENTS.sub(lambda m: m[0] if m[0][0] == '"' else " " + "\n" * m[0].count("\n"), text)
+    tokens: list[str] = []
+    lines: list[int] = []
+    rows = text.split("\n")
+    for line, row in enumerate(rows, 1):
+        found = _TOKENS.findall(row)
+        tokens += found
+        lines += [line] * len(found)
+    known = _WORD | _DIGITS | _PUNCTUATION
+    odd = [token for token in set(tokens) if len(token) == 1 and token not in known]
+    if odd:
+        first = min(map(tokens.index, odd))
+        row = rows[lines[first] - 1]
+        raise PtxError(f"PTX line {lines[first]}: unexpected {row[row.index(tokens[first]) :][:20]!r}")
+    return tokens, lines
 
 
 class Cursor:
-    """The tokens of a text, and a position among them."""
+    """The tokens of a text, and a position among them. The last token is empty."""
 
     def __init__(self, text: str) -> None:
-        self.tokens = list(_tokens(text))
-        self.tokens.append(Token("end", "", self.tokens[-1].line if self.tokens else 1))
+        self.tokens, self.lines = _tokens(text)
+        self.tokens.append("")
+        self.lines.append(self.lines[-1] if self.lines else 1)
         self.at = 0
 
     def peek(self) -> str:
-        return self.tokens[self.at].text
+        return self.tokens[self.at]
 
     def next(self) -> str:
         token = self.tokens[self.at]
-        if token.kind == "end":
+        if not token:
             raise self.error("the text ends too early")
         self.at += 1
-        return token.text
+        return token
 
     def accept(self, text: str) -> bool:
-        if self.peek() == text:
+        if self.tokens[self.at] == text:
             self.at += 1
             return True
         return False
@@ -253,8 +264,7 @@ class Cursor:
             raise self.error(f"expected {text!r}, found {self.peek()!r}")
 
     def error(self, what: str) -> PtxError:
-        line = self.tokens[min(self.at, len(self.tokens) - 1)].line
-        return PtxError(f"PTX line {line}: {what}")
+        return PtxError(f"PTX line {self.lines[min(self.at, len(self.lines) - 1)]}: {what}")
 
     def integer(self) -> int:
         sign = -1 if self.accept("-") else 1

@@ -236,7 +236,7 @@ def _dtype(key: str, values: Sequence[Any] | Array) -> np.dtype[Any]:
                 return dtype
         raise OptionError(f"{_OP}: {key} is an integer, or a list of them, that no 64 bits hold")
     if kind is float:
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             if np.isinf(np.array(values, np.float32)).sum() != np.isinf(values).sum():
                 raise OptionError(f"{_OP}: {key} is beyond float32, which a float becomes; pass np.float64")
         return np.dtype(np.float32)

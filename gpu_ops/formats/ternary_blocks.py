@@ -49,7 +49,7 @@ def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int,
             )
         whole = np.repeat(whole, run // fmt.block_scale, axis=1)
     columns = np.broadcast_to(whole[:, None] if whole.ndim == 1 else whole, (n, blocks))
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
         halves = columns.astype("<f2")
     lost = ~np.isfinite(halves) | ((halves == 0) & (columns != 0))
     if lost.any():

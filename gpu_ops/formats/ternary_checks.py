@@ -116,7 +116,7 @@ def number_array(op: str, scale: Any) -> Array | None:
     real = isinstance(scale, (int, float, np.integer, np.floating, ml_dtypes.bfloat16))
     if real and not isinstance(scale, (bool, np.timedelta64)):
         try:
-            with np.errstate(over="ignore"):  # infinity is refused in any case
+            with np.errstate(all="ignore"):  # infinity is refused in any case
                 return np.asarray(scale, np.float32)
         except OverflowError as error:
             raise OptionError(f"{op}: scale is an integer that float32 cannot hold") from error

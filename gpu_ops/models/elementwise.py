@@ -11,6 +11,7 @@ from gpu_ops.core.checks import computing_dtype
 
 __all__ = ["added", "copied", "softcapped", "times"]
 
+_QUIET = np.errstate(all="ignore")  # inf where a number overflows, as on a GPU and in the ops
 _CHUNK = 1 << 18  # logits that are float32 at a time: 1 MiB
 
 
@@ -24,6 +25,7 @@ def copied(x: Any, to: Any = None) -> Any:
     return to
 
 
+@_QUIET
 def added(y: Any, more: Any) -> Any:
     """``y + more``, in place."""
     if more is not None and _runs():
@@ -31,6 +33,7 @@ def added(y: Any, more: Any) -> Any:
     return y
 
 
+@_QUIET
 def times(y: Any, factor: float) -> Any:
     """``y * factor``, in place."""
     if factor != 1.0 and _runs():
@@ -38,6 +41,7 @@ def times(y: Any, factor: float) -> Any:
     return y
 
 
+@_QUIET
 def softcapped(y: Any, cap: float) -> Any:
     """``cap * tanh(y / cap)``, in place and rounded once; ``y`` where the cap is 0. ``y`` is contiguous."""
     if cap and _runs():

@@ -234,7 +234,7 @@ def fill(target: Array, file: File, name: str) -> None:
     at = 0
     for piece in file.pieces(name):
         place = target[at : at + len(piece)]
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             place[...] = piece
         if piece.dtype != target.dtype and (np.isinf(place) & np.isfinite(piece)).any():
             raise OptionError(

@@ -101,7 +101,7 @@ class Frequencies:
 
     def _at(self, seqlen: int) -> _AtLength:
         r = self.rotation
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             inv_freq = r.scaling.inv_freq(r.rotary_dim, r.theta, seqlen)
         if not np.isfinite(inv_freq).all():
             raise OptionError(f"{self.op}: theta={r.theta:g} makes frequencies infinite")

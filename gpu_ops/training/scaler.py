@@ -132,7 +132,7 @@ class GradScaler:
     @property
     def inv_scale(self) -> Any:
         """float32 ``1 / scale``, rounded once: what a step multiplies gradients by."""
-        with np.errstate(divide="ignore"):  # without a floor the scale may reach 0
+        with np.errstate(all="ignore"):  # without a floor the scale may reach 0
             return _array((1.0 / self.scale.astype(np.float64)).astype(np.float32))
 
     def unscale(self, grads: Any) -> Any:
@@ -203,7 +203,7 @@ class GradScaler:
             raise ShapeError(f"update: found_inf has shape {given.shape}, expected ()")
         found = given != 0
         tracker = xp.where(found, 0, self.growth_tracker + 1)
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             grown = (scale * self.growth_factor).astype(np.float32)
         grows = tracker == self.growth_interval
         kept = xp.where(grows & xp.isfinite(grown), grown, self.scale)
@@ -251,7 +251,7 @@ class GradScaler:
         """Check all, then keep the options; the scale in float32."""
         name = "GradScaler"
         least = max(self.min_scale, 2.0**-149)  # 0 would stay 0
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             single = np.asarray(checks.number(name, "init_scale", scale, low=least), np.float32)
         checks.number(name, "init_scale", float(single))
         growth = checks.number(name, "growth_factor", growth, above=1.0)
