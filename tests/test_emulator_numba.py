@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import EmulatorError, SanitizerError, launch
+from gpu_ops.emulator import EmulatorError, SanitizerError, launch, ptx_of
 from gpu_ops.kernels.compiler.jit import NumbaKernel, compile_kernel
 
 pytest.importorskip("numba_cuda")
@@ -176,3 +176,23 @@ def test_an_index_past_the_end_is_found():
 def test_wrong_number_of_arguments():
     with pytest.raises(EmulatorError, match="takes 14 parameters, 1 arguments"):
         run(past_the_end, "void(float32[::1], float32[::1])", 1, 64, (np.zeros(4, np.float32),))
+
+
+@cuda.jit(device=True)
+def doubled(v):
+    return 2 * v
+
+
+@cuda.jit
+def with_a_function_and_the_grid(x, y):
+    i = cuda.grid(1)
+    y[i] = doubled(x[i])
+    cuda.cg.this_grid().sync()
+    x[i] = y[(i + 1) % x.size]
+
+
+def test_ptx_of_needs_no_driver():
+    ptx = ptx_of(with_a_function_and_the_grid, "void(float32[::1], float32[::1])")
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    launch(ptx, "with_a_function_and_the_grid", 2, 32, (x, y), together=True)
+    np.testing.assert_array_equal(x, np.roll(2 * np.arange(64), -1))

@@ -87,3 +87,17 @@ def test_an_array_that_may_not_be_written():
     with pytest.raises(SanitizerError, match="of `calls`") as caught:
         run({"weights": WEIGHTS, "top": 10.0, "calls": calls})
     assert caught.value.kind == "write to a read-only argument"
+
+
+INSIDE = r"""
+__device__ float a[4] = {1, 2, 3, 4};
+__device__ float* third = a + 2;
+__device__ const char* text[2] = {"abc", "def" + 1};
+extern "C" __global__ void inside(float* y) { y[0] = *third; y[1] = text[1][1]; third = a; }
+"""
+
+
+def test_a_variable_points_inside_another():
+    y = np.zeros(2, np.float32)
+    launch(INSIDE, "inside", 1, 1, (y,))
+    np.testing.assert_array_equal(y, [3, ord("f")])

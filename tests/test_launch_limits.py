@@ -205,6 +205,30 @@ def test_a_grid_that_no_gpu_takes_is_refused():
         str(gpu_ops.explain("attention", q, kv, kv, device="emulator", backend="numba"))
 
 
+LONG = 2**31 + 8
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        ("linear", [(LONG, 8), (16, 8)]),
+        ("linear", [(2, 8), (LONG, 8)]),
+        ("linear", [(2, LONG), (2, LONG)]),
+        ("linear_backward", [(LONG, 8), (LONG, 8), (8, 8)]),
+        ("swiglu_mlp", [(1, 8), (8, 8), (8, 8), (LONG, 8)]),
+        ("rmsnorm", [(2, LONG), (LONG,)]),
+        ("layernorm", [(2, LONG), (LONG,)]),
+        ("rmsnorm_quant_int8", [(2, LONG), (LONG,)]),
+    ],
+)
+def test_sizes_that_32_bits_do_not_hold_are_refused(op, shapes):
+    arrays = [claimed(shape, np.float16) for shape in shapes]
+    with pytest.raises(
+        DeviceError, match=rf"^{op}: a size of 2\^31 or more .* the raw kernels.*; split the arrays"
+    ):
+        str(gpu_ops.explain(op, *arrays, device="emulator", backend="raw"))
+
+
 @pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 65536, 1), (1, 1, 65536), (2**31,), (1, 2**16)])
 def test_grids_beyond_an_axis(grid):
     with pytest.raises(LaunchTooLarge, match=r"x.* would take .* blocks"):

@@ -36,6 +36,11 @@ def program_of(spec: Spec, backend: str, limits: Limits) -> Program:
         return lower(spec, backend, limits)[0]
     except LaunchTooLarge as error:
         raise DeviceError(f"{spec.op}: {error}; split the arrays into several calls") from error
+    except OverflowError as error:  # np.int32(2**31)
+        raise DeviceError(
+            f"{spec.op}: a size of 2^31 or more is beyond what the {backend} kernels count in 32 bits; "
+            "split the arrays into several calls"
+        ) from error
 
 
 def forget() -> None:

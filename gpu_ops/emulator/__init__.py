@@ -7,6 +7,7 @@ import_numba()
 
 from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, SanitizerNote, UnknownInstruction
 from gpu_ops.emulator.memory import Buffer
+from gpu_ops.emulator.numba_kernel import ptx_of
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.run import launch, profile, record
 
@@ -20,5 +21,6 @@ __all__ = [
     "UnknownInstruction",
     "launch",
     "profile",
+    "ptx_of",
     "record",
 ]

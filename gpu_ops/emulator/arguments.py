@@ -110,6 +110,14 @@ def check_launch(
         raise EmulatorError(f"{title}: a block of {block} threads; a block has 1 to {_THREADS}")
     if _exceeds(block, _BLOCK):
         raise EmulatorError(f"{title}: a block of {block} threads; at most {_BLOCK}")
+    directives = program.module.functions[program.name].directives
+    most, exact = directives.get(".maxntid", block), (*directives.get(".reqntid", block), 1, 1)[:3]
+    if math.prod(block) > math.prod(most):
+        raise EmulatorError(
+            f"{title}: a block of {block} threads; __launch_bounds__ (.maxntid) allows {math.prod(most)}"
+        )
+    if block != exact:
+        raise EmulatorError(f"{title}: a block of {block} threads; .reqntid asks for {exact}")
     if not isinstance(shared, int | np.integer) or shared < 0:
         raise EmulatorError(f"{title}: shared is {shared!r}; pass a number of bytes, 0 or more")
     if static + shared > arch.smem_per_block_optin:

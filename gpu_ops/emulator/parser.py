@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from gpu_ops.emulator import refused
 from gpu_ops.emulator.syntax import (
     DTYPE,
-    Address,
     Call,
-    Cursor,
     Function,
-    Immediate,
     Instruction,
     Label,
     Location,
@@ -23,13 +20,9 @@ from gpu_ops.emulator.syntax import (
     Name,
     Negated,
     Operand,
-    Pair,
-    Scope,
     Variable,
-    Vector,
-    is_number,
-    is_word,
 )
+from gpu_ops.emulator.tokens import Operands, Scope, is_number, is_word
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 _SPACES = {".global", ".const", ".shared", ".local", ".param"}
@@ -42,7 +35,7 @@ def parse(text: str) -> Module:
     return _Parser(text).module()
 
 
-class _Parser(Cursor):
+class _Parser(Operands):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
@@ -50,7 +43,6 @@ class _Parser(Cursor):
         # By file, line and column, because a caller may be inlined too.
         self.places: dict[tuple[str, ...], Location] = {}
         self.scopes = 0
-        self.names: dict[str, Name] = {}  # one object for each, as they are many
 
     # -- module ---------------------------------------------------------------------------------
 
@@ -149,9 +141,11 @@ class _Parser(Cursor):
         if self.peek() == "(":
             function.parameters = list(self.parameters())
         while self.peek().startswith("."):  # .maxntid 128, 1, 1   .minnctapersm 2   .noreturn
-            self.next()
-            while is_number(self.peek()) or self.peek() == ",":
-                self.next()
+            directive, numbers = self.next(), []
+            while is_number(self.peek()):
+                numbers.append(self.integer())
+                self.accept(",")
+            function.directives[directive] = tuple(numbers)
         if self.accept(";"):
             function.declared_only = True
             return function
@@ -303,53 +297,3 @@ class _Parser(Cursor):
             else:
                 self.next()  # the prototype of an indirect call
         return Call(results, callee, arguments)
-
-    def group(self, scope: Scope) -> tuple[Operand, ...]:
-        parts: list[Operand] = []
-        if self.accept("("):
-            while not self.accept(")"):
-                parts.append(self.operand(scope))
-                self.accept(",")
-        return tuple(parts)
-
-    def operand(self, scope: Scope) -> Operand:
-        first = self.single(scope)
-        return Pair(first, self.single(scope)) if self.accept("|") else first
-
-    def single(self, scope: Scope) -> Operand:
-        token = self.tokens[self.at]
-        if is_word(token):
-            self.at += 1
-            name = scope.resolve(token)
-            if self.accept("("):  # generic(symbol), in initialisers
-                inner = self.single(scope)
-                self.expect(")")
-                return inner
-            if self.peek() == "+" and is_number(self.tokens[self.at + 1]):
-                self.at += 1
-                return Address(name, self.integer())  # symbol + offset, in initialisers and mov
-            return self.names.get(name) or self.names.setdefault(name, Name(name))
-        if is_number(token):
-            self.at += 1
-            return Immediate(token)
-        if self.accept("["):
-            base, offset = "", 0
-            if is_word(self.peek()):
-                base = scope.resolve(self.next())
-                if self.accept("+") or self.peek() == "-":
-                    offset = self.integer()
-            else:
-                offset = self.integer()
-            self.expect("]")
-            return Address(base, offset)
-        if self.accept("{"):
-            parts: list[Operand] = []
-            while not self.accept("}"):
-                parts.append(self.single(scope))
-                self.accept(",")
-            return Vector(tuple(parts))
-        if self.accept("!"):
-            return Negated(scope.resolve(self.next()))
-        if self.accept("-"):
-            return Immediate("-" + self.next())
-        raise self.error(f"expected an operand, found {token!r}")

@@ -1,4 +1,4 @@
-"""PTX as data: types, tokens, and a :class:`Module` of functions, variables and instructions.
+"""PTX as data: types, and a :class:`Module` of functions, variables and instructions.
 
 A register holds bits: an unsigned array, or ``bool`` for a predicate. An instruction views them in the type it names.
 bfloat16, tf32, float8 and the packed types stay bits, because NumPy has no arithmetic for them; the instructions that
@@ -8,7 +8,6 @@ compute with them unpack them.
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -160,6 +159,7 @@ class Function:
     variables: list[Variable] = field(default_factory=list)
     body: list[Instruction | Label] = field(default_factory=list)
     tables: dict[str, list[str]] = field(default_factory=dict)  # brx.idx targets
+    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # .maxntid: (128, 1, 1)
     declared_only: bool = False
 
 
@@ -184,128 +184,3 @@ def source_text(sources: Mapping[str, str], file: str, line: int) -> str:
         lines = sources[file].splitlines()
         return lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return linecache.getline(file, line).strip()
-
-
-# -- tokens ---------------------------------------------------------------------------------------
-
-_COMMENTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-# Directives may touch: `{.reg.b16 h;`. What the last alternative matches is no token.
-_TOKENS = re.compile(
-    r"""
-    "(?:\\.|[^"\\])*"
-  | 0[fF][0-9a-fA-F]{8} | 0[dD][0-9a-fA-F]{16} | 0[xX][0-9a-fA-F]+U? | [0-9]+\.[0-9]*(?:[eE][+-]?[0-9]+)? | [0-9]+U?
-  | \.(?:[\w$%]|::)* | [A-Za-z_$%](?:[\w$%.]|::)*
-  | [^ \t\r]
-    """,
-    re.VERBOSE,
-)
-_WORD = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_$%.")
-_DIGITS = frozenset("0123456789")
-_PUNCTUATION = frozenset("-+{}[]();,:|!@=<>")
-
-
-def is_word(token: str) -> bool:
-    """Whether a token is a name, an opcode or a directive."""
-    return token[:1] in _WORD
-
-
-def is_number(token: str) -> bool:
-    return token[:1] in _DIGITS
-
-
-def _tokens(text: str) -> tuple[list[str], list[int]]:
-    """The tokens of a text, and the line of each."""
-    text = text.rstrip("\0 \n\t")  # compilers end the text with NUL
-    if "/" in text:
-        text = _COMMENTS.sub(lambda m: m[0] if m[0][0] == '"' else " " + "\n" * m[0].count("\n"), text)
-    tokens: list[str] = []
-    lines: list[int] = []
-    rows = text.split("\n")
-    for line, row in enumerate(rows, 1):
-        found = _TOKENS.findall(row)
-        tokens += found
-        lines += [line] * len(found)
-    known = _WORD | _DIGITS | _PUNCTUATION
-    odd = [token for token in set(tokens) if len(token) == 1 and token not in known]
-    if odd:
-        first = min(map(tokens.index, odd))
-        row = rows[lines[first] - 1]
-        raise PtxError(f"PTX line {lines[first]}: unexpected {row[row.index(tokens[first]) :][:20]!r}")
-    return tokens, lines
-
-
-class Cursor:
-    """The tokens of a text, and a position among them. The last token is empty."""
-
-    def __init__(self, text: str) -> None:
-        self.tokens, self.lines = _tokens(text)
-        self.tokens.append("")
-        self.lines.append(self.lines[-1] if self.lines else 1)
-        self.at = 0
-
-    def peek(self) -> str:
-        return self.tokens[self.at]
-
-    def next(self) -> str:
-        token = self.tokens[self.at]
-        if not token:
-            raise self.error("the text ends too early")
-        self.at += 1
-        return token
-
-    def accept(self, text: str) -> bool:
-        if self.tokens[self.at] == text:
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            raise self.error(f"expected {text!r}, found {self.peek()!r}")
-
-    def error(self, what: str) -> PtxError:
-        return PtxError(f"PTX line {self.lines[min(self.at, len(self.lines) - 1)]}: {what}")
-
-    def integer(self) -> int:
-        sign = -1 if self.accept("-") else 1
-        try:
-            return sign * int(self.next().rstrip("U"), 0)
-        except ValueError:
-            self.at -= 1
-            raise self.error(f"expected a number, found {self.peek()!r}") from None
-
-    def skip_braces(self) -> None:
-        self.expect("{")
-        depth = 1
-        while depth:
-            depth += {"{": 1, "}": -1}.get(self.next(), 0)
-
-    def skip_parentheses(self) -> None:
-        self.expect("(")
-        while not self.accept(")"):
-            self.next()
-
-    def skip_statement(self) -> None:
-        while not self.accept(";"):
-            self.next()
-
-
-class Scope:
-    """The names declared in one ``{ }``.
-
-    An inline-asm block may declare registers and labels that the function has too, so each scope has a suffix that
-    makes its names unique.
-    """
-
-    def __init__(self, outer: Scope | None, suffix: str) -> None:
-        self.outer, self.suffix = outer, suffix
-        self.names: set[str] = set()
-
-    def resolve(self, name: str) -> str:
-        """The name with the suffix of the innermost scope that declares it."""
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return name + scope.suffix
-            scope = scope.outer
-        return name
