@@ -32,7 +32,7 @@ needs_mpi = pytest.mark.skipif(
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
 GROUPS = {
     **{"collectives": (2, 3, 4), "mesh": (2, 3, 4), "context": (3,), "tensor": (4,), "vocabulary": (3,)},
-    **{"data": (2, 4), "uneven": (2, 4), "saved": (4,), "pipelines": (3, 4), "trained": (4,)},
+    **{"data": (2,), "uneven": (2, 4), "saved": (4,), "pipelines": (3, 4), "trained": (4,)},
 }
 RANKS = (2, 3, 4)
 # checks that one rank cannot run

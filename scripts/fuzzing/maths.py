@@ -84,9 +84,12 @@ class Maths:
         """By the series without cancellation; math.erf is not wide enough to judge float64."""
         z = np.clip(x.astype(np.longdouble), -9, 9)
         term = total = z
+        ratio = 2 * z * z
         for n in range(1, 260):
-            term = term * 2 * z * z / (2 * n + 1)
+            term = term * (ratio / (2 * n + 1))
             total = total + term
+            if (np.abs(term) <= np.abs(total) * 2.0**-80).all():
+                break
         return self.r(
             np.asarray(total * np.exp(-z * z) * 2 / np.sqrt(np.longdouble(np.pi))).astype(self.wide)
         )
