@@ -66,6 +66,9 @@ class State(Batch):
         for name, ptx_type in program.registers.items():
             self._add(name, register_dtype(ptx_type))
         self.specials: dict[str, int] = {}
+        self.collectives: dict[
+            int, Callable[[], Array]
+        ] = {}  # pc of a warp instruction: the masks that lanes name
         self.carry = self._add("carry flag", np.dtype(np.bool_))
         self.clock = 0
         self.truncating = False  # tensor cores: see instructions/matrix.py

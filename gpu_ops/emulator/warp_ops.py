@@ -1,6 +1,7 @@
 """Steps of instructions that a whole warp executes: shuffles, votes, matrix fragments and products.
 
-A lane executes one only when every other lane that its mask names has arrived; until then it is parked.
+A lane executes one only when every other lane that its mask names has arrived; until then it is parked. Lanes may
+arrive at the same instruction in another arm of a branch: see :mod:`.converge`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from gpu_ops.emulator import aot
+from gpu_ops.emulator import aot, converge
 from gpu_ops.emulator.access import locate
 from gpu_ops.emulator.batch import WARP, Mask
 from gpu_ops.emulator.instructions import Unknown, matrix
@@ -48,6 +49,8 @@ def _together(here: Array, named: Array) -> Array:
 
 def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
     """``run(active [W, 32], members [W, 32], mask)`` for the lanes whose partners have all arrived."""
+    if members is not None:
+        m.collectives[pc] = members
 
     def step(group: Group, active: Mask) -> int | None:
         here = m.full(active).reshape(-1, WARP)
@@ -55,20 +58,44 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
         named = _rows(m, masks)
         following: int | None = group.pc + 1
         if active is not None or masks.size > 1:
-            missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
-            late = here & (missing != 0)
+            late = _late(m, here, named)
             if late.any():
-                following = m.park(group, late.ravel())
                 here = here & ~late
+                if members is not None and m.parked:
+                    late = late & ~meet(late, named)
+                if late.any():
+                    following = m.park(group, late.ravel())
                 if not here.any():
                     return following
                 active = here.ravel()
-        if m.sanitizer is not None and members is not None:
-            m.sanitizer.named(pc, here, named)
-        run(here, named, active)
+        execute(here, named, active)
         return following
 
+    def meet(late: Array, named: Array) -> Array:
+        """Run the lanes whose partners wait in other arms of a branch, and return them."""
+        others = converge.arms(m, pc)
+        everyone, masks = late, named
+        for arm in others:
+            there = m.full(arm.group.mask).reshape(-1, WARP)
+            everyone, masks = everyone | there, np.where(there, _rows(m, arm.members()), masks)
+        ready = everyone & ~_late(m, everyone, masks)
+        if others and ready.any():
+            lanes = ready.ravel()
+            converge.run_together(m, others, lanes, lambda: execute(ready, masks, lanes))
+        return ready & late
+
+    def execute(here: Array, named: Array, mask: Mask) -> None:
+        if m.sanitizer is not None and members is not None:
+            m.sanitizer.named(pc, here, named)
+        run(here, named, mask)
+
     return Step(step, plain=False)
+
+
+def _late(m: State, here: Array, named: Array) -> Array:
+    """The lanes that are here before a lane that they name."""
+    missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
+    return here & (missing != 0)
 
 
 def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:

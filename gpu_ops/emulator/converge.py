@@ -1,0 +1,98 @@
+"""Lanes of a warp that meet in several places: each arm of a branch has the warp instruction, with its own registers.
+
+``shfl.sync`` and the like wait until all lanes of their mask execute the same kind of instruction with the same mask,
+wherever it is in the code. The emulator runs such an instruction once, for the lanes of all places: those of other
+places lend their operands to the registers of this one, and take the results to their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from gpu_ops.emulator.registers import Reader, destinations
+from gpu_ops.emulator.state import Group, State
+from gpu_ops.emulator.syntax import Array, Instruction, Name, Operand
+
+
+class Arm(NamedTuple):
+    """Lanes that wait at an instruction of the same form at another pc."""
+
+    group: Group
+    members: Reader
+    pairs: list[tuple[int, int]]  # a register here, and the one that stands in its place there
+    results: int  # so many of them are results
+
+
+def arms(m: State, pc: int) -> list[Arm]:
+    """Where else lanes wait. ``.aligned`` instructions have to be at one pc, and are not in ``m.collectives``."""
+    here = m.program.code[pc]
+    found = []
+    for group in m.parked:
+        other = m.program.code[group.pc]
+        if group.pc == pc or group.pc not in m.collectives or other.form != here.form:
+            continue
+        pairs = _pairs(m, here, other)
+        if pairs is not None:
+            results = 0 if here.opcode in ("bar", "barrier") else len(destinations(here.operands[0]))
+            found.append(Arm(group, m.collectives[group.pc], pairs, results))
+    return found
+
+
+def _operands(instruction: Instruction) -> Iterator[Operand]:
+    for operand in instruction.operands:
+        yield from destinations(operand)
+
+
+def _pairs(m: State, here: Instruction, there: Instruction) -> list[tuple[int, int]] | None:
+    """The registers in the same places; None if other operands differ."""
+    mine, others = tuple(_operands(here)), tuple(_operands(there))
+    if len(mine) != len(others):
+        return None
+    found = []
+    for one, other in zip(mine, others, strict=True):
+        i, j = (m.register(x.name) if isinstance(x, Name) else None for x in (one, other))
+        if i is not None and j is not None and m.dtypes[i] == m.dtypes[j]:
+            found.append((i, j))
+        elif one != other:
+            return None
+    return found
+
+
+def run_together(m: State, arms: list[Arm], ready: Array, run: Callable[[], None]) -> None:
+    """``run()``, which uses the registers of one place, for the ready lanes of several."""
+    lent = []
+    for arm in arms:
+        lanes = ready & m.full(arm.group.mask)
+        kept = [_of(m, i, lanes) for i, _ in arm.pairs]
+        given = [_of(m, j, lanes) for _, j in arm.pairs]
+        for (i, _), values in zip(arm.pairs, given, strict=True):
+            _put(m, i, lanes, values)
+        lent.append((arm, lanes, kept))
+    run()
+    for arm, lanes, kept in lent:
+        results = [_of(m, i, lanes) for i, _ in arm.pairs[: arm.results]]
+        for (i, _), values in zip(arm.pairs, kept, strict=True):
+            _put(m, i, lanes, values)
+        for (_, j), values in zip(arm.pairs, results, strict=False):
+            _put(m, j, lanes, values)
+        if not lanes.any():
+            continue
+        m.groups.append(Group(arm.group.pc + 1, lanes))
+        rest = m.full(arm.group.mask) & ~lanes
+        m.parked.remove(arm.group)
+        if rest.any():
+            m.parked.append(Group(arm.group.pc, rest))
+    m.failed = 0
+
+
+def _of(m: State, register: int, lanes: Array) -> Array:
+    return np.broadcast_to(m.registers[register], m.threads)[lanes]
+
+
+def _put(m: State, register: int, lanes: Array, values: Array) -> None:
+    whole = np.broadcast_to(m.registers[register], m.threads).copy()
+    whole[lanes] = values
+    m.registers[register] = whole
