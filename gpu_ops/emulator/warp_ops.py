@@ -94,8 +94,9 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
 
 def _late(m: State, here: Array, named: Array) -> Array:
     """The lanes that are here before a lane that they name."""
-    missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
-    return here & (missing != 0)
+    missing: Array = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
+    late: Array = here & (missing != 0)
+    return late
 
 
 def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
