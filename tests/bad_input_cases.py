@@ -59,6 +59,20 @@ CASES = [
     ("rmsnorm", "weight of another length", ShapeError, "expected exactly (16,)", {"weight": ones(15)}),
     ("rmsnorm", "residual of another shape", ShapeError, "residual has shape", {"residual": ones(16)}),
     ("rmsnorm", "a huge eps", OptionError, "eps must be finite, and float64 cannot hold", {"eps": 10**400}),
+    *(
+        (op, f"{name} beyond float32", OptionError, f"{name} must be at most 1e+38 in size", {name: 1e39})
+        for op, name in [
+            ("adamw_step", "weight_decay"),
+            ("cross_entropy", "z_loss"),
+            ("embedding", "scale"),
+            ("embedding_backward", "scale"),
+            ("rmsnorm", "weight_offset"),
+            ("rmsnorm_backward", "weight_offset"),
+            ("rmsnorm_quant_int8", "weight_offset"),
+            ("softmax", "scale"),
+            ("softmax_backward", "scale"),
+        ]
+    ),
     ("rmsnorm", "eps is a time", OptionError, "eps must be a number", {"eps": np.timedelta64(1)}),
     ("rmsnorm", "eps is text", OptionError, "eps must be a number", {"eps": "1e-6"}),
     ("rmsnorm", "casting misspelt", OptionError, "did you mean 'llama'", {"casting": "lama"}),

@@ -11,7 +11,7 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops.errors import DeviceError, OptionError, ShapeError
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.training.flat import FlatParams
 from gpu_ops.training.scaler import GradScaler, clip_coefficient
 
@@ -218,3 +218,14 @@ def test_a_step_that_overflows_is_skipped(overflow):
     assert (flat.steps, float(scaler.scale)) == (2, 512.0)
     with pytest.raises(OptionError, match="grad_scale must be finite"):
         flat.step(lr=0.1, grad_scale=overflow)
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.array(["x", "y"]), [1, [2]], np.array([None, 1]), np.array([1j, 2])], ids=repr
+)
+def test_assign_takes_real_numbers(wrong):
+    """All is checked before any is set."""
+    flat = FlatParams.from_shapes({"a": (2,), "b": (2,)}, dtype="float32")
+    with pytest.raises(DTypeError, match="b is "):
+        flat.assign({"a": np.ones(2), "b": wrong})
+    assert not flat.params["a"].any()

@@ -75,3 +75,22 @@ def test_mistakes_write_nothing(change, error, message):
     with pytest.raises(error, match=message):
         muon_step(**given)
     assert all((np.asarray(x) == y).all() for x, y in zip(given.values(), before, strict=True))
+
+
+def test_arrays_that_cannot_be_updated_are_refused():
+    """Before anything is written."""
+    grad = np.eye(2, dtype=np.float32)
+    param, momentum = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
+    frozen = param.copy()
+    frozen.flags.writeable = False
+    twice = np.lib.stride_tricks.as_strided(np.zeros(2, np.float32), (2, 2), (0, 4))
+    for arrays, words in (
+        ((frozen, grad, momentum), "param is read-only"),
+        ((param, grad, param), "param shares memory"),
+        ((param, momentum, momentum), "momentum shares memory"),
+        ((param, grad, twice), "momentum shares memory with itself"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            muon_step(*arrays, lr=0.1)
+    assert (param == 1).all()
+    assert not momentum.any()

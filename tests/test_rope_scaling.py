@@ -302,3 +302,18 @@ def test_it_is_frozen_hashable_and_picklable():
         scaling.factor = 3.0
     with pytest.raises(ValueError, match="read-only"):
         scaling.inv_freq(4)[0] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "seqlen"),
+    [
+        (RopeScaling.ntk(1e300), 0),
+        (RopeScaling.dynamic(1e300, 64), 100),
+        (RopeScaling.dynamic(2.0, 1), 10**300),
+        (RopeScaling.yarn(8.0, 2**62, beta_fast=1.7e308), 0),
+    ],
+    ids=["ntk", "dynamic", "seqlen", "yarn"],
+)
+def test_frequencies_beyond_float64_are_refused(scaling, seqlen):
+    with pytest.raises(OptionError, match=r"frequencies of .* overflow"):
+        scaling.inv_freq(8, seqlen=seqlen)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 
 from gpu_ops import inference, models
-from gpu_ops.errors import OptionError, StateError
+from gpu_ops.errors import DTypeError, OptionError, StateError
 from tests.processes import PATIENCE
 
 CONFIG = models.LlamaConfig(vocab=64, hidden=32, ffn=48, nlayers=1, nheads=2)
@@ -109,3 +110,86 @@ def test_closing_ends_replies_and_the_thread(make):
     reply.cancel()
     with pytest.raises(StateError, match="has been closed"):
         service.submit([1])
+
+
+def ends(function):
+    """Whether a function returns, in a thread."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return not thread.is_alive()
+
+
+def test_a_reader_ends_with_its_reply(make):
+    """Cancelled by another thread, after its context, finished, closed: also a second time."""
+    service = make()
+    reply, found = service.submit([1, 2, 3], max_new_tokens=900), []
+    reader = threading.Thread(target=lambda: found.extend(reply), daemon=True)
+    reader.start()
+    reply.cancel()
+    reader.join(PATIENCE)
+    assert not reader.is_alive()
+    assert reply.get() is None
+    with service.submit([1], max_new_tokens=50) as left:
+        pass
+    finished = service.submit([1], max_new_tokens=2)
+    assert len(tokens_of(finished)) == 2
+    for one in (left, finished):
+        assert ends(lambda one=one: tokens_of(one))
+        assert ends(lambda one=one: tokens_of(one))
+        assert one.get(timeout=0) is None
+    closed = service.submit([1], max_new_tokens=900)
+    service.close()
+    for _ in range(2):
+        with pytest.raises(StateError, match="closed"):
+            tokens_of(closed)
+
+
+@pytest.mark.parametrize("timeout", [-1, "1", float("nan")])
+def test_a_wrong_timeout_is_refused(make, timeout):
+    reply = make().submit([1], max_new_tokens=1)
+    with pytest.raises((OptionError, DTypeError), match="timeout"):
+        reply.get(timeout)
+
+
+def test_an_engine_with_requests_of_its_own(make):
+    service = make()
+    service.between_passes(lambda: service.engine.submit([1, 2], max_new_tokens=3))
+    assert tokens_of(service.submit([3, 4], max_new_tokens=3)) == alone([3, 4], 3)
+    engine = inference.Engine(WEIGHTS, CONFIG, inference.cache_for(WEIGHTS, CONFIG, num_pages=8))
+    engine.submit([1, 2], max_new_tokens=3)
+    with inference.Service(engine) as other:
+        assert tokens_of(other.submit([3, 4], max_new_tokens=3)) == alone([3, 4], 3)
+    assert engine.unfinished == 0
+
+
+def test_a_function_between_passes_may_call_the_service(make):
+    service = make()
+    reply = service.between_passes(lambda: service.submit([1, 2], max_new_tokens=3))
+    assert tokens_of(reply) == alone([1, 2], 3)
+    long = service.submit([1], max_new_tokens=900)
+    service.between_passes(long.cancel)
+    with pytest.raises(SystemExit):
+        service.between_passes(lambda: sys.exit(1))
+    assert tokens_of(service.submit([1, 2], max_new_tokens=3)) == alone([1, 2], 3)
+    service.between_passes(service.close)
+    with pytest.raises(StateError, match="closed"):
+        service.submit([1])
+
+
+@pytest.mark.parametrize(("num_pages", "keep"), [(4, 0), (5, 0), (5, 2), (6, 2)])
+def test_a_windowed_cache_takes_what_it_can_end(num_pages, keep):
+    """A window of 6 is in up to 4 pages of 2 tokens, beside what is kept and the null page."""
+    config = models.LlamaConfig(vocab=64, hidden=16, ffn=24, nlayers=1, nheads=2, nheads_kv=1, window=6)
+    weights = models.Llama.of(models.initial_weights(config), config)
+    cache = inference.PagedKVCache(1, 1, 8, num_pages=num_pages, page_size=2, window=6, keep=keep)
+    engine = inference.Engine(weights, config, cache)
+    engine.submit([5], max_new_tokens=2)
+    if num_pages < 5 + keep // 2:
+        with pytest.raises(
+            OptionError, match=rf"need {4 + keep // 2} pages of 2, and the cache has {num_pages - 1}"
+        ):
+            engine.submit([1, 2, 3], max_new_tokens=30)
+    else:
+        engine.submit([1, 2, 3], max_new_tokens=30)
+    assert sum(token.finished == "length" for token in engine.run()) == 1 + (num_pages >= 5 + keep // 2)

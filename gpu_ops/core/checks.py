@@ -181,6 +181,16 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
 
 
+def in_float32(op: str, name: str, value: Any, dtype: str, *, low: float = -math.inf) -> float:
+    """A number that kernels take to float32, where float64 is not what they compute in."""
+    found = number(op, name, value, low=low)
+    if dtype != "float64" and abs(found) > 1e38:
+        raise OptionError(
+            f"{op}: {name} must be at most 1e+38 in size, for {dtype} is computed in float32; got {found:g}"
+        )
+    return found
+
+
 def scalar(op: str, name: str, value: Any) -> None:
     """A finite real number, or an array, which is checked where it is used."""
     if not hasattr(value, "dtype"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +12,10 @@ from gpu_ops.emulator import aot
 from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import in_order
-from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, SPACES, Access, Place
+from gpu_ops.emulator.memory import EACH, GENERIC, GLOBAL, LOCAL, NO, SHARED, SOME, SPACES, Access, Place
 from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
 from gpu_ops.emulator.state import Group, State, Step
-from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Operand
+from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Name, Operand
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
 _POLLS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
@@ -22,8 +24,18 @@ _HINTS = {"nc", "ca", "cg", "cs", "lu", "wb", "wt"}
 _IGNORED = {"weak", "release", "cta", "gpu", "sys", "cluster"} | _HINTS | _POLLS
 
 
-def locate(m: State, access: Access, mask: Mask, where: Array, values: Array | None = None) -> Place:
-    """The addresses of the active lanes; an invalid one raises. ``values`` is what a store writes, by lane."""
+def locate(
+    m: State,
+    access: Access,
+    mask: Mask,
+    where: Array,
+    values: Array | None = None,
+    judged: tuple[Access, int] | None = None,
+) -> Place:
+    """The addresses of the active lanes; an invalid one raises.
+
+    ``values`` is what a store writes, by lane. ``judged``: the part that the sanitizer judges, and its offset.
+    """
     lanes = m.active_lanes(mask)
     if len(where) > 1 and len(lanes) < len(where):
         where = where[lanes]
@@ -31,7 +43,8 @@ def locate(m: State, access: Access, mask: Mask, where: Array, values: Array | N
     if kind:
         _report(m, access, place, kind, position)
     if m.sanitizer is not None:
-        m.sanitizer.access(access, place, values)
+        part, offset = judged or (access, 0)
+        m.sanitizer.access(part, place.moved(offset), values)
     if m.profiler is not None:
         m.profiler.access(access, place)
     return place
@@ -104,9 +117,10 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
     element = 0 if "param" in instruction.modifiers else dtype.itemsize
     size = count * dtype.itemsize
     access = Access(pc, space, size, read=True, write=False, element=element, constant=constant)
+    judged = _judged(m, access, parts(target), dtype)
 
     def run(mask: Mask) -> None:
-        place = locate(m, access, mask, where())
+        place = locate(m, access, mask, where(), judged=judged)
         out = np.empty((count, m.threads), bits)
         aot.gather(place.host, place.lanes, out)
         for write, row in zip(writers, out, strict=True):
@@ -121,6 +135,27 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
         return group.pc + 1
 
     return Step(poll, plain=False)
+
+
+def _judged(
+    m: State, access: Access, targets: tuple[Operand, ...], dtype: np.dtype[Any]
+) -> tuple[Access, int]:
+    """The part of a load that the sanitizer judges, and where it begins.
+
+    Compilers widen loads: a register at either end that is named nowhere else is not read. And they copy structs as
+    integers that are only stored again, with padding that nobody writes: one written byte is enough there, and none
+    in vectors of bytes, which may be all padding.
+    """
+    uses = [m.program.uses.get(t.name, (1, 0)) if isinstance(t, Name) else (0, 0) for t in targets]
+    read = [i for i, (named, _) in enumerate(uses) if named != 1]
+    if not read:
+        return access, 0
+    first, last = read[0], read[-1]
+    initialised = EACH
+    if dtype.kind in "iu" and all(named == stored + 1 for named, stored in uses[first : last + 1]):
+        initialised = NO if dtype.itemsize == 1 and len(targets) > 1 else SOME
+    size = (last - first + 1) * dtype.itemsize
+    return replace(access, size=size, initialised=initialised), first * dtype.itemsize
 
 
 def _store(m: State, pc: int, instruction: Instruction) -> Step:

@@ -57,6 +57,9 @@ class Buffer:
     poison: Array | None = None
 
 
+EACH, SOME, NO = range(3)  # which elements of a read must have been written: each, one byte of it, none
+
+
 @dataclass(frozen=True)
 class Access:
     """A memory instruction, as the sanitizer and the profiler see it."""
@@ -67,6 +70,7 @@ class Access:
     read: bool
     write: bool
     element: int = 0  # bytes; each element of a load must have been written. 0: not checked
+    initialised: int = EACH
     atomic: bool = False
     asynchronous: bool = False
     constant: bool = False  # ld.global.nc: the data must not change during the launch
@@ -80,6 +84,12 @@ class Place:
     address: Array
     host: Array
     owner: Array
+
+    def moved(self, offset: int) -> Place:
+        """The addresses so many bytes further on."""
+        if offset == 0:
+            return self
+        return Place(self.lanes, self.address + np.uint64(offset), self.host + offset, self.owner)
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,12 +14,17 @@ import numpy as np
 from gpu_ops.emulator.signature import Parameter, plain_name
 from gpu_ops.emulator.syntax import (
     DTYPE,
+    Address,
     Array,
     Immediate,
     Instruction,
     Module,
     Name,
+    Negated,
+    Operand,
+    Pair,
     Variable,
+    Vector,
     source_text,
 )
 
@@ -53,6 +59,19 @@ class Program:
         """Whether it uses the grid-wide barrier, which needs a cooperative launch."""
         return any(o == Name("%envreg1") for instruction in self.code for o in instruction.operands)
 
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """How often each register is named, and how often as what a store writes."""
+        named, stored = Counter[str](), Counter[str]()
+        for instruction in self.code:
+            if instruction.guard is not None:
+                named[instruction.guard.name] += 1
+            for operand in instruction.operands:
+                named.update(_names(operand))
+            if instruction.opcode == "st":
+                stored.update(_names(instruction.operands[1]))
+        return {name: (n, stored[name]) for name, n in named.items()}
+
     def where(self, pc: int) -> str:
         """``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)`` and the text of that line, for messages."""
         return f"PTX line {self.code[pc].line}: {self.text(pc)}"
@@ -81,6 +100,21 @@ class Program:
         while location is not None and location.file in self.module.files:
             yield self.module.files[location.file], location.line
             location = location.caller
+
+
+def _names(operand: Operand) -> Iterator[str]:
+    """The registers of an operand, and other names."""
+    match operand:
+        case Name(name) | Negated(name):
+            yield name
+        case Address(base, _):
+            yield base
+        case Vector(parts):
+            for part in parts:
+                yield from _names(part)
+        case Pair(first, second):
+            yield from _names(first)
+            yield from _names(second)
 
 
 def immediate(operand: Immediate, ptx_type: str) -> Array:

@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from gpu_ops.emulator import shadow
+from gpu_ops.emulator import aot, shadow
 from gpu_ops.emulator.aot import SHARED_BASE
 from gpu_ops.emulator.batch import WARP, Batch
-from gpu_ops.emulator.memory import Access, Place
+from gpu_ops.emulator.memory import EACH, NO, SOME, Access, Place
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
 from gpu_ops.emulator.syntax import BITS, Array
@@ -96,7 +96,11 @@ class Sanitizer:
                 self._local(access, place.lanes[mine], place.host[mine])
 
     def _global(self, access: Access, place: Place) -> None:
-        wrong = OUTSIDE | POISONED | UNWRITTEN | (STORED if access.constant else 0)
+        wrong = OUTSIDE | POISONED | (STORED if access.constant else 0)
+        if access.initialised == EACH:
+            wrong |= UNWRITTEN
+        elif access.initialised == SOME:
+            self._global_copy(access, place)
         table, wrong = self.m.memory.table, wrong * EACH_BYTE
         host, owner, first = place.host, place.owner, 0
         while True:
@@ -112,18 +116,29 @@ class Sanitizer:
             first += position + 1
             host, owner = place.host[first:], place.owner[first:]
 
+    def _global_copy(self, access: Access, place: Place) -> None:
+        """A copy of which no byte has been written."""
+        table = self.m.memory.table[place.owner]
+        known = (place.owner >= 0) & (table[:, 3] != 0)
+        lanes, host = place.lanes[known], (place.host - table[:, 2] + table[:, 3])[known]
+        bits = np.zeros((access.size, self.m.threads), np.uint8)
+        aot.gather(host, lanes, bits)
+        for i in np.flatnonzero((bits[:, lanes] & UNWRITTEN != 0).all(axis=0)):
+            address = int(np.broadcast_to(place.address, place.host.shape)[known][i])
+            text = partial(self._global_text, access, address, _GLOBAL[UNWRITTEN][1])
+            self.m.report(_GLOBAL[UNWRITTEN][0], access.pc, int(lanes[i]), text)
+
     def _global_text(self, access: Access, address: int, what: str) -> str:
         verb = "read" if access.read else "write"
         return f"{verb} of {what}, {self.m.memory.describe(access.space, address)}"
 
     def _local(self, access: Access, lanes: Array, host: Array) -> None:
-        if access.read and not access.element:
+        if access.read and (not access.element or access.initialised == NO):
             return
+        element = access.size if access.initialised == SOME else access.element
         base, stride = int(self.m.memory.windows[4]), int(self.m.memory.windows[6])
         while True:
-            position = shadow.check_local(
-                host, lanes, base, stride, self.written, access.size, access.element
-            )
+            position = shadow.check_local(host, lanes, base, stride, self.written, access.size, element)
             if position < 0:
                 return
             lane = int(lanes[position])
@@ -133,7 +148,7 @@ class Sanitizer:
             lanes, host = lanes[position + 1 :], host[position + 1 :]
 
     def _shared(self, access: Access, lanes: Array, host: Array, values: Array | None) -> None:
-        flags = access.read, access.write, access.atomic, access.asynchronous
+        flags = access.read, access.write, access.atomic, access.asynchronous, access.initialised
         while True:
             kind, position, row = shadow.check_shared(
                 host, lanes, access.size, *self.tables, access.pc, *flags

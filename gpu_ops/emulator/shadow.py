@@ -95,14 +95,28 @@ def check_local(host, lanes, base, stride, written, size, element):  # type: ign
 
 @loop(
     "UniTuple(int64,3)(int64[::1], int32[::1], int64, int64[::1], int64, int32[:,::1], int32[::1], int32[::1], "
-    "int64, boolean, boolean, boolean, boolean)"
+    "int64, boolean, boolean, boolean, boolean, int64)"
 )
 def check_shared(  # type: ignore[no-untyped-def]
-    host, lanes, size, windows, granule, state, epochs, warp_epochs, pc, reads, writes, atomic, pends
+    host,
+    lanes,
+    size,
+    windows,
+    granule,
+    state,
+    epochs,
+    warp_epochs,
+    pc,
+    reads,
+    writes,
+    atomic,
+    pends,
+    initialised,
 ):
     """Check accesses to shared memory in lane order: (kind or 0, position, row of the state).
 
-    ``pends``: the write of an asynchronous copy, which is pending until its thread waits for it.
+    ``pends``: the write of an asynchronous copy, which is pending until its thread waits for it. ``initialised``: 0
+    where each granule of a read must have been written, 1 where one must, 2 where none has to be.
     """
     per_block = windows[2] // granule
     for i in range(len(host)):
@@ -111,11 +125,13 @@ def check_shared(  # type: ignore[no-untyped-def]
         thread = types.int32(lane % windows[3])
         epoch, warp_epoch = epochs[block], warp_epochs[lane // 32]
         first = block * per_block + (host[i] - windows[0] - block * windows[2]) // granule
+        if reads and initialised == 1 and (state[first : first + size // granule, W_FLAGS] == 0).all():
+            return UNINITIALISED, i, first
         for g in range(first, first + size // granule):
             s = state[g]
             if s[PENDING] != 0:
                 return (PENDING_WRITE if writes and not reads else PENDING_READ), i, g
-            if reads and s[W_FLAGS] == 0:
+            if reads and initialised == 0 and s[W_FLAGS] == 0:
                 return UNINITIALISED, i, g
             same_epoch = s[W_EPOCH] == epoch
             same_warp = s[W_THREAD] // 32 == thread // 32

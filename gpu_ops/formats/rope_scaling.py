@@ -272,11 +272,15 @@ class RopeScaling:
         rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, low=2)
         if rotary_dim % 2:
             raise OptionError(f"{_WHO}: rotary_dim must be even, got {rotary_dim}")
-        if theta is None:
-            theta = 10000.0 if self.theta is None else self.theta
-        theta = number(_WHO, "theta", theta, above=0.0)
-        seqlen = integer(_WHO, "seqlen", seqlen, low=0)
-        return _inv_freq(self, rotary_dim, theta, self.effective_seqlen(seqlen))
+        own = 10000.0 if self.theta is None else self.theta
+        theta = number(_WHO, "theta", own if theta is None else theta, above=0.0)
+        longest = self.effective_seqlen(integer(_WHO, "seqlen", seqlen, low=0))
+        try:
+            return _inv_freq(self, rotary_dim, theta, longest)
+        except OptionError:
+            raise
+        except (ArithmeticError, ValueError) as error:  # of log and power
+            raise OptionError(f"{_WHO}: frequencies of {self} overflow at theta={theta:g}") from error
 
     def attention_factor_at(self, seqlen: int) -> float:
         """The factor on cos and sin for a sequence of ``seqlen`` tokens."""
@@ -295,7 +299,6 @@ class RopeScaling:
 
 
 PLAIN.add(RopeScaling)
-
 
 # How each kind computes its frequencies, and from which fields.
 _INV_FREQ: dict[str, tuple[Callable[..., npt.NDArray[np.float64]], tuple[str, ...]]] = {

@@ -136,15 +136,16 @@ class Engine:
             i = int(outside[0])
             raise OptionError(f"Engine.submit: prompt[{i}] is {ids[i]}, not in [0, {self.config.vocab})")
         most = checks.integer("Engine.submit", "max_new_tokens", max_new_tokens, low=1)
-        pages = -(-(len(ids) + most - 1) // self.cache.page_size)  # the last token is not read again
         if len(ids) + most > self.max_seqlen + 1:
             raise OptionError(
                 f"Engine.submit: {len(ids)} tokens and {most} new ones are more than max_seqlen={self.max_seqlen}"
             )
-        if self.cache.window < 0 and pages > self.cache.num_pages:
+        # the last token is not read again
+        pages, there = self.cache.most_pages(len(ids) + most - 1), self.cache.stats.total
+        if pages > there:
             raise OptionError(
                 f"Engine.submit: {len(ids)} tokens and {most} new ones need {pages} pages of "
-                f"{self.cache.page_size}, and the cache has {self.cache.num_pages}"
+                f"{self.cache.page_size}, and the cache has {there}"
             )
         request = Request(
             self._submitted, ids.tolist(), len(ids), most, frozenset(ends.tolist()), sampling or Sampling()

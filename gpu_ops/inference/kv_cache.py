@@ -296,6 +296,10 @@ class PagedKVCache:
         """Of all sequences, in the order in which they came."""
         return tuple(self._sequences.alive)
 
+    def most_pages(self, length: int) -> int:
+        """Pages that a sequence names at a time on its way to ``length`` tokens, a token at a time."""
+        return self._sequences.most_pages(length)
+
     @property
     def stats(self) -> CacheStats:
         """Pages used, cached and free, and tokens found by :meth:`add`, as of now."""

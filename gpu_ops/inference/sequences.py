@@ -75,6 +75,12 @@ class Sequences:
         self.asked = self.hits = 0
         self._next = 0
 
+    def most_pages(self, length: int) -> int:
+        pages = -(-length // self.pool.page_size)
+        if self.window < 0:
+            return pages
+        return min(pages, self.keep_pages + 1 - (-self.window // self.pool.page_size))
+
     @property
     def stats(self) -> CacheStats:
         used, cached, free = self.pool.counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
@@ -22,28 +23,33 @@ class Reply:
 
     def __init__(self, service: Service, number: int) -> None:
         self.number = number
-        self._service, self._tokens = service, queue.Queue[Token | Exception]()
+        self._service = service
+        self._tokens, self._ended = deque[Token | Exception](), False
+        self._changed = threading.Condition()
 
     def get(self, timeout: float | None = None) -> Token | None:
-        """The next token; None if none comes within so many seconds. An error of the pass is raised here."""
-        try:
-            found = self._tokens.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        """The next token; None if none comes within so many seconds, or if there are no more.
+
+        An error of the pass is raised here, after the tokens before it, as often as it is asked for.
+        """
+        if timeout is not None:
+            timeout = checks.number("Reply.get", "timeout", timeout, low=0)
+        with self._changed:
+            self._changed.wait_for(lambda: self._tokens or self._ended, timeout)
+            if not self._tokens:
+                return None
+            first = self._tokens[0]
+            if isinstance(first, Exception):
+                raise first
+            self._tokens.popleft()
+            return first
 
     def __iter__(self) -> Iterator[Token]:
-        while True:
-            token = self.get()
-            assert token is not None  # without a timeout
+        while (token := self.get()) is not None:
             yield token
-            if token.finished:
-                return
 
     def cancel(self) -> None:
-        """Give the request's pages back; nothing where it has ended."""
+        """Give the request's pages back, and end the loops over its tokens; nothing where it has ended."""
         with contextlib.suppress(StateError):  # closed: all requests have ended
             self._service.between_passes(lambda: self._service._cancel(self.number))
 
@@ -53,6 +59,12 @@ class Reply:
     def __exit__(self, *error: object) -> None:
         self.cancel()
 
+    def _put(self, *found: Token | Exception, last: bool) -> None:
+        with self._changed:
+            self._tokens.extend(found)
+            self._ended |= last
+            self._changed.notify_all()
+
 
 class Service:
     """Runs an :class:`Engine` in a thread; its methods may be called from any other.
@@ -60,7 +72,8 @@ class Service:
     Parameters
     ----------
     engine : Engine
-        No one else calls it from now on.
+        No one else calls it from now on, but functions given to :meth:`between_passes`. Requests that are not this
+        service's run along; their tokens go nowhere.
     most : int
         Requests that may be there at a time, running and waiting.
 
@@ -85,11 +98,16 @@ class Service:
         self._thread.start()
 
     def between_passes(self, function: Callable[[], Any]) -> Any:
-        """The result of ``function()``, which the engine's thread calls between two passes."""
+        """The result of ``function()``, which the engine's thread calls between two passes.
+
+        The function may call the engine and this service.
+        """
+        if threading.current_thread() is self._thread:
+            self._check_open()
+            return function()
         future: Future[Any] = Future()
         with self._lock:
-            if not self._open:
-                raise StateError("Service: it has been closed")
+            self._check_open()
             self._calls.put((function, future))
         return future.result()
 
@@ -110,7 +128,8 @@ class Service:
         """Cancel all requests, whose replies then raise StateError, and end the thread."""
         with contextlib.suppress(StateError):  # it is closed
             self.between_passes(self._end)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -118,20 +137,27 @@ class Service:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StateError("Service: it has been closed")
+
     def _end(self) -> None:
         with self._lock:
             self._open = False
         self._fail(StateError("Service: it has been closed"))
 
     def _cancel(self, number: int) -> None:
-        if self._replies.pop(number, None) is not None:
+        reply = self._replies.pop(number, None)
+        if reply is not None:
             self.engine.cancel(number)
+            reply._put(last=True)
 
     def _fail(self, error: Exception) -> None:
         """End all requests that are there."""
-        for number, reply in list(self._replies.items()):
-            self._cancel(number)
-            reply._tokens.put(error)
+        for reply in self._replies.values():
+            reply._put(error, last=True)
+        self._replies.clear()
+        self.engine.clear()
 
     def _run(self) -> None:
         while self._open or not self._calls.empty():
@@ -139,7 +165,7 @@ class Service:
                 function, future = self._calls.get()
                 try:
                     future.set_result(function())
-                except Exception as error:
+                except BaseException as error:
                     future.set_exception(error)
             if not self.engine.unfinished:
                 continue
@@ -149,5 +175,7 @@ class Service:
                 self._fail(error)
                 continue
             for token in found:
-                of = self._replies.pop if token.finished else self._replies.__getitem__
-                of(token.request)._tokens.put(token)
+                last = bool(token.finished)
+                reply = self._replies.pop(token.request, None) if last else self._replies.get(token.request)
+                if reply is not None:
+                    reply._put(token, last=last)

@@ -154,7 +154,7 @@ def adamw_step(
     call.option(
         betas=_betas(call.op, betas),
         eps=checks.epsilon(call.op, eps, dtype),
-        weight_decay=checks.number(call.op, "weight_decay", weight_decay, low=0.0),
+        weight_decay=checks.in_float32(call.op, "weight_decay", weight_decay, dtype, low=0.0),
     )
     with_master = " with a master" * (master is not None) + ", moments in 8 bits" * in_bytes
     return call.bind(

@@ -61,7 +61,7 @@ class LossOptions:
             vocab=vocab,
             ignore_index=checks.integer(op, "ignore_index", self.ignore_index, low=-(2**63), high=2**63 - 1),
             label_smoothing=smoothing,
-            z_loss=checks.number(op, "z_loss", self.z_loss, low=0.0),
+            z_loss=checks.in_float32(op, "z_loss", self.z_loss, call.views[like].dtype.name, low=0.0),
             softcap=checks.number(op, "softcap", self.softcap, low=0.0),
             reduction=checks.one_of(op, "reduction", self.reduction, ("mean", "sum", "none")),
         )

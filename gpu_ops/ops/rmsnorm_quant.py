@@ -90,7 +90,7 @@ def rmsnorm_quant_int8(
     dtype = validate(call.op, x_, weight_, residual=residual_)
     call.option(
         eps=checks.epsilon(call.op, eps, dtype),
-        weight_offset=checks.number(call.op, "weight_offset", weight_offset),
+        weight_offset=checks.in_float32(call.op, "weight_offset", weight_offset, dtype),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
     results: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {

@@ -134,8 +134,9 @@ def _dtype(call: Call, scale: float, **arrays: Array) -> str:
     name, x = next(iter(arrays.items()))
     if x.ndim == 0:
         raise ShapeError(f"{call.op}: {name} has no axes; expected (..., cols)")
-    call.option(scale=checks.number(call.op, "scale", scale))
-    return checks.float_dtype(call.op, **arrays)
+    dtype = checks.float_dtype(call.op, **arrays)
+    call.option(scale=checks.in_float32(call.op, "scale", scale, dtype))
+    return dtype
 
 
 def _check_mask(op: str, mask: Array, x: Array) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.device import cuda_missing
-from gpu_ops.errors import DeviceError, OptionError, ShapeError
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.adamw import adamw_step
 from gpu_ops.training.state_arrays import StateArray, named_dtype, zeros
 
@@ -159,14 +159,23 @@ class FlatParams:
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Set parameters by name, and their masters, from arrays in host memory. All is checked before any is set."""
-        given = {name: np.asarray(value) for name, value in values.items()}
+        given = {}
+        for name, value in values.items():
+            try:
+                given[name] = np.asarray(value)
+            except (TypeError, ValueError) as error:
+                raise DTypeError(f"{_CLASS}: {name} is no array: {error}") from error
         for name, value in given.items():
             shape = self.params[checks.one_of(_CLASS, "name", name, self.params)].shape
             if value.shape != shape:
                 raise ShapeError(f"{_CLASS}: {name} has shape {value.shape}, expected {shape}")
+            if value.dtype.kind not in "fiub" and value.dtype.name != "bfloat16":
+                raise DTypeError(f"{_CLASS}: {name} is {value.dtype}, expected real numbers")
         for name, value in given.items():
             for target in (views[name] for views in self._values):
-                StateArray(_CLASS, name, target).write(value.astype(target.dtype))
+                with np.errstate(all="ignore"):
+                    cast = value.astype(target.dtype)
+                StateArray(_CLASS, name, target).write(cast)
 
     def zero_grad(self) -> None:
         """Fill the gradients with zeros."""

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import on_cuda
+from gpu_ops.core.aliasing import overlap, overlaps_itself
+from gpu_ops.core.arrays import is_read_only, on_cuda
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.ops.linear import linear
 
@@ -81,6 +82,12 @@ def muon_step(
             raise ShapeError(
                 f"{_OP}: {name} has shape {x.shape}, expected one matrix shape for all of {list(arrays)}"
             )
+    for name in ("param", "momentum"):
+        x, others = arrays[name], [other for key, other in arrays.items() if key != name]
+        if is_read_only(x, x):
+            raise ShapeError(f"{_OP}: {name} is read-only; pass a writable array")
+        if overlaps_itself(x) or any(overlap(x, other) for other in others):
+            raise ShapeError(f"{_OP}: {name} shares memory with itself or with another argument")
     lr = checks.number(_OP, "lr", lr, low=0.0)
     beta = checks.number(_OP, "beta", beta, low=0.0)
     if beta >= 1.0:
