@@ -225,32 +225,6 @@ def test_what_no_driver_launches(grid, block, shared, message):
     assert y[0] == 0
 
 
-BOUNDED = """
-.version 7.0
-.target sm_80
-.address_size 64
-.visible .entry k() %s
-{
-  ret;
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("directive", "fits", "block", "message"),
-    [
-        (".maxntid 64, 1, 1", (8, 8), 65, "__launch_bounds__ .* allows 64"),
-        (".maxntid 64", 64, (33, 2), "__launch_bounds__ .* allows 64"),
-        (".reqntid 32, 2, 1", (32, 2), 64, r".reqntid asks for \(32, 2, 1\)"),
-        (".reqntid 32", 32, 16, r".reqntid asks for \(32, 1, 1\)"),
-    ],
-)
-def test_the_block_that_a_kernel_names(directive, fits, block, message):
-    launch(BOUNDED % directive, "k", 1, fits, ())
-    with pytest.raises(EmulatorError, match=message):
-        launch(BOUNDED % directive, "k", 1, block, ())
-
-
 NUMBERS = r"""
 extern "C" __global__ void numbers(double* y, char c, int i, unsigned long long u, float f, double d) {
   y[0] = c; y[1] = i; y[2] = u; y[3] = f; y[4] = d;
@@ -277,6 +251,15 @@ def test_a_python_number_becomes_what_the_parameter_is():
         (0, 1.5, "argument 0 is 1.5, the kernel's parameter an integer"),
         (0, np.array([None]), "argument 0 is an array of Python objects"),
         (0, Buffer([1.0]), "argument 0 is a Buffer of list"),
+        (0, np.array(["y"]), "argument 0 is an array of text"),
+        (0, np.zeros(5, ">f8"), "argument 0 is an array of bytes in the other order"),
+        (0, np.ma.zeros(5), "argument 0 is a masked array"),
+        (
+            0,
+            Buffer(np.zeros(5), poison=np.zeros(3, bool)),
+            r"argument 0: poison has shape \(3,\), the array \(5,\)",
+        ),
+        (5, 10**400, "argument 5 is an integer that float64 does not hold"),
         (1, 1.5, "argument 1 is 1.5, the kernel's parameter an integer"),
         (2, np.zeros(4), "argument 2 is an array, the kernel's parameter of type u32 no pointer"),
         (2, np.zeros(0), "argument 2 is an array"),
@@ -291,6 +274,18 @@ def test_what_is_no_argument(at, wrong, message):
     args[at] = wrong
     with pytest.raises(EmulatorError, match=message):
         launch(NUMBERS, "numbers", 1, 1, args)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": 5}, "include is 5; pass a sequence of folders"),
+        ({"tensor_cores": ["exact"]}, "tensor_cores is .*; pass 'exact' or 'truncate'"),
+    ],
+)
+def test_what_is_no_option(options, message):
+    with pytest.raises(EmulatorError, match=message):
+        launch(NUMBERS, "numbers", 1, 1, [np.zeros(5), 1, 2, 3, 4, 5], **options)
 
 
 @pytest.mark.parametrize("args", [np.zeros(32), "y", None, 7, Buffer(np.zeros(4))])

@@ -174,7 +174,7 @@ def test_an_index_past_the_end_is_found():
 
 
 def test_wrong_number_of_arguments():
-    with pytest.raises(EmulatorError, match="takes 14 parameters, 1 arguments"):
+    with pytest.raises(EmulatorError, match="takes 2 arguments, 1 were given"):
         run(past_the_end, "void(float32[::1], float32[::1])", 1, 64, (np.zeros(4, np.float32),))
 
 
@@ -196,3 +196,26 @@ def test_ptx_of_needs_no_driver():
     x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
     launch(ptx, "with_a_function_and_the_grid", 2, 32, (x, y), together=True)
     np.testing.assert_array_equal(x, np.roll(2 * np.arange(64), -1))
+
+
+def scaled(x, n, y, f, b):
+    i = cuda.grid(1)
+    if i < n and b:
+        y[i] = x[i, 0] * f
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0], "takes 5 arguments, 1 were given"),
+        ([0, 2, 1, 3, 4], "argument 1 is an array of 1 axes, the kernel's parameter a number"),
+        ([2, 1, 0, 3, 4], "argument 0 is an array of 1 axes, the kernel's parameter an array of 2 axes"),
+    ],
+)
+def test_arguments_that_have_as_many_fields(order, message):
+    ptx = ptx_of(scaled, "void(float32[:,:], int32, float32[::1], float64, boolean)")
+    args = (np.ones((8, 2), np.float32), 8, np.zeros(8, np.float32), 2.5, True)
+    launch(ptx, "scaled", 1, 32, args)
+    assert (args[2] == 2.5).all()
+    with pytest.raises(EmulatorError, match=message):
+        launch(ptx, "scaled", 1, 32, [args[i] for i in order])

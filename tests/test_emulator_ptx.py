@@ -188,3 +188,29 @@ def test_broken_text_is_always_an_error_of_the_emulator():
         except EmulatorError:
             refused += 1
     assert refused > 200
+
+
+BOUNDED = """
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .entry k() %s
+{
+  ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("directive", "fits", "block", "message"),
+    [
+        (".maxntid 64, 1, 1", (8, 8), 65, "__launch_bounds__ .* allows 64"),
+        (".maxntid 64", 64, (33, 2), "__launch_bounds__ .* allows 64"),
+        (".reqntid 32, 2, 1", (32, 2), 64, r".reqntid asks for \(32, 2, 1\)"),
+        (".reqntid 32", 32, 16, r".reqntid asks for \(32, 1, 1\)"),
+    ],
+)
+def test_the_block_that_a_kernel_names(directive, fits, block, message):
+    launch(BOUNDED % directive, "k", 1, fits, ())
+    with pytest.raises(EmulatorError, match=message):
+        launch(BOUNDED % directive, "k", 1, block, ())

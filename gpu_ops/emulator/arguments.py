@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.memory import Buffer, Memory
 from gpu_ops.emulator.program import Program
-from gpu_ops.emulator.signature import Parameter
+from gpu_ops.emulator.signature import Parameter, numba_arguments
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import PRESETS, Arch, DevicePreset, select_preset
@@ -70,10 +70,18 @@ def truncating(given: str | None) -> bool:
     """``tensor_cores=``, by default from ``GPU_OPS_TENSOR_CORES``: whether they truncate."""
     modes = {"exact": False, "truncate": True}
     mode = os.environ.get("GPU_OPS_TENSOR_CORES") or "exact" if given is None else given
-    if mode not in modes:
+    if not isinstance(mode, str) or mode not in modes:
         source = "GPU_OPS_TENSOR_CORES" if given is None else "tensor_cores"
         raise EmulatorError(f"{source} is {mode!r}; pass 'exact' or 'truncate'")
     return modes[mode]
+
+
+def folders(given: Any) -> tuple[str, ...]:
+    """``include=``"""
+    try:
+        return (given,) if isinstance(given, str) else tuple(map(os.fspath, given))
+    except TypeError as error:
+        raise EmulatorError(f"include is {given!r}; pass a sequence of folders") from error
 
 
 def limit(given: int) -> int:
@@ -150,9 +158,28 @@ def check_arguments(args: Any) -> list[Any]:
         if not isinstance(value, allowed) or (isinstance(value, np.generic) and value.dtype.kind in "OU"):
             what = f"a Buffer of {_type(value)}" if isinstance(arg, Buffer) else _type(value)
             raise EmulatorError(f"argument {i} is {what}; a kernel takes {_ALLOWED}")
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            raise EmulatorError(f"argument {i} is an array of Python objects; a kernel takes {_ALLOWED}")
+        if isinstance(value, np.ndarray):
+            _check_array(i, value, arg)
     return list(args)
+
+
+def _check_array(i: int, x: Array, arg: Any) -> None:
+    what = ""
+    if x.dtype.hasobject or x.dtype.kind in "SU":
+        what = "an array of Python objects" if x.dtype.hasobject else f"an array of text ({x.dtype})"
+    elif not x.dtype.isnative:
+        what = f"an array of bytes in the other order ({x.dtype.str}; astype converts it)"
+    elif isinstance(x, np.ma.MaskedArray):
+        what = "a masked array"
+    if what:
+        raise EmulatorError(f"argument {i} is {what}; a kernel takes {_ALLOWED}")
+    if isinstance(arg, Buffer) and arg.poison is not None:
+        try:
+            np.broadcast_to(arg.poison, x.shape)
+        except ValueError as error:
+            raise EmulatorError(
+                f"argument {i}: poison has shape {np.shape(arg.poison)}, the array {x.shape}"
+            ) from error
 
 
 def _type(value: Any) -> str:
@@ -183,6 +210,21 @@ def check_types(title: str, signature: Sequence[Parameter], args: Sequence[Any])
             f"{name} is {parameter.type}, with {parameter.scalar} bytes per element; argument {i} is an array of "
             f"{array.dtype}, with {array.itemsize}: convert it with astype, or reinterpret it with view"
         )
+
+
+def check_numba(entry: str, args: Sequence[Any]) -> None:
+    """Refuse arguments that are not as many as a Numba kernel takes, or arrays of other axes, where that is known."""
+    wanted = numba_arguments(entry)
+    if wanted is None:
+        return
+    if len(wanted) != len(args):
+        raise EmulatorError(f"the kernel takes {len(wanted)} arguments, {len(args)} were given")
+    for i, (axes, arg) in enumerate(zip(wanted, args, strict=True)):
+        array = arg.array if isinstance(arg, Buffer) else arg
+        given = array.ndim if _is_array(array) else -1
+        if given != axes:
+            names = [f"an array of {n} axes" if n >= 0 else "a number" for n in (given, axes)]
+            raise EmulatorError(f"argument {i} is {names[0]}, the kernel's parameter {names[1]}")
 
 
 def pack(parameters: Sequence[Variable], args: Sequence[Any], memory: Memory) -> tuple[Array, dict[str, int]]:
@@ -249,7 +291,10 @@ def _number(name: str, parameter: Variable, value: float) -> bytes:
             raise EmulatorError(f"{name} is {value!r}, the kernel's parameter an integer")
         dtype = np.dtype(f"f{size}")
     if dtype.kind == "f":
-        return np.array(value, dtype).tobytes()
+        try:
+            return np.array(value, dtype).tobytes()
+        except OverflowError as error:
+            raise EmulatorError(f"{name} is an integer that {dtype} does not hold") from error
     if not -(1 << 8 * size - 1) <= value < 1 << 8 * size:
         raise EmulatorError(f"{name} is {value!r}, the kernel's parameter has {size} bytes")
     return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -167,8 +167,7 @@ def launch(
     arguments.check_text("source", source, "CUDA C++ or PTX as a str")
     arguments.check_text("name", name, "the name of an entry")
     compiled_for, card = arguments.select_card(arch if arch is not None else "sm_80")
-    folders = (include,) if isinstance(include, str) else tuple(fspath(folder) for folder in include)
-    program = link_source(source, name, compiled_for, folders)
+    program = link_source(source, name, compiled_for, arguments.folders(include))
     if arch is None:
         _, card = arguments.select_card(program.module.target or "sm_80")
     shape = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
@@ -296,6 +295,7 @@ def _launch(
         raise EmulatorError(f"{program.title} waits for the whole grid, and sample leaves blocks out")
     args = arguments.check_arguments(args)
     arguments.check_types(program.title, program.signature, args)
+    arguments.check_numba(program.name, args)
     buffers, sanitize = arguments.buffers(args, program.signature), options.sanitize
     memory = Memory(program, buffers, shadowed=bool(sanitize), symbols=bind(program, options.symbols))
     data, offsets = arguments.pack(program.parameters, args, memory)

@@ -221,3 +221,23 @@ def _type(text: str, known: list[Parameter]) -> tuple[Parameter, str] | None:
         return known[-1], text[end:]
     letter = _LETTERS.get(text[:1])
     return (Parameter("", letter[0]), text[1:]) if letter else None
+
+
+_NUMBA_ARGUMENT = re.compile(r"5ArrayI.+?Li(?P<axes>\d+)E1[ACF]\d(?:mutable|readonly)7alignedE|Dh|[a-z]")
+
+
+def numba_arguments(entry: str) -> list[int] | None:
+    """The arguments of a Numba kernel, by its mangled name: an array's number of axes, -1 for a number.
+
+    None for other kernels, and where an argument is neither.
+    """
+    _, kernel, types = entry.partition("cw51c")
+    types = types.partition("_3dE")[2]
+    found, at = [], 0
+    while kernel and at < len(types):
+        one = _NUMBA_ARGUMENT.match(types, at)
+        if one is None:
+            return None
+        found.append(int(one["axes"] or -1))
+        at = one.end()
+    return found or None

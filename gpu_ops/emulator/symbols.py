@@ -59,6 +59,10 @@ def _find(program: Program, name: str) -> Variable:
 def _array(name: str, target: Variable, value: Any, declaration: Parameter | None) -> Array:
     if isinstance(value, bool | int | float):
         dtype = DTYPE[target.type]
+        if target.bytes != dtype.itemsize:
+            raise EmulatorError(
+                f"symbols[{name!r}] is a number, and the variable has {target.bytes} bytes; pass an array"
+            )
         if declaration is not None and declaration.type.split()[0] in ("float", "double"):
             dtype = np.dtype(f"f{dtype.itemsize}")
         array = np.array(value, dtype)
