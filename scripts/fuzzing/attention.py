@@ -299,15 +299,19 @@ def attention_merge(draw: Draw) -> Trial:
     given = {name: np.array(x) for name, x in arguments.items()}
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        logs = [given[f"lse{i}"].astype(m.wide) for i in "12"]
+        def single(x: Array) -> Array:  # a step in lse's dtype
+            return x.astype(computing(dtype)).astype(m.wide) if m.textbook else x
+
+        logs = [m.load(given[f"lse{i}"]) for i in "12"]
         top = np.maximum(*logs)
-        shares = [np.where(lse == top, 1, np.exp(lse - np.where(np.isinf(top), 0, top))) for lse in logs]
-        total = shares[0] + shares[1]
+        finite = np.where(np.isinf(top), 0, top)
+        shares = [np.where(lse == top, 1, single(np.exp(single(lse - finite)))) for lse in logs]
+        total = single(shares[0] + shares[1])
         out = np.zeros(shape)
         for share, lse, i in zip(shares, logs, "12", strict=True):
             weight = np.where(np.isinf(lse), 0, m.r(share / total)).swapaxes(1, 2)[..., None]
             out = m.r(out + m.r(weight * m.load(given[f"out{i}"])))
-        return out, top + np.log(total)
+        return out, single(top + single(np.log(total)))
 
     linked = (("out2", 3), ("lse1", 1), ("lse2", 2))
     return Trial("attention_merge", arguments, draw, dtype, (dtype, computing(dtype)), formula, linked=linked)
