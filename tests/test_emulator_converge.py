@@ -95,3 +95,46 @@ def test_different_instructions_do_not_meet(one, other):
     with pytest.raises(SanitizerError) as caught:
         run(arms(one, other))
     assert caught.value.kind in ("deadlock", "warp mask")
+
+
+PTX = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry k(.param .u64 y)
+{
+  .reg .pred %%p<4>;
+  .reg .b32 %%r<16>;
+  .reg .b64 %%rd<4>;
+  ld.param.u64 %%rd1, [y];
+  mov.u32 %%r1, %%tid.x;
+  mul.wide.u32 %%rd2, %%r1, 4;
+  add.s64 %%rd1, %%rd1, %%rd2;
+  and.b32 %%r2, %%r1, 1;
+  add.u32 %%r6, %%r1, 100;
+  mov.u32 %%r7, 1;
+  setp.eq.u32 %%p1, %%r2, 0;
+  @%%p1 bra other;
+  shfl.sync.bfly.b32 %s, %%r6, %%r7, 31, -1;
+  bra done;
+other:
+  shfl.sync.bfly.b32 %s, 31, -1;
+done:
+  @!%%p1 mov.u32 %%r9, %s;
+  st.global.u32 [%%rd1], %%r9;
+  ret;
+}
+"""
+
+
+def test_registers_that_stand_for_each_other():
+    """The result is a source in one arm only."""
+    y = np.zeros(32, np.int32)
+    launch(PTX % ("%r6", "%r9, %r6, %r7", "%r6"), "k", 1, 32, (y,))
+    np.testing.assert_array_equal(y, (LANES ^ 1) + 100)
+
+
+def test_one_register_does_not_stand_for_two():
+    """Both sources of one arm are one register, those of the other two."""
+    y = np.zeros(32, np.int32)
+    launch(PTX % ("%r9", "%r9, %r7, %r7", "%r9"), "k", 1, 32, (y,))
+    np.testing.assert_array_equal(y, np.where(LANES % 2, 1, LANES + 101))

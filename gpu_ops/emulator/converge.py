@@ -7,48 +7,48 @@ places lend their operands to the registers of this one, and take the results to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from gpu_ops.emulator.registers import Reader, destinations
 from gpu_ops.emulator.state import Group, State
-from gpu_ops.emulator.syntax import Array, Instruction, Name, Operand
+from gpu_ops.emulator.syntax import Array, Name, Operand
 
 
 class Arm(NamedTuple):
-    """Lanes that wait at an instruction of the same form at another pc."""
+    """Lanes that wait at an instruction of the same form at another pc.
+
+    ``results`` and ``sources``: a register of the instruction here, and the one that stands in its place there.
+    """
 
     group: Group
     members: Reader
-    pairs: list[tuple[int, int]]  # a register here, and the one that stands in its place there
-    results: int  # so many of them are results
+    results: list[tuple[int, int]]
+    sources: list[tuple[int, int]]
 
 
 def arms(m: State, pc: int) -> list[Arm]:
     """Where else lanes wait. ``.aligned`` instructions have to be at one pc, and are not in ``m.collectives``."""
     here = m.program.code[pc]
+    first = 0 if here.opcode in ("bar", "barrier") else 1  # source
     found = []
     for group in m.parked:
         other = m.program.code[group.pc]
         if group.pc == pc or group.pc not in m.collectives or other.form != here.form:
             continue
-        pairs = _pairs(m, here, other)
-        if pairs is not None:
-            results = 0 if here.opcode in ("bar", "barrier") else len(destinations(here.operands[0]))
-            found.append(Arm(group, m.collectives[group.pc], pairs, results))
+        results = _pairs(m, here.operands[:first], other.operands[:first])
+        sources = _pairs(m, here.operands[first:], other.operands[first:])
+        if results is None or sources is None or len({i for i, _ in sources}) < len(set(sources)):
+            continue  # operands that one instruction cannot stand for
+        found.append(Arm(group, m.collectives[group.pc], results, sources))
     return found
 
 
-def _operands(instruction: Instruction) -> Iterator[Operand]:
-    for operand in instruction.operands:
-        yield from destinations(operand)
-
-
-def _pairs(m: State, here: Instruction, there: Instruction) -> list[tuple[int, int]] | None:
+def _pairs(m: State, here: tuple[Operand, ...], there: tuple[Operand, ...]) -> list[tuple[int, int]] | None:
     """The registers in the same places; None if other operands differ."""
-    mine, others = tuple(_operands(here)), tuple(_operands(there))
+    mine, others = ([part for x in operands for part in destinations(x)] for operands in (here, there))
     if len(mine) != len(others):
         return None
     found = []
@@ -66,18 +66,16 @@ def run_together(m: State, arms: list[Arm], ready: Array, run: Callable[[], None
     lent = []
     for arm in arms:
         lanes = ready & m.full(arm.group.mask)
-        kept = [_of(m, i, lanes) for i, _ in arm.pairs]
-        given = [_of(m, j, lanes) for _, j in arm.pairs]
-        for (i, _), values in zip(arm.pairs, given, strict=True):
+        kept = [(i, _of(m, i, lanes)) for i, _ in (*arm.results, *arm.sources)]
+        given = [(i, _of(m, j, lanes)) for i, j in arm.sources]
+        for i, values in given:
             _put(m, i, lanes, values)
         lent.append((arm, lanes, kept))
     run()
     for arm, lanes, kept in lent:
-        results = [_of(m, i, lanes) for i, _ in arm.pairs[: arm.results]]
-        for (i, _), values in zip(arm.pairs, kept, strict=True):
-            _put(m, i, lanes, values)
-        for (_, j), values in zip(arm.pairs, results, strict=False):
-            _put(m, j, lanes, values)
+        results = [(j, _of(m, i, lanes)) for i, j in arm.results]
+        for register, values in (*kept, *results):
+            _put(m, register, lanes, values)
         if not lanes.any():
             continue
         m.groups.append(Group(arm.group.pc + 1, lanes))
