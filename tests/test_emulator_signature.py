@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, launch
-from gpu_ops.emulator.signature import signature, variable
+from gpu_ops.emulator.mangling import demangle
+from gpu_ops.emulator.signature import plain_name, signature, variable
+from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.numba_ptx import compile_numba
 
 SOURCE = r"""
@@ -61,6 +65,92 @@ def test_mangled_names(name, types, sizes):
     found = signature(name)
     assert [p.type for p in found] == types
     assert [p.element for p in found] == sizes
+
+
+NAMES = r"""
+struct P { float a; };
+enum E { A, B };
+enum class F : int { X };
+namespace ns {
+struct Q { int i; };
+template <class T> struct V { T x; };
+__constant__ float w[2];
+__global__ void nested(P p, float* y) {
+  __shared__ float s[32]; s[threadIdx.x] = p.a; __syncthreads(); *y = s[9] + w[0]; }
+__global__ void twice(float* a, double* b, float* c, Q q, Q* r) { *a = *b + *c + q.i + r->i; }
+namespace deep { __global__ void far(V<float> v, V<V<int>>* y) { y->x.x = v.x; } }
+template <class T, int N, bool B> __global__ void numbers(T* x, P p) { *x = N + B + p.a; }
+template __global__ void numbers<float, -3, true>(float*, P);
+}
+namespace { __global__ void anonymous(P p, float* y) { *y = p.a; } }
+static __global__ void hidden(P p, float* y) { *y = p.a; }
+__global__ void structure(P p, float* y) { *y = p.a; }
+__global__ void enums(E e, F f, float* y) { *y = e + (int)f; }
+__global__ void several(float a, P* b, const P* c, P d, const float* e, float* f, unsigned char* g) { *f = a; }
+__global__ void qualified(const P* const p, volatile int* v, const P& r, float* y) { *y = p->a + *v + r.a; }
+__global__ void function(const float (*x)[4], float* y, float (*g)(float)) { *y = x[1][2]; }
+template <class T> __global__ void dependent(T* x, ns::V<T> v, P p) { *x = v.x; }
+template __global__ void dependent<ns::Q>(ns::Q*, ns::V<ns::Q>, P);
+template <class... A> __global__ void packed(float* y, A... a) { *y = (a + ...); }
+template __global__ void packed<int, float>(float*, int, float);
+__device__ float half_of(float a) { return a / 2; }
+template <float (*G)(float)> __global__ void given(float* y) { *y = G(*y); }
+template __global__ void given<half_of>(float*);
+template <template <class> class C, E e> __global__ void templates(C<float> c, P p, float* y) { *y = c.x + e; }
+template __global__ void templates<ns::V, B>(ns::V<float>, P, float*);
+"""
+TYPES = {
+    "nested": ("P", "float*"),
+    "twice": ("float*", "double*", "float*", "ns::Q", "ns::Q*"),
+    "far": ("ns::V<float>", "ns::V<ns::V<int>>*"),
+    "anonymous": ("P", "float*"),
+    "hidden": ("P", "float*"),
+    "structure": ("P", "float*"),
+    "enums": ("E", "F", "float*"),
+    "several": ("float", "P*", "P*", "P", "float*", "float*", "unsigned char*"),
+    "qualified": ("P*", "int*", "P*", "float*"),
+    "function": ("float[]*", "float*", "a function*"),
+    # Of templates only the name is read.
+    **dict.fromkeys(("numbers", "dependent", "packed", "given", "templates")),
+}
+
+
+def test_names_that_the_compiler_mangles():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    ptx = compile_text(NAMES, "sm_80").ptx
+    found = [demangle(name) for name in re.findall(r"\.entry (\w+)", ptx)]
+    assert dict(found) == TYPES
+    assert len(found) == len(TYPES)
+    variables = {demangle(name).name for name in re.findall(r"\b_Z\w+", ptx)}
+    assert variables - TYPES.keys() == {"s", "w"} | ({"half_of"} & variables)
+    y = np.zeros(1, np.float32)
+    launch(ptx, "structure", 1, 1, (np.float32(3).tobytes(), y))
+    assert y[0] == 3
+    launch(ptx, "enums", 1, 1, (1, 0, y))
+    assert y[0] == 1
+    x, half = np.ones(1, np.float32), np.ones(1)
+    launch(
+        ptx, "twice", 1, 1, (y, half, x, bytes([5, 0, 0, 0]), np.array([7], np.int32))
+    )  # S0_ is float*, not double*
+    assert y[0] == 14
+
+
+@pytest.mark.parametrize(
+    ("mangled", "plain"),
+    [
+        ("_ZL5scale", "scale"),
+        ("_ZN2nsL5scaleE", "scale"),
+        ("_ZZ1kPfE1s_0", "s"),
+        ("_ZZN2ns1kIfEEvPT_1PE1s", "s"),
+        ("_ZZZ1kPfENKUlvE_clEvE1s", "s"),
+        ("_Z", "_Z"),
+        ("_Z9shorter", "_Z9shorter"),
+        ("_Zebra", "_Zebra"),
+        ("_Z1kSsSaIcEPf", "k"),
+    ],
+)
+def test_names_of_variables_and_of_nothing(mangled, plain):
+    assert plain_name(mangled) == plain
 
 
 def test_declarations_of_variables():

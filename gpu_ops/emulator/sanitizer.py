@@ -6,7 +6,6 @@ lanes of one warp that wait at different barriers.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +17,7 @@ from gpu_ops.emulator.batch import WARP, Batch
 from gpu_ops.emulator.memory import EACH, NO, SOME, Access, Place
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
+from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import BITS, Array
 
 #: Every kind of fault a :class:`~gpu_ops.emulator.errors.SanitizerError` can name.
@@ -292,12 +292,4 @@ def _variable(program: Program, offset: int) -> str:
     if not found:
         return ""
     at, name = max(found)
-    return f" ({_plain(name)}+{offset + SHARED_BASE - at})"
-
-
-def _plain(name: str) -> str:
-    """The source's name of a function's variable: ``s`` for ``_ZZ10block_sumsE1s``."""
-    for length, rest in re.findall(r"E(?=(\d+)(\w+)$)", name):
-        if len(rest) == int(length):
-            return str(rest)
-    return name
+    return f" ({plain_name(name)}+{offset + SHARED_BASE - at})"

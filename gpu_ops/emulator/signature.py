@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.emulator.mangling import demangle
+
 # Bytes of an element, by type in C++.
 _SIZES = {
     **dict.fromkeys(("char", "signed char", "unsigned char", "bool", "int8_t", "uint8_t", "void"), 1),
@@ -27,21 +29,6 @@ _SIZES = {
 _VECTORS = {"char": 1, "uchar": 1, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "double": 8}
 _VECTORS |= {"half": 2, "__half": 2, "__nv_bfloat16": 2, "nv_bfloat16": 2, "long": 8, "longlong": 8}
 _QUALIFIERS = {"const", "volatile", "static", "extern", "__constant__", "__device__", "__managed__"}
-# Builtin types in mangled names: as they are written, and their bytes.
-_LETTERS = {
-    **{
-        "v": ("void", 1),
-        "b": ("bool", 1),
-        "c": ("char", 1),
-        "a": ("signed char", 1),
-        "h": ("unsigned char", 1),
-    },
-    **{"s": ("short", 2), "t": ("unsigned short", 2), "i": ("int", 4), "j": ("unsigned", 4)},
-    **{"f": ("float", 4), "d": ("double", 8)},
-    **dict.fromkeys("lx", ("long long", 8)),
-    **dict.fromkeys("my", ("unsigned long long", 8)),
-    "Dh": ("half", 2),
-}
 
 
 @dataclass(frozen=True)
@@ -63,12 +50,8 @@ class Parameter:
 
 
 def plain_name(name: str) -> str:
-    """A kernel's name as in its source: Numba mangles it with its module and types."""
-    plain, rest = name, name.removeprefix("_ZN" if name.startswith("_ZN") else "_Z")
-    while rest != name and (found := re.match(r"\d+", rest)):
-        end = found.end() + int(found.group())
-        plain, rest = rest[found.end() : end], rest[end:]
-    return plain
+    """A kernel's name as in its source, without namespaces and template arguments."""
+    return demangle(name).name
 
 
 def signature(entry: str, source: str = "") -> tuple[Parameter, ...]:
@@ -172,55 +155,14 @@ def _pointee(text: str) -> tuple[int, int]:
 
 
 def _mangled(entry: str) -> tuple[Parameter, ...]:
-    """From a mangled name (Itanium ABI), as far as pointers, numbers and Numba arrays go."""
-    head = re.match(r"_ZN?", entry)
-    if head is None:
-        return ()
-    rest = entry[head.end() :]
-    while (length := re.match(r"B?(\d+)", rest)) is not None:  # the name, with Numba's tags
-        rest = rest[length.end() + int(length.group(1)) :]
-    if head.group() == "_ZN":
-        if not rest.startswith("E"):
-            return ()
-        rest = rest[1:]
-    found: list[Parameter] = []
-    known: list[Parameter] = []  # what S_, S0_, ... stand for
-    while rest:
-        taken = _type(rest, known)
-        if taken is None:
-            return ()
-        found.append(taken[0])
-        rest = taken[1]
-    return () if [p.type for p in found] == ["void"] else tuple(found)
+    """From a mangled name, as far as pointers, numbers and Numba arrays go."""
+    return tuple(_of_type(shown) for shown in demangle(entry).types or ())
 
 
-def _type(text: str, known: list[Parameter]) -> tuple[Parameter, str] | None:
-    """(the first type of a mangled list, the rest of the list)."""
-    if array := re.match(r"5ArrayI(Dh|[a-z])Li\dE1[ACF]7\w+?7alignedE", text):
-        shown, size = _LETTERS.get(array.group(1), ("?", 0))
-        return Parameter("", f"an array of {shown}", size, size), text[array.end() :]
-    if again := re.match(r"S([0-9A-Z]*)_", text):
-        number = int(again.group(1), 36) + 1 if again.group(1) else 0
-        return (known[number], text[again.end() :]) if number < len(known) else None
-    if text[:1] == "P":
-        pointee = _type(text[1:], known)
-        if pointee is None:
-            return None
-        to = pointee[0]
-        sizes = (0, 0) if to.type.endswith("*") else _pointee(to.type)
-        known.append(Parameter("", f"{to.type}*", *sizes))
-        return known[-1], pointee[1]
-    if qualified := re.match(r"r?V?K", text):
-        inner = _type(text[qualified.end() :], known)
-        if inner is not None:
-            known.append(inner[0])
-        return inner
-    if named := re.match(r"\d+", text):
-        end = named.end() + int(named.group())
-        known.append(Parameter("", text[named.end() : end]))
-        return known[-1], text[end:]
-    letter = _LETTERS.get(text[:1])
-    return (Parameter("", letter[0]), text[1:]) if letter else None
+def _of_type(shown: str) -> Parameter:
+    if shown.startswith("an array of "):
+        return Parameter("", shown, *_pointee(shown.removeprefix("an array of ")))
+    return Parameter("", shown, *(_pointee(shown[:-1]) if shown.endswith("*") else (0, 0)))
 
 
 _NUMBA_ARGUMENT = re.compile(r"5ArrayI.+?Li(?P<axes>\d+)E1[ACF]\d(?:mutable|readonly)7alignedE|Dh|[a-z]")
