@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
 
 import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, SanitizerNote, launch
+from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, SanitizerNote, endless, launch
+from gpu_ops.kernels.compiler.jit import compile_text
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -186,8 +189,47 @@ def test_the_variable_for_ops(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, None])
-def test_the_limit_of_instructions_is_a_number(given):
+ENDLESS = """
+extern "C" __global__ void k(const float* x, float* y, int n) {
+  int t = threadIdx.x;
+  float a = x[t];
+  if (t < 40)
+    for (int i = 0; a > -1; i++)
+#pragma unroll 1
+      for (int j = 0; j < n; j++) a = a * 0.5f + j;
+  y[t] = a;
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "limit"), [("max_instructions", 20_000), ("max_seconds", 7)])
+def test_an_endless_loop_is_named(name, limit, monkeypatch):
+    """The clock is the CPU time of this thread, here a second at each look."""
+    monkeypatch.setattr(endless, "thread_time", itertools.count().__next__)
+    x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
+    with pytest.raises(SanitizerError, match=rf"stopped after {limit} .*\({name}\)") as caught:
+        launch(ENDLESS, "k", 3, 64, (x, y, 5), **{"max_seconds": 1e9, name: limit})
+    assert caught.value.kind == "endless loop"
+    found = re.search(
+        r"PTX lines (\d+) to (\d+) from label (\S+), with (\d+) threads, first (.*?);", str(caught.value)
+    )
+    first, last, label, threads, at = found.groups()
+    text = compile_text(ENDLESS, "sm_80").ptx.splitlines()
+    loop = "\n".join(text[int(first) - 1 : int(last)])
+    assert "fma.rn.f32" in loop
+    assert "setp.gt.f32" in loop  # of the outer loop
+    assert f"\n{label}:" in "\n".join(text[: int(first) - 1])
+    assert (int(threads), at) == (3 * 40, "block (0,0,0) thread (0,0,0)")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *(("max_instructions", n) for n in (0, -1, 1.5, None)),
+        *(("max_seconds", s) for s in (0, -1.0, "1", None)),
+    ],
+)
+def test_the_limits_are_numbers(name, given):
     source = 'extern "C" __global__ void k() {}'
-    with pytest.raises(EmulatorError, match=r"max_instructions is .*; pass a number, 1 or more"):
-        launch(source, "k", 1, 32, (), max_instructions=given)
+    with pytest.raises(EmulatorError, match=rf"{name} is .*; pass a number"):
+        launch(source, "k", 1, 32, (), **{name: given})

@@ -13,7 +13,7 @@ from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import in_order
 from gpu_ops.emulator.memory import EACH, GENERIC, GLOBAL, LOCAL, NO, SHARED, SOME, SPACES, Access, Place
-from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
+from gpu_ops.emulator.registers import Builder, address, parts, reader, without_policy, writer
 from gpu_ops.emulator.state import Group, State, Step
 from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Name, Operand
 
@@ -94,7 +94,7 @@ def _elements(instruction: Instruction, operand: Operand, count: int) -> tuple[O
 
 def _load(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, polls = _parse(instruction)
-    target, source = instruction.operands
+    target, source = without_policy(m, instruction)
     writers = [writer(m, instruction, part, ptx_type) for part in _elements(instruction, target, count)]
     assert isinstance(source, Address)
     dtype = DTYPE[ptx_type]
@@ -160,7 +160,7 @@ def _judged(
 
 def _store(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, _ = _parse(instruction)
-    target, source = instruction.operands
+    target, source = without_policy(m, instruction)
     bits = f"b{BITS[ptx_type]}"
     readers = [reader(m, instruction, part, bits) for part in _elements(instruction, source, count)]
     where = address(m, instruction, target)
@@ -191,7 +191,7 @@ def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
             rest.append(word)
     operation, *modifiers = rest
     turns = in_order(operation, ptx_type, tuple(modifiers))
-    operands = list(instruction.operands)
+    operands = without_policy(m, instruction)
     write = writer(m, instruction, operands.pop(0), ptx_type) if instruction.opcode == "atom" else None
     where = address(m, instruction, operands.pop(0))
     readers = [reader(m, instruction, operand, ptx_type) for operand in operands]
@@ -224,7 +224,7 @@ def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
         raise Unknown(instruction.form)
     if words & {"commit_group", "wait_group", "wait_all"}:
         return _copy_group(m, instruction)
-    target, source, size, *rest = instruction.operands
+    target, source, size, *rest = without_policy(m, instruction)
     total = int(reader(m, instruction, size, "u32")()[0])
     register = m.register(getattr(rest[0], "name", "")) if rest else None
     predicate = register is not None and m.dtypes[register] == np.bool_  # ignore-src; otherwise a size

@@ -91,6 +91,13 @@ def limit(given: int) -> int:
     return int(given)
 
 
+def seconds(given: float) -> float:
+    """``max_seconds=``"""
+    if not isinstance(given, int | float | np.integer | np.floating) or not given > 0:
+        raise EmulatorError(f"max_seconds is {given!r}; pass a number of seconds, more than 0")
+    return float(given)
+
+
 def select_card(arch: str) -> tuple[str, DevicePreset]:
     """(the architecture to compile for, the card to emulate) for the name of an architecture or a card."""
     check_text("arch", arch, "an architecture such as 'sm_90', or a card's name")

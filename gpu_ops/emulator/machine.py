@@ -11,6 +11,7 @@ import numpy as np
 
 from gpu_ops.emulator import access, host, refused, registers, warp_ops, wmma
 from gpu_ops.emulator.batch import NONE, WARP, Mask
+from gpu_ops.emulator.endless import Limit, Watch
 from gpu_ops.emulator.errors import SanitizerError, UnknownInstruction
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.program import Program
@@ -211,12 +212,12 @@ class Machine(State):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.steps = _steps(self)
-        self.max_instructions = self.stop_at = _NO_LIMIT
+        self.limit = Limit(_NO_LIMIT, _NO_LIMIT)
 
     def run(self, blocks: Array) -> None:
         """Run these blocks (linear ids) to the end."""
         self.begin(blocks)
-        self.stop_at = self.clock + self.max_instructions
+        self.watch = Watch(self.limit, self.clock)
         self._repeats = self._rounds = 0
         self._seen: list[Array | int | None] = []
         while (group := self._next()) is not None:
@@ -304,8 +305,8 @@ class Machine(State):
                 if group.retried:
                     group.retried, self.failed = False, 0
                 if following <= group.pc:
-                    if self.clock > self.stop_at:
-                        raise self._endless(group, following)
+                    if self.clock >= self.watch.look_at:
+                        self.watch.backward(self, group, following)
                     if group.polled:
                         group.yielded, group.polled = True, False
                 group.pc = following
@@ -315,13 +316,6 @@ class Machine(State):
             if group.pc >= limit or group.yielded:
                 break
         self.groups.append(group)
-
-    def _endless(self, group: Group, first: int) -> SanitizerError:
-        """The fault when a batch executes more instructions than it may: the loop that it is in."""
-        lane = int(np.flatnonzero(self.full(group.mask))[0])
-        loop = f"this loop of {group.pc - first + 1} instructions begins at {self.program.where(first)}"
-        what = f"stopped after {self.max_instructions} instructions (max_instructions); {loop}"
-        return self.fault("endless loop", group.pc, lane, what)
 
     def _alone(self) -> bool:
         return not (self.groups or self.parked or self.barriers.any)

@@ -181,7 +181,40 @@ def _plain(run: Callable[[Mask], Any]) -> Step:
 
 
 def _nothing(m: State, pc: int, instruction: Instruction) -> Step:
+    for operand in instruction.operands:
+        if isinstance(operand, Address):
+            address(m, instruction, operand)
     return _plain(lambda mask: None)
+
+
+def _createpolicy(m: State, pc: int, instruction: Instruction) -> Step:
+    """A cache policy: 64 opaque bits."""
+    target, *sources = instruction.operands
+    policy(m, instruction, target)
+    for source in sources:
+        if isinstance(source, Address):
+            address(m, instruction, source)
+        elif "cvt" in instruction.modifiers:
+            policy(m, instruction, source)
+        else:
+            reader(m, instruction, source, "f32" if "fractional" in instruction.modifiers else "u32")
+    write, value = writer(m, instruction, target, "b64"), np.zeros(1, np.uint64)
+    return _plain(lambda mask: write(value, mask))
+
+
+def policy(m: State, instruction: Instruction, operand: Operand) -> None:
+    """Check the operand of a cache policy: it changes no value, and is a register of 64 bits."""
+    i = m.register(operand.name) if isinstance(operand, Name) else None
+    if i is None or m.dtypes[i].itemsize != 8:
+        raise instruction.error(f"{instruction.form} wants a 64-bit register with a cache policy")
+
+
+def without_policy(m: State, instruction: Instruction) -> list[Operand]:
+    """The operands of a memory instruction without the cache policy that ``.L2::cache_hint`` adds."""
+    operands = list(instruction.operands)
+    if "L2::cache_hint" in instruction.modifiers:
+        policy(m, instruction, operands.pop())
+    return operands
 
 
 def arithmetic(m: State, pc: int, instruction: Instruction) -> Step:
@@ -267,10 +300,20 @@ def _isspacep(m: State, pc: int, instruction: Instruction) -> Step:
     return _plain(run)
 
 
-_IGNORED = ("discard", "prefetch", "prefetchu", "membar", "fence", "griddepcontrol", "setmaxnreg")
+_IGNORED = (
+    "discard",
+    "applypriority",
+    "prefetch",
+    "prefetchu",
+    "membar",
+    "fence",
+    "griddepcontrol",
+    "setmaxnreg",
+)
 BUILDERS: dict[str, Builder] = {
     "mov": _mov,
     "cvta": _cvta,
     "isspacep": _isspacep,
+    "createpolicy": _createpolicy,
     **dict.fromkeys(_IGNORED, _nothing),
 }

@@ -19,6 +19,7 @@ import numpy as np
 from gpu_ops.emulator import arguments
 from gpu_ops.emulator.batch import WARP
 from gpu_ops.emulator.counts import several
+from gpu_ops.emulator.endless import Limit
 from gpu_ops.emulator.errors import EmulatorError, SanitizerError
 from gpu_ops.emulator.faults import Faults
 from gpu_ops.emulator.linker import link
@@ -53,7 +54,7 @@ class _Options:
     sample: Iterable[int] | None
     together: bool
     symbols: Mapping[str, Any] | None
-    max_instructions: int
+    limit: Limit
     truncating: bool
 
 
@@ -75,6 +76,7 @@ def launch(
     include: Sequence[str | PathLike[str]] = (),
     symbols: Mapping[str, Any] | None = None,
     max_instructions: int = 20_000_000,
+    max_seconds: float = 60.0,
     tensor_cores: str | None = None,
 ) -> None:
     """Run a kernel on the CPU, under the sanitizer.
@@ -110,7 +112,9 @@ def launch(
         Arrays for ``__constant__`` and ``__device__`` variables, by name. An array is the variable's memory, used in
         place: pass it again to keep the variable for the next launch. The others start anew in each launch.
     max_instructions : int
-        A batch of blocks that executes more is stopped, as in an endless loop. The default takes about two minutes.
+    max_seconds : float
+        A batch of blocks that executes more instructions, or takes more seconds of CPU time, is stopped as an endless
+        loop. It is the CPU time of this thread, which does not depend on the load of the machine.
     tensor_cores : {"exact", "truncate"}, optional
         How products of ``mma`` are added: exactly with one rounding at the end, or as on A100 and H100, where an
         adder keeps 25 bits and truncates. Default: "exact", unless ``GPU_OPS_TENSOR_CORES`` says otherwise.
@@ -177,7 +181,7 @@ def launch(
         sample,
         together,
         symbols,
-        arguments.limit(max_instructions),
+        Limit(arguments.limit(max_instructions), arguments.seconds(max_seconds)),
         arguments.truncating(tensor_cores),
     )
     _launch(program, card, shape, args, options)
@@ -309,7 +313,7 @@ def _launch(
     faults = Faults() if sanitize == "collect" else None
     machine = _idle_machine(program) or Machine(program)
     machine.configure(memory, grid, block, options.shared, (data, offsets), sanitizer, profiler, faults)
-    machine.max_instructions = options.max_instructions
+    machine.limit = options.limit
     machine.truncating = options.truncating
     bytes_per_block = max(1, program.shared_bytes + options.shared)
     padded = -(-threads // WARP) * WARP
