@@ -5,8 +5,8 @@ from gpu_ops.kernels.compiler.numba_import import import_numba
 
 import_numba()
 
+from gpu_ops.emulator.buffers import Buffer, pointer
 from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, SanitizerNote, UnknownInstruction
-from gpu_ops.emulator.memory import Buffer
 from gpu_ops.emulator.numba_kernel import ptx_of
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.run import launch, profile, record
@@ -20,6 +20,7 @@ __all__ = [
     "SanitizerNote",
     "UnknownInstruction",
     "launch",
+    "pointer",
     "profile",
     "ptx_of",
     "record",

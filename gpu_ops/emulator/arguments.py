@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.emulator.buffers import ALLOWED, Buffer, check_array
 from gpu_ops.emulator.errors import EmulatorError
-from gpu_ops.emulator.memory import Buffer, Memory
+from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.signature import Parameter, numba_arguments
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
@@ -148,10 +149,6 @@ def _exceeds(size: tuple[int, int, int], most: tuple[int, int, int]) -> bool:
 
 # -- kernel arguments -----------------------------------------------------------------------------
 
-_ALLOWED = (
-    "NumPy arrays and Buffers of them, numbers, NumPy scalars, and structs as bytes; 0 is a null pointer"
-)
-
 
 def check_arguments(args: Any) -> list[Any]:
     """The arguments, each of a type that a kernel accepts."""
@@ -164,29 +161,10 @@ def check_arguments(args: Any) -> list[Any]:
         allowed = np.ndarray if isinstance(arg, Buffer) else np.ndarray | np.generic | bytes | int | float
         if not isinstance(value, allowed) or (isinstance(value, np.generic) and value.dtype.kind in "OU"):
             what = f"a Buffer of {_type(value)}" if isinstance(arg, Buffer) else _type(value)
-            raise EmulatorError(f"argument {i} is {what}; a kernel takes {_ALLOWED}")
+            raise EmulatorError(f"argument {i} is {what}; a kernel takes {ALLOWED}")
         if isinstance(value, np.ndarray):
-            _check_array(i, value, arg)
+            check_array(f"argument {i}", value, arg)
     return list(args)
-
-
-def _check_array(i: int, x: Array, arg: Any) -> None:
-    what = ""
-    if x.dtype.hasobject or x.dtype.kind in "SU":
-        what = "an array of Python objects" if x.dtype.hasobject else f"an array of text ({x.dtype})"
-    elif not x.dtype.isnative:
-        what = f"an array of bytes in the other order ({x.dtype.str}; astype converts it)"
-    elif isinstance(x, np.ma.MaskedArray):
-        what = "a masked array"
-    if what:
-        raise EmulatorError(f"argument {i} is {what}; a kernel takes {_ALLOWED}")
-    if isinstance(arg, Buffer) and arg.poison is not None:
-        try:
-            np.broadcast_to(arg.poison, x.shape)
-        except ValueError as error:
-            raise EmulatorError(
-                f"argument {i}: poison has shape {np.shape(arg.poison)}, the array {x.shape}"
-            ) from error
 
 
 def _type(value: Any) -> str:

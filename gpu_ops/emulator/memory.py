@@ -13,6 +13,7 @@ Global allocations lie far apart, so an address that misses its allocation is a 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from gpu_ops.emulator import aot
 from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
+from gpu_ops.emulator.buffers import Buffer, Pinned, gone
 from gpu_ops.emulator.program import Program, initial_bytes
 from gpu_ops.emulator.shadow import OUTSIDE, POISONED, UNWRITTEN
 from gpu_ops.emulator.signature import plain_name
@@ -34,27 +36,6 @@ SCRATCH = -3  # the owner of an access that is not valid, where faults are colle
 
 _SPACING = 1 << 36
 _NULL = 1 << 32  # an address below is a null pointer with an offset
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """An array argument with a name and the state of its contents.
-
-    Parameters
-    ----------
-    array : numpy.ndarray
-    name : str
-        Shown in messages.
-    written : bool
-        False for an array without contents: reading a byte before the kernel has written it is a fault.
-    poison : bool array, optional
-        Broadcast to the array. True marks padding that must not be read.
-    """
-
-    array: Array
-    name: str = ""
-    written: bool = True
-    poison: Array | None = None
 
 
 EACH, SOME, NO = range(3)  # which elements of a read must have been written: each, one byte of it, none
@@ -94,9 +75,13 @@ class Place:
 
 @dataclass(eq=False)
 class Allocation:
-    """A range of global memory: one argument, several that overlap, or a variable of the module."""
+    """A range of global memory: one argument, several that overlap, or a variable of the module.
+
+    ``role``: "argument", "pinned" for what only ``pointer()`` gave an address, or the space of a variable.
+    """
 
     name: str
+    role: str
     start: int
     bytes: int
     host: int
@@ -152,7 +137,8 @@ class Memory:
     ) -> None:
         self.program = program
         self.shadowed = shadowed
-        self.allocations: list[Allocation] = []
+        self.allocations: list[Allocation] = []  # by address
+        self._end = 0  # of those that have no address of their own yet
         self.symbols = dict(program.functions)
         self.grid_barrier = 0
         for span in _merge(buffers):
@@ -170,7 +156,7 @@ class Memory:
         """The bytes in which to put the initial value; none if the caller gives the memory."""
         data = np.zeros(max(1, variable.bytes), np.uint8) if given is None else given
         host = int(data.__array_interface__["data"][0])
-        allocation = self._allocate(plain_name(variable.name), host, data.nbytes, data)
+        allocation = self._allocate(plain_name(variable.name), variable.space, host, data.nbytes, data)
         self.symbols[variable.name] = allocation.start
         if given is not None:
             allocation.arrays, allocation.writable = [given], given.flags.writeable
@@ -192,20 +178,30 @@ class Memory:
             if not allocation.writable:
                 row[1] = allocation.start
 
-    def _allocate(self, name: str, host: int, size: int, keep: Any, skew: int = 0) -> Allocation:
-        previous = self.allocations[-1].end if self.allocations else 0
-        start = (previous // _SPACING + 1) * _SPACING + skew
-        allocation = Allocation(name, start, size, host, keep)
-        self.allocations.append(allocation)
+    def _allocate(
+        self, name: str, role: str, host: int, size: int, keep: Any, skew: int = 0, start: int = 0
+    ) -> Allocation:
+        if not start:
+            start = (self._end // _SPACING + 1) * _SPACING + skew
+            self._end = start + size
+        allocation = Allocation(name, role, start, size, host, keep)
+        insort(self.allocations, allocation, key=lambda a: a.start)
         return allocation
 
     def _allocate_arguments(self, span: _Range) -> None:
         first = span.buffers[0].array
         # A new device array is aligned to 256 bytes; a view keeps its distance from the start of its owner.
         skew = (span.low - _owner(first)) % 256
-        name = " / ".join(dict.fromkeys(b.name for b in span.buffers if b.name))
+        names = [b.name for b in span.buffers if not isinstance(b, Pinned)]
+        role = "argument" if names else "pinned"
+        names = names or [max(span.buffers, key=lambda b: b.array.nbytes).name]
+        name = " / ".join(dict.fromkeys(n for n in names if n))
         keep = [b.array for b in span.buffers]
-        allocation = self._allocate(name, span.low, span.high - span.low, keep, skew)
+        start = 0
+        for b in span.buffers:
+            if isinstance(b, Pinned):
+                start = b.device - int(b.array.__array_interface__["data"][0]) + span.low
+        allocation = self._allocate(name, role, span.low, span.high - span.low, keep, skew, start)
         allocation.arrays = keep
         allocation.writable = any(array.flags.writeable for array in keep)
         if self.shadowed:
@@ -223,7 +219,7 @@ class Memory:
 
     def constant(self, name: str, data: Array) -> int:
         """Allocate bytes that the host made (the kernel's parameters). Call it before the first access."""
-        allocation = self._allocate(name, data.ctypes.data, data.size, data)
+        allocation = self._allocate(name, "const", data.ctypes.data, data.size, data)
         self._tabulate()
         return allocation.start
 
@@ -274,6 +270,8 @@ class Memory:
             return f"at local offset {address - LOCAL_BASE} of {int(self.windows[5]) - LOCAL_BASE} bytes"
         if 0 <= address < _NULL or not self.allocations:
             return f"at address {address:#x}: a null pointer"
+        if text := gone(address):
+            return text
         near = min(self.allocations, key=lambda a: max(a.start - address, address - a.end + 1, 0))
         return near.describe(address - near.start)
 
@@ -309,8 +307,9 @@ def _shadow(span: _Range) -> Array:
     if only is not None and only.written and only.poison is None:
         return np.zeros(size, np.uint8)  # the pages stay untouched, so a huge input is free
     shadow = np.full(size, OUTSIDE, np.uint8)
+    # An argument counts more than what pointer() was told.
     # Results first: a result that shares memory with an input (`out=x`) has contents from the start.
-    for buffer in sorted(span.buffers, key=lambda b: b.written):
+    for buffer in sorted(span.buffers, key=lambda b: (not isinstance(b, Pinned), b.written)):
         array = buffer.array
         at = array.__array_interface__["data"][0] - span.low
         cells = np.lib.stride_tricks.as_strided(

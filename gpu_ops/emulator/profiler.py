@@ -138,12 +138,10 @@ class Profiler:
 
     def _watch(self) -> None:
         """Make a byte per sector of arguments and global variables. Constants have a cache of their own."""
-        allocations, variables = self._memory.allocations, self._program.globals
-        # The last allocation holds the kernel's parameters.
-        self._arguments = arguments = len(allocations) - len(variables) - 1
+        allocations = self._memory.allocations
         self._touched: dict[int, Array] = {}
-        for row, a in enumerate(allocations[:-1]):
-            if row < arguments or variables[row - arguments].space != "const":
+        for row, a in enumerate(allocations):
+            if a.role != "const":
                 sectors = (a.end - 1) // SECTOR - a.start // SECTOR + 1
                 self._touched[row] = np.zeros(sectors, np.uint8)
         self._marks = np.zeros(len(allocations), np.int64)
@@ -217,7 +215,7 @@ class Profiler:
         """The profile of the launch."""
         program = self._program
         buffers = [(row, self._buffer(row)) for row in self._touched]
-        used = [b for row, b in buffers if row < self._arguments or b.requests]
+        used = [b for row, b in buffers if self._memory.allocations[row].role == "argument" or b.requests]
         return Profile(
             kernel=program.name,
             arch=program.module.target,

@@ -18,6 +18,7 @@ import numpy as np
 
 from gpu_ops.emulator import arguments
 from gpu_ops.emulator.batch import WARP
+from gpu_ops.emulator.buffers import pinned
 from gpu_ops.emulator.counts import several
 from gpu_ops.emulator.endless import Limit
 from gpu_ops.emulator.errors import EmulatorError, SanitizerError
@@ -301,6 +302,7 @@ def _launch(
     arguments.check_types(program.title, program.signature, args)
     arguments.check_numba(program.name, args)
     buffers, sanitize = arguments.buffers(args, program.signature), options.sanitize
+    buffers = [*buffers, *pinned()]
     memory = Memory(program, buffers, shadowed=bool(sanitize), symbols=bind(program, options.symbols))
     data, offsets = arguments.pack(program.parameters, args, memory)
     start = memory.constant("kernel parameters", data)
@@ -329,9 +331,9 @@ def _launch(
             if faults is None:
                 raise
             faults.found[error.kind, "the end"] = error
-    if len(blocks):
-        machine.release()
-    program.idle.append(machine)
+        finally:  # a fault, too, lets go of the arrays
+            machine.release()
+            program.idle.append(machine)
     if faults is not None:
         faults.finish(program.title)
     if recording is not None and profiler is not None:

@@ -95,7 +95,8 @@ class State(Batch):
 
     def release(self) -> None:
         """Drop everything that belongs to the launch."""
-        del self.memory, self.barriers, self.alive, self.lanes, self.groups
+        for name in ("memory", "barriers", "alive", "lanes", "groups", "parked"):
+            self.__dict__.pop(name, None)
         self.registers.clear()
         self._mask_of_lanes, self._lanes_of_mask = None, np.zeros(0, np.int32)
         self.sanitizer = self.profiler = self.faults = None
