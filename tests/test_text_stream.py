@@ -51,6 +51,34 @@ def test_the_first_space_of_a_text_stays():
         TextStream(Bytes(), stop="END")
 
 
+class Fallback(Bytes):
+    """As decoders of Llama 2: bytes that are no UTF-8 together become a sign each."""
+
+    def decode(self, ids):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [Bytes(), Fallback()], ids=["a sign for a character", "a sign for a byte"]
+)
+@pytest.mark.parametrize("text", ["Hi 中!", "中é中", "é😀é!"])
+def test_a_character_that_begins_in_the_prompt_is_text(tokenizer, text):
+    whole = text.encode()
+    for cut in range(len(whole) + 1):
+        stream = TextStream(tokenizer, prompt=list(whole[:cut]))
+        shown = "".join(stream.add(b) for b in whole[cut:]) + stream.finish()
+        assert shown == text[len(whole[:cut].decode(errors="ignore")) :], cut
+
+
+@pytest.mark.parametrize("end", ["é".encode()[:1], "\N{REPLACEMENT CHARACTER}".encode()])
+def test_a_sign_that_stays_in_the_prompt_is_not_repeated(end):
+    stream = TextStream(Bytes(), prompt=list(b"Hi " + end))
+    assert [stream.add(b) for b in b"ab"] == ["a", "b"]
+
+
 def test_a_stop_string_in_the_last_token_of_a_text():
     class Words:  # the last token ends in half a character
         def decode(self, ids):

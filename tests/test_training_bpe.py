@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_ops.errors import DTypeError, FormatError, MissingPackageError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.numba_cpu import bpe as kernels
-from gpu_ops.training import BytePairEncoding, bpe, load_tokenizer
+from gpu_ops.training import BytePairEncoding, bpe
 
 W, L, D, S = rb"[ \t-\r]", rb"[A-Za-z\x80-\xff]", rb"[0-9]", rb"[^ \t-\rA-Za-z\x80-\xff0-9]"
 WORD = re.compile(
@@ -322,29 +322,3 @@ def test_an_interrupt_ends_training():
 
     with pytest.raises(KeyboardInterrupt):
         BytePairEncoding.train(documents(), progress=False)
-
-
-def test_without_the_package_tokenizers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'gpu-ops\[tokenizers\]'") as caught:
-        load_tokenizer(__file__)
-    assert isinstance(caught.value, ImportError)
-
-
-def test_with_the_package_tokenizers(monkeypatch, tmp_path):
-    """Its part is played here: the test needs no package and no file of a model."""
-
-    def from_buffer(text):
-        if text != b"{}":
-            raise Exception("expected value at line 1")
-        return "a tokenizer"
-
-    fake = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_buffer=from_buffer))
-    monkeypatch.setitem(sys.modules, "tokenizers", fake)
-    (tmp_path / "tokenizer.json").write_bytes(b"{}")
-    assert load_tokenizer(tmp_path / "tokenizer.json") == "a tokenizer"
-    (tmp_path / "tokenizer.json").write_bytes(b"x")
-    with pytest.raises(FormatError, match=r"load_tokenizer: .*tokenizer.json: expected value at line 1"):
-        load_tokenizer(tmp_path / "tokenizer.json")
-    with pytest.raises(FileNotFoundError, match="load_tokenizer"):
-        load_tokenizer(tmp_path / "nothing")

@@ -10,6 +10,7 @@ from gpu_ops.errors import OptionError
 __all__ = ["TextStream"]
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders make of the first bytes of a character
+_MOST_BYTES = 4  # of a character
 
 
 class TextStream:
@@ -53,26 +54,36 @@ class TextStream:
         if self.stopped:
             return ""
         self._ids.append(token)
-        # A decoder may strip a leading space, so new ids are decoded behind those of the piece before.
-        before = self._tokenizer.decode(self._ids[self._start : self._read])
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(_INCOMPLETE) or len(text) <= len(before):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
-        return self._show(self._held + text[len(before) :])
+        new, whole = self._decoded()
+        return self._shown(new) if new and whole else ""
 
     def finish(self) -> str:
         """What is still held back, at the end of a text that no stop string ended."""
         if self.stopped:
             return ""
-        before = self._tokenizer.decode(self._ids[self._start : self._read])
-        rest = self._show(self._held + self._tokenizer.decode(self._ids[self._start :])[len(before) :])
-        self._start = self._read = len(self._ids)
+        rest = self._shown(self._decoded()[0])
         rest, self._held = rest + self._held, ""
         return rest
 
-    def _show(self, text: str) -> str:
-        """``text`` up to a stop string, or without what may be the beginning of one."""
+    def _decoded(self) -> tuple[str, bool]:
+        """The text behind what has been shown, and whether it ends with a whole character."""
+        # A decoder may strip a leading space, so new ids are decoded behind those of the piece before.
+        text, before = self._text(len(self._ids)), self._text(self._read)
+        if before.endswith(_INCOMPLETE) and not text.startswith(before):
+            # The prompt ended within a character, which later tokens completed: it belongs to the new text.
+            for read in range(self._read - 1, max(self._start, self._read - _MOST_BYTES) - 1, -1):
+                if not (part := self._text(read)).endswith(_INCOMPLETE):
+                    self._read, before = read, part
+                    break
+        return text[len(before) :], not text.endswith(_INCOMPLETE)
+
+    def _text(self, end: int) -> str:
+        return self._tokenizer.decode(self._ids[self._start : end])
+
+    def _shown(self, new: str) -> str:
+        """``new`` and what was held back, up to a stop string, or without what may be the beginning of one."""
+        self._start, self._read = self._read, len(self._ids)
+        text = self._held + new
         found = [i for i in map(text.find, self._stop) if i >= 0]
         if found:
             self.stopped, self._held = True, ""

@@ -16,7 +16,9 @@ __all__ = ["load_tokenizer"]
 def load_tokenizer(path: Any) -> Tokenizer:
     """A ``tokenizers.Tokenizer`` from the tokenizer.json of a model.
 
-    ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes.
+    ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes: all tokens of the text, and
+    the same ones in each call. Truncation, padding and the dropout of merges, which a tokenizer.json may have from
+    the training of its model, are switched off.
 
     Raises
     ------
@@ -38,6 +40,11 @@ def load_tokenizer(path: Any) -> Tokenizer:
     with opened(op, where) as file:
         text = file.read()
     try:
-        return Tokenizer.from_buffer(text)
+        tokenizer = Tokenizer.from_buffer(text)
     except Exception as error:  # the package raises Exception itself
         raise FormatError(f"{op}: {where}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
+    return tokenizer
