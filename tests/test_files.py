@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import training
+from gpu_ops import models, training
 from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError
 from gpu_ops.formats.files import write_file
 
@@ -39,6 +39,7 @@ WRITERS = {
     ),
 }
 BOTH = READERS | WRITERS
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n"
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -89,6 +90,20 @@ def test_what_is_no_regular_file_is_refused_at_once(name, kind, tmp_path):
         assert said.get(kind, "") in str(caught.value)
         assert caught.value.errno == (errno.EISDIR if kind == "folder" else caught.value.errno)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", [*READERS, "models.load"])
+def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(POINTER)
+    with pytest.raises(
+        FormatError, match=r"is a pointer of git LFS .*, which has 4976698672 bytes.* 'git lfs pull'"
+    ):
+        (READERS | {"models.load": models.load})[name](path)
+    path.write_bytes(POINTER.ljust(1024))  # a file of that size is none
+    with pytest.raises(GpuOpsError) as caught:
+        (READERS | {"models.load": models.load})[name](path)
+    assert "LFS" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", BOTH)

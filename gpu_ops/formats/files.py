@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _TEMPORARY = ".gpu_ops-"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER = 1024  # bytes, by the specification of git LFS
 
 
 def path_of(op: str, path: Any) -> Path:
@@ -53,11 +56,13 @@ def files_in(op: str, path: Path, pattern: str) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(op: str, path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading; FileError for anything else, without waiting for its other end."""
+    """A regular file for reading; FileError for anything else, without waiting for its other end. FormatError for a
+    pointer that git LFS leaves in place of a file that it has not fetched."""
     with system_errors(op, path):
         check_regular(op, path, path.stat())
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe by now
         with os.fdopen(descriptor, "rb") as file:
+            _check_fetched(op, path, descriptor)
             yield file
 
 
@@ -125,6 +130,17 @@ def check_regular(op: str, path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         code, kind = kinds.get(stat.S_IFMT(status.st_mode), (errno.EINVAL, "it is a device"))
         raise FileError(code, f"{op}: {kind}; expected a regular file", str(path))
+
+
+def _check_fetched(op: str, path: Path, descriptor: int) -> None:
+    head = os.pread(descriptor, _MOST_POINTER, 0)
+    if head.startswith(_POINTER) and os.fstat(descriptor).st_size < _MOST_POINTER:
+        size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
+        length = f", which has {int(size[1])} bytes," if size else ""
+        raise FormatError(
+            f"{op}: {path} is a pointer of git LFS to the file itself{length} and was not fetched: run "
+            "'git lfs pull' in its folder, or download that file"
+        )
 
 
 def _permissions(op: str, path: Path, target: Path) -> int | None:
