@@ -11,6 +11,7 @@ import pytest
 from gpu_ops import RopeScaling
 from gpu_ops.errors import FileError, OptionError
 from gpu_ops.models import PRESETS, Layer, LlamaConfig
+from gpu_ops.models.config_families import FAMILIES
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -34,6 +35,9 @@ LLAMA_3 = {
 }
 
 
+SLIDING = ["sliding_attention", "full_attention"]
+
+
 def test_llama_3():
     config = LlamaConfig.from_hf(LLAMA_3)
     assert (config.nheads_kv, config.head_dim, config.theta, config.tied) == (8, 128, 500000.0, False)
@@ -44,6 +48,74 @@ def test_llama_3():
 def test_mistrals_window_counts_the_query_itself():
     config = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "mistral", "sliding_window": 4096})
     assert config.window_size == (4095, 0)
+
+
+def test_a_mistral_with_layer_types_slides_where_they_say_so():
+    entries = LLAMA_3 | {"sliding_window": 4096, "layer_types": SLIDING * 16}
+    config = LlamaConfig.from_hf(entries | {"model_type": "mistral"})
+    assert [layer.window for layer in config.layers] == [4095, -1] * 16
+    assert config == LlamaConfig.from_hf(entries | {"model_type": "ministral"})
+    assert (config.to_hf()["model_type"], config.to_hf()["layer_types"]) == ("ministral", SLIDING * 16)
+    for entry in ({"model_type": "ministral"}, {"model_type": "mistral", "layer_types": None}):
+        assert LlamaConfig.from_hf(LLAMA_3 | {"sliding_window": 4096} | entry).window == 4095
+
+
+ONE_ROPE = [family for family in FAMILIES if family != "gemma3_text"]
+
+
+@pytest.mark.parametrize("family", ONE_ROPE)
+def test_rope_scaling_replaces_rope_parameters(family):
+    """transformers 5 writes the second, and people add the first, as model cards told them."""
+    plain = LLAMA_3 | {"model_type": family}
+    scaled = LlamaConfig.from_hf(plain)
+    assert (scaled.by_layer[0].theta, scaled.by_layer[0].scaling.kind) == (5e5, "llama3")
+    for other in ({"rope_theta": 5e5}, {"rope_type": "linear", "factor": 2.0}, {}):
+        assert LlamaConfig.from_hf(plain | {"rope_parameters": other}) == scaled
+    moved = {n: x for n, x in plain.items() if n != "rope_theta"}
+    part = {
+        "rope_scaling": plain["rope_scaling"] | {"rope_theta": 5e5},
+        "rope_parameters": {"rope_theta": 1e6},
+    }
+    with pytest.raises(OptionError, match="Remove rope_scaling, or write rope_theta into it"):
+        LlamaConfig.from_hf(moved | part)
+    assert LlamaConfig.from_hf(moved | part | {"rope_parameters": {"rope_theta": 5e5}}) == scaled
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_are_rotated_whole(family):
+    plain = LLAMA_3 | {"model_type": family, "rope_scaling": None}
+    whole = LlamaConfig.from_hf(plain)
+    assert LlamaConfig.from_hf(plain | {"partial_rotary_factor": 0.5}) == whole
+    entries = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    if family == "gemma3_text":
+        entries = dict.fromkeys(SLIDING, entries)
+        plain |= {"rope_local_base_freq": 5e5}
+    assert LlamaConfig.from_hf(plain | {"rope_parameters": entries}) == LlamaConfig.from_hf(plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_without_a_rope_entry(family):
+    """As those of the first LLaMA."""
+    bare = {n: x for n, x in LLAMA_3.items() if not n.startswith("rope_")}
+    config = LlamaConfig.from_hf(bare | {"model_type": family, "type": "x", "rotary_emb_base": 500})
+    full = [layer for layer in config.by_layer if layer.window < 0] or config.by_layer
+    right = {"smollm3": 2e6, "bitnet": 5e5, "gemma3_text": 1e6}.get(family, 1e4)
+    assert {layer.theta for layer in full} - {None} == {right}
+    assert LlamaConfig.from_hf(bare | {"model_type": family, "rope_theta": None}) == config
+    scaled = LlamaConfig.from_hf(
+        bare | {"model_type": family, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}
+    )
+    lengths = {"mistral": 131072, "ministral": 131072, "gemma2": 8192, "gemma3_text": 131072}
+    lengths |= dict.fromkeys(("qwen2", "qwen3", "smollm3"), 32768)
+    found = {layer.scaling.original_max_position for layer in scaled.by_layer if layer.scaling}
+    assert found == {lengths.get(family, 2048)}
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2"])
+def test_entries_of_biases_that_a_family_ignores(family):
+    plain = LLAMA_3 | {"model_type": family}
+    ignored = [name for name in ("attention_bias", "mlp_bias") if name not in FAMILIES[family].reads]
+    assert LlamaConfig.from_hf(plain | dict.fromkeys(ignored, True)) == LlamaConfig.from_hf(plain)
 
 
 def test_from_a_file(tmp_path):
@@ -62,6 +134,17 @@ def test_from_a_file(tmp_path):
         ({"model_type": "gemma"}, "model_type is 'gemma'"),
         ({"attention_bias": "yes"}, "attention_bias"),
         ({"sliding_window": 5}, "sliding_window=5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 with rope type 'llama3'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "replaces rope_parameters, and with it rope_theta=1000000.0",
+        ),
+        ({"rope_parameters": "default"}, "rope_parameters must be a dict, got str"),
+        ({"model_type": "mistral", "sliding_window": None, "layer_types": SLIDING * 16}, "there is no window"),
+        (
+            {"model_type": "smollm3", "sliding_window": 5, "layer_types": SLIDING * 16},
+            "use_sliding_window=None",
+        ),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
         ({"model_type": ["llama"]}, "model_type is"),
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
@@ -194,8 +277,10 @@ def test_presets_are_what_the_published_configs_say():
         {"rope_local_base_freq": None, "rope_theta": None, "rope_scaling": ROPE},
         {"rope_theta": None, "rope_parameters": OF_TYPES},
         {"rope_parameters": {"full_attention": ROPE}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_scaling": ROPE},
+        {"rope_parameters": OF_TYPES, "rope_scaling": {"factor": 8.0}},
     ],
-    ids=["old", "defaults", "new", "a part"],
+    ids=["old", "defaults", "new", "a part", "both", "both, merged"],
 )
 def test_gemma_3_rotates_by_the_type_of_the_layer(rope):
     rope = {name: x for name, x in rope.items() if x is not None}
@@ -229,6 +314,7 @@ def test_granite_and_bitnet():
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must hold"),
         ({"rope_parameters": {"full_attention": 5}}, "full_attention must be a dict"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "type='linear', which transformers 5 ignores"),
         ({"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ({"hidden_activation": "relu"}, "hidden_activation='relu'"),

@@ -49,7 +49,6 @@ CONFIGS = {
     "longrope, two": dataclasses.replace(
         CONFIG, scaling=dataclasses.replace(LONG, factor=1.0, long_attention_factor=1.5)
     ),
-    "partial": dataclasses.replace(CONFIG, scaling=RopeScaling("default", partial_rotary_factor=0.5)),
 }
 
 
@@ -100,11 +99,13 @@ def test_other_entries_are_kept(tmp_path):
 def test_what_cannot_be_saved(tmp_path):
     weights = made()
     ntk = dataclasses.replace(CONFIG, scaling=RopeScaling.ntk(2.0))
+    part = dataclasses.replace(CONFIG, scaling=RopeScaling("default", partial_rotary_factor=0.5))
     mixed = dataclasses.replace(CONFIG, qk_norm=True, biases=("down",))
     lora = models.with_lora(weights, models.initial_lora(models.lora_shapes(CONFIG, 2, ["o"])))
     untied = dataclasses.replace(CONFIG, tied=True)
     for model, config, options, kind, words in (
         (weights, ntk, {}, OptionError, "transformers has no 'ntk'"),
+        (weights, part, {}, OptionError, "partial_rotary_factor=0.5; .* rotate whole heads"),
         (weights, mixed, {}, OptionError, "cannot have these options together"),
         (lora, CONFIG, {}, OptionError, r"layers\.0\.o is a Lora"),
         (weights, untied, {}, OptionError, "another array than embed"),

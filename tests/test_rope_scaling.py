@@ -242,6 +242,20 @@ def test_from_hf_without_scaling():
     assert (neox.theta, neox.partial_rotary_factor) == (10000.0, 0.25)
 
 
+def test_from_hf_takes_rope_scaling_before_rope_parameters():
+    part = {"rope_type": "linear", "factor": 4.0}
+    for theta in ({"rope_theta": 1e6}, {}):
+        config = theta | {
+            "rope_scaling": part,
+            "rope_parameters": {"rope_theta": theta.get("rope_theta", 1e4)},
+        }
+        assert RopeScaling.from_hf(config) == RopeScaling.from_hf(theta | {"rope_scaling": part})
+    text = GEMMA3["text_config"] | {"rope_scaling": {"factor": 2.0}}
+    full = RopeScaling.from_hf(text, layer_type="full_attention")
+    assert full == dataclasses.replace(RopeScaling.linear(2.0), theta=1e6)
+    assert RopeScaling.from_hf(text, layer_type="sliding_attention").kind == "default"
+
+
 def test_from_hf_per_layer_type():
     full = RopeScaling.from_hf(GEMMA3, layer_type="full_attention")
     assert full == dataclasses.replace(RopeScaling.linear(8.0), theta=1e6)
@@ -282,6 +296,8 @@ def test_from_hf_per_layer_type():
         (lambda: RopeScaling.from_hf({"rope_type": ["yarn"]}), r"\['yarn'\] is unknown"),
         (lambda: RopeScaling.from_hf([1]), r"expected a dict, got list; pass config\.to_dict"),
         (lambda: RopeScaling.from_hf({"rope_scaling": "yarn"}), r"rope_scaling must be a dict, got str"),
+        (lambda: RopeScaling.from_hf({"rope_scaling": {"factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}}),
+         r"with it rope_theta=1000000\.0: the model would run with 10000\.0"),
         (lambda: RopeScaling.from_hf({"hidden_size": 8}), r"found no rope entry; .* got the keys \['hidden_size'\]"),
         (lambda: RopeScaling.from_hf({"type": "linear"}), r"rope type 'linear' needs 'factor'"),
         (lambda: RopeScaling.from_hf({"type": "dynamic", "factor": 2.0}), r"pass the whole config"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import types
 from collections import Counter
 from functools import cache
 from itertools import pairwise

@@ -17,8 +17,9 @@ __all__ = ["KINDS", "scaling_from_hf", "scaling_to_hf"]
 KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 
 _WHO = "RopeScaling.from_hf"
+_DEFAULT_THETA = 10000.0
 _ALIASES = {"su": "longrope"}  # the name of longrope in early Phi-3 configs
-_PARTS = ("rope_parameters", "rope_scaling")
+_PARTS = ("rope_scaling", "rope_parameters")
 _PART_KEYS = {"rope_type", "type", "factor", "short_factor", "long_factor", "mscale", "attention_factor"}
 _WHOLE_KEYS = {*_PARTS, "rope_theta", "rotary_emb_base", "max_position_embeddings"}
 
@@ -61,6 +62,12 @@ def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     """Entries of a whole config that :func:`scaling_from_hf` reads, in the spelling that every version knows."""
     if scaling.kind not in _WRITTEN:
         raise OptionError(f"RopeScaling: transformers has no {scaling.kind!r}; it has {', '.join(_WRITTEN)}")
+    partial = scaling.partial_rotary_factor
+    if partial not in (None, 1.0):
+        raise OptionError(
+            f"RopeScaling: partial_rotary_factor={partial:g}; the models that are written rotate whole heads in "
+            "transformers, whatever their config says"
+        )
     names = dict(_WRITTEN[scaling.kind])
     if scaling.long_attention_factor is not None:
         del names["attention_factor"]
@@ -73,8 +80,6 @@ def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
     if scaling.kind == "dynamic":  # it stretches from there
         found["max_position_embeddings"] = scaling.original_max_position
-    if scaling.partial_rotary_factor is not None:
-        found["partial_rotary_factor"] = scaling.partial_rotary_factor
     return found
 
 
@@ -129,12 +134,13 @@ def _find(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, An
     """The rope part, and the config around it."""
     parts = {name: config.get(name) for name in _PARTS}
     present = [n for n, part in parts.items() if part is not None and (not isinstance(part, Mapping) or part)]
+    for name in present:
+        if not isinstance(parts[name], Mapping):
+            raise OptionError(f"{_WHO}: {name} must be a dict, got {type(parts[name]).__name__}")
+    if len(present) == 2:
+        return _both(config, *(config[name] for name in _PARTS)), config
     if present:
-        # transformers 5 writes rope_parameters; a rope_scaling beside it is the same thing, older
-        part = config[present[0]]
-        if not isinstance(part, Mapping):
-            raise OptionError(f"{_WHO}: {present[0]} must be a dict, got {type(part).__name__}")
-        return part, config
+        return config[present[0]], config
     if _PART_KEYS & config.keys() or any(_PART_KEYS & p.keys() for p in _layers(config).values()):
         return config, {}
     text = config.get("text_config")  # models with several parts keep the language model's config here
@@ -146,6 +152,21 @@ def _find(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, An
             f"keys, or its rope part with 'rope_type'; got the keys {sorted(map(str, config))[:12]}"
         )
     return {}, config
+
+
+def _both(config: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope part of a config with ``rope_scaling`` and ``rope_parameters``, which transformers 5 writes in its
+    place. As there, ``rope_scaling`` counts; where ``rope_parameters`` has layer types, for ``full_attention``."""
+    if _layers(new) and not _layers(old):
+        return {**new, "full_attention": {**(new.get("full_attention") or {}), **old}}
+    theta = old.get("rope_theta", config.get("rope_theta"))
+    theta, lost = _DEFAULT_THETA if theta is None else theta, new.get("rope_theta")
+    if lost not in (None, theta):
+        raise OptionError(
+            f"{_WHO}: rope_scaling replaces rope_parameters, and with it rope_theta={lost!r:.40}: the "
+            f"model would run with {theta!r:.40}. Remove rope_scaling, or write rope_theta into it"
+        )
+    return old
 
 
 def _layers(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -32,15 +32,19 @@ class Layer:
     def __post_init__(self) -> None:
         if self.theta is not None:
             checks.number(_WHO, "theta", self.theta, above=0.0)
-        if self.scaling is not None:  # which is to have no theta of its own
-            object.__setattr__(self, "scaling", replace(self.scaling, theta=None))
+        if self.scaling is not None:  # which is to have no theta of its own; a factor of 1 is none
+            partial = self.scaling.partial_rotary_factor
+            scaling = replace(
+                self.scaling, theta=None, partial_rotary_factor=None if partial == 1.0 else partial
+            )
+            object.__setattr__(self, "scaling", scaling)
         checks.integer(_WHO, "window", self.window, low=-1)
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and options of a Llama-shaped decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM, Granite, Gemma 2 and 3,
-    BitNet b1.58, and models of their architecture.
+    """Sizes and options of a Llama-shaped decoder: Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM, Granite, Gemma 2
+    and 3, BitNet b1.58, and models of their architecture.
 
     Parameters
     ----------
@@ -243,9 +247,11 @@ class LlamaConfig:
     def from_hf(cls, config: Any) -> LlamaConfig:
         """From a Hugging Face config: a dict, or the path of ``config.json`` or its folder.
 
-        ``model_type`` is one of llama, mistral, qwen2, qwen3, smollm3, granite, bitnet, gemma2 and gemma3_text, or
-        missing: then it is a Llama's. Entries that the family does not have are refused where they would change the
-        model.
+        ``model_type`` is one of llama, mistral, ministral, qwen2, qwen3, smollm3, granite, bitnet, gemma2 and
+        gemma3_text, or missing: then it is a Llama's. Entries that the family does not have are refused where they
+        would change the model. As in transformers, ``rope_scaling`` replaces ``rope_parameters`` where a config has
+        both, ``partial_rotary_factor`` is ignored (these families rotate whole heads), and a mistral with
+        ``layer_types`` is a ministral.
 
         Raises
         ------

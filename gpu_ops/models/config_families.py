@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ACTIVATIONS", "BIASES", "FAMILIES", "NEUTRAL", "NUMBERS", "Family"]
+__all__ = ["ACTIVATIONS", "BIASES", "DEFAULTS", "FAMILIES", "NEUTRAL", "NUMBERS", "Family"]
 
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
     "gelu": "gelu",
     "relu2": "relu2",
 }
@@ -27,17 +28,21 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of LlamaConfig, whatever the config says."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of transformers, for entries that are missing."""
+    """Of transformers, for entries that are missing, where they differ from ``DEFAULTS``."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Entries, whatever the config says."""
     activation: str = "hidden_act"
     """The entry that names it."""
 
 
+DEFAULTS = {"rope_theta": 10000.0, "max_position_embeddings": 2048}
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 BIASES = {"attention_bias": ("qkv", "o"), "mlp_bias": ("gate_up", "down")}
 _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
+_MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32} | {
+    "max_position_embeddings": 32768
+}
 _GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _GEMMA = {"weight_offset": 1.0, "post_norms": True, "embedding_scale": None}
 _GEMMA_DEFAULTS = {
@@ -53,7 +58,13 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "MistralForCausalLM",
         ("sliding_window",),
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        defaults=_MISTRAL,
+    ),
+    # In transformers a mistral with an entry layer_types is one, too.
+    "ministral": Family(
+        "MinistralForCausalLM",
+        ("sliding_window", "layer_types"),
+        defaults=_MISTRAL,
     ),
     "qwen2": Family("Qwen2ForCausalLM", _WINDOWS, biases=("qkv",), defaults=_QWEN),
     "qwen3": Family(
@@ -66,7 +77,7 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         (*BIASES, *_WINDOWS, "no_rope_layers"),
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "no_rope_layer_interval": 4}
-        | {"rope_theta": 2000000.0},
+        | {"rope_theta": 2000000.0, "max_position_embeddings": 32768},
     ),
     "granite": Family("GraniteForCausalLM", (*BIASES, *_GRANITE), defaults=dict.fromkeys(_GRANITE, 1.0)),
     "bitnet": Family(
@@ -80,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", *_SOFTCAPS),
         options=_GEMMA,
         defaults=_GEMMA_DEFAULTS
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope_theta": 10000.0},
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192},
         always={"sliding_window_pattern": 2},
         activation="hidden_activation",
     ),
@@ -92,13 +103,14 @@ FAMILIES: dict[str, Family] = {
         ),
         options=_GEMMA | {"qk_norm": True},
         defaults=_GEMMA_DEFAULTS
-        | {"sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
+        | {"sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0}
+        | {"max_position_embeddings": 131072},
         activation="hidden_activation",
     ),
 }
 # Entries that change a model, and the values that leave it as it is. A model that ignored one would run and be wrong.
+# Entries of biases are no such: the files hold them or not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(BIASES, (False, None)),
     "sliding_window": (None,),
     "no_rope_layers": (None,),
     "attn_logit_softcapping": (None,),

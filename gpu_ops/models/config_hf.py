@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import opened, path_of
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.rope_scaling_hf import scaling_to_hf
-from gpu_ops.models.config_families import ACTIVATIONS, BIASES, FAMILIES, NEUTRAL, NUMBERS, Family
+from gpu_ops.models.config_families import ACTIVATIONS, BIASES, DEFAULTS, FAMILIES, NEUTRAL, NUMBERS, Family
 
 if TYPE_CHECKING:
     from gpu_ops.models.config import LlamaConfig
@@ -22,6 +23,10 @@ __all__ = ["SIZES", "config_to_hf", "options_from_hf", "read_config"]
 _WHO = "LlamaConfig.from_hf"
 _MOST_BYTES = 1 << 22  # of a config.json
 _MOST_LAYERS = 1 << 16  # so that a number in a file makes no list of any length
+_ROPE = (
+    *("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
 _KINDS = ("full_attention", "sliding_attention")
 SIZES = {
     "vocab": "vocab_size",
@@ -40,7 +45,7 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
     if not isinstance(config, Mapping):
         raise OptionError(f"{_WHO}: expected a dict or a path, got {type(config).__name__}")
     family = _family(config)
-    given = {**family.defaults, **config, **family.always}
+    given = {**DEFAULTS, **family.defaults, **config, **family.always}
     missing = [name for name in (*SIZES.values(), "rms_norm_eps") if given.get(name) is None]
     if missing:
         raise OptionError(f"{_WHO}: the config has no {', '.join(missing)}")
@@ -62,6 +67,17 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
     window = _window(family, given)
     matters = window >= 0 or "rope_local_base_freq" in family.reads
     slides = _slides(family, given, nlayers, rotated) if matters else [False] * nlayers
+    if (
+        window < 0
+        and "layer_types" in family.reads
+        and given.get("layer_types")
+        and any(_listed(given, nlayers))
+    ):
+        raise OptionError(
+            f"{_WHO}: layer_types has {_KINDS[True]!r}, and there is no window: sliding_window="
+            f"{given.get('sliding_window')!r}, use_sliding_window={given.get('use_sliding_window')!r}. Set both, or "
+            f"make the layers {_KINDS[False]!r}"
+        )
     rotations = {kind: _rotation(family, given, kind) for kind in set(slides)}
     return options, [
         (*(rotations[slid] if turns else (None, None)), window if slid else -1)
@@ -89,6 +105,8 @@ def _family(config: Mapping[str, Any]) -> Family:
             f"{_WHO}: model_type is {kind!r}; known: {', '.join(FAMILIES)}. If the model is a Llama in all but "
             "name, change the entry"
         )
+    if kind == "mistral" and "layer_types" in config:
+        kind = "ministral"
     family = FAMILIES[kind or "llama"]
     for name, allowed in NEUTRAL.items():
         if name not in family.reads and config.get(name) not in allowed:
@@ -132,20 +150,33 @@ def _numbers(family: Family, given: Mapping[str, Any]) -> dict[str, float]:
 def _rotation(family: Family, given: Mapping[str, Any], slides: bool) -> tuple[float, RopeScaling | None]:
     """theta and scaling of layers that see a window, or all keys."""
     if "rope_local_base_freq" in family.reads:
-        given = _rope_of(given, slides)
-    scaling = RopeScaling.from_hf(given)
-    plain = scaling.kind == "default" and scaling.partial_rotary_factor in (None, 1.0)
-    return 10000.0 if scaling.theta is None else scaling.theta, None if plain else scaling
+        given = _rope_of(family, given, slides)
+    rope = {name: given[name] for name in _ROPE if given.get(name) is not None}
+    scaling = RopeScaling.from_hf({**DEFAULTS, **family.defaults} | rope)
+    if scaling.kind == "default":  # these families rotate whole heads, whatever partial_rotary_factor says
+        return scaling.theta, None
+    if scaling.partial_rotary_factor not in (None, 1.0):
+        raise OptionError(
+            f"{_WHO}: partial_rotary_factor={scaling.partial_rotary_factor:g} with rope type {scaling.kind!r} is "
+            "not supported: this family rotates whole heads; remove the entry"
+        )
+    return scaling.theta, replace(scaling, partial_rotary_factor=None)
 
 
-def _rope_of(given: Mapping[str, Any], slides: bool) -> dict[str, Any]:
+def _rope_of(family: Family, given: Mapping[str, Any], slides: bool) -> dict[str, Any]:
     """A config whose rope entries are those of layers of one type; ``rope_scaling`` is for those without a window."""
-    kind, theta = _KINDS[slides], given["rope_local_base_freq" if slides else "rope_theta"]
+    kind, base = _KINDS[slides], "rope_local_base_freq" if slides else "rope_theta"
+    old = given.get("rope_scaling")
+    if isinstance(old, Mapping) and old.get("type", "default") != "default" and "rope_type" not in old:
+        raise OptionError(
+            f"{_WHO}: rope_scaling of a gemma3_text says type={old['type']!r:.40}, which transformers 5 ignores and "
+            "earlier versions follow; call it rope_type, or remove it"
+        )
     of_kinds = given.get("rope_parameters") or {}
     if not isinstance(of_kinds, Mapping) or not of_kinds.keys() <= set(_KINDS):
         raise OptionError(f"{_WHO}: rope_parameters must hold a dict for each of {', '.join(_KINDS)}")
     parts = (of_kinds.get(kind), None if slides else given.get("rope_scaling"))
-    part = {"rope_theta": theta}
+    part = {"rope_theta": family.defaults[base] if given[base] is None else given[base]}
     for each in parts:
         if each is not None and not isinstance(each, Mapping):
             raise OptionError(f"{_WHO}: the rope entries of {kind} must be a dict, got {type(each).__name__}")
@@ -167,14 +198,21 @@ def _slides(family: Family, given: Mapping[str, Any], nlayers: int, rotated: lis
     if "layer_types" not in family.reads:
         return [True] * nlayers
     if given.get("layer_types") is not None:
-        return [kind == _KINDS[True] for kind in _each(given, "layer_types", nlayers, _KINDS)]
+        return _listed(given, nlayers)
     if "no_rope_layers" in family.reads:
         return [not x for x in rotated]
     if "sliding_window_pattern" in {**family.defaults, **family.always}:
         every = checks.integer(_WHO, "sliding_window_pattern", given["sliding_window_pattern"], low=1)
         return [(i + 1) % every != 0 for i in range(nlayers)]
+    if "max_window_layers" not in family.reads:
+        return [True] * nlayers
     first = checks.integer(_WHO, "max_window_layers", given["max_window_layers"], low=0)
     return [i >= first for i in range(nlayers)]
+
+
+def _listed(given: Mapping[str, Any], nlayers: int) -> list[bool]:
+    """Whether ``layer_types`` says that each layer sees a window."""
+    return [kind == _KINDS[True] for kind in _each(given, "layer_types", nlayers, _KINDS)]
 
 
 def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any, ...]) -> list[Any]:
