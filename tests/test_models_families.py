@@ -50,6 +50,7 @@ CASES = {
     "smollm2": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 6}),
     "mistral-full": ("Mistral", {"sliding_window": None}),
+    "ministral": ("Ministral", {"sliding_window": 6, "layer_types": TYPES, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2-sliding": ("Qwen2", SLIDING),
     "qwen3": ("Qwen3", {"head_dim": 32}),
@@ -85,9 +86,12 @@ def made(case, dtype=torch.float32):
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
         **SIZES | options
     )
-    one = 0.0 if name.startswith("Gemma") else 1.0
+    return randomised(getattr(transformers, f"{name}ForCausalLM")(config), dtype)
+
+
+def randomised(model, dtype=torch.float32):
+    one = 0.0 if "gemma" in model.config.model_type else 1.0
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim == 1:
@@ -95,7 +99,7 @@ def made(case, dtype=torch.float32):
             else:
                 p.copy_(0.1 * torch.randn_like(p))
             p.data = p.data.to(dtype)  # model.to() would round the rotary frequencies
-    return model
+    return model.eval()
 
 
 def ids(batch=2, seqlen=40):
@@ -117,6 +121,61 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     model = made(case)
     model.save_pretrained(tmp_path)
     right = theirs(model)
+    assert np.abs(ours(tmp_path, "float32") - right).max() < 2e-5 * max(1.0, np.abs(right).max())
+
+
+BOTH = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}}
+HALF = {"partial_rotary_factor": 0.5, "rope_theta": 5e3}
+RAW = {
+    **{f"{name}, two rope parts": (name, BOTH) for name in ("llama", "qwen3", "granite", "gemma2")},
+    **{f"{name}, half heads": (name, HALF) for name in ("mistral", "qwen2", "smollm3", "gemma3_text")},
+    "no rope entry": ("llama", {"rms_norm_eps": 1e-6, "max_position_embeddings": None}),
+    "mistral with layer types": ("mistral", {"layer_types": TYPES, "sliding_window": 5, "head_dim": 16}),
+    "biases of others": ("qwen2", {"attention_bias": True, "mlp_bias": True}),
+    "gemma3, two rope parts": (
+        "gemma3_text",
+        {
+            "rope_parameters": OF_TYPES,
+            "rope_scaling": {"factor": 2.0},
+            "layer_types": TYPES,
+            "sliding_window": 6,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_entries_mean_what_they_do_in_transformers(case, tmp_path):
+    """As a config.json has them, which a config class of transformers would not write."""
+    kind, more = RAW[case]
+    entries = {"model_type": kind, "rms_norm_eps": 1e-5, "head_dim": 16, **SIZES, **more}
+    entries = {name: x for name, x in entries.items() if x is not None or name == "pad_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    right = theirs(model)
+    assert np.abs(ours(tmp_path, "float32") - right).max() < 2e-5 * max(1.0, np.abs(right).max())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "", "model.model."])
+@pytest.mark.parametrize("head", ["none", "alone", "a copy", "rounded"])
+def test_tied_tensors_are_found_as_transformers_finds_them(head, prefix, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = made("smollm2")
+    model.save_pretrained(tmp_path)
+    parts = load_file(tmp_path / "model.safetensors")
+    table = parts["model.embed_tokens.weight"]
+    if head != "none":
+        parts["lm_head.weight"] = table.bfloat16() if head == "rounded" else table.clone()
+    if head == "alone":
+        del parts["model.embed_tokens.weight"]
+    parts = {n.replace("model.", prefix, 1) if n.startswith("model.") else n: x for n, x in parts.items()}
+    save_file(parts, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    auto = transformers.AutoModelForCausalLM
+    right = theirs(auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval())
     assert np.abs(ours(tmp_path, "float32") - right).max() < 2e-5 * max(1.0, np.abs(right).max())
 
 

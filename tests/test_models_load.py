@@ -6,6 +6,7 @@ import json
 import re
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from gpu_ops.errors import FormatError, GpuOpsError, MissingFileError, OptionErr
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
 from gpu_ops.models import LlamaConfig
 from tests.test_file_mutations import mutant
+from tests.test_files import POINTER
 
 CONFIG = LlamaConfig(vocab=31, hidden=24, ffn=20, nlayers=2, nheads=4, nheads_kv=2)
 
@@ -104,6 +106,63 @@ def test_an_output_layer_beside_a_tied_table(folder):
     weights, config = models.load(folder)
     assert config.tied
     assert weights.lm_head is weights.embed
+
+
+def renamed(arrays, prefix):
+    """As other packages write the tensors of a model."""
+    return {n.replace("model.", prefix, 1) if n.startswith("model.") else n: x for n, x in arrays.items()}
+
+
+@pytest.mark.parametrize("prefix", ["model.", "", "model.model."])
+@pytest.mark.parametrize("head", ["none", "alone", "a copy"])
+def test_a_tied_model_by_the_names_of_other_packages(head, prefix, folder):
+    arrays = tensors(folder / "model.safetensors")
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    for name in {"none": ["lm_head.weight"], "alone": ["model.embed_tokens.weight"]}.get(head, ()):
+        del arrays[name]
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    write(folder / "model.safetensors", renamed(arrays | inv_freq, prefix))
+    configured(folder, tie_word_embeddings=True)
+    weights, config = models.load(folder)
+    assert config.tied
+    right = made()
+    right.lm_head = right.embed
+    assert same(weights, right)
+
+
+def test_a_base_model_has_no_output_layer(folder):
+    arrays = tensors(folder / "model.safetensors")
+    del arrays["lm_head.weight"]
+    write(folder / "model.safetensors", renamed(arrays, ""))
+    with pytest.raises(FormatError, match=r"no 'lm_head.weight', .* set tie_word_embeddings"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("table", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("head", [np.float64, np.float16, ml_dtypes.bfloat16])
+def test_the_head_of_a_tied_model_in_another_dtype(head, table, folder):
+    """A copy of the table is one; what was rounded is used as it is stored, as in transformers 5."""
+    arrays = tensors(folder / "model.safetensors")
+    embed = "model.embed_tokens.weight"
+    exact = np.random.default_rng(0).standard_normal(arrays[embed].shape)
+    configured(folder, tie_word_embeddings=True)
+    few = exact.astype(ml_dtypes.float8_e4m3fn)  # which all dtypes hold
+    write(
+        folder / "model.safetensors", arrays | {embed: few.astype(table), "lm_head.weight": few.astype(head)}
+    )
+    weights, config = models.load(folder)
+    assert config.tied
+    assert weights.embed.dtype == table
+    stored = arrays | {embed: exact.astype(table), "lm_head.weight": exact.astype(head)}
+    write(folder / "model.safetensors", stored)
+    if {head, table} == {np.float16, ml_dtypes.bfloat16}:  # neither is the other, rounded
+        with pytest.raises(FormatError, match="differs from"):
+            models.load(folder)
+    elif head != table:
+        weights, config = models.load(folder, dtype=np.float32)
+        assert not config.tied
+        np.testing.assert_array_equal(weights.lm_head, exact.astype(head).astype(np.float32))
+        np.testing.assert_array_equal(weights.embed, exact.astype(table).astype(np.float32))
 
 
 def test_frequencies_in_early_files_are_computed_anew(folder):
@@ -233,6 +292,18 @@ def test_options(folder):
     with pytest.raises(OptionError, match="device"):
         models.load(folder, device="tpu")
     assert isinstance(models.load(folder, device="emulator")[0].embed, np.ndarray)
+
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.safetensors.index.json", SHARD])
+def test_a_pointer_of_git_lfs_is_named(file, folder):
+    if file != "model.safetensors":
+        shard(folder)
+    (folder / file).write_bytes(POINTER)
+    with pytest.raises(FormatError, match=rf"{file} is a pointer of git LFS .*'git lfs pull'"):
+        models.load(folder)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.safetensors.index.json"])

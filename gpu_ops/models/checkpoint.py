@@ -10,6 +10,7 @@ import contextlib
 import json
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import FormatError, OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
@@ -30,13 +31,16 @@ from gpu_ops.models.tensors import (
     HF,
     ONE_FILE,
     STORED,
+    Files,
     Names,
     Part,
     Source,
     open_folder,
     planned,
     read_all,
+    same_values,
     with_post_norms,
+    with_stored_names,
 )
 from gpu_ops.models.weights import Llama, check_models
 from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
@@ -88,6 +92,10 @@ def load(
     -----
     Takes the memory of the model, 16 MiB, and with ``device="cuda"`` one array on the host. A line on stderr says
     what is waited for, after a second.
+
+    Tensors of a folder may lack the prefix ``model.``, as those of a base model do. The table of a tied model may be
+    stored as ``lm_head.weight``; where both are stored and differ only by the rounding of their dtypes, each is used,
+    and ``config.tied`` is False.
 
     Queries and keys of GGUF's llama are put back in the order of Hugging Face. Its ``rope_freqs.weight`` gives
     ``RopeScaling.llama3`` where the divisors are those of Llama 3.1 or later, else ``longrope``. Type 36 is read as
@@ -211,11 +219,30 @@ class _Folder(Source[LlamaConfig]):
     def __init__(self, where: Path, stack: contextlib.ExitStack) -> None:
         self._where, self._entries = where, read_config(_LOAD, where / "config.json")
         config = LlamaConfig.from_hf(self._entries)
-        super().__init__(config, open_folder(_LOAD, where, stack), _names(config))
+        files = open_folder(_LOAD, where, stack)
+        names = with_stored_names(_names(config), files)
+        if config.tied and names.lm_head in files:
+            if names.embed in files:
+                config = _tied(config, files, names)
+            else:
+                names = replace(names, modules={**names.modules, "embed": names.modules["lm_head"]})
+        super().__init__(config, files, names)
 
     def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
         """The projections that BitNet stores as uint8."""
         return read_ternary(_LOAD, self._where, self._entries, plan)
+
+
+def _tied(config: LlamaConfig, files: Files, names: Names) -> LlamaConfig:
+    """The config of a tied model whose files have the output layer as well as the embedding table."""
+    if same_values(files, names):
+        return config
+    if same_values(files, names, rounded=True):  # transformers 5 uses each as it is stored, and so do we
+        return replace(config, tied=False)
+    raise FormatError(
+        f"{files[names.lm_head].what}: {names.lm_head} differs from {names.embed}, and the config says that they are "
+        "tied; if the model has both, set tie_word_embeddings to false"
+    )
 
 
 def _names(config: LlamaConfig) -> Names:

@@ -19,7 +19,7 @@ from gpu_ops.formats.files import opened
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 
 __all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part", "Source", "fill", "open_folder",
-           "planned", "read_all", "with_post_norms"]  # fmt: skip
+           "planned", "read_all", "same_values", "with_post_norms", "with_stored_names"]  # fmt: skip
 
 ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
@@ -119,6 +119,17 @@ def with_post_norms(names: Names) -> Names:
     return replace(names, modules={**names.modules, **others})
 
 
+def with_stored_names(names: Names, files: Files) -> Names:
+    """Names of :data:`HF` as these files have them: those of a base model have no ``model.``, and where the output
+    layer is the embedding table, it may be stored under either name."""
+    modules, layer = dict(names.modules), names.layer
+    for prefix in ("", "model.model."):
+        if f"{prefix}norm.weight" in files and "model.norm.weight" not in files:
+            modules |= {"embed": (f"{prefix}embed_tokens",), "norm": (f"{prefix}norm",)}
+            layer = prefix + layer.removeprefix("model.")
+    return replace(names, modules=modules, layer=layer)
+
+
 @dataclass(frozen=True)
 class Part:
     """A tensor of a file: rows of an array of ours."""
@@ -204,9 +215,7 @@ def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[
                 f"{files[name].what}: {name} is {stored.dtype[:80]}; {', '.join(names.dtypes)} are loaded"
             )
     for name in sorted(files.keys() - parts.keys() - read - {f"{name}_scale" for name in read}):
-        if name == names.lm_head and config.tied:
-            _check_tied(files, names)
-        elif not name.endswith(names.unread):
+        if not (config.tied and name == names.lm_head) and not name.endswith(names.unread):
             raise FormatError(
                 f"{files[name].what}: {name[:80]!r} is no part of a {config.nlayers}-layer model of this config; "
                 "what it would do is not known"
@@ -214,19 +223,26 @@ def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[
     return plan, packed
 
 
-def _check_tied(files: Files, names: Names) -> None:
-    """An output layer beside the embedding table that it is."""
-    head, table = files[names.lm_head], files[names.embed]
-    same = str(head.tensors[names.lm_head]) == str(table.tensors[names.embed])
-    if not same or not all(map(np.array_equal, _bytes(head, names.lm_head), _bytes(table, names.embed))):
-        raise FormatError(
-            f"{head.what}: {names.lm_head} differs from {names.embed}, and the config says that they are tied; if "
-            "the model has both, set tie_word_embeddings to false"
-        )
+def same_values(files: Files, names: Names, *, rounded: bool = False) -> bool:
+    """Whether the output layer is the embedding table; ``rounded``: but for the rounding of the narrower dtype."""
+    pair = [(files[name], name) for name in (names.lm_head, names.embed)]
+    head, table = (file.tensors[name] for file, name in pair)
+    if head.shape != table.shape or not {head.dtype, table.dtype} <= set(names.dtypes):
+        return False
+    dtypes = [NUMPY_DTYPES[stored.dtype] for stored in (head, table)]
+    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+    target = narrow if rounded or dtypes[0] == dtypes[1] else np.dtype(np.float64)
+    counts = [dtype.itemsize // narrow.itemsize for dtype in dtypes]  # of pieces with as many elements
+    streams = (_cast(*each, count, target) for each, count in zip(pair, counts, strict=True))
+    return all(map(np.array_equal, *streams))
 
 
-def _bytes(file: File, name: str) -> Iterator[Array]:
-    return (piece.view(np.uint8) for piece in file.pieces(name))
+def _cast(file: File, name: str, count: int, dtype: np.dtype[Any]) -> Iterator[Array]:
+    """The bytes of a tensor, cast, so many pieces at a time."""
+    pieces = file.pieces(name)
+    while batch := list(itertools.islice(pieces, count)):
+        with np.errstate(all="ignore"):
+            yield np.concatenate(batch).astype(dtype).view(np.uint8)
 
 
 def fill(target: Array, file: File, name: str) -> None:
