@@ -240,9 +240,6 @@ def test_the_example_finds_a_function(example, tmp_path, monkeypatch, capsys):
     class Letters:
         longest = None
 
-        def no_padding(self):
-            pass
-
         def enable_truncation(self, longest):
             self.longest = longest
 

@@ -52,6 +52,21 @@ def test_keys_that_are_refused(keys, words, gguf, tmp_path):
         models.load(tmp_path / "a")
 
 
+def test_yarn_without_the_length_it_stretches(tmp_path):
+    keys = {"general.architecture": "llama", **metadata(LLAMA, "llama")}
+    keys |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    tensors = stored(made(LLAMA), LLAMA, "llama")
+    gpu_ops.write_gguf(tmp_path / "a", tensors, keys)
+    assert models.load(tmp_path / "a")[1].scaling.original_max_position == 8192
+    gpu_ops.write_gguf(
+        tmp_path / "a", tensors, {n: x for n, x in keys.items() if n != "llama.context_length"}
+    )
+    with pytest.raises(
+        OptionError, match=r"llama.rope.scaling.original_context_length must be an integer, got None"
+    ):
+        models.load(tmp_path / "a")
+
+
 def test_keys_that_change_nothing(gguf, tmp_path):
     more = {
         "llama.expert_count": 0,

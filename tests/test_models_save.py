@@ -94,6 +94,11 @@ def test_other_entries_are_kept(tmp_path):
     models.save(tmp_path, made(), CONFIG, entries={"model_type": "mistral"})
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
     assert models.load(tmp_path)[1] == CONFIG
+    sliding = dataclasses.replace(CONFIG, layers=(Layer(window=3), Layer()))
+    entries = {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]}
+    models.save(tmp_path, made(), sliding, entries=entries)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ministral"
+    assert models.load(tmp_path)[1] == sliding
 
 
 def test_what_cannot_be_saved(tmp_path):

@@ -25,7 +25,7 @@ from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.checkpoint_ternary import read_ternary
 from gpu_ops.models.config import LlamaConfig
-from gpu_ops.models.config_hf import read_config
+from gpu_ops.models.config_hf import model_type_of, read_config
 from gpu_ops.models.gguf import GGUFSource
 from gpu_ops.models.tensors import (
     HF,
@@ -202,7 +202,7 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
     more = {name: value for name, value in (entries or {}).items() if name not in replaced}
     whole = {
         **more,
-        **config.to_hf(more.get("model_type")),
+        **config.to_hf(model_type_of(more)),
         "torch_dtype": str(getattr(weights.embed, "dtype", None)),
     }
     if LlamaConfig.from_hf(whole) != config:

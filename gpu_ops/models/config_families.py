@@ -60,7 +60,6 @@ FAMILIES: dict[str, Family] = {
         ("sliding_window",),
         defaults=_MISTRAL,
     ),
-    # In transformers a mistral with an entry layer_types is one, too.
     "ministral": Family(
         "MinistralForCausalLM",
         ("sliding_window", "layer_types"),

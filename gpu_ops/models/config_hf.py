@@ -18,7 +18,7 @@ from gpu_ops.models.config_families import ACTIVATIONS, BIASES, DEFAULTS, FAMILI
 if TYPE_CHECKING:
     from gpu_ops.models.config import LlamaConfig
 
-__all__ = ["SIZES", "config_to_hf", "options_from_hf", "read_config"]
+__all__ = ["SIZES", "config_to_hf", "model_type_of", "options_from_hf", "read_config"]
 
 _WHO = "LlamaConfig.from_hf"
 _MOST_BYTES = 1 << 22  # of a config.json
@@ -98,15 +98,19 @@ def read_config(who: str, path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _family(config: Mapping[str, Any]) -> Family:
+def model_type_of(config: Mapping[str, Any]) -> Any:
+    """The family that a config names; a mistral with an entry ``layer_types`` is a ministral, as in transformers."""
     kind = config.get("model_type")
+    return "ministral" if kind == "mistral" and "layer_types" in config else kind
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    kind = model_type_of(config)
     if kind is not None and (not isinstance(kind, str) or kind not in FAMILIES):
         raise OptionError(
             f"{_WHO}: model_type is {kind!r}; known: {', '.join(FAMILIES)}. If the model is a Llama in all but "
             "name, change the entry"
         )
-    if kind == "mistral" and "layer_types" in config:
-        kind = "ministral"
     family = FAMILIES[kind or "llama"]
     for name, allowed in NEUTRAL.items():
         if name not in family.reads and config.get(name) not in allowed:

@@ -201,14 +201,13 @@ class _Metadata:
         """The rope part of a config."""
         factor = self._value("rope.scaling.factor", 0.0)
         kind = self._value("rope.scaling.type", "linear" if factor else "none")  # as llama.cpp reads it
-        original = self._value("rope.scaling.original_context_length", self._value("context_length"))
         if _FREQS in self._file.tensors:
             if kind != "none":
                 raise OptionError(
                     f"{self._file.what}: {_FREQS} and {self._prefix}rope.scaling.type={kind!r:.80} together are not "
                     "supported"
                 )
-            return self._divisors(head_dim, original)
+            return self._divisors(head_dim)
         if kind == "none":
             return None
         if kind == "linear":
@@ -218,9 +217,14 @@ class _Metadata:
                 f"{self._file.what}: {self._prefix}rope.scaling.type is {kind!r:.80}; known: none, linear, yarn"
             )
         betas = {f"beta_{end}": self._value(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+        return {"rope_type": "yarn", "factor": factor, **self._original(), **betas}
 
-    def _divisors(self, head_dim: int, original: Any) -> Mapping[str, Any]:
+    def _original(self) -> dict[str, int]:
+        """The length that the model was trained with, as an entry."""
+        length = self._integer("rope.scaling.original_context_length", self._value("context_length"))
+        return {"original_max_position_embeddings": length}
+
+    def _divisors(self, head_dim: int) -> Mapping[str, Any]:
         """Of each frequency: those of Llama 3.1 and later where they are, else as they are."""
         stored = self._file.tensors[_FREQS]
         if stored.shape != (head_dim // 2,) or stored.dtype != "F32":
@@ -246,5 +250,5 @@ class _Metadata:
             "short_factor": divisors.tolist(),
             "long_factor": divisors.tolist(),
             "attention_factor": 1.0,
-            "original_max_position_embeddings": original,
+            **self._original(),
         }

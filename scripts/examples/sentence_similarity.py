@@ -58,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.model or installed_model()
         tokenizer = training.load_tokenizer(folder / "tokenizer.json")
         weights, config = models.load_bert(folder)
-        tokenizer.no_padding()
         tokenizer.enable_truncation(config.max_positions)
         known = descriptions()
         table = embed(list(known.values()), tokenizer, weights, config)
