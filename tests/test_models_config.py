@@ -60,6 +60,14 @@ def test_a_mistral_with_layer_types_slides_where_they_say_so():
         assert LlamaConfig.from_hf(LLAMA_3 | {"sliding_window": 4096} | entry).window == 4095
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_by_its_architecture(family):
+    named, bare = LLAMA_3 | {"model_type": family}, {n: x for n, x in LLAMA_3.items() if n != "model_type"}
+    config = LlamaConfig.from_hf(named)
+    assert LlamaConfig.from_hf(bare | {"architectures": [FAMILIES[family].architecture]}) == config
+    assert LlamaConfig.from_hf(bare | {"architectures": ["LLaMAForCausalLM"]}) == LlamaConfig.from_hf(LLAMA_3)
+
+
 ONE_ROPE = [family for family in FAMILIES if family != "gemma3_text"]
 
 
@@ -140,7 +148,10 @@ def test_from_a_file(tmp_path):
             "replaces rope_parameters, and with it rope_theta=1000000.0",
         ),
         ({"rope_parameters": "default"}, "rope_parameters must be a dict, got str"),
-        ({"model_type": "mistral", "sliding_window": None, "layer_types": SLIDING * 16}, "there is no window"),
+        (
+            {"model_type": "mistral", "sliding_window": None, "layer_types": SLIDING * 16},
+            "there is no window",
+        ),
         (
             {"model_type": "smollm3", "sliding_window": 5, "layer_types": SLIDING * 16},
             "use_sliding_window=None",

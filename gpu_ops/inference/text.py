@@ -78,7 +78,8 @@ class TextStream:
         return text[len(before) :], not text.endswith(_INCOMPLETE)
 
     def _text(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._start : end])
+        text: str = self._tokenizer.decode(self._ids[self._start : end])
+        return text
 
     def _shown(self, new: str) -> str:
         """``new`` and what was held back, up to a stop string, or without what may be the beginning of one."""

@@ -248,10 +248,10 @@ class LlamaConfig:
         """From a Hugging Face config: a dict, or the path of ``config.json`` or its folder.
 
         ``model_type`` is one of llama, mistral, ministral, qwen2, qwen3, smollm3, granite, bitnet, gemma2 and
-        gemma3_text, or missing: then it is a Llama's. Entries that the family does not have are refused where they
-        would change the model. As in transformers, ``rope_scaling`` replaces ``rope_parameters`` where a config has
-        both, ``partial_rotary_factor`` is ignored (these families rotate whole heads), and a mistral with
-        ``layer_types`` is a ministral.
+        gemma3_text; where it is missing, ``architectures`` says the same, else the model is a Llama. Entries that the
+        family does not have are refused where they would change the model. As in transformers, ``rope_scaling``
+        replaces ``rope_parameters`` where a config has both, ``partial_rotary_factor`` is ignored (these families
+        rotate whole heads), and a mistral with ``layer_types`` is a ministral.
 
         Raises
         ------

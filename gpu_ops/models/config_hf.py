@@ -99,8 +99,11 @@ def read_config(who: str, path: Path) -> Mapping[str, Any]:
 
 
 def model_type_of(config: Mapping[str, Any]) -> Any:
-    """The family that a config names; a mistral with an entry ``layer_types`` is a ministral, as in transformers."""
-    kind = config.get("model_type")
+    """The family that a config names; a mistral with an entry ``layer_types`` is a ministral, as in transformers.
+    None where it names neither a family nor an architecture that is known."""
+    kind, classes = config.get("model_type"), config.get("architectures")
+    if kind is None and isinstance(classes, (list, tuple)):
+        kind = next((name for name, family in FAMILIES.items() if family.architecture in classes), None)
     return "ministral" if kind == "mistral" and "layer_types" in config else kind
 
 
@@ -151,7 +154,9 @@ def _numbers(family: Family, given: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _rotation(family: Family, given: Mapping[str, Any], slides: bool) -> tuple[float, RopeScaling | None]:
+def _rotation(
+    family: Family, given: Mapping[str, Any], slides: bool
+) -> tuple[float | None, RopeScaling | None]:
     """theta and scaling of layers that see a window, or all keys."""
     if "rope_local_base_freq" in family.reads:
         given = _rope_of(family, given, slides)
