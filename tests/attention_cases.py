@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,6 +17,9 @@ import numpy as np
 
 from gpu_ops import BlockMask
 from gpu_ops.reference import attention as reference
+from gpu_ops.reference import attention_backward as reference_backward
+from gpu_ops.reference.attention_core import DenseOptions
+from gpu_ops.reference.precision import steps, textbook_product
 from gpu_ops.reference.tolerance import GRADIENT, error_report, tolerance
 from tests.calls import call, refusal
 from tests.compare import assert_close
@@ -260,6 +263,19 @@ def assert_gradient(
     bound = tolerance(exact, naive, dtype, GRADIENT) + 0.5 * float(ulp) * np.abs(exact).max(initial=0.0)
     problem = error_report(actual, exact, bound + noise)
     assert problem is None, f"{name}: {problem}"
+
+
+def mixed(arrays: Sequence[np.ndarray], options: Mapping[str, Any]) -> list[np.ndarray]:
+    """out, dq, dk and dv by textbook code for tensor cores, of q, k, v and dout: a tighter naive_t for 16 bits.
+
+    Factors of matrix products are rounded to the dtype of the inputs, all else to float32, so that it also measures
+    scores that 16 bits cannot tell apart. NumPy alone: whether a CPU multiplies bfloat16 changes nothing.
+    """
+    q, k, v, dout = arrays
+    single, given = steps("naive", np.float32), DenseOptions(**options)
+    rounded = replace(single, matmul=lambda a, b: textbook_product(a.astype(q.dtype), b.astype(q.dtype)))
+    out, _ = reference._forward(q, k, v, given, rounded)
+    return [out, *reference_backward._backward(dout, q, k, v, None, given, rounded)[:3]]
 
 
 def cancellation(
