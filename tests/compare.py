@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+import importlib
+import inspect
+import pkgutil
 
+import numpy as np
+import pytest
+
+from gpu_ops import reference
 from gpu_ops.reference.tolerance import FORWARD, error_report, tolerance
 
 
@@ -22,6 +29,18 @@ def assert_close(actual, reference, naive, dtype, factor=FORWARD, what="result")
             error = np.abs(actual.astype(np.float64)[finite] - want[finite])
             scale = max(1.0, float(np.abs(want[finite]).max()))  # 1e-5 is meant for values of order one
             assert error.mean() < 1e-5 * scale, f"{what}: mean absolute error {error.mean():.3g}"
+
+
+@contextlib.contextmanager
+def naive_ops():
+    """Ops run on the backend "reference", which is naive_t here: a model's textbook code, the same on any CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPU_OPS_BACKEND", "reference")
+        for module in pkgutil.iter_modules(reference.__path__, f"{reference.__name__}."):
+            for _, function in inspect.getmembers(importlib.import_module(module.name), inspect.isfunction):
+                if (function.__kwdefaults__ or {}).get("precision") == "rounded":
+                    patch.setitem(function.__kwdefaults__, "precision", "naive")
+        yield
 
 
 def random(rng, shape, dtype, scale=1.0):

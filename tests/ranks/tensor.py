@@ -11,7 +11,9 @@ from gpu_ops import inference, models, training
 from gpu_ops.distributed import Mesh, TensorParallel
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.models import Layer, LlamaConfig
+from gpu_ops.reference.tolerance import FORWARD, GRADIENT, error_report, tolerance
 from tests.attention_cases import DTYPES
+from tests.compare import naive_ops
 from tests.test_models_block import made, tokens
 
 VOCAB = 29  # which 2, 3 and 4 ranks do not divide
@@ -139,23 +141,26 @@ def check_policies_and_packed_sequences(comm):
 
 
 def check_gradients_in_other_dtypes(comm):
-    """To twice the error of one rank and two roundings."""
+    """By the tolerance rule, with textbook code of every op."""
     ids, targets = batch(6 * comm.size)
     *_, config = configs(comm)
     config = dataclasses.replace(config, tied=True)
-    for dtype, unit in (("float32", 2.0**-23), ("bfloat16", 2.0**-8)):
+    for dtype in ("float32", "bfloat16"):
         kind = DTYPES[dtype]
         rounded = {name: x.astype(np.float64) for name, x in made(config, kind)[0].items()}
         exact = {name: np.zeros(x.shape) for name, x in rounded.items()}
         weights, into = models.Llama.of(rounded, config), models.Llama.of(exact, config)
-        want_loss = models.loss_and_grads(ids, targets, weights, config, grads=into, reduction="sum")
-        one_loss, one = of_whole(config, kind, ids, targets, reduction="sum")
+        exact["loss"] = models.loss_and_grads(ids, targets, weights, config, grads=into, reduction="sum")
+        with naive_ops():
+            loss, grads = of_whole(config, kind, ids, targets, reduction="sum")
+        textbook = {"loss": loss, **grads}
         for parts in layouts(comm, config):
             loss, grads, _ = of_parts(parts, kind, ids, targets, reduction="sum")
-            for name, x in {**exact, "loss": want_loss}.items():
-                found, own = (loss, one_loss) if name == "loss" else (grads[name], one[name])
-                error, of_one = (np.abs(np.asarray(y, np.float64) - x).max() for y in (found, own))
-                assert error <= 2 * of_one + 2 * unit * max(1.0, np.abs(x).max()), (name, error, of_one)
+            found = {"loss": loss, **grads}
+            for name, ref in exact.items():
+                x, factor = found[name], FORWARD if name == "loss" else GRADIENT
+                problem = error_report(x, ref, tolerance(ref, textbook[name], x.dtype, factor))
+                assert problem is None, f"{name} in {dtype}: {problem}"
 
 
 def check_a_block(comm):

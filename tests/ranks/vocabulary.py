@@ -10,6 +10,8 @@ import pytest
 import gpu_ops
 from gpu_ops.distributed import VocabularyRows
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.reference import linear_cross_entropy as reference
+from gpu_ops.reference.tolerance import FORWARD, GRADIENT, error_report, tolerance
 from tests.attention_cases import DTYPES
 
 VOCAB, HIDDEN = 23, 12  # 2, 3 and 4 ranks do not divide it
@@ -86,20 +88,22 @@ def check_loss(comm):
 
 
 def check_loss_in_other_dtypes(comm):
-    """To twice the error of one rank and two roundings."""
-    for dtype, unit in (("float32", 2.0**-23), ("bfloat16", 2.0**-8)):
+    """By the tolerance rule, for the whole of what ranks divide."""
+    for dtype in ("float32", "bfloat16"):
         h, weight, targets = draw(comm, dtype)
-        exact = gpu_ops.linear_cross_entropy(
-            h.astype(np.float64), weight.astype(np.float64), targets, grads=True
+        exact, naive = (
+            reference.linear_cross_entropy(h, weight, targets, grads=True, precision=p)
+            for p in ("float64", "naive")
         )
-        one = gpu_ops.linear_cross_entropy(h, weight, targets, grads=True)
         table, at = table_of(comm, weight)
         found = table.loss(h, targets, grads=True)
-        for x, of_one, ref, part in zip(found, one, exact, (..., ..., at), strict=True):
-            own = np.abs(of_one.astype(np.float64) - ref).max()
-            wide = unit if x.dtype == h.dtype else 2.0**-23
-            error = np.abs(x.astype(np.float64) - ref[part]).max()
-            assert error <= 2 * own + 2 * wide * max(1.0, np.abs(ref).max()), (dtype, error, own)
+        for name, x, ref, textbook, part, factor in zip(
+            *(("loss", "dx", "dweight"), found, exact, naive),
+            *((..., ..., at), (FORWARD, GRADIENT, GRADIENT)),
+            strict=True,
+        ):
+            problem = error_report(x, ref[part], tolerance(ref, textbook, x.dtype, factor))
+            assert problem is None, f"{name} in {dtype}: {problem}"
 
 
 def check_large_and_infinite_logits(comm):
