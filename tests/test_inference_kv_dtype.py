@@ -10,6 +10,7 @@ from gpu_ops import inference, memory, models
 from gpu_ops.__main__ import main
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import command
+from tests.compare import naive_ops
 from tests.test_generate import Bytes
 from tests.test_inference import CONFIG, model, prompts
 
@@ -34,8 +35,10 @@ def logits(weights, dtype, texts):
 def test_logits_are_close_to_those_of_the_unquantized_cache(dtype, of_weights, rng):
     weights, texts = model(dtype=of_weights), prompts(rng, 40, 16, 33)
     want = logits(model(), None, texts)
+    with naive_ops():
+        textbook = logits(weights, None, texts)
     plain, found = (
-        np.abs(logits(weights, d, texts).astype(float) - want) / want.std() for d in (None, dtype)
+        np.abs(x.astype(float) - want) / want.std() for x in (textbook, logits(weights, dtype, texts))
     )
     assert found.max() > 0
     assert found.max() <= 2 * plain.max() + BOUND[dtype]
