@@ -32,10 +32,27 @@ export NUMBA_NUM_THREADS=${NUMBA_NUM_THREADS:-$threads} OPENBLAS_NUM_THREADS=${O
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
+# A signal that ends this script ends the ranks. While bash waits for a command in the foreground it handles none, and
+# commands in the background ignore Ctrl-C and read nothing, unless told otherwise.
+job=
+trap '[[ -z $job ]] || kill -TERM "$job"; ended=143' TERM
+trap '[[ -z $job ]] || kill -TERM "$job"; ended=129' HUP
+trap : INT  # the ranks get it too
 for ((left = restarts; ; left--)); do
-    status=0
-    mpiexec -n "$ranks" "$@" || status=$?
+    ended='' status=0
+    (
+        trap - INT TERM HUP
+        exec mpiexec -n "$ranks" "$@"
+    ) <&0 &
+    job=$!
+    while :; do
+        status=0
+        wait "$job" || status=$?
+        kill -0 "$job" 2>/dev/null || break
+    done
+    job=
     # 130: Ctrl-C
+    if [[ -n $ended ]]; then exit "$ended"; fi
     if ((status == 0 || status == 130 || left == 0)); then exit "$status"; fi
     echo "launch: exit status $status; starting again ($((left - 1)) restarts left)" >&2
 done

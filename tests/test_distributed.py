@@ -7,6 +7,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,28 +89,75 @@ def passes(ranks: int, groups: list[str]) -> None:
     assert done.stdout.count(f"checks passed on {ranks} ranks") == len(groups)
 
 
-# fault, whether calls are compared, what some rank says, whether the default tests run it
+ENDED = "for rank 2 (2 of the world, on "
+# fault and its argument, whether calls are compared, what some rank says, the job's status (None: some failure),
+# whether the default tests run it
 FAULTS = (
-    ("killed", "0", "", True),
-    ("raises", "0", "ValueError: the data ends here", True),
-    ("raises_in_a_thread", "0", "ValueError in a thread ends the job", False),
-    ("another_group", "0", "in barrier(), call 4 of 'world'", False),
-    ("never_calls_world", "0", "waits in world()", False),
-    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 4 of 'world'", True),
-    ("another_shape", "0", "", False),
-    ("aborts", "0", "no more disk", False),
+    ("killed", "0", "", None, True),
+    ("raises", "0", "ValueError: the data ends here", 1, True),
+    ("raises_in_a_thread", "0", "ValueError in a thread ends the job", 1, False),
+    ("another_group", "0", "in barrier(), call 4 of 'world'", 1, False),
+    ("never_calls_world", "0", "waits in world()", 1, False),
+    ("another_shape", "1", "rank 2 all_reduce(float32 (1024,), op='sum'), call 4 of 'world'", 1, True),
+    ("another_shape", "0", "", None, False),
+    ("aborts", "0", "no more disk", 5, False),
+    ("exits 3", "0", "whose program has ended by sys.exit, with status 3", 3, True),
+    ("exits 0", "0", "waits in all_reduce(float32 (1000,), op='sum'), call 4 of 'world' " + ENDED, 1, False),
+    ("exits 3", "1", ENDED, 3, False),
+    ("exits_with_words", "0", "no such file", 1, False),
+    ("raises_system_exit", "0", ENDED, 1, False),
+    ("ends", "0", ENDED, 1, True),
+    ("ends_before_world", "0", "in world", None, False),
 )
 
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("fault", "checked", "words"),
+    ("fault", "checked", "words", "status"),
     [pytest.param(*row, marks=[] if default else [pytest.mark.slow]) for *row, default in FAULTS],
 )
-def test_a_rank_that_fails_ends_the_job(fault, checked, words):
-    done = ranks_run(3, "-m", "tests.ranks.faults", fault, GPU_OPS_COMM_CHECK=checked)
+def test_a_rank_that_fails_ends_the_job(fault, checked, words, status):
+    done = ranks_run(3, "-m", "tests.ranks.faults", *fault.split(), GPU_OPS_COMM_CHECK=checked)
     assert done.returncode != 0
+    assert status in (None, done.returncode)
     assert words in done.stderr, done.stderr[-4000:]
+
+
+@needs_mpi
+def test_a_rank_may_end_before_the_others():
+    done = ranks_run(3, "-m", "tests.ranks.faults", "first_to_end")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+UNTIL_KILLED = """
+import os, time
+from gpu_ops import distributed
+comm = distributed.world()
+os.write(1, b"%d\\n" % os.getpid())
+while True:
+    comm.barrier()
+    time.sleep(0.05)
+"""
+
+
+@needs_mpi
+def test_ranks_end_with_the_script_that_launched_them():
+    """Also where it was started in the background of a shell, which ignores Ctrl-C there."""
+    command = ["scripts/launch.sh", "2", "--restarts", "2", sys.executable, "-c", UNTIL_KILLED]
+    shell = subprocess.Popen(
+        ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": PATH, "NUMBA_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    ranks = [int(shell.stdout.readline()) for _ in range(2)]
+    shell.terminate()
+    shell.communicate(timeout=PATIENCE)
+    assert shell.returncode == 128 + signal.SIGTERM
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
 @needs_mpi

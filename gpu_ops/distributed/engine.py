@@ -64,7 +64,7 @@ class Pending:
 
     def poll(self) -> bool:
         """Whether it has ended. Between two computations it lets MPI move data."""
-        return self._results is None or self._engine._moves(self._transfer)
+        return self._results is None or self._engine._moves(self._transfer, self._call)
 
 
 class Engine(ABC):
@@ -156,19 +156,24 @@ class Engine(ABC):
             transfer.join()
             return
         start = time.monotonic()
-        while not self._moves(transfer):
+        while not self._moves(transfer, call):
             waited = time.monotonic() - start
             if waited > self.timeout:
                 self._time_out(call)
             time.sleep(min(_LONGEST_SLEEP, waited / 20))
 
-    def _moves(self, transfer: Transfer) -> bool:
-        """Let the engine move data; whether the transfer has ended."""
+    def _moves(self, transfer: Transfer, call: str) -> bool:
+        """Let the engine move data; whether the transfer has ended. If it never can, that ends the job."""
         for _ in range(_BURST):
             if transfer.done():
                 return True
             os.sched_yield()
+        self._check_members(transfer, call)
         return False
+
+    @abstractmethod
+    def _check_members(self, transfer: Transfer, call: str) -> None:
+        """End the job if this transfer needs an operation of a rank whose program has ended without it."""
 
     def _time_out(self, call: str) -> None:
         words = self._roll_call(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import threading
 
@@ -44,8 +45,10 @@ def world(timeout: float | None = None) -> Comm:
 
     Notes
     -----
-    All ranks make the first call, which starts MPI: that waits for all processes without a timeout. From then on an
-    uncaught exception ends all ranks, with a non-zero exit status, and only rank 0 prints progress. With ``Nccl``
+    All ranks make the first call, which starts MPI and waits for all processes; a rank that waits longer than
+    ``timeout`` prints where it waits and ends. From then on an uncaught exception ends all ranks, with a non-zero
+    exit status. So does a rank whose program ends while another rank waits for it: the job's status is then the one
+    passed to sys.exit, or 1 if that was 0 or the program ended in another way. Only rank 0 prints progress. With ``Nccl``
     each rank of a machine gets a CUDA device of its own as CuPy's current one. NCCL has not run on GPUs yet: the
     tests run on a stand-in.
 
@@ -78,14 +81,18 @@ def _start(launch: Launch | None, timeout: float) -> Comm:
             f"{launch.launcher} started {launch.size} processes; arrays in host memory travel by MPI: start them by "
             f"`scripts/launch.sh {launch.size} command`, or mpiexec"
         )
+    # MPI's start waits for all processes, with the GIL held: if one of them has ended, this ends the others
+    faulthandler.dump_traceback_later(timeout, exit=True)
     try:
-        from gpu_ops.distributed.mpi import Mpi, end_job_on_errors
+        from gpu_ops.distributed.mpi import Mpi, end_job_on_errors, leave_with_all
         from gpu_ops.distributed.nccl import Nccl, nccl_missing
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise MissingPackageError(
             f"{launch.launcher} started {launch.size} processes, but mpi4py does not load ({error}); "
             "pip install 'gpu-ops[mpi]'"
         ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     comm = (Mpi if nccl_missing() else Nccl).world(timeout)
     if comm.size != launch.size:
         raise CommError(
@@ -93,6 +100,7 @@ def _start(launch: Launch | None, timeout: float) -> Comm:
             "than the launcher's. Install mpich or openmpi, not both, and use its mpiexec (srun: see srun --mpi=list)"
         )
     end_job_on_errors(comm)
+    leave_with_all(comm)
     if isinstance(comm, Nccl):
         comm.use_own_device()
     progress.silent = comm.rank > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import io
@@ -13,22 +14,25 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI  # starts MPI
 
 from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.departures import Departures, Need
+from gpu_ops.distributed.engine import Transfer
 from gpu_ops.errors import CommError
 
-__all__ = ["Mpi", "end_job_on_errors", "wait_until_read"]
+__all__ = ["Mpi", "end_job_on_errors", "leave_with_all", "wait_until_read"]
 
 Array = npt.NDArray[Any]
 
 _PATIENCE = 2.0  # seconds that ranks have to answer a roll call: they time out at about the same time
 _WORD = 256  # bytes of an answer
+_LEAVING = 2e-3  # seconds between two looks at whether the other ranks have ended as well
 
 
 def _explain(error: Exception) -> str:
@@ -47,8 +51,15 @@ def _errors() -> Iterator[None]:
 class _Requests:
     """Operations of MPI under way, with the bytes that each receives; None where it is not a receive."""
 
-    def __init__(self, requests: Sequence[Any], expected: Sequence[int | None], *buffers: Any) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Any],
+        expected: Sequence[int | None],
+        *buffers: Any,
+        needs: Sequence[Need],
+    ) -> None:
         self._requests, self._expected, self._buffers = list(requests), expected, buffers
+        self.needs = needs
         self._statuses = [MPI.Status() for _ in requests]
         self._ended, self._error = False, ""
         _in_flight.add(self)
@@ -80,12 +91,14 @@ class _Requests:
 _in_flight: set[_Requests] = set()  # MPI uses their buffers, whether or not anybody still waits for them
 
 
-@dataclass(frozen=True)
+@dataclass
 class _World:
-    """What all communicators share: the roll call among all ranks, and each one's machine."""
+    """What all communicators share: the roll call among all ranks, each one's machine, and who has left each."""
 
     mpi: Any
     hosts: Sequence[str]
+    departures: list[Departures] = field(default_factory=list)
+    ended: bool = False  # all ranks' programs have ended; what runs at exit may still make calls
 
 
 class Mpi(Comm):
@@ -96,6 +109,8 @@ class Mpi(Comm):
         super().__init__(mpi.rank, ranks, name, timeout)
         self._mpi, self._world = mpi, world
         mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        self._departures = Departures(mpi)
+        world.departures.append(self._departures)
 
     @classmethod
     def world(cls, timeout: float) -> Self:
@@ -103,7 +118,7 @@ class Mpi(Comm):
         all_ranks, here = MPI.COMM_WORLD, MPI.Get_processor_name()
         hosts = [here if rank == all_ranks.rank else "an unknown host" for rank in range(all_ranks.size)]
         first = cls(all_ranks, "world", timeout, _World(all_ranks, hosts))
-        first._finish(_Requests([all_ranks.Ibarrier()], [None]), "world()")
+        first._finish(_Requests([all_ranks.Ibarrier()], [None], needs=()), "world()")
         roll = all_ranks.Dup()
         return cls(all_ranks.Dup(), "world", timeout, _World(roll, roll.allgather(here)))
 
@@ -126,16 +141,19 @@ class Mpi(Comm):
     ) -> _Requests:
         gives = [sent, counts, _starts(counts), MPI.BYTE]
         takes = [found, found_counts, _starts(found_counts), MPI.BYTE]
-        return _Requests([self._mpi.Ialltoallv(gives, takes)], [None], gives, takes)
+        requests = [self._mpi.Ialltoallv(gives, takes)]
+        return _Requests(requests, [None], gives, takes, needs=self._departures.collective())
 
     @_errors()
     def _all_gather(self, sent: Array, found: Array, counts: Sequence[int]) -> _Requests:
         takes = [found, counts, _starts(counts), MPI.BYTE]
-        return _Requests([self._mpi.Iallgatherv([sent, MPI.BYTE], takes)], [None], sent, takes)
+        requests = [self._mpi.Iallgatherv([sent, MPI.BYTE], takes)]
+        return _Requests(requests, [None], sent, takes, needs=self._departures.collective())
 
     @_errors()
     def _broadcast(self, data: Array, root: int) -> _Requests:
-        return _Requests([self._mpi.Ibcast([data, MPI.BYTE], root)], [None], data)
+        requests = [self._mpi.Ibcast([data, MPI.BYTE], root)]
+        return _Requests(requests, [None], data, needs=self._departures.collective())
 
     @_errors()
     def _point_to_point(
@@ -147,7 +165,32 @@ class Mpi(Comm):
         receives = [self._mpi.Irecv([x, MPI.BYTE], source, channel) for x, source in found]
         sends = [self._mpi.Isend([x, MPI.BYTE], to, channel) for x, to in sent]
         expected = [*(x.nbytes for x, _ in found), *[None] * len(sends)]
-        return _Requests([*receives, *sends], expected, sent, found)
+        receivers, senders = ([rank for _, rank in pairs] for pairs in (sent, found))
+        needs = self._departures.messages(receivers, senders, channel)
+        return _Requests([*receives, *sends], expected, sent, found, needs=needs)
+
+    @_errors()
+    def _check_members(self, transfer: Transfer, call: str) -> None:
+        departed = self._departures.never_begun(transfer.needs) if isinstance(transfer, _Requests) else None
+        if departed is not None and not self._world.ended:
+            how = "" if departed.status is None else f" by sys.exit, with status {departed.status}"
+            self.abort(
+                f"waits in {call} for rank {departed.rank} ({self._place(departed.rank)}), whose program has "
+                f"ended{how}. That ends the job: a rank ends once all of its calls have been made",
+                departed.status or 1,
+            )
+
+    def leave(self, status: int | None) -> None:
+        """Tell all ranks that this one's program ends, and wait for the end of theirs.
+
+        ``status``: what sys.exit was called with; None if it was not.
+        """
+        everywhere = self._world.departures
+        requests = [request for departures in everywhere for request in departures.leave(status)]
+        while not all(departures.all_left() for departures in everywhere):
+            time.sleep(_LEAVING)
+        MPI.Request.Waitall(requests)
+        self._world.ended = True
 
     def _roll_call(self, word: str) -> list[str | None]:
         mpi, mine = self._world.mpi, np.zeros(_WORD, np.uint8)
@@ -208,3 +251,24 @@ def end_job_on_errors(comm: Mpi) -> None:
             comm.abort(f"{arguments.exc_type.__name__} in a thread ends the job")
 
     sys.excepthook, threading.excepthook = hook, hook_in_threads
+
+
+def leave_with_all(comm: Mpi) -> None:
+    """Make the end of this rank's program known to the others: a rank that waits for it ends the job.
+
+    The job's status is then the one passed to sys.exit, or 1 if that was 0 or the program ended in another way.
+    """
+    process, exit_before = os.getpid(), sys.exit
+    statuses: list[int | None] = [None]
+
+    def sys_exit(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            statuses.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        exit_before(status)
+
+    def at_exit() -> None:
+        if os.getpid() == process and not MPI.Is_finalized():  # not in a forked child
+            comm.leave(statuses[-1])
+
+    sys.exit = sys_exit
+    atexit.register(at_exit)

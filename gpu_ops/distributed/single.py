@@ -58,5 +58,8 @@ class Single(Comm):
             np.copyto(received, given)
         return DONE
 
+    def _check_members(self, transfer: Transfer, call: str) -> None:
+        """There are no others."""
+
     def _roll_call(self, word: str) -> list[str | None]:
         return [word]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -16,7 +17,14 @@ from gpu_ops.distributed import sharded_checkpoints
 CONFIG = models.LlamaConfig(vocab=16, hidden=8, ffn=16, nlayers=1, nheads=2)
 
 LONG = 300  # seconds: no rank is so late
-PATIENCE = {"never_comes": 2.0, "another_group": 2.0, "another_shape": 2.0, "never_calls_world": 5.0}
+ON_ALL_RANKS = ("killed_while_saving", "first_to_end")
+PATIENCE = {
+    "never_comes": 2.0,
+    "another_group": 2.0,
+    "another_shape": 2.0,
+    "never_calls_world": 5.0,
+    "ends_before_world": 5.0,
+}
 
 
 def killed(comm):
@@ -61,6 +69,39 @@ def aborts(comm):
     comm.abort("no more disk", status=5)
 
 
+def exits(comm):
+    sys.exit(int(sys.argv[2]))
+
+
+def exits_with_words(comm):
+    sys.exit("no such file")
+
+
+def raises_system_exit(comm):
+    raise SystemExit(3)
+
+
+def ends(comm):
+    """Return from the program; ``main`` makes no further call."""
+
+
+def first_to_end(comm):
+    """No fault: the last rank ends when all that the others need of it has begun; they go on without it."""
+    last, words = comm.size - 1, np.arange(1 << 18, dtype=np.float64)
+    others = comm.split(int(comm.rank == last))
+    if comm.rank == last:
+        comm.send(words, 0)
+    else:
+        time.sleep(0.5)
+    heard = comm.broadcast(words if comm.rank == last else np.zeros_like(words), root=last)
+    if comm.rank == last:
+        return
+    time.sleep(0.5)
+    if comm.rank == 0:
+        heard = comm.recv(words.shape, words.dtype, last).wait() + heard - words
+    np.testing.assert_array_equal(others.all_reduce(heard, "max"), words)
+
+
 def last_starts_mpi_only() -> None:
     from mpi4py import MPI
 
@@ -71,12 +112,19 @@ def last_starts_mpi_only() -> None:
 def main(fault: str) -> None:
     if fault == "never_calls_world":
         last_starts_mpi_only()
-    comm = distributed.world(timeout=PATIENCE["never_calls_world"] if fault == "never_calls_world" else LONG)
+    if fault == "ends_before_world" and os.environ["PMI_RANK"] == "2":
+        sys.exit(0)
+    if fault == "first_to_end":  # after world()'s own: when all ranks have ended
+        atexit.register(lambda: distributed.world().barrier())
+    comm = distributed.world(timeout=PATIENCE[fault] if fault.endswith("_world") else LONG)
     pair = comm.split(0, name="pair")
     comm.barrier()
     comm.timeout = pair.timeout = PATIENCE.get(fault, LONG)
-    if comm.rank == comm.size - 1 or fault == "killed_while_saving":
+    last = comm.rank == comm.size - 1
+    if last or fault in ON_ALL_RANKS:
         globals()[fault](comm)
+    if fault == "first_to_end" or (fault == "ends" and last):
+        return
     (pair if fault == "another_group" else comm).all_reduce(np.ones(1000, np.float32))
     comm.barrier()
 

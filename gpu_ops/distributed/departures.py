@@ -1,0 +1,101 @@
+"""Ranks whose program has ended: what a rank tells the others when it leaves, so that none waits for it.
+
+MPI's own end, MPI_Finalize, waits for all ranks, also for those that wait for the rank that has called it. Here a rank
+first sends each member of each communicator the numbers of operations that it has begun there. A rank that waits for
+an operation with a higher number knows that it will never come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+__all__ = ["Departed", "Departures", "Need"]
+
+_TAG = 2000  # above the channels of messages
+_COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Operation ``number`` of a kind, which ``rank`` has to begin; every member if None."""
+
+    rank: int | None
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Departed:
+    """A rank whose program has ended, and the operations of each kind that it had begun.
+
+    ``status``: the status that it passed to sys.exit; None if its program ended in another way.
+    """
+
+    rank: int
+    status: int | None
+    begun: dict[str, int]
+
+
+class Departures:
+    """Operations that this rank has begun on a communicator, and the members that have left."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._collectives = 0
+        self._messages: Counter[tuple[int, str]] = Counter()
+        self._departed: dict[int, Departed] = {}
+
+    def collective(self) -> list[Need]:
+        """Count a collective that begins; the collectives that it needs from the others."""
+        self._collectives += 1
+        return [Need(None, _COLLECTIVE, self._collectives)]
+
+    def messages(self, receivers: Sequence[int], senders: Sequence[int], channel: int) -> list[Need]:
+        """Count messages to and from other ranks; the messages that it needs from them."""
+        needs = []
+        for ranks, kind, other in (
+            (receivers, f"sent {channel}", f"received {channel}"),
+            (senders, f"received {channel}", f"sent {channel}"),
+        ):
+            for rank in ranks:
+                self._messages[rank, kind] += 1
+                needs.append(Need(rank, other, self._messages[rank, kind]))
+        return needs
+
+    def leave(self, status: int | None) -> list[Any]:
+        """Tell every other member that this rank's program ends; MPI's requests."""
+        requests = []
+        for member in range(self._mpi.size):
+            if member != self._mpi.rank:
+                begun = {kind: count for (rank, kind), count in self._messages.items() if rank == member}
+                words = json.dumps([status, {**begun, _COLLECTIVE: self._collectives}]).encode()
+                requests.append(self._mpi.Isend([words, MPI.BYTE], member, _TAG))
+        return requests
+
+    def all_left(self) -> bool:
+        """Whether all other members have left."""
+        self._listen()
+        return len(self._departed) == self._mpi.size - 1
+
+    def never_begun(self, needs: Sequence[Need]) -> Departed | None:
+        """A member that has left without an operation that is needed."""
+        self._listen()
+        for departed in self._departed.values():
+            for need in needs:
+                if need.rank in (None, departed.rank) and departed.begun.get(need.kind, 0) < need.number:
+                    return departed
+        return None
+
+    def _listen(self) -> None:
+        about = MPI.Status()
+        while (message := self._mpi.Improbe(MPI.ANY_SOURCE, _TAG, about)) is not None:
+            words = bytearray(about.Get_count(MPI.BYTE))
+            message.Recv([words, MPI.BYTE])
+            status, begun = json.loads(words)
+            self._departed[about.Get_source()] = Departed(about.Get_source(), status, begun)
