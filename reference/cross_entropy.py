@@ -44,16 +44,16 @@ def cross_entropy(
     kept = targets != ignore_index
     w, w_y = _weights(p, class_weight, logits.shape[-1], targets, kept)
     u, _ = _capped(p, logits, softcap)
-    row_max = np.max(u, axis=-1, initial=-np.inf, keepdims=True)
-    row_max = np.where(row_max == -np.inf, 0.0, row_max)
     with np.errstate(invalid="ignore", divide="ignore"):  # inf - inf, log(0)
-        row_sum = p.step(np.sum(p.step(np.exp(p.step(u - row_max))), axis=-1, keepdims=True))
-        lse = p.step(row_max + p.step(np.log(row_sum)))
-        nll = p.step(lse - u)
+        row_max, _, row_sum = _exponentials(p, u)
+        log_sum = p.step(np.log(row_sum))
+        lse = p.step(row_max + log_sum)
+        nll = p.step(p.step(row_max - u) + log_sum)  # lse - u without the rounding of lse
         loss = p.step((1.0 - label_smoothing) * w_y * _at(nll, targets, kept))
         if label_smoothing:
             loss = p.step(loss + label_smoothing / max(len(w), 1) * p.step(np.sum(w * nll, axis=-1)))
-        loss = p.step(loss + z_loss * p.step(lse[..., 0] * lse[..., 0]))
+        if z_loss:  # 0 times an lse^2 that overflows would be NaN
+            loss = p.step(loss + z_loss * p.step(lse[..., 0] * lse[..., 0]))
     rows = np.where(kept, loss, 0.0)
     if reduction != "none":
         rows = p.step(np.sum(rows) * _factor(reduction, denominator, w_y))
@@ -76,16 +76,19 @@ def cross_entropy_backward(
     denominator: Any = None,
     precision: Precision = "rounded",
 ) -> Array:
-    """Gradient of :func:`cross_entropy` for logits, from that of the loss; 0 in rows that are ignored."""
+    """Gradient of :func:`cross_entropy` for logits, from that of the loss; 0 in rows that are ignored.
+
+    The softmax is that of the logits; ``lse``, which is rounded, enters the gradient of the z-loss alone.
+    """
     p = steps(precision, logits.dtype)
     kept = targets != ignore_index
     w, w_y = _weights(p, class_weight, logits.shape[-1], targets, kept)
     u, slope = _capped(p, logits, softcap)
-    log_sum = p.load(lse)[..., None]
-    with np.errstate(invalid="ignore"):  # inf - inf
-        share = p.step(np.exp(p.step(u - log_sum)))
+    with np.errstate(invalid="ignore"):  # inf - inf, 0 / 0
+        _, weights, row_sum = _exponentials(p, u)
+        share = p.step(weights / row_sum)
         own, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
-        du = p.step(share * p.step(own + others * np.sum(w) + 2.0 * z_loss * log_sum) - others * w)
+        du = p.step(share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w)
         hit = np.arange(len(w)) == np.where(kept, targets, -1)[..., None]
         dlogits = p.step(p.step(du - own * hit) * slope)
         factor = np.broadcast_to(p.load(dloss) * _factor(reduction, denominator, w_y), targets.shape)
@@ -106,6 +109,14 @@ def _at(x: Array, targets: Array, kept: Array) -> Array:
         return np.zeros(targets.shape)
     found = np.take_along_axis(x, np.where(kept, targets, 0)[..., None].astype(np.int64), axis=-1)
     return np.where(kept, found[..., 0], 0.0)
+
+
+def _exponentials(p: Steps, u: Array) -> tuple[Array, Array, Array]:
+    """The maximum of each row (0 if that is -inf), the exponentials relative to it, and their sum."""
+    row_max = np.max(u, axis=-1, initial=-np.inf, keepdims=True)
+    row_max = np.where(row_max == -np.inf, 0.0, row_max)
+    weights = p.step(np.exp(p.step(u - row_max)))
+    return row_max, weights, p.step(np.sum(weights, axis=-1, keepdims=True))
 
 
 def _capped(p: Steps, logits: Array, softcap: float) -> tuple[Array, Any]:

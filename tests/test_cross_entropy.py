@@ -134,9 +134,41 @@ def test_a_confident_row_keeps_its_digits(backend, dtype):
     dlogits = gpu_ops.cross_entropy_backward(1.0, logits, target, lse, **backend)
     others = np.exp(-12.0)
     assert loss == pytest.approx(np.log1p(7 * others), rel=1e-2)
-    # lse has 2e-2 of the target's gradient left, and 1 - p is a difference of float32 numbers near 1
-    want = np.where(np.arange(8) == 3, np.expm1(np.float64(76) - lse), others)
+    # 1 - p is a difference of float32 numbers near 1
+    want = (others - 8 * others * (np.arange(8) == 3)) / (1 + 7 * others)
     np.testing.assert_allclose(dlogits[0].astype(np.float64), want, rtol=2e-2)
+
+
+def logits_with_an_offset(dtype, vocab):
+    """Rows whose logits are equal, or differ by whole units, as far from 0 as the dtype can tell them apart; and equal
+    ones of nearly its largest number. With targets."""
+    info = ml_dtypes.finfo(dtype)
+    logits = np.full((4, vocab), 2.0**info.nmant)
+    logits[1, ::3], logits[2, ::2], logits[3] = logits[0, 0] + 3, logits[0, 0] + 6, float(info.max) / 2
+    return logits.astype(dtype), np.array([0, 1, 1, vocab - 1])
+
+
+@pytest.mark.parametrize("vocab", [2, 1000])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "w": True}], ids=str)
+def test_logits_far_from_zero_keep_their_digits(backend, dtype, vocab, options):
+    """lse is then known to 0.5, or to nothing: neither losses nor gradients may depend on it."""
+    logits, targets = logits_with_an_offset(dtype, vocab)
+    smoothing, weight = options.get("label_smoothing", 0.0), np.ones(vocab)
+    weighted, options = options.get("w"), {"label_smoothing": smoothing, "reduction": "none"}
+    if weighted:
+        weight = 0.5 + np.arange(vocab) / vocab
+        options["class_weight"] = weight.astype(loss_dtype(dtype))
+    u = (logits.astype(np.float64).T - logits.max(axis=1)).T
+    log_sum = np.log(np.exp(u).sum(axis=1, keepdims=True))
+    hit = np.arange(vocab) == targets[:, None]
+    shares = ((1 - smoothing) * hit + smoothing / vocab) * weight
+    want = np.sum(shares * (log_sum - u), axis=1)
+    want_dlogits = np.exp(u - log_sum) * shares.sum(axis=1, keepdims=True) - shares
+    loss, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True, **options, **backend)
+    np.testing.assert_allclose(loss, want, rtol=2e-6)
+    dlogits = gpu_ops.cross_entropy_backward(np.ones_like(loss), logits, targets, lse, **options, **backend)
+    rounding = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(dlogits.astype(np.float64), want_dlogits, rtol=rounding, atol=2e-6)
 
 
 @needs_nvrtc

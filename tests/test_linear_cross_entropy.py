@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
@@ -36,6 +37,7 @@ def quick_on_emulator(raw):
             "options": OPTIONS[:3],
         },
         "test_gradients_add_up": {"dtype": emulator_dtypes(raw)[1:]},
+        "test_logits_far_from_zero_keep_their_digits": {"dtype": emulator_dtypes(raw)},
     }
 
 
@@ -90,6 +92,19 @@ def test_loss_and_gradients(backend, dtype, case, options, rng):
         assert g.shape == w.shape
         close_gradient(g, w, n, dtype, name)
     assert not gradients[0][arrays[2] == -100].any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_logits_far_from_zero_keep_their_digits(backend, dtype, smoothing):
+    """Equal logits, of which float32 (float64) knows lse to nothing: the loss of a guess, and its gradient."""
+    vocab, x = 200, np.ones((1, 1), dtype)
+    weight = np.full((vocab, 1), {2: 2.0**14, 4: 2.0**30, 8: 2.0**60}[dtype.itemsize]).astype(dtype)
+    options = {"label_smoothing": smoothing, "grads": True, **backend}
+    loss, _, dweight = gpu_ops.linear_cross_entropy(x, weight, np.array([7]), **options)
+    np.testing.assert_allclose(loss, np.log(vocab), rtol=2e-6)
+    want = (1 - smoothing) * (1 / vocab - (np.arange(vocab) == 7))
+    tolerance = float(ml_dtypes.finfo(dtype).eps)  # dlogits are rounded to the dtype
+    np.testing.assert_allclose(dweight[:, 0], want, rtol=tolerance, atol=1e-9)
 
 
 def test_a_vocabulary_of_odd_length(dtype, rng):

@@ -254,19 +254,20 @@ class _Loss:
             z, slope = softcap * t, 1 - t * t
         with np.errstate(all="ignore"):  # -inf and NaN as in cross_entropy
             top = self.comm.all_reduce(z.max(axis=-1), "max")
-            p = np.exp(z - np.where(top == -np.inf, 0, top)[:, None])
+            base = np.where(top == -np.inf, 0, top)[:, None]
+            p = np.exp(z - base)
             sums = np.zeros((3 if others else 2, len(z)), self.wide)
             sums[0] = p.sum(axis=-1)
             sums[1, here] = z[here, at] - top[here]
             if others:
-                sums[2] = (w * z).sum(axis=-1)
+                sums[2] = (w * (base - z)).sum(axis=-1)
             sums = self.comm.all_reduce(sums)
             log_sum = np.log(sums[0])
             lse = top + log_sum
-            # differences first: a loss near 0 keeps its digits
+            # differences first: a loss near 0 keeps its digits, as does one of large logits
             loss = own * w_y * (log_sum - sums[1]) + z_loss * lse * lse
             if others:
-                loss += others * (self.w_sum * lse - sums[2])
+                loss += others * (sums[2] + self.w_sum * log_sum)
             p *= ((own * w_y + others * self.w_sum + 2 * z_loss * lse) / sums[0])[:, None]
             p -= others * w
             p[here, at] -= own * w_y[here]

@@ -135,7 +135,7 @@ def cross_entropy_backward(
 ) -> Bound:
     """Gradient of :func:`cross_entropy` for logits, 0 in rows that are ignored.
 
-    With p = exp(u - lse), before the derivative of the cap and the factor dloss (/ denominator)::
+    With p = softmax(u), before the derivative of the cap and the factor dloss (/ denominator)::
 
         du = p * ((1 - label_smoothing) * w_y + label_smoothing / vocab * sum(w) + 2 * z_loss * lse)
              - label_smoothing / vocab * w - (1 - label_smoothing) * w_y * (class == y)
@@ -147,7 +147,8 @@ def cross_entropy_backward(
     logits, targets, and every option
         As in the forward call.
     lse : array (...)
-        As returned by ``cross_entropy(..., return_lse=True)``.
+        As returned by ``cross_entropy(..., return_lse=True)``. It is a rounded number: p has the sum of the row's
+        exponentials instead, so that large logits cost no digits.
     out : array like logits, optional
         Receives the gradient. ``out=logits`` works in place.
     device, backend : str, optional

@@ -7,14 +7,17 @@
 // With u = softcap tanh(z / softcap), or z, target y, own = 1 - label_smoothing, others = label_smoothing / cols:
 //
 //   forward    loss = own w_y (lse - u_y) + others sum(w (lse - u)) + z_loss lse^2                moves rows cols elements
-//   backward   p = exp(u - lse)                                                                 moves 2 rows cols elements
+//   backward   p = exp(u - lse) / sum(exp(u - lse))                                             moves 2 rows cols elements
 //              dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
 //   total      the sum of the losses, or dloss, divided by the sum of w_y; of few numbers, by one block in double
+//
+// lse is rounded: of logits near 1e7, half of it is lost to the last place. So lse - u is (max - u) + log(sum), and p has
+// the sum of the row's own exponentials; backward reads each row again, from the L2 cache.
 //
 // Rows compute in float and round once; p - 1 is formed before it is rounded. A row whose target is ignored is not read:
 // loss 0, lse -inf, gradient 0. One whose target is no class has the loss and gradient NaN. In place is allowed: each
 // gradient is written by the thread that read its logit, or, where it is narrower and lies over another thread's logit,
-// after a barrier. Memory-bound: one exponential per element.
+// after a barrier. Memory-bound: one exponential per element, two in backward.
 //
 // Macros:
 //   DTYPE    f16, bf16 or f32        GRADIENT   f16 or bf16 beside f32; undefined: the same
@@ -79,6 +82,11 @@ private:
         : columns{row, y == o.ignore_index ? 0 : cols}, target(y), exists(row < rows), kept(y != o.ignore_index) {}
 };
 
+// What a sum of w (maximum - u) gains when the maximum grows; `weights`: the sum of w, 0 before the first element.
+__device__ __forceinline__ float growth(float weights, float maximum, float grown) {
+    return weights == 0.0f ? 0.0f : weights * (grown - maximum);
+}
+
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
 cross_entropy_forward(const void* targets, const float* class_weight, const scalar* logits, float* loss, float* lse,
                       int has_lse, Options o, long long rows, long long cols, long long logits_stride) {
@@ -86,7 +94,7 @@ cross_entropy_forward(const void* targets, const float* class_weight, const scal
     const Row row(targets, rows, cols, o);
     logits += row.columns.row * logits_stride;
 
-    float row_max = kNothing, sums[3] = {};  // of exponentials relative to the maximum, of w u, of w
+    float row_max = kNothing, sums[3] = {};  // of exponentials relative to the maximum, of w (maximum - u), of w
     row.columns.each([&](int, long long column, int count) {
         Values u, w;
         fetch<ACCESS, Cache::kDefault>(logits + column, count, u);
@@ -99,19 +107,21 @@ cross_entropy_forward(const void* targets, const float* class_weight, const scal
             grown = fmaxf(grown, u[e]);
         }
         sums[0] *= exponential(row_max - grown);
+        if (!kPlain) sums[1] += growth(sums[2], row_max, grown);
         row_max = grown;
         #pragma unroll
         for (int e = 0; e < kVec; ++e) {
             sums[0] += exponential(u[e] - row_max);
             if (kPlain || o.others == 0.0f || e >= count) continue;
             const float weight = o.weighted ? w[e] : 1.0f;
-            sums[1] = fmaf(weight, u[e], sums[1]);
+            sums[1] = fmaf(weight, row_max - u[e], sums[1]);
             sums[2] += weight;
         }
     });
     const float thread_max = row_max;
     row_max = over_row<true, kMaxThreads>(thread_max);
     sums[0] *= exponential(thread_max - row_max);
+    if (!kPlain) sums[1] += growth(sums[2], thread_max, row_max);
     RowSums<3>{scratch}(sums);
     if (threadIdx.x > 0 || !row.exists) return;
     const float log_sum = logf(sums[0]), whole = row_max + log_sum;
@@ -120,15 +130,15 @@ cross_entropy_forward(const void* targets, const float* class_weight, const scal
     if (row.kept) {
         const bool is_class = row.target >= 0 && row.target < cols;
         float slope, at = is_class ? capped(widened(logits[row.target]), o, slope) : 0.0f;
-        // the difference first: a loss near 0 keeps its digits
+        // the difference first: a loss near 0 keeps its digits, as does one of large logits
         value = o.own * weight_of(row.target, class_weight, cols, o) * ((row_max - at) + log_sum);
-        if (!kPlain && o.others > 0.0f) value += o.others * (sums[2] * whole - sums[1]);
+        if (!kPlain && o.others > 0.0f) value += o.others * fmaf(sums[2], log_sum, sums[1]);
         value = fmaf(o.z_loss * whole, whole, value);
     }
     loss[row.columns.row] = value;
 }
 
-// What a row's gradients have in common.
+// What a row's gradients have in common. scale: what exp(u - lse) is multiplied by.
 struct RowGradient {
     float factor, lse, own, scale;
     long long target;
@@ -182,8 +192,20 @@ cross_entropy_backward(const void* targets, const float* class_weight, const flo
                        const float* lse, const scalar* logits, narrow* dlogits, long long dloss_step, Options o,
                        long long rows, long long cols, long long logits_stride, long long dlogits_stride) {
     const Row row(targets, rows, cols, o);
-    if (!kNarrows && !row.exists) return;
     logits += row.columns.row * logits_stride, dlogits += row.columns.row * dlogits_stride;
+    const float row_lse = row.kept ? lse[row.columns.row] : 0.0f;
+    float row_sum = 0.0f;
+    row.columns.each([&](int, long long column, int count) {
+        Values u;
+        fetch<ACCESS, Cache::kDefault>(logits + column, count, u);
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            float slope;
+            row_sum += e < count ? exponential(capped(u[e], o, slope) - row_lse) : 0.0f;
+        }
+    });
+    row_sum = over_row<false, kMaxThreads>(row_sum);
+    if (!kNarrows && !row.exists) return;
     if (!kNarrows && !row.kept) {
         RowColumns{row.columns.row, cols}.each([&](int, long long column, int count) {
             put<ACCESS>(dlogits + column, count, Values{});
@@ -192,10 +214,10 @@ cross_entropy_backward(const void* targets, const float* class_weight, const flo
     }
     RowGradient gradient{};
     if (!kNarrows || row.kept) {
-        const float own = o.own * weight_of(row.target, class_weight, cols, o), log_sum = lse[row.columns.row];
+        const float own = o.own * weight_of(row.target, class_weight, cols, o);
         const float total = o.weighted && o.others > 0.0f ? *weight_sum : float(cols);
-        const float scale = own + o.others * total + 2.0f * o.z_loss * log_sum;
-        gradient = {dloss[row.columns.row * dloss_step], log_sum, own, scale, row.target};
+        const float scale = (own + o.others * total + 2.0f * o.z_loss * row_lse) / row_sum;
+        gradient = {dloss[row.columns.row * dloss_step], row_lse, own, scale, row.target};
     }
     if (kNarrows) {
         narrowed_gradients(gradient, logits, dlogits, class_weight, row.columns.end, cols, row.exists, o);

@@ -4,11 +4,15 @@ u = softcap tanh(z / softcap), or z; with target y and class weights w
 
 forward    loss = own w_y (lse - u_y) + others sum(w (lse - u)) + z_loss lse^2      own = 1 - label_smoothing
 backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
-           p = exp(u - lse)
+           p = exp(u - shift) / sum(exp(u - shift))
 
-Both read each logit once, by blocks that stay in the first cache; forward keeps a maximum and a sum relative to it.
-Gradients too large for a cache are streamed past it. An ignored row is not read. In one kernel, a row is still in the
-second cache when it is read again; the gradient, no wider than the logits, may lie at the start of their memory.
+lse is rounded: of logits near 1e7, half of it is lost to the last place. So lse - u is (max - u) + log(sum), and p has
+the sum of the row's own exponentials, whose shift is lse or the maximum.
+
+Both read each logit once, by blocks that stay in the first cache; forward keeps a maximum and a sum relative to it,
+backward the exponentials of a row, in the second cache. Gradients too large for a cache are streamed past it. An ignored
+row is not read. In one kernel, a row is still in the second cache when it is read again; the gradient, no wider than the
+logits, may lie at the start of their memory.
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ def forward_backward(
     launch(FORWARD_BACKWARD[dlogits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options)
 
 
-# Scratch of a thread: a block of u and of du/dz, and maxima.
+# Scratch of a thread: u and du/dz of a block or, for backward, of a row, and maxima.
 Room = namedtuple("Room", "u slope lanes")
 
 
@@ -118,26 +122,39 @@ def sum_of_exponentials(u, n, row_max):
 
 
 @inner
-def weighted_sum(u, n, weight, start, weighted):
-    total = like(u[0], 0.0)
-    if weighted:
-        for j in range(n):
-            total += weight[start + j] * u[j]
-    else:
-        for j in range(n):
-            total += u[j]
+def exponentials(u, n, shift):
+    """u becomes exp(u - shift); returns the sum."""
+    total = like(shift, 0.0)
+    for j in range(n):
+        u[j] = exp(u[j] - shift)
+        total += u[j]
     return total
 
 
 @inner
-def differentiate(u, n, lse, scale, weight, start, weighted, others):
-    """u becomes p * scale - others * w."""
+def weighted_distances(u, n, row_max, weight, start, weighted):
+    """The sums of w * (row_max - u) and of w."""
+    total, weights = like(row_max, 0.0), like(row_max, n)
     if weighted:
+        weights = like(row_max, 0.0)
         for j in range(n):
-            u[j] = exp(u[j] - lse) * scale - others * weight[start + j]
+            total += weight[start + j] * (row_max - u[j])
+            weights += weight[start + j]
     else:
         for j in range(n):
-            u[j] = exp(u[j] - lse) * scale - others
+            total += row_max - u[j]
+    return total, weights
+
+
+@inner
+def differentiate(weights, n, scale, weight, start, weighted, others):
+    """Exponentials become p * scale - others * w."""
+    if weighted:
+        for j in range(n):
+            weights[j] = weights[j] * scale - others * weight[start + j]
+    else:
+        for j in range(n):
+            weights[j] = weights[j] * scale - others
 
 
 @inner
@@ -151,40 +168,50 @@ def put_scaled(to, start, n, u, slope, factor, softcap):
 
 @device_function
 def loss_of_row(row, target, weight, o, room):
-    """The loss, and lse."""
-    u, cols = room.u, len(row)
-    row_max, row_sum, spread, at = like(o.own, -np.inf), like(o.own, 0.0), like(o.own, 0.0), like(o.own, 0.0)
+    """The loss, lse, and the two that lse is made of: the maximum, and the sum of exponentials relative to it."""
+    u, cols, nothing = room.u, len(row), like(o.own, 0.0)
+    row_max, row_sum, at = like(o.own, -np.inf), nothing, nothing
+    distances, weights = nothing, nothing
     for start in range(0, cols, BLOCK):
         n = min(BLOCK, cols - start)
         fill(row, start, n, o.softcap, u, room.slope)
         top = largest(u, n, room.lanes)
         if top > row_max:
             row_sum *= exp(row_max - top)
+            if weights != 0 and row_max > -np.inf:
+                distances += weights * (top - row_max)
             row_max = top
-        row_sum += sum_of_exponentials(u, n, row_max if row_max > -np.inf else like(o.own, 0.0))
+        base = row_max if row_max > -np.inf else nothing
+        row_sum += sum_of_exponentials(u, n, base)
         if o.others > 0:
-            spread += weighted_sum(u, n, weight, start, o.weighted)
+            more, of_block = weighted_distances(u, n, base, weight, start, o.weighted)
+            distances += more
+            weights += of_block
         if start <= target < start + n:
             at = u[target - start]
     log_sum = math.log(row_sum)
     lse = row_max + log_sum
-    # the difference first: a loss near 0 keeps its digits
+    # the difference first: a loss near 0 keeps its digits, as does one of large logits
     nll = (row_max - at) + log_sum
     value = o.own * nll * (weight[target] if o.weighted else like(o.own, 1.0))
     if o.others > 0:
-        value += o.others * (o.weight_sum * lse - spread)
-    return value + o.z_loss * lse * lse, lse
+        value += o.others * (distances + o.weight_sum * log_sum)
+    return value + o.z_loss * lse * lse, lse, row_max, row_sum
 
 
 @device_function
-def differentiate_block(row, start, n, target, lse, weight, o, room):
-    """u becomes du of n logits."""
+def scale_of_row(target, lse, row_sum, weight, o):
+    """What an exponential of the row is multiplied by in du; ``row_sum``: of them all."""
     w_y = weight[target] if o.weighted else like(o.own, 1.0)
-    scale = o.own * w_y + o.others * o.weight_sum + like(o.own, 2.0) * o.z_loss * lse
-    fill(row, start, n, o.softcap, room.u, room.slope)
-    differentiate(room.u, n, lse, scale, weight, start, o.weighted, o.others)
+    return (o.own * w_y + o.others * o.weight_sum + like(o.own, 2.0) * o.z_loss * lse) / row_sum
+
+
+@device_function
+def differentiate_block(weights, start, n, target, scale, weight, o):
+    """n exponentials become du."""
+    differentiate(weights, n, scale, weight, start, o.weighted, o.others)
     if start <= target < start + n:
-        room.u[target - start] -= o.own * w_y
+        weights[target - start] -= o.own * (weight[target] if o.weighted else like(o.own, 1.0))
 
 
 def _kernel_forward() -> Kernel:
@@ -200,7 +227,8 @@ def _kernel_forward() -> Kernel:
                 if targets[r] == ignore_index:
                     loss[r], lse[r] = like(own, 0.0), like(own, -np.inf)
                 else:
-                    loss[r], lse[r] = loss_of_row(read_row(logits, (r,)), targets[r], weight, o, room)
+                    row = read_row(logits, (r,))
+                    loss[r], lse[r], _, _ = loss_of_row(row, targets[r], weight, o, room)
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
@@ -218,7 +246,7 @@ def _kernel_backward() -> Kernel:
     ):  # fmt: skip
         rows, cols = logits.shape
         o = Options(ignore_index, weighted, own, others, weight_sum, z_loss, softcap)
-        room = Room(np.full(BLOCK, own), np.full(BLOCK, own), np.full(LANES, own))
+        u, slope = np.full(cols, own), np.full(cols if softcap > 0 else 0, own)
         result = np.zeros(BLOCK, logits.dtype)
         waits, where = np.zeros(64, logits.dtype), np.zeros(2, np.int64)
         task = claim(state)
@@ -229,14 +257,21 @@ def _kernel_backward() -> Kernel:
                     for j in range(cols):
                         to[j] = 0
                     continue
+                row_sum = 0.0
                 for start in range(0, cols, BLOCK):
                     n = min(BLOCK, cols - start)
-                    differentiate_block(row, start, n, target, lse[r], weight, o, room)
+                    fill(row, start, n, softcap, u[start:], slope[start:])
+                    row_sum += np.float64(exponentials(u[start:], n, lse[r]))
+                scale = scale_of_row(target, lse[r], like(own, row_sum), weight, o)
+                following = read_row(logits, (min(r + 1, rows - 1),))
+                for start in range(0, cols, BLOCK):
+                    n, du, du_dz = min(BLOCK, cols - start), u[start:], slope[start:]
+                    differentiate_block(du, start, n, target, scale, weight, o)
                     if streaming:
-                        put_scaled(result, 0, n, room.u, room.slope, dloss[r], softcap)
-                        put(result, to[start : start + n], waits, where, (row,), start + n)
+                        put_scaled(result, 0, n, du, du_dz, dloss[r], softcap)
+                        put(result, to[start : start + n], waits, where, (following,), start)
                     else:
-                        put_scaled(to, start, n, room.u, room.slope, dloss[r], softcap)
+                        put_scaled(to, start, n, du, du_dz, dloss[r], softcap)
             if streaming:
                 finish(waits, where)
                 fence()
@@ -268,10 +303,13 @@ def _kernel_forward_backward() -> Kernel:
                     for j in range(cols):
                         to[j] = 0
                     continue
-                loss[r], lse[r] = loss_of_row(row, target, weight, o, room)
+                loss[r], lse[r], row_max, row_sum = loss_of_row(row, target, weight, o, room)
+                scale = scale_of_row(target, lse[r], row_sum, weight, o)
                 for start in range(0, cols, BLOCK):
                     n = min(BLOCK, cols - start)
-                    differentiate_block(row, start, n, target, lse[r], weight, o, room)
+                    fill(row, start, n, softcap, room.u, room.slope)
+                    exponentials(room.u, n, row_max)
+                    differentiate_block(room.u, start, n, target, scale, weight, o)
                     put_scaled(to, start, n, room.u, room.slope, dloss[r], softcap)
             task = claim(state)
 

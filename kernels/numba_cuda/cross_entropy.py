@@ -4,8 +4,11 @@ u = softcap tanh(z / softcap), or z; with target y and class weights w
 
 forward    loss = own w_y (lse - u_y) + others sum(w (lse - u)) + z_loss lse^2      own = 1 - label_smoothing
 backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
-           p = exp(u - lse)
+           p = exp(u - lse) / sum(exp(u - lse))
 total      the sum of the losses, or dloss, divided by the sum of w_y, by one block
+
+lse is rounded: of logits near 1e7, half of it is lost to the last place. So lse - u is (max - u) + log(sum), and p has the
+sum of the row's own exponentials.
 
 A block takes one row; thread i owns columns i, i + 256, ... A row whose target is ignored is not read. Gradients that
 are narrower than logits may lie over them.
@@ -40,6 +43,12 @@ def weight_of(target, weight, weighted, cols):
     return float64(weight[target]) if weighted else 1.0
 
 
+@cuda.jit(device=True)
+def growth(weights, maximum, grown):
+    """What a sum of w * (maximum - u) gains when the maximum grows; ``weights``: the sum of w."""
+    return weights * (grown - maximum) if weights != 0 else weights
+
+
 @cache
 def _capped(dtype: str):
     number = functions(dtype).compute
@@ -69,19 +78,21 @@ def forward(dtype: str, targets: str) -> NumbaKernel:
         r, cols, cap = cuda.blockIdx.x, logits.shape[1], number(softcap)
         target = targets[r]
         kept = target != ignore_index
-        top, exponentials, spread, weight_sum = number(nothing), number(0.0), number(0.0), number(0.0)
+        top, exponentials, distances, weight_sum = number(nothing), number(0.0), number(0.0), number(0.0)
         for c in range(cuda.threadIdx.x, cols if kept else 0, cuda.blockDim.x):
             u, _ = capped(load(logits[r, c]), cap)
             if u > top:
-                exponentials, top = exponentials * math.exp(top - u), u
+                exponentials *= math.exp(top - u)
+                distances += growth(weight_sum, top, u)
+                top = u
             exponentials += math.exp(u - top)
             if others > 0.0:
                 w = number(weight[c]) if weighted else number(1.0)
-                spread += w * u
+                distances += w * (top - u)
                 weight_sum += w
         row_max = block_max(top, scratch)
         exponentials = block_sum(exponentials * math.exp(top - row_max), scratch)
-        spread = block_sum(spread, scratch)
+        distances = block_sum(distances + growth(weight_sum, top, row_max), scratch)
         weight_sum = block_sum(weight_sum, scratch)
         if cuda.threadIdx.x > 0:
             return
@@ -94,10 +105,10 @@ def forward(dtype: str, targets: str) -> NumbaKernel:
             at = number(0.0)
             if 0 <= target < cols:
                 at, _ = capped(load(logits[r, target]), cap)
-            # the difference first: a loss near 0 keeps its digits
+            # the difference first: a loss near 0 keeps its digits, as does one of large logits
             value = number(own * weight_of(target, weight, weighted, cols)) * ((row_max - at) + log_sum)
             if others > 0.0:
-                value += number(others) * (weight_sum * whole - spread)
+                value += number(others) * (distances + weight_sum * log_sum)
             value += number(z_loss) * whole * whole
         loss[r] = value
 
@@ -122,16 +133,21 @@ def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
             for c in range(cuda.threadIdx.x, cols, cuda.blockDim.x):
                 dlogits[r, c] = store(number(0.0))
             return
-        factor, log_sum = dloss[r * step], lse[r]
+        scratch = cuda.shared.array(WARPS, number)
+        factor, row_lse, exponentials = dloss[r * step], lse[r], number(0.0)
+        for c in range(cuda.threadIdx.x, cols, cuda.blockDim.x):
+            u, _ = capped(load(logits[r, c]), cap)
+            exponentials += math.exp(u - row_lse)
+        exponentials = block_sum(exponentials, scratch)
         mine = number(own * weight_of(target, weight, weighted, cols))
         weight_sum = float64(factors[1]) if weighted and others > 0.0 else float64(cols)
-        scale = mine + number(others * weight_sum) + number(2.0 * z_loss) * log_sum
+        scale = (mine + number(others * weight_sum) + number(2.0 * z_loss) * row_lse) / exponentials
         for start in range(0, cols, cuda.blockDim.x):
             c, value = start + cuda.threadIdx.x, number(0.0)
             if c < cols:
                 u, slope = capped(load(logits[r, c]), cap)
                 w = number(weight[c]) if weighted and others > 0.0 else number(1.0)
-                share = math.exp(u - log_sum) * scale - number(others) * w
+                share = math.exp(u - row_lse) * scale - number(others) * w
                 if c == target:
                     share -= mine
                 value = factor * share * slope

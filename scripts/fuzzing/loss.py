@@ -48,13 +48,19 @@ class Loss:
     def weights(self, m: Maths) -> Array:
         return np.ones(self.vocab, m.wide) if self.weight is None else m.load(self.weight)
 
-    def lse(self, m: Maths, u: Array) -> Array:
+    def exponentials(self, m: Maths, u: Array) -> tuple[Array, Array, Array]:
+        """The maximum of each row, the exponentials relative to it, and their sum."""
         top = u.max(axis=-1, keepdims=True)
-        return m.r(top + m.r(np.log(m.sum(m.r(np.exp(m.r(u - top)))))))
+        weights = m.r(np.exp(m.r(u - top)))
+        return top, weights, m.sum(weights)
+
+    def lse(self, m: Maths, u: Array) -> Array:
+        top, _, total = self.exponentials(m, u)
+        return m.r(top + m.r(np.log(total)))
 
     def loss(self, m: Maths, u: Array) -> Array:
-        w, lse = self.weights(m), self.lse(m, u)
-        nll = m.r(lse - u)
+        w, lse, (top, _, total) = self.weights(m), self.lse(m, u), self.exponentials(m, u)
+        nll = m.r(m.r(top - u) + m.r(np.log(total)))  # lse - u would lose digits of large logits
         own = m.r((1 - self.smoothing) * np.sum(w * self.hit * nll, axis=-1))
         rest = m.r(self.smoothing / self.vocab * m.sum(m.r(w * nll))[..., 0])
         return np.where(self.kept, m.r(m.r(own + rest) + m.r(self.z_loss * m.r(lse * lse)[..., 0])), 0)
@@ -62,7 +68,8 @@ class Loss:
     def gradient(self, m: Maths, u: Array, lse: Array, dloss: Array) -> Array:
         w, others = self.weights(m), self.smoothing / self.vocab
         own = (1 - self.smoothing) * np.sum(w * self.hit, axis=-1, keepdims=True)
-        share = m.r(m.r(np.exp(m.r(u - lse))) * m.r(own + others * w.sum() + 2 * self.z_loss * lse))
+        _, weights, total = self.exponentials(m, u)
+        share = m.r(m.r(weights / total) * m.r(own + others * w.sum() + 2 * self.z_loss * lse))
         found = m.r(m.r(share - others * w) - own * self.hit)
         return np.where(self.kept[..., None], m.r(found * m.load(dloss)[..., None]), 0)
 

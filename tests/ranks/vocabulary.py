@@ -106,6 +106,17 @@ def check_loss_in_other_dtypes(comm):
             assert problem is None, f"{name} in {dtype}: {problem}"
 
 
+def check_logits_far_from_zero(comm):
+    """Equal logits, of which float64 knows lse to nothing: the loss of a guess, and its gradient."""
+    h, weight, targets = draw(comm)
+    h[...], weight[...] = 2.0**30 / HIDDEN, 2.0**30
+    table, at = table_of(comm, weight)
+    loss, _, dweight = table.loss(h, targets, label_smoothing=0.1, grads=True)
+    assert loss == pytest.approx(np.log(VOCAB), rel=1e-12)
+    hits = np.bincount(targets[targets != -100], minlength=VOCAB)[at] / np.sum(targets != -100)
+    np.testing.assert_allclose(dweight[:, 0] / h[0, 0, 0], 0.9 * (1 / VOCAB - hits), rtol=1e-9)
+
+
 def check_large_and_infinite_logits(comm):
     """exp of the difference of two ranks' logits overflows; some are -inf, all of a row, or NaN."""
     h, weight, targets = draw(comm, level=4000.0)
