@@ -40,20 +40,28 @@ from gpu_ops.ops.ternary_model import quantize_model
 from gpu_ops.ops.ternary_pack import ternary_pack, ternary_unpack
 
 if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
+    from gpu_ops import distributed as distributed
     from gpu_ops import emulator as emulator
+    from gpu_ops import formats as formats
+    from gpu_ops import inference as inference
+    from gpu_ops import memory as memory
+    from gpu_ops import models as models
+    from gpu_ops import training as training
 else:
+    _PACKAGES = ("distributed", "emulator", "formats", "inference", "memory", "models", "training")
 
     def __getattr__(name: str) -> object:
-        """``gpu_ops.emulator`` without an import of its own: it loads a compiler, so not before it is asked for."""
-        if name == "emulator":
-            import gpu_ops.emulator
+        """``gpu_ops.models`` and the like without an import of their own: each loads when it is first named."""
+        import importlib
 
-            return gpu_ops.emulator
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _PACKAGES:
+            return importlib.import_module(f"gpu_ops.{name}")
+        declared = importlib.import_module("gpu_ops.core.declared")
+        raise declared.no_attribute(__name__, name, [*__all__, *_PACKAGES])
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "emulator"])
+    return sorted([*__all__, *_PACKAGES])
 
 
 __version__ = "0.1.0"

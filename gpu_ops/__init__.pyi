@@ -7,8 +7,14 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from gpu_ops import distributed as distributed
 from gpu_ops import emulator as emulator
 from gpu_ops import errors as errors
+from gpu_ops import formats as formats
+from gpu_ops import inference as inference
+from gpu_ops import memory as memory
+from gpu_ops import models as models
+from gpu_ops import training as training
 from gpu_ops.core.array_types import AnyArray, ArrayT, NumPyT
 from gpu_ops.core.autotune import autotune as autotune
 from gpu_ops.core.op import explain as explain

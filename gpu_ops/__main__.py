@@ -198,11 +198,16 @@ def _table(title: str) -> Table:
 def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
     """Compile the chosen variants in parallel processes, with a line for each; 1 when one fails."""
     from gpu_ops.environment import cache_folder
+    from gpu_ops.errors import DeviceError
     from gpu_ops.warmup import variants
 
     console = make_console()
-    with waiting(console, "looking for kernels"):
-        listed = variants()
+    try:
+        with waiting(console, "looking for kernels"):
+            listed = variants()
+    except DeviceError as error:  # Numba's compiler is turned off
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False)
+        return 1
     labels = [
         label
         for label, parts in listed.items()

@@ -14,6 +14,7 @@ from rich.table import Table
 from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
+from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.presets import find_config
@@ -82,7 +83,7 @@ def show_memory(asked: Question, console: Console) -> int:
     print_table(console, table)
     if not planned:
         console.print(
-            "planned with the CPU's workspaces; pip install 'gpu-ops[emulator]' plans with a card's",
+            f"planned with the CPU's workspaces; {install_command('emulator')} plans with a card's",
             markup=False,
         )
     return 0 if room else 1

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.terminal import print_table, waiting
 from perf import machine
 from perf.report import make_table
@@ -61,9 +62,9 @@ class Fit:
 def missing() -> str | None:
     """Why ranks cannot be started here; None when they can."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install 'gpu-ops[mpi]'"
+        return f"mpi4py is not installed: {install_command('mpi')}"
     if shutil.which("mpiexec", path=_path()) is None:
-        return "no mpiexec in PATH: pip install 'gpu-ops[mpi]' brings one"
+        return f"no mpiexec in PATH: {install_command('mpi')} brings one"
     return None
 
 

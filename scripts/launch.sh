@@ -23,7 +23,7 @@ fi
 
 venv=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin
 PATH=$venv:$PATH
-command -v mpiexec >/dev/null || fail "no mpiexec; pip install 'gpu-ops[mpi]' brings one"
+command -v mpiexec >/dev/null || fail "no mpiexec; pip install '.[mpi]' in the checkout brings one"
 
 threads=$(($(nproc) / ranks))
 threads=$((threads > 0 ? threads : 1))

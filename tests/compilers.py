@@ -27,13 +27,13 @@ def _ptxas_reads_the_compilers_ptx():
     return True
 
 
-needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="no NVRTC: pip install 'gpu-ops[emulator]'")
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="no NVRTC: pip install '.[emulator]'")
 needs_numba_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="no numba-cuda: pip install 'gpu-ops[emulator]'"
+    importlib.util.find_spec("numba_cuda") is None, reason="no numba-cuda: pip install '.[emulator]'"
 )
 needs_ptxas = pytest.mark.skipif(
     not _ptxas_reads_the_compilers_ptx(),
-    reason="no ptxas for this NVRTC's PTX: pip install 'gpu-ops[emulator]' (CUDA 13: nvidia-cuda-nvcc)",
+    reason="no ptxas for this NVRTC's PTX: pip install '.[emulator]' (CUDA 13: nvidia-cuda-nvcc)",
 )
 
 SCALE = """

@@ -32,7 +32,7 @@ from tests.attention_cases import (
     row_id,
 )
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 RAW = {"device": "emulator", "backend": "raw"}
 

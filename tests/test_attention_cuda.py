@@ -14,7 +14,7 @@ from tests.attention_cases import DTYPES, assert_lse, expected, make, row_id
 from tests.attention_cuda import Tiles, run_attention
 from tests.compare import assert_close
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 DECODE = Tiles(block_m=16, block_n=64, warps_m=1, warps_n=4)
 

@@ -60,9 +60,10 @@ def entries(cache):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The folder after a first call."""
+    """The folder after a first call, made where the working directory has been deleted."""
     cache = tmp_path_factory.mktemp("first")
-    assert finish(start(cache))[0] == COMPILED
+    code = "import os, tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())\n"
+    assert finish(start(cache, "import gpu_ops\n" + code + CALL))[0] == COMPILED
     return cache
 
 

@@ -198,13 +198,13 @@ def test_a_missing_compiler_is_told_with_the_remedy(monkeypatch):
     from gpu_ops.kernels.compiler import nvrtc
 
     def absent():
-        raise KernelCompileError("NVRTC is not available; pip install 'gpu-ops[emulator]'", "long log")
+        raise KernelCompileError("NVRTC is not available; pip install '.[emulator]'", "long log")
 
     compiler_missing.cache_clear()
     try:
         monkeypatch.setattr(nvrtc, "version", absent)
         monkeypatch.setattr("gpu_ops.core.device.importlib.util.find_spec", lambda name: None)
-        assert compiler_missing("raw") == "NVRTC is not available; pip install 'gpu-ops[emulator]'"
-        assert "pip install 'gpu-ops[emulator]'" in compiler_missing("numba")
+        assert compiler_missing("raw") == "NVRTC is not available; pip install '.[emulator]'"
+        assert "pip install '.[emulator]'" in compiler_missing("numba")
     finally:
         compiler_missing.cache_clear()

@@ -14,6 +14,7 @@ from gpu_ops.core.op import Explanation
 from gpu_ops.errors import DeviceError, OptionError
 from tests.calls import OPS, call
 from tests.compilers import needs_numba_cuda, needs_nvrtc
+from tests.processes import python
 
 X = np.ones((2, 4), np.float32)
 
@@ -53,6 +54,33 @@ def test_the_environment_decides_where_the_caller_does_not(monkeypatch):
         choose("op", None, None)
 
 
+def test_without_numbas_compiler_ops_run_on_the_reference_and_say_so_once():
+    code = """
+import logging
+import numpy as np, gpu_ops
+from gpu_ops import warmup
+said = []
+logging.getLogger("gpu_ops").addFilter(lambda record: said.append(record.getMessage()))
+x, w = np.ones((2, 8), np.float32), np.ones(8, np.float32)
+assert np.allclose(gpu_ops.rmsnorm(x, w), 1) and np.allclose(gpu_ops.softmax(x), 1 / 8)
+assert "numba: NUMBA_DISABLE_JIT is set" in str(gpu_ops.explain("softmax", x))
+for call in (
+    lambda: gpu_ops.softmax(x, backend="numba"),
+    lambda: gpu_ops.softmax(x, device="emulator"),
+    lambda: gpu_ops.emulator,
+    warmup.variants,
+):
+    try:
+        call()
+    except gpu_ops.errors.DeviceError as error:
+        assert "NUMBA_DISABLE_JIT" in str(error), error
+    else:
+        raise AssertionError
+assert len(said) == 1 and "NUMBA_DISABLE_JIT" in said[0], said
+"""
+    python("-c", code, NUMBA_DISABLE_JIT="1")
+
+
 WITHOUT_CUDA = [name for name in OPS if not has_cuda_kernels(name)]
 
 
@@ -88,10 +116,10 @@ def test_without_a_gpu_cuda_is_refused_with_the_reason(monkeypatch):
 
 
 def test_without_its_compilers_the_emulator_is_refused_with_the_remedy(monkeypatch):
-    absent = "not installed; pip install 'gpu-ops[emulator]'"
+    absent = "not installed; pip install '.[emulator]'"
     monkeypatch.setattr("gpu_ops.core.dispatch.unavailable", lambda device, backend: absent)
     with pytest.raises(
-        DeviceError, match=r"on emulator can run this: raw: not installed; pip install 'gpu-ops\["
+        DeviceError, match=r"on emulator can run this: raw: not installed; pip install '\.\["
     ):
         gpu_ops.rmsnorm(X, X[0], device="emulator")
 

@@ -28,7 +28,7 @@ from tests.ranks import faults
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 MPIEXEC = shutil.which("mpiexec", path=PATH)
 needs_mpi = pytest.mark.skipif(
-    not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install 'gpu-ops[mpi]'"
+    not (MPIEXEC and find_spec("mpi4py")), reason="needs mpi4py and mpiexec: pip install '.[mpi]'"
 )
 # modules of tests/ranks, and the numbers of ranks that the default tests run them on; the slow ones run the others
 GROUPS = {
@@ -251,7 +251,7 @@ def test_no_launcher():
     ("launcher", "error", "words"),
     [
         ("torchrun", CommError, "torchrun started 4 processes; .* by `scripts/launch.sh 4 command`"),
-        ("MPICH", MissingPackageError, r"mpi4py does not load .* pip install 'gpu-ops\[mpi\]'"),
+        ("MPICH", MissingPackageError, r"mpi4py does not load .* pip install '\.\[mpi\]'"),
     ],
 )
 def test_what_cannot_start_says_what_to_do(launcher, error, words, monkeypatch):

@@ -16,7 +16,7 @@ from tests.cards import slow
 SOURCE = (Path(__file__).parent / "cuda" / "flash.cu").read_text(encoding="utf-8")
 BF16 = ml_dtypes.bfloat16
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 
 def attention(q, k, v, out, source=SOURCE, arch="sm_80"):

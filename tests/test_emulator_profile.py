@@ -15,7 +15,7 @@ from gpu_ops import emulator
 from gpu_ops.emulator import run as emulator_run
 from gpu_ops.emulator.counts import Counts, several
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 
 # -- work -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from profiled import buffer, line_of, named, only, profiled
 
 from gpu_ops import emulator
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 # -- global memory --------------------------------------------------------------------------------
 

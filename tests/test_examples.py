@@ -102,7 +102,7 @@ def test_simple_attention_without_a_compiler(example, monkeypatch, capsys):
     module = example("simple_attention")
     monkeypatch.setattr(module, "compiler_missing", lambda backend: "there is no NVRTC")
     assert module.main(["--tiny"]) == 0
-    assert "there is no NVRTC. Install gpu-ops[emulator]" in capsys.readouterr().out
+    assert "there is no NVRTC. pip install '.[emulator]'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("result", range(4))

@@ -25,7 +25,7 @@ ROWS, COLS = 37, 1000
 
 @pytest.fixture(scope="module")
 def cupy():
-    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'gpu-ops[cuda13]'")
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cuda13]'")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ PROMPTS, MOST = [[5, 6, 7, 8, 5, 6, 7], [9], [11, 12] * 20], [12, 5, 9]
 
 @pytest.fixture(scope="module")
 def cupy():
-    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'gpu-ops[cuda13]'")
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cuda13]'")
 
 
 @pytest.fixture(params=["raw", "numba"])

@@ -16,13 +16,13 @@ DTYPES = ("float32", "float64", "float16", ml_dtypes.bfloat16, "int32", "uint8")
 
 @pytest.fixture(scope="module")
 def cupy():
-    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'gpu-ops[cuda13]'")
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cuda13]'")
 
 
 @pytest.fixture(scope="module")
 def transport(cupy):
     for package in ("nccl.core", "mpi4py"):
-        pytest.importorskip(package, reason="needs nccl4py and mpi4py: pip install 'gpu-ops[mpi,nccl13]'")
+        pytest.importorskip(package, reason="needs nccl4py and mpi4py: pip install '.[mpi,nccl13]'")
     from gpu_ops.distributed.nccl import Nccl, NcclTransport
 
     comm = Nccl.__new__(Nccl)

@@ -10,6 +10,7 @@ import gpu_ops
 from tests.calls import OPS
 from tests.processes import ROOT, python
 
+PACKAGES = ("distributed", "emulator", "formats", "inference", "memory", "models", "training")
 HEAVY = {"numba", "llvmlite", "cupy", "cuda", "rich", "torch", "jax", "pynvml", "scipy", "multiprocessing"}
 
 
@@ -61,16 +62,19 @@ def test_every_public_name_resolves_and_is_listed():
     assert gpu_ops.__all__ == sorted(gpu_ops.__all__)
 
 
-def test_the_emulator_loads_when_it_is_asked_for():
-    code = (
-        "import sys, gpu_ops; 'emulator' in dir(gpu_ops) or sys.exit(1); dir(gpu_ops); "
-        "print('gpu_ops.emulator' in sys.modules, gpu_ops.emulator.record.__name__, 'emulator' in gpu_ops.__all__)"
-    )
-    assert python("-c", code).strip() == "False record False"
-
-
 def test_looking_around_shows_what_is_public():
-    assert dir(gpu_ops) == sorted([*gpu_ops.__all__, "emulator"])
+    assert dir(gpu_ops) == sorted([*gpu_ops.__all__, *PACKAGES])
+    for package in PACKAGES:
+        assert set(dir(getattr(gpu_ops, package))) >= set(getattr(getattr(gpu_ops, package), "__all__", ()))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_loads_when_it_is_first_named(package):
+    code = (
+        f"import sys, gpu_ops; assert {package!r} in dir(gpu_ops); before = 'gpu_ops.{package}' in sys.modules; "
+        f"print(gpu_ops.{package}.__name__, before, {package!r} in gpu_ops.__all__)"
+    )
+    assert python("-c", code).split() == [f"gpu_ops.{package}", str(package == "formats"), "False"]
 
 
 def test_star_import_gives_exactly_the_public_names():
@@ -81,6 +85,10 @@ def test_star_import_gives_exactly_the_public_names():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+    with pytest.raises(AttributeError, match="no attribute 'atention'; did you mean 'attention'"):
         _ = gpu_ops.atention
+    with pytest.raises(AttributeError, match="no attribute 'trainning'; did you mean 'training'"):
+        _ = gpu_ops.trainning
+    with pytest.raises(AttributeError, match="no attribute 'LLamaConfig'; did you mean 'LlamaConfig'"):
+        _ = gpu_ops.models.LLamaConfig
     assert not hasattr(gpu_ops, "flash_attention")

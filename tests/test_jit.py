@@ -50,6 +50,24 @@ def test_every_architecture(tree, arch):
 
 
 @needs_nvrtc
+def test_text_compiles_where_the_working_directory_was_deleted(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert jit.compile_text('extern "C" __global__ void k() {}', "sm_80").entries == ["k"]
+
+
+@needs_numba_cuda
+def test_a_numba_kernel_compiles_where_the_working_directory_was_deleted(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert jit.compile_kernel(numba_kernels.scale_kernel(3.0), "sm_80").ptx
+
+
+@needs_nvrtc
 def test_sm_90a_keeps_its_instructions():
     """The suffix must reach the assembler: without it wgmma compiles in NVRTC and fails in ptxas."""
     source = 'extern "C" __global__ void k() { asm volatile("wgmma.fence.sync.aligned;"); }'

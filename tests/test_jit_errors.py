@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler import jit, toolkit
+from gpu_ops.kernels.compiler import install, jit, toolkit
 from tests import numba_kernels
 from tests.compilers import SCALE, SCALE_HEADER, needs_numba_cuda, needs_nvrtc, scale, scale_tree, write
-from tests.processes import python
+from tests.processes import ROOT, python
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_numba_type_error_is_ours():
 @pytest.mark.parametrize("missing", ["cuda", "numba_cuda", "libnvrtc"])
 def test_missing_compilers_name_the_extra(missing, tmp_path):
     """In a process of its own, where the package cannot be found."""
-    pytest.importorskip("numba_cuda", reason="pip install 'gpu-ops[emulator]'")
+    pytest.importorskip("numba_cuda", reason="pip install '.[emulator]'")
     code = f"""
 import sys, importlib.util
 from gpu_ops.errors import KernelCompileError
@@ -131,13 +131,25 @@ try:
 except KernelCompileError as error:
     print(error)
 """
-    assert "pip install 'gpu-ops[emulator]'" in python("-c", code)
+    assert "pip install '.[emulator]'" in python("-c", code)
+
+
+def test_outside_of_a_checkout_the_packages_are_named(tmp_path, monkeypatch):
+    """The package index does not have gpu-ops."""
+    monkeypatch.setattr(install, "_CHECKOUT", tmp_path)
+    for extra, package in (("mpi", "mpi4py"), ("tokenizers", "tokenizers"), ("nccl13", "nccl4py")):
+        assert install.install_command.__wrapped__(extra).startswith(f"pip install '{package}")
+    for path in ("README.md", "CONTRIBUTING.md", "gpu_ops", "kernels", "perf", "scripts"):
+        files = (ROOT / path).rglob("*.*") if (ROOT / path).is_dir() else [ROOT / path]
+        for file in files:
+            if file.suffix in (".py", ".md", ".sh"):
+                assert "gpu-ops[" not in file.read_text(encoding="utf-8"), file
 
 
 @needs_nvrtc
 def test_missing_headers_name_the_extra(tree, monkeypatch):
     monkeypatch.setattr(toolkit, "headers", lambda major: None)
     with pytest.raises(
-        KernelCompileError, match=r"(?s)cuda_fp16.h.*no CUDA \d+ headers.*gpu-ops\[emulator\]"
+        KernelCompileError, match=r"(?s)cuda_fp16.h.*no CUDA \d+ headers.*\.\[emulator\]"
     ):
         jit.compile_kernel(scale(tree), "sm_80")

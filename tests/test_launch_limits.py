@@ -196,7 +196,7 @@ def test_launches(name, kernels):
 
 
 @pytest.mark.skipif(
-    compiler_missing("numba") is not None, reason="needs numba-cuda (pip install 'gpu-ops[emulator]')"
+    compiler_missing("numba") is not None, reason="needs numba-cuda (pip install '.[emulator]')"
 )
 def test_a_grid_that_no_gpu_takes_is_refused():
     """Before anything is allocated or written."""

@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
 from gpu_ops import errors
+from gpu_ops.core import foreign
 from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
 from tests.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, Call, call
 from tests.laws import (
@@ -245,6 +246,47 @@ def test_a_misspelt_option_names_the_nearest_and_lists_all(op):
     assert issubclass(UnknownOptionError, TypeError)
     with pytest.raises(UnknownOptionError, match="did you mean 'backend'"):
         gpu_ops.explain(op, *call(op).arrays.values(), bakend="cpu")
+
+
+FOREIGN = [
+    ("attention", "mask", "here it is 'bias' or 'block_mask'"),
+    ("attention", "attn_mask", "here it is 'bias' or 'block_mask'"),
+    ("attention", "is_causal", "here it is 'causal'"),
+    ("attention", "scale", "here it is 'softmax_scale'"),
+    ("attention", "dropout", "here it is 'dropout_p'"),
+    ("attention", "enable_gqa", "omit it: heads share keys"),
+    ("attention_backward", "attn_bias", "here it is 'bias'"),
+    ("attention_varlen", "cu_seqlens_kv", "here it is 'cu_seqlens_k'"),
+    ("attention_decode", "cache_seqlens", "here it is 'seqused_k'"),
+    ("softmax", "attn_mask", "here it is 'mask'"),
+    ("softmax", "dim", "omit it: the op works along the last axis"),
+    ("rmsnorm", "variance_epsilon", "here it is 'eps'"),
+    ("rope", "base", "here it is 'theta'"),
+    ("cross_entropy", "labels", "here it is 'targets'"),
+    ("adamw_step", "learning_rate", "here it is 'lr'"),
+    ("rmsnorm", "wieght_offset", "did you mean 'weight_offset'?"),
+]
+
+
+@pytest.mark.parametrize(("op", "keyword", "hint"), FOREIGN)
+def test_a_keyword_of_another_library_names_ours(op, keyword, hint):
+    for _ in range(2):
+        refused(call(op).having(**{keyword: 1.0}), UnknownOptionError, f"argument {keyword!r}; {hint}")
+
+
+def test_every_keyword_of_another_library_has_an_op_that_answers():
+    parameters = {op: [*inspect.signature(getattr(gpu_ops, op)).parameters] for op in OPS}
+    for keyword, ours in foreign._EQUIVALENTS.items():
+        assert any(set(ours) & set(names) and keyword not in names for names in parameters.values()), keyword
+
+
+def test_packed_weights_in_place_of_an_array_are_told_how_to_unpack():
+    w = gpu_ops.ternary_quantize(np.eye(4, dtype=np.float32))
+    for given in ((w,), (w, (4, 4), "w2")):
+        with pytest.raises(DTypeError, match=r"packed is TernaryMatrix.*w\.dequantize\(\), w\.trits\(\)"):
+            gpu_ops.ternary_unpack(*given)
+    with pytest.raises(DTypeError, match=r"x is TernaryMatrix.*w\.dequantize\(\)"):
+        gpu_ops.softmax(w)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -16,7 +16,7 @@ from gpu_ops.errors import DeviceError, DTypeError, MissingPackageError, OptionE
 from tests.processes import python
 from tests.test_distributed import needs_mpi, passes
 
-needs_mpi4py = pytest.mark.skipif(not find_spec("mpi4py"), reason="needs mpi4py: pip install 'gpu-ops[mpi]'")
+needs_mpi4py = pytest.mark.skipif(not find_spec("mpi4py"), reason="needs mpi4py: pip install '.[mpi]'")
 
 
 @needs_mpi
@@ -52,16 +52,16 @@ def test_a_missing_package_names_its_extra(cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl", None)
     monkeypatch.delitem(sys.modules, "nccl.core", raising=False)
     x = FakeArray(np.ones(3, np.float32))
-    assert "gpu-ops[nccl12]" in nccl_missing()
+    assert ".[nccl12]" in nccl_missing()
     one = Mpi.__new__(Mpi)
     with pytest.raises(
-        DeviceError, match=r"Mpi sends arrays in host memory: pass x.get\(\), or .*gpu-ops\[nccl12\]"
+        DeviceError, match=r"Mpi sends arrays in host memory: pass x.get\(\), or .*\.\[nccl12\]"
     ):
         one.all_reduce(x)
     two = Nccl.__new__(Nccl)
     super(Mpi, two).__init__(0, [0, 1], "world", 1.0)
     with pytest.raises(
-        MissingPackageError, match=r"nccl4py does not load .* pip install 'gpu-ops\[nccl12\]'"
+        MissingPackageError, match=r"nccl4py does not load .* pip install '\.\[nccl12\]'"
     ):
         NcclTransport(two, 0)
 

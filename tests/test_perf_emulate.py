@@ -17,7 +17,7 @@ from perf import cli, emulate
 from perf.case import Case
 from perf.emulate import CAPTION
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 ROWS, COLUMNS = 32, 256
 

@@ -13,7 +13,7 @@ from gpu_ops import TernaryMatrix, emulator
 from gpu_ops.reference import swiglu, ternary
 from gpu_ops.reference.tolerance import GRADIENT
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 RAW = {"device": "emulator", "backend": "raw"}
 DTYPES = [np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32)]

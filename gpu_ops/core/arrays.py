@@ -55,10 +55,8 @@ def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
         return np.asarray(x), None
     if not _has(x, "__dlpack__"):
         kind = f"a number of type {type(x).__name__}" if isinstance(x, np.number) else type(x).__name__
-        raise DTypeError(
-            f"{op}: {name} is {kind}, not an array; pass a NumPy array or an object with "
-            f"__dlpack__ (for a list: numpy.asarray({name}))"
-        )
+        other = f"pass a NumPy array or an object with __dlpack__ (for a list: numpy.asarray({name}))"
+        raise DTypeError(f"{op}: {name} is {kind}, not an array; {in_place_of_array(x) or other}")
     try:
         kind_of_device, number = x.__dlpack_device__()
         device = int(kind_of_device), int(number)
@@ -116,7 +114,7 @@ def remember_torch() -> None:
 
     @describes(torch.Tensor)
     def describe(x: Any) -> tuple[Any, ...] | None:
-        if _is_tracked(x) or x.is_neg() or x.is_conj() or x.layout is not torch.strided:
+        if x.is_nested or _is_tracked(x) or x.is_neg() or x.is_conj() or x.layout is not torch.strided:
             return None
         return torch.Tensor, x.dtype, tuple(x.shape), x.stride(), x.device, x.data_ptr() % 16
 
@@ -128,6 +126,11 @@ def check_shareable(name: str, x: Any) -> None:
     if _is_tracked(x):
         raise TypeError(
             f"gpu_ops does not track gradients; call {name}.detach(), or compute under torch.no_grad()"
+        )
+    if getattr(x, "is_nested", False) is True:
+        raise TypeError(
+            "it is a NestedTensor, whose sequences differ in length; pass its values and offsets "
+            f"({name}.values(), {name}.offsets().int()): attention_varlen takes them as q and cu_seqlens_q"
         )
     if hasattr(x, "is_neg") and x.is_neg():
         raise TypeError(f"its bits are the negated values; resolve it first: {name}.resolve_neg()")
@@ -183,6 +186,11 @@ def on_cuda(x: Any) -> bool:
         except FOREIGN_ERRORS:  # torch's meta tensors, for one
             return False
     return _has(x, "__cuda_array_interface__")
+
+
+def in_place_of_array(x: Any) -> str:
+    """What to pass in place of an object that holds numbers and is no array; "" for any other object."""
+    return str(getattr(type(x), "in_place_of_array", ""))
 
 
 def _has(x: Any, name: str) -> bool:

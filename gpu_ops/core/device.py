@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.emulator_device import EmulatorDevice, dynamic_value
 from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.kernels.compiler.kernel import CudaKernel
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, LibraryCall, Limits, Memset, Tensor
@@ -262,7 +263,7 @@ def current_device(device: str) -> Any:
 def cuda_missing() -> str | None:
     """Why no CUDA device can be used; None when one can."""
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed (pip install 'gpu-ops[cuda13]' or 'gpu-ops[cuda12]')"
+        return f"CuPy is not installed: {install_command('cuda13')}; for a driver of CUDA 12, cuda12"
     try:
         import cupy
 
@@ -293,7 +294,7 @@ def compiler_missing(backend: str) -> str | None:
 
     if backend == "numba":
         found = importlib.util.find_spec("numba_cuda") is not None
-        return None if found else f"numba-cuda is not installed; {toolkit.INSTALL}"
+        return None if found else f"numba-cuda is not installed; {toolkit.install_hint()}"
     try:
         nvrtc.version()
     except KernelCompileError as error:

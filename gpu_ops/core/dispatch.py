@@ -29,6 +29,7 @@ from typing import Any
 from gpu_ops.core import device as devices
 from gpu_ops.core.checks import one_of
 from gpu_ops.errors import DeviceError, OptionError
+from gpu_ops.kernels.compiler.numba_import import numba_disabled
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = [
@@ -89,7 +90,14 @@ def unavailable(device: str, backend: str) -> str | None:
     if device == "cpu":
         if backend == "numba" and importlib.util.find_spec("numba") is None:
             return "the package numba is not installed (pip install numba)"
+        if backend == "numba" and (why := numba_disabled()):
+            import logging  # not what an import of gpu_ops costs
+
+            logging.getLogger("gpu_ops").warning("ops run on the slow NumPy reference: %s", why)
+            return why
         return None
+    if (device == "emulator" or backend == "numba") and (why := numba_disabled()):
+        return why
     return (devices.cuda_missing() if device == "cuda" else None) or devices.compiler_missing(backend)
 
 

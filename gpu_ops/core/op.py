@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, overload
 
+from gpu_ops.core.arrays import in_place_of_array
 from gpu_ops.core.call import Bound
 from gpu_ops.core.call_key import ANY_NUMBER, call_key
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.dispatch import WITH_CUDA_KERNELS, Choice
+from gpu_ops.core.foreign import meant_by
 from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.core.run import Prepared, forget
-from gpu_ops.errors import OutOfMemoryError, UnknownOptionError
+from gpu_ops.errors import DTypeError, OutOfMemoryError, UnknownOptionError
 from gpu_ops.kernels.program import lower_module
 
 __all__ = ["Explanation", "Op", "explain", "forget_calls", "op", "op_named", "workspace_size"]
@@ -115,11 +117,21 @@ class Op:
         for name in kwargs:
             if name not in self.parameters:
                 raise self._unknown(name)
-        return self.binder(*args, **kwargs)
+        try:
+            return self.binder(*args, **kwargs)
+        except TypeError as error:
+            first = next(iter((*args, *kwargs.values())), None)
+            hint = in_place_of_array(first) if type(error) is TypeError else ""
+            if not hint:
+                raise
+            raise DTypeError(
+                f"{self.name}: {self.parameters[0]} is {type(first).__name__}, not an array; {hint}"
+            ) from error
 
     def _unknown(self, name: str) -> UnknownOptionError:
+        foreign = meant_by(name, self.parameters)
         near = difflib.get_close_matches(name, self.parameters, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; {foreign}" if foreign else f"; did you mean {near[0]!r}?" if near else ""
         kinds = self.signature.parameters.items()
         options = ", ".join(n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY)
         return UnknownOptionError(f"{self.name}: unknown argument {name!r}{hint}; options: {options}")

@@ -22,6 +22,7 @@ saved states                                         :class:`ShardedCheckpoints`
 ==================================================== ======================================================
 """
 
+from gpu_ops.core.declared import publish
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.context_parallel import ContextParallel
 from gpu_ops.distributed.data_parallel import DataParallel
@@ -64,3 +65,5 @@ __all__ = [
     "ulysses_attention_backward",
     "world",
 ]
+
+publish(globals())

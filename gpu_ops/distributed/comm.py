@@ -20,6 +20,7 @@ from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
 from gpu_ops.distributed.engine import Engine, Pending
 from gpu_ops.distributed.transport import CudaCopies, HostTransport, Transport, as_bytes, cupy_view
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.compiler.install import install_command
 
 __all__ = ["Comm"]
 
@@ -247,7 +248,7 @@ class Comm(Engine):
             if not self._takes_cuda:
                 raise DeviceError(
                     f"{op}: {name} is on a CUDA device; {type(self).__name__} sends arrays in host memory: pass "
-                    f"{name}.get(), or install NCCL on every rank: pip install 'gpu-ops[nccl12]' (CUDA 13: nccl13)"
+                    f"{name}.get(), or install NCCL on every rank: {install_command('nccl12')}; for CUDA 13, nccl13"
                 )
             return cupy_view(op, name, x), None
         view, library = host_view(op, name, np.asarray(x) if isinstance(x, np.generic) else x)

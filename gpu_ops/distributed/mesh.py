@@ -12,6 +12,7 @@ from gpu_ops.distributed.launchers import Launch, launched
 from gpu_ops.distributed.single import Single
 from gpu_ops.errors import CommError, MissingPackageError, OptionError
 from gpu_ops.kernels.compiler import progress
+from gpu_ops.kernels.compiler.install import install_command
 
 __all__ = ["Mesh", "world"]
 
@@ -39,7 +40,7 @@ def world(timeout: float | None = None) -> Comm:
     Raises
     ------
     MissingPackageError
-        Several ranks, but no mpi4py: ``pip install 'gpu-ops[mpi]'``.
+        Several ranks, but no mpi4py: ``pip install mpi4py mpich``.
     CommError
         MPI and the launcher disagree about the number of ranks.
 
@@ -89,7 +90,7 @@ def _start(launch: Launch | None, timeout: float) -> Comm:
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise MissingPackageError(
             f"{launch.launcher} started {launch.size} processes, but mpi4py does not load ({error}); "
-            "pip install 'gpu-ops[mpi]'"
+            f"{install_command('mpi')}"
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -26,6 +26,7 @@ from gpu_ops.distributed.transport import (
     nothing,
 )
 from gpu_ops.errors import CommError, DeviceError, MissingPackageError
+from gpu_ops.kernels.compiler.install import install_command
 
 __all__ = ["Nccl", "nccl_missing"]
 
@@ -39,7 +40,7 @@ _ID_BYTES = 128  # of NCCL's unique id
 def nccl_missing() -> str | None:
     """Why CUDA arrays cannot travel by NCCL here; None when they can."""
     if importlib.util.find_spec("nccl") is None:
-        return "nccl4py is not installed (pip install 'gpu-ops[nccl12]', for CUDA 13 'gpu-ops[nccl13]')"
+        return f"nccl4py is not installed: {install_command('nccl12')}; for CUDA 13, nccl13"
     return cuda_missing()
 
 
@@ -97,7 +98,7 @@ class NcclTransport(CudaTransport):
         except (ImportError, RuntimeError) as error:  # RuntimeError: no libnccl
             raise MissingPackageError(
                 f"{comm!r}: CUDA arrays travel by NCCL, and nccl4py does not load ({error}); "
-                "pip install 'gpu-ops[nccl12]', for CUDA 13 'gpu-ops[nccl13]'"
+                f"{install_command('nccl12')}; for CUDA 13, nccl13"
             ) from error
         self._core: Any = nccl.core
         self._nccl: Any = None

@@ -107,14 +107,13 @@ class TernaryMatrix:
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "format", format)
 
+    in_place_of_array = "multiply with gpu_ops.ternary_matmul(x, w), or unpack it: w.dequantize(), w.trits()"
+
     __array_ufunc__ = None  # so that NumPy's arrays leave x @ w to this class, which has none: a TypeError
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         """NumPy would make an array of one object."""
-        raise DTypeError(
-            "TernaryMatrix: it is packed, and no array; multiply with gpu_ops.ternary_matmul(x, w), or unpack it: "
-            "w.dequantize(), w.trits()"
-        )
+        raise DTypeError(f"TernaryMatrix: it is packed, and no array; {self.in_place_of_array}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle, whose arrays NumPy has made writable."""

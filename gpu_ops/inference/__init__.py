@@ -1,5 +1,6 @@
 """Inference on plain arrays: a key/value cache in pages, continuous batching, text from a model's folder."""
 
+from gpu_ops.core.declared import publish
 from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for, next_logits
 from gpu_ops.inference.generation import generate
@@ -31,3 +32,5 @@ __all__ = [
     "prompt_lookup",
     "verify",
 ]
+
+publish(globals())

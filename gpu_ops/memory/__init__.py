@@ -1,5 +1,6 @@
 """Memory of calls: known before they run, held to a limit, or one buffer for all of it."""
 
+from gpu_ops.core.declared import publish
 from gpu_ops.memory.arena import Arena
 from gpu_ops.memory.estimate import Estimate, choose_policies, estimate
 from gpu_ops.memory.estimate_call import estimate_call
@@ -21,3 +22,5 @@ __all__ = [
     "kv_cache_bytes",
     "limit",
 ]
+
+publish(globals())

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def _joined(skyline: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
+@runtime_checkable
 class Traced(Protocol):
     """What an arena is made for: a :class:`Trace`, or another record of a step."""
 

@@ -1,5 +1,6 @@
 """What a training loop needs beside the ops: loss scaling, parameters in one buffer, data, saved states."""
 
+from gpu_ops.core.declared import publish
 from gpu_ops.training.batches import Batches
 from gpu_ops.training.bpe import BytePairEncoding
 from gpu_ops.training.checkpoints import Checkpoints
@@ -26,3 +27,5 @@ __all__ = [
     "stdlib_text",
     "write_tokens",
 ]
+
+publish(globals())

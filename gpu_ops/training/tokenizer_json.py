@@ -23,7 +23,7 @@ def load_tokenizer(path: Any) -> Tokenizer:
     Raises
     ------
     MissingPackageError
-        The package tokenizers is not installed: ``pip install "gpu-ops[tokenizers]"``.
+        The package tokenizers is not installed: ``pip install tokenizers``.
     FormatError
         The package cannot read the file.
     FileError
@@ -35,7 +35,7 @@ def load_tokenizer(path: Any) -> Tokenizer:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise MissingPackageError(
-            f"{op}: a tokenizer.json takes the package tokenizers: pip install 'gpu-ops[tokenizers]' ({error})"
+            f"{op}: a tokenizer.json takes the package tokenizers: pip install tokenizers ({error})"
         ) from error
     with opened(op, where) as file:
         text = file.read()

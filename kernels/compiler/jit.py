@@ -11,6 +11,7 @@ Environment: ``GPU_OPS_CACHE_DIR`` moves the cache; ``GPU_OPS_DUMP=folder`` writ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -84,9 +85,10 @@ def compile_text(
         flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
         with visible(f"gpu_ops: compiling {short_label(name)} for {arch}"):
             unit = _run_nvrtc(source, name, arch, flags, {})
-        # NVRTC prefixes a relative name with the current folder.
-        ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
-        unit = replace(unit, ptx=ptx, sources={name: source})
+        with contextlib.suppress(FileNotFoundError):  # there is no current folder
+            # NVRTC prefixes a relative name with it
+            unit = replace(unit, ptx=unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"'))
+        unit = replace(unit, sources={name: source})
         dump(unit, name, arch)
         return unit
 

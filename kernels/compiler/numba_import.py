@@ -6,12 +6,19 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
+from typing import Any
 
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
+_DISABLED = (
+    "NUMBA_DISABLE_JIT is set, which turns Numba's compiler off; unset it and start Python again, or run on the "
+    "NumPy reference: device='cpu', backend='reference'"
+)
 _lock = threading.Lock()
 _imported = threading.Event()
 
@@ -25,11 +32,42 @@ def import_numba() -> None:
 def _import() -> None:
     with _lock:
         _check_threads()
+        import numba.core.ir
         import numba.core.registry  # the targets too
-        import numba.np.arrayobj  # noqa: F401  # what kernels import beside it
+        import numba.np.arrayobj  # what kernels import beside it
         import numpy.ma  # noqa: F401  # what the first call of a kernel imports
 
+        if why := numba_disabled():
+            raise DeviceError(f"kernels cannot be compiled: {why}")
+        name_files_without_a_folder(numba.core.ir.Loc)
         _imported.set()
+
+
+def numba_disabled() -> str | None:
+    """Why Numba compiles nothing in this process; None where it does."""
+    config = sys.modules.get("numba.core.config")
+    if config is None:
+        with contextlib.suppress(ValueError):  # Numba ignores a word
+            if int(os.environ.get("NUMBA_DISABLE_JIT", "0")):
+                return _DISABLED
+    return _DISABLED if getattr(config, "DISABLE_JIT", False) else None
+
+
+def name_files_without_a_folder(location: Any) -> None:
+    """Let a compiler's source locations keep the full file name where the working directory was deleted.
+
+    ``location`` is the class ``Loc`` of Numba or numba-cuda. It names files relative to the working directory, in
+    messages that inference makes and drops, and raises FileNotFoundError without one.
+    """
+    relative = location._get_path
+
+    def path(self: Any) -> str:
+        try:
+            return str(relative(self))
+        except OSError:
+            return str(self.filename)
+
+    location._get_path = path
 
 
 def _check_threads() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler.toolkit import INSTALL
+from gpu_ops.kernels.compiler.numba_import import name_files_without_a_folder
+from gpu_ops.kernels.compiler.toolkit import install_hint
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = ["NUMBA_FOLDER", "compile_numba", "numba_cuda", "numba_key"]
@@ -30,11 +31,13 @@ def numba_cuda() -> Any:
     """``numba.cuda`` from numba-cuda, or a typed error. The old one that Numba includes is not used."""
     if importlib.util.find_spec("numba_cuda") is None:
         raise KernelCompileError(
-            f"numba-cuda, the compiler of the Numba CUDA kernels, is not installed; {INSTALL}"
+            f"numba-cuda, the compiler of the Numba CUDA kernels, is not installed; {install_hint()}"
         )
     from numba import cuda
     from numba.cuda import dispatcher
+    from numba.cuda.core import ir
 
+    name_files_without_a_folder(ir.Loc)
     if not hasattr(np, "row_stack"):  # NumPy 2.5 removed this name of vstack; numba-cuda 0.30 needs it once
         np.row_stack = np.vstack  # noqa: NPY201
         importlib.import_module("numba.cuda.np.arrayobj")
@@ -77,7 +80,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
         )
     except Exception as error:  # errors of typing, lowering or NVVM, or a missing library
         missing = "libnvvm" in str(error).lower()
-        hint = f"; {INSTALL}" if missing else ""
+        hint = f"; {install_hint()}" if missing else ""
         raise KernelCompileError(f"cannot compile {name} for {arch}{hint}", str(error)) from error
     finally:
         _target.device = None

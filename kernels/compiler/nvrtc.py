@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import toolkit
-from gpu_ops.kernels.compiler.toolkit import INSTALL
+from gpu_ops.kernels.compiler.toolkit import install_hint
 
 __all__ = ["Output", "build_key", "compile_cuda", "nearest_arch", "version"]
 
@@ -40,7 +40,7 @@ def _library() -> Any:
         nvrtc.nvrtcVersion()  # loads libnvrtc
     except Exception as error:  # ImportError, or one of the loader's errors for a missing library
         raise KernelCompileError(
-            f"NVRTC, the CUDA C++ compiler, is not available; {INSTALL}", str(error)
+            f"NVRTC, the CUDA C++ compiler, is not available; {install_hint()}", str(error)
         ) from error
     return nvrtc
 
@@ -90,7 +90,7 @@ def compile_cuda(source: str, name: str, arch: str, options: tuple[str, ...]) ->
             .decode(errors="replace")
         )
         if headers is None and "cannot open source file" in log:
-            log += f"\nno CUDA {version()[0]} headers found (pip, CUDA_PATH, CUDA_HOME); {INSTALL}"
+            log += f"\nno CUDA {version()[0]} headers found (pip, CUDA_PATH, CUDA_HOME); {install_hint()}"
         _check(nvrtc, result, f"{name} for {arch}", log)
         ptx = _fetch(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
         cubin = _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)

@@ -11,14 +11,22 @@ from functools import cache
 from pathlib import Path
 
 from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.compiler.install import install_command
 
-__all__ = ["INSTALL", "assemble", "header_version", "headers", "tool"]
+__all__ = ["assemble", "header_version", "headers", "install_hint", "tool"]
 
-INSTALL = "install the compilers: pip install 'gpu-ops[emulator]'"
-_INSTALL_PTXAS = f"{INSTALL}, or with CUDA 13: pip install nvidia-cuda-nvcc"
 
 # Wheels for CUDA 12 have one folder per component; those for CUDA 13 share one.
 _WHEEL_FOLDERS = ("cu13", "cuda_runtime", "cuda_nvcc")
+
+
+def install_hint() -> str:
+    """What to do where a compiler is missing."""
+    return f"install the compilers: {install_command('emulator')}"
+
+
+def _install_ptxas() -> str:
+    return f"{install_hint()}, or with CUDA 13: pip install nvidia-cuda-nvcc"
 
 
 def _roots() -> list[Path]:
@@ -65,7 +73,7 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
 
     ptxas = tool("ptxas")
     if ptxas is None:
-        raise KernelCompileError(f"ptxas is not installed; {_INSTALL_PTXAS}")
+        raise KernelCompileError(f"ptxas is not installed; {_install_ptxas()}")
     with tempfile.TemporaryDirectory(prefix="gpu_ops-") as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
@@ -73,6 +81,6 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         log = run.stdout + run.stderr
         if run.returncode:
-            older = f"; it is too old: {_INSTALL_PTXAS}" if "Unsupported .version" in log else ""
+            older = f"; it is too old: {_install_ptxas()}" if "Unsupported .version" in log else ""
             raise KernelCompileError(f"{ptxas} refuses the PTX for {arch}{older}", log)
         return target.read_bytes(), log

