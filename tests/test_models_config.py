@@ -148,6 +148,7 @@ def test_from_a_file(tmp_path):
             "replaces rope_parameters, and with it rope_theta=1000000.0",
         ),
         ({"rope_parameters": "default"}, "rope_parameters must be a dict, got str"),
+        ({"rope_parameters": {"full_attention": 5, "x": {}}}, "rope parameters per layer type"),
         (
             {"model_type": "mistral", "sliding_window": None, "layer_types": SLIDING * 16},
             "there is no window",

@@ -242,8 +242,9 @@ class RopeScaling:
         """The scaling of a Hugging Face transformers config.
 
         ``config`` is the whole config as a dict (with ``rope_parameters`` or ``rope_scaling``), or only that
-        part. ``rope_theta`` is kept as ``theta``, ``partial_rotary_factor`` under its name. Models with one
-        set per layer type (Gemma 3) need ``layer_type``, for example ``"full_attention"``.
+        part; where it has both, ``rope_scaling`` counts, as in transformers. ``rope_theta`` is kept as ``theta``,
+        ``partial_rotary_factor`` under its name. Models with one set per layer type (Gemma 3) need ``layer_type``,
+        for example ``"full_attention"``.
 
         Raises
         ------

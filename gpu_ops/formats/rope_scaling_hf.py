@@ -158,7 +158,7 @@ def _both(config: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, A
     """The rope part of a config with ``rope_scaling`` and ``rope_parameters``, which transformers 5 writes in its
     place. As there, ``rope_scaling`` counts; where ``rope_parameters`` has layer types, for ``full_attention``."""
     if _layers(new) and not _layers(old):
-        return {**new, "full_attention": {**(new.get("full_attention") or {}), **old}}
+        return {**new, "full_attention": {**_layers(new).get("full_attention", {}), **old}}
     theta = old.get("rope_theta", config.get("rope_theta"))
     theta, lost = _DEFAULT_THETA if theta is None else theta, new.get("rope_theta")
     if lost not in (None, theta):
