@@ -37,10 +37,12 @@ def made(config=CONFIG, dtype=np.float64, seed=0):
     }
 
 
-def write(folder, arrays, config=CONFIG, more=None, **entries):
+def write(folder, arrays, config=CONFIG, more=None, prefix="", **entries):
     """A folder with these arrays; ``more``: other tensors, by their names in the file."""
     tensors = {
-        part.name: arrays[name][part.rows] for name, parts in planned(config, NAMES).items() for part in parts
+        prefix + part.name: arrays[name][part.rows]
+        for name, parts in planned(config, NAMES).items()
+        for part in parts
     } | (more or {})
     names = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
     header = header_of({n: (names[x.dtype], x.shape) for n, x in tensors.items()}, {"format": "pt"})

@@ -129,6 +129,22 @@ def test_a_folder(tmp_path):
     assert models.load_bert(tmp_path, dtype="bfloat16")[0].places.dtype == ml_dtypes.bfloat16
 
 
+def test_a_folder_of_a_model_with_a_head(tmp_path):
+    more = {
+        "bert.embeddings.position_ids": np.arange(20)[None],
+        "bert.pooler.dense.bias": np.ones(48, np.float32),
+        "cls.predictions.bias": np.ones(60, np.float32),
+        "classifier.weight": np.ones((2, 48), np.float32),
+    }
+    write(tmp_path, made(dtype=np.float32), more=more, prefix="bert.")
+    weights, config = models.load_bert(tmp_path)
+    found = models.sentence_embeddings(SENTENCES, weights, config)
+    np.testing.assert_array_equal(found, embeddings(np.float32))
+    write(tmp_path, made(dtype=np.float32), more={"bert.x.weight": np.ones(1, np.float32)}, prefix="bert.")
+    with pytest.raises(FormatError, match=r"'bert\.x\.weight' is no part"):
+        models.load_bert(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [

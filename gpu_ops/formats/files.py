@@ -136,10 +136,10 @@ def _check_fetched(op: str, path: Path, descriptor: int) -> None:
     head = os.pread(descriptor, _MOST_POINTER, 0)
     if head.startswith(_POINTER) and os.fstat(descriptor).st_size < _MOST_POINTER:
         size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
-        length = f", which has {int(size[1])} bytes," if size else ""
+        length = f", which has {int(size[1])} bytes" if size else ""
         raise FormatError(
-            f"{op}: {path} is a pointer of git LFS to the file itself{length} and was not fetched: run "
-            "'git lfs pull' in its folder, or download that file"
+            f"{op}: {path} is a pointer of git LFS, not the file{length}: run 'git lfs pull' in its folder, or "
+            "download the file"
         )
 
 

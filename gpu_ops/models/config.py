@@ -251,7 +251,8 @@ class LlamaConfig:
         gemma3_text; where it is missing, ``architectures`` says the same, else the model is a Llama. Entries that the
         family does not have are refused where they would change the model. As in transformers, ``rope_scaling``
         replaces ``rope_parameters`` where a config has both, ``partial_rotary_factor`` is ignored (these families
-        rotate whole heads), and a mistral with ``layer_types`` is a ministral.
+        rotate whole heads; with a rope type other than default it is refused, as they cannot run it), and a mistral
+        with ``layer_types`` is a ministral.
 
         Raises
         ------

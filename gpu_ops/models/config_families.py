@@ -40,8 +40,9 @@ _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 BIASES = {"attention_bias": ("qkv", "o"), "mlp_bias": ("gate_up", "down")}
 _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32} | {
-    "max_position_embeddings": 32768
+_QWEN = {
+    **{"sliding_window": 4096, "max_window_layers": 28},
+    **{"num_key_value_heads": 32, "max_position_embeddings": 32768},
 }
 _GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _GEMMA = {"weight_offset": 1.0, "post_norms": True, "embedding_scale": None}

@@ -19,9 +19,10 @@ from gpu_ops.formats.files import opened
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 
 __all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part", "Source", "fill", "open_folder",
-           "planned", "read_all", "same_values", "with_post_norms", "with_stored_names"]  # fmt: skip
+           "planned", "read_all", "same_values", "with_post_norms", "with_prefix", "with_stored_prefix"]  # fmt: skip
 
 ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OUTER = ("embed", "positions", "types", "norm")  # parts outside layers, all but the output layer
 _MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
 STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
 
@@ -119,15 +120,19 @@ def with_post_norms(names: Names) -> Names:
     return replace(names, modules={**names.modules, **others})
 
 
-def with_stored_names(names: Names, files: Files) -> Names:
-    """Names of :data:`HF` as these files have them: those of a base model have no ``model.``, and where the output
-    layer is the embedding table, it may be stored under either name."""
-    modules, layer = dict(names.modules), names.layer
+def with_prefix(names: Names, prefix: str, old: str = "") -> Names:
+    """Names of the same tensors with ``prefix`` in place of ``old``; that of the output layer stays."""
+    outer = {part: modules for part, modules in names.modules.items() if part in _OUTER}
+    moved = {part: tuple(prefix + name.removeprefix(old) for name in each) for part, each in outer.items()}
+    return replace(names, modules={**names.modules, **moved}, layer=prefix + names.layer.removeprefix(old))
+
+
+def with_stored_prefix(names: Names, files: Files) -> Names:
+    """Names of a decoder as its files have them: those of a base model have no ``model.`` in front."""
     for prefix in ("", "model.model."):
         if f"{prefix}norm.weight" in files and "model.norm.weight" not in files:
-            modules |= {"embed": (f"{prefix}embed_tokens",), "norm": (f"{prefix}norm",)}
-            layer = prefix + layer.removeprefix("model.")
-    return replace(names, modules=modules, layer=layer)
+            return with_prefix(names, prefix, "model.")
+    return names
 
 
 @dataclass(frozen=True)
