@@ -12,17 +12,19 @@ FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"
 _AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
-CPUS = {  # NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, bytes of a vector, what this CPU must have to run it
+# NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, OPENBLAS_CORETYPE, bytes of a vector, what this CPU must have to run it
+CPUS = {
     "AVX-512 with bfloat16, no tiles": (
         "cooperlake",
         f"{_AVX512},+avx512vnni,+avx512bf16",
+        "Cooperlake",
         64,
         "avx512_bf16",
     ),
-    "AVX-512 alone": ("skylake-avx512", _AVX512, 64, "avx512bw"),
-    "AVX2": ("haswell", _AVX2, 32, "avx2"),
-    "SSE": ("nehalem", "+sse4.2", 16, "sse4_2"),
-    "generic": ("generic", "", 16, "sse2"),
+    "AVX-512 alone": ("skylake-avx512", _AVX512, "SkylakeX", 64, "avx512bw"),
+    "AVX2": ("haswell", _AVX2, "Haswell", 32, "avx2"),
+    "SSE": ("nehalem", "+sse4.2", "Nehalem", 16, "sse4_2"),
+    "generic": ("generic", "", "Prescott", 16, "sse2"),
 }
 
 SMALL_CALLS = """
@@ -41,11 +43,11 @@ print(len(OPS))
 
 
 def environment(cpu, cache):
-    name, features, vector, needs = CPUS[cpu]
+    name, features, blas, vector, needs = CPUS[cpu]
     if needs not in FLAGS:
         pytest.skip(f"needs an x86 CPU with {needs}")
-    env = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "GPU_OPS_CACHE_DIR": str(cache)}
-    return env, vector
+    env = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "OPENBLAS_CORETYPE": blas}
+    return env | {"GPU_OPS_CACHE_DIR": str(cache)}, vector
 
 
 @pytest.mark.slow
@@ -55,6 +57,7 @@ def test_every_op(cpu, tmp_path):
     assert int(python("-c", SMALL_CALLS, vector, **env)) > 12
 
 
+ON_THE_CPU = ("-k", "not emulator and not cuda and not cpu-reference")
 BODIES = (
     "attention",
     "attention_backward",
@@ -79,5 +82,26 @@ BODIES = (
 @pytest.mark.parametrize("cpu", CPUS)
 def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
     env, _ = environment(cpu, tmp_path_factory.getbasetemp() / cpu.replace(" ", "-").replace(",", ""))
-    chosen = ["-k", "not emulator and not cuda and not cpu-reference"]
-    python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, f"tests/test_{body}.py", **env)
+    python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ON_THE_CPU, f"tests/test_{body}.py", **env)
+
+
+# Default tests whose bounds a CPU's own roundings meet, with few kernels to compile: P, which GPUs and some CPUs
+# round to bfloat16 and others do not; a model's gradients, losses and products; quantized caches; merged parts.
+PART = (
+    "tests/test_nccl.py::test_ranks_with_gpus",
+    "tests/test_distributed.py::test_one_rank[context]",
+    "tests/test_distributed.py::test_one_rank[tensor]",
+    "tests/test_distributed.py::test_one_rank[vocabulary]",
+    "tests/test_attention_merge.py::test_blocks_err_no_more_than_textbook_code",
+    "tests/test_inference_kv_dtype.py::test_logits_are_close_to_those_of_the_unquantized_cache",
+    "tests/test_linear.py::test_forward",
+    "tests/test_linear_cross_entropy_chunks.py::test_chunks_cost_no_accuracy",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", ["AVX-512 alone", "AVX2", "generic"])
+def test_a_part_of_the_default_tests(cpu, tmp_path):
+    """In minutes, for CI."""
+    env, _ = environment(cpu, tmp_path)
+    python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *ON_THE_CPU, *PART, **env)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import random
+from compare import naive_ops, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_cases import close, emulator_dtypes
@@ -100,3 +100,13 @@ def test_backward_is_the_derivative(rng):
     ahead, behind = (reference.softmax(x + step * direction, **options) for step in (1e-5, -1e-5))
     dx = reference.softmax_backward(dy, reference.softmax(x, **options), scale=0.7)
     assert np.sum(dy * (ahead - behind)) / 2e-5 == pytest.approx(np.sum(dx * direction), rel=1e-7)
+
+
+def test_textbook_code_by_the_reference_backend(rng):
+    """What bounds of whole models are made of: within ``naive_ops`` naive_t, and the backend as it was behind it."""
+    x = random(rng, (3, 40), ml_dtypes.bfloat16)
+    naive = reference.softmax(x, precision="naive")
+    with naive_ops():
+        assert gpu_ops.softmax(x).tobytes() == naive.tobytes()
+    rounded = gpu_ops.softmax(x, backend="reference")
+    assert rounded.tobytes() == reference.softmax(x).tobytes() != naive.tobytes()
