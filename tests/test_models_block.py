@@ -14,6 +14,7 @@ from gpu_ops import models
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.numba_cpu import parallel
 from gpu_ops.models import Layer, LlamaConfig
+from tests.compare import assert_close, naive_ops
 
 CONFIG = LlamaConfig(vocab=29, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 BIASES = dataclasses.replace(CONFIG, biases=("qkv", "o", "gate_up", "down"))
@@ -174,6 +175,20 @@ def test_logits_and_loss_agree():
     assert z.shape == (2, 5, CONFIG.vocab)
     loss = models.loss(ids, targets, weights, CONFIG)
     assert abs(float(loss) - float(gpu_ops.cross_entropy(z, targets))) < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logits_obey_the_tolerance_rule(family):
+    """With textbook code of every op."""
+    config, ids = FAMILIES[family], tokens((2, 40))
+    arrays, _ = made(config, ml_dtypes.bfloat16)
+    weights = models.Llama.of(arrays, config)
+    exact = models.logits(
+        ids, models.Llama.of({n: x.astype(np.float64) for n, x in arrays.items()}, config), config
+    )
+    with naive_ops():
+        textbook = models.logits(ids, weights, config)
+    assert_close(models.logits(ids, weights, config), exact, textbook, ml_dtypes.bfloat16)
 
 
 def test_mistakes_are_typed_and_add_nothing():
