@@ -61,8 +61,8 @@ def test_every_fault_is_reported_once():
         ("out of bounds", 1),  # x[-1]
         ("shared-memory race", 128),  # s[63 - t]
         ("shared-memory race", 2 * 39),  # s[0]
-        ("uninitialised read", 128),  # unset
         ("out of bounds", 28),  # y[100]
+        ("uninitialised read", 100),  # unset, where y has an element that takes it
         ("misaligned", 64),
         ("warp mask", 64),
     ]

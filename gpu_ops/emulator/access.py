@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator import aot
+from gpu_ops.emulator import aot, undefined
 from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import in_order
@@ -92,6 +92,10 @@ def _elements(instruction: Instruction, operand: Operand, count: int) -> tuple[O
     return found
 
 
+def _register(m: State, operand: Operand) -> int | None:
+    return m.register(operand.name) if isinstance(operand, Name) else None
+
+
 def _load(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, polls = _parse(instruction)
     target, source = without_policy(m, instruction)
@@ -112,12 +116,23 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
 
         return Step(parameter, everyone=True)
     where = address(m, instruction, source)
-    constant = "nc" in instruction.modifiers
-    # The arguments of a call include the padding of structs, which nothing writes.
-    element = 0 if "param" in instruction.modifiers else dtype.itemsize
-    size = count * dtype.itemsize
-    access = Access(pc, space, size, read=True, write=False, element=element, constant=constant)
+    access = Access(
+        pc,
+        space,
+        count * dtype.itemsize,
+        read=True,
+        write=False,
+        constant="nc" in instruction.modifiers,
+        # The arguments of a call include the padding of structs, which nothing writes.
+        padded="param" in instruction.modifiers,
+        tracked=True,
+    )
     judged = _judged(m, access, parts(target), dtype)
+    first = judged[1] // dtype.itemsize
+    targets = [
+        [i] if isinstance(t, Name) and (i := m.register(t.name)) is not None else [] for t in parts(target)
+    ][first:]
+    targets = targets[: judged[0].size // dtype.itemsize]
 
     def run(mask: Mask) -> None:
         place = locate(m, access, mask, where(), judged=judged)
@@ -125,6 +140,8 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
         aot.gather(place.host, place.lanes, out)
         for write, row in zip(writers, out, strict=True):
             write(row.view(dtype), mask)
+        if m.sanitizer is not None and m.sanitizer.absent:
+            undefined.loaded(m, targets, dtype.itemsize)
 
     if not polls:
         return Step(run)
@@ -162,7 +179,11 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, _ = _parse(instruction)
     target, source = without_policy(m, instruction)
     bits = f"b{BITS[ptx_type]}"
-    readers = [reader(m, instruction, part, bits) for part in _elements(instruction, source, count)]
+    elements = _elements(instruction, source, count)
+    readers = [reader(m, instruction, part, bits) for part in elements]
+    registers = [
+        i if isinstance(part, Name) and (i := m.register(part.name)) is not None else -1 for part in elements
+    ]
     where = address(m, instruction, target)
     access = Access(pc, space, count * DTYPE[ptx_type].itemsize, read=False, write=True)
 
@@ -171,6 +192,9 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
         for row, read in zip(values, readers, strict=True):
             row[:] = read()
         place = locate(m, access, mask, where(), values)
+        if m.undefined:
+            marks = [None if i is None else m.undefined.get(i) for i in registers]
+            undefined.stored(m, pc, place, marks, values.itemsize)
         aot.scatter(place.host, place.lanes, values)
 
     return Step(run)

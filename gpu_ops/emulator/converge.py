@@ -86,11 +86,17 @@ def run_together(m: State, arms: list[Arm], ready: Array, run: Callable[[], None
     m.failed = 0
 
 
-def _of(m: State, register: int, lanes: Array) -> Array:
-    return np.broadcast_to(m.registers[register], m.threads)[lanes]
+def _of(m: State, register: int, lanes: Array) -> tuple[Array, Array | None]:
+    """The values of a register, and their marks if it has any (see :mod:`.undefined`)."""
+    marks = m.undefined.get(register)
+    return np.broadcast_to(m.registers[register], m.threads)[lanes], None if marks is None else marks[lanes]
 
 
-def _put(m: State, register: int, lanes: Array, values: Array) -> None:
+def _put(m: State, register: int, lanes: Array, values: tuple[Array, Array | None]) -> None:
     whole = np.broadcast_to(m.registers[register], m.threads).copy()
-    whole[lanes] = values
+    whole[lanes], marks = values
     m.registers[register] = whole
+    if marks is not None or register in m.undefined:
+        known = m.undefined.get(register, np.zeros(m.threads, np.int64)).copy()
+        known[lanes] = 0 if marks is None else marks
+        m.undefined[register] = known

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.emulator import access, host, refused, registers, warp_ops, wmma
+from gpu_ops.emulator import access, host, refused, registers, undefined, warp_ops, wmma
 from gpu_ops.emulator.batch import NONE, WARP, Mask
 from gpu_ops.emulator.endless import Limit, Watch
 from gpu_ops.emulator.errors import SanitizerError, UnknownInstruction
@@ -272,10 +272,13 @@ class Machine(State):
     def _advance(self, group: Group) -> None:
         """Run a group until it reaches the pc of another one, or until none of its threads are left."""
         steps, values, profiler = self.steps, self.registers, self.profiler
+        marked = self.undefined
         limit = min((g.pc for g in self.groups), default=_NO_LIMIT)
         alone = self._alone()
         while True:
             step = steps[group.pc]
+            if marked:
+                undefined.before(self, group)
             # When no other group is left, registers of ended threads may be overwritten; no mask is less work.
             active = None if alone and step.everyone else group.mask
             self.clock += 1

@@ -50,8 +50,9 @@ class Access:
     size: int  # bytes per lane
     read: bool
     write: bool
-    element: int = 0  # bytes; each element of a load must have been written. 0: not checked
     initialised: int = EACH
+    padded: bool = False  # local memory that nothing has written is no fault: it may be padding
+    tracked: bool = False  # the step takes note of what is not initialised: see undefined.py
     atomic: bool = False
     asynchronous: bool = False
     constant: bool = False  # ld.global.nc: the data must not change during the launch
@@ -71,6 +72,14 @@ class Place:
         if offset == 0:
             return self
         return Place(self.lanes, self.address + np.uint64(offset), self.host + offset, self.owner)
+
+    def of(self, at: Array | slice) -> Place:
+        """Some of the lanes, by position."""
+        address = self.address if len(self.address) == 1 else self.address[at]
+        return Place(self.lanes[at], address, self.host[at], self.owner[at])
+
+    def after(self, position: int) -> Place:
+        return self.of(slice(position + 1, None))
 
 
 @dataclass(eq=False)

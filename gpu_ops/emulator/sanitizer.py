@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from gpu_ops.emulator import aot, shadow
+from gpu_ops.emulator import shadow
 from gpu_ops.emulator.aot import SHARED_BASE
 from gpu_ops.emulator.batch import WARP, Batch
-from gpu_ops.emulator.memory import EACH, NO, SOME, Access, Place
+from gpu_ops.emulator.memory import Access, Place
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
 from gpu_ops.emulator.signature import plain_name
@@ -56,6 +56,49 @@ class _Copies:
     group: Array  # per lane: the number of the commit_group that covers the copy
 
 
+@dataclass(eq=False)
+class Absent:
+    """Lanes of a load that read bytes without a value. ``bits`` has one for each such byte, by lane."""
+
+    access: Access
+    place: Place
+    bits: Array
+    rows: Array  # of the state, for shared memory
+    stores: Array  # the pc of what stored a value that is uninitialised itself, or -1
+
+    @classmethod
+    def of(cls, s: Sanitizer, access: Access, place: Place, bits: Array) -> Absent:
+        rows, stores = np.zeros(len(bits), np.int64), np.full(len(bits), -1)
+        if len(bits) and place.owner[0] == -1:
+            lowest = bits & (~bits + np.uint64(1))
+            first, windows = np.log2(lowest.astype(np.float64)), s.m.memory.windows
+            block = place.lanes // windows[3]
+            offset = place.host + first.astype(np.int64) - windows[0] - block * windows[2]
+            rows = block * (windows[2] // s.granule) + offset // s.granule
+            void = s.state[rows, shadow.W_FLAGS] & shadow.UNDEFINED != 0
+            stores = np.where(void, s.state[rows, shadow.W_PC], -1)
+        return cls(access, place, bits, rows, stores)
+
+    def text(self, s: Sanitizer, position: int) -> tuple[str, int]:
+        """``4-byte read that touches shared offset 252 (s+252), which no thread has written``, and what stored it."""
+        access, lane = self.access, int(self.place.lanes[position])
+        bits, owner = int(self.bits[position]), int(self.place.owner[position])
+        byte = (bits & -bits).bit_length() - 1
+        if owner >= 0:
+            address = self.place.address[0 if len(self.place.address) == 1 else position]
+            return s.global_text(access, int(address) + byte, _GLOBAL[UNWRITTEN][1]), -1
+        if owner == -1:
+            what = s.shared_text(access, int(self.rows[position]))
+            store = int(self.stores[position])
+            return (
+                f"{what}, {'which no thread has written' if store < 0 else 'whose value is uninitialised'}",
+                store,
+            )
+        windows = s.m.memory.windows
+        offset = int(self.place.host[position] - windows[4] - lane * windows[6])
+        return f"{access.size}-byte read of local offset {offset}, which the thread has not written", -1
+
+
 class Sanitizer:
     """Checks every access of one machine, batch by batch."""
 
@@ -72,6 +115,9 @@ class Sanitizer:
         self.written = np.zeros(m.memory.local.shape, np.uint8)
         self.committed = np.zeros(m.threads, np.int32)
         self.copies: list[_Copies] = []
+        self._missing = np.zeros(m.threads, np.uint64)
+        self.absent: list[Absent] = []  # of the load that runs now
+        self.loads: list[Absent] = []  # those that marks of registers refer to
         self.tables = m.memory.windows, self.granule, self.state, self.epochs, self.warp_epochs
 
     # -- memory -----------------------------------------------------------------------------------
@@ -86,73 +132,50 @@ class Sanitizer:
             self._global(access, place)
         if low < 0:
             if low == high == -1:
-                self._shared(access, place.lanes, place.host, values)
+                self._shared(access, place, values)
             elif low == high == -2:
-                self._local(access, place.lanes, place.host)
+                self._local(access, place)
             else:
-                mine = owners == -1
-                self._shared(access, place.lanes[mine], place.host[mine], values)
-                mine = owners == -2
-                self._local(access, place.lanes[mine], place.host[mine])
+                self._shared(access, place.of(owners == -1), values)
+                self._local(access, place.of(owners == -2))
 
     def _global(self, access: Access, place: Place) -> None:
-        wrong = OUTSIDE | POISONED | (STORED if access.constant else 0)
-        if access.initialised == EACH:
-            wrong |= UNWRITTEN
-        elif access.initialised == SOME:
-            self._global_copy(access, place)
+        wrong = OUTSIDE | POISONED | (STORED if access.constant else 0) | (0 if access.tracked else UNWRITTEN)
         table, wrong = self.m.memory.table, wrong * EACH_BYTE
-        host, owner, first = place.host, place.owner, 0
         while True:
-            bits, position, byte = shadow.check_global(
-                host, owner, table, access.size, wrong, access.read, access.write
+            flags = access.read, access.write, access.tracked, self._missing
+            bits, position, byte, absent = shadow.check_global(
+                place.host, place.owner, table, access.size, wrong, *flags
             )
+            if absent:
+                self._keep(access, place)
             if not bits:
                 return
             kind, what = next(text for bit, text in _GLOBAL.items() if bits & bit)
-            address = int(place.address[0 if len(place.address) == 1 else first + position]) + byte
-            lane = int(place.lanes[first + position])
-            self.m.report(kind, access.pc, lane, partial(self._global_text, access, address, what))
-            first += position + 1
-            host, owner = place.host[first:], place.owner[first:]
+            address = int(place.address[0 if len(place.address) == 1 else position]) + byte
+            lane = int(place.lanes[position])
+            self.m.report(kind, access.pc, lane, partial(self.global_text, access, address, what))
+            place = place.after(position)
 
-    def _global_copy(self, access: Access, place: Place) -> None:
-        """A copy of which no byte has been written."""
-        table = self.m.memory.table[place.owner]
-        known = (place.owner >= 0) & (table[:, 3] != 0)
-        lanes, host = place.lanes[known], (place.host - table[:, 2] + table[:, 3])[known]
-        bits = np.zeros((access.size, self.m.threads), np.uint8)
-        aot.gather(host, lanes, bits)
-        for i in np.flatnonzero((bits[:, lanes] & UNWRITTEN != 0).all(axis=0)):
-            address = int(np.broadcast_to(place.address, place.host.shape)[known][i])
-            text = partial(self._global_text, access, address, _GLOBAL[UNWRITTEN][1])
-            self.m.report(_GLOBAL[UNWRITTEN][0], access.pc, int(lanes[i]), text)
-
-    def _global_text(self, access: Access, address: int, what: str) -> str:
+    def global_text(self, access: Access, address: int, what: str) -> str:
         verb = "read" if access.read else "write"
         return f"{verb} of {what}, {self.m.memory.describe(access.space, address)}"
 
-    def _local(self, access: Access, lanes: Array, host: Array) -> None:
-        if access.read and (not access.element or access.initialised == NO):
-            return
-        element = access.size if access.initialised == SOME else access.element
+    def _local(self, access: Access, place: Place) -> None:
         base, stride = int(self.m.memory.windows[4]), int(self.m.memory.windows[6])
-        while True:
-            position = shadow.check_local(host, lanes, base, stride, self.written, access.size, element)
-            if position < 0:
-                return
-            lane = int(lanes[position])
-            offset = int(host[position]) - base - lane * stride
-            what = f"{access.size}-byte read of local offset {offset}, which the thread has not written"
-            self.m.report("uninitialised read", access.pc, lane, what)
-            lanes, host = lanes[position + 1 :], host[position + 1 :]
+        flags = access.size, access.read, access.padded, self._missing
+        if shadow.check_local(place.host, place.lanes, base, stride, self.written, *flags):
+            self._keep(access, place)
 
-    def _shared(self, access: Access, lanes: Array, host: Array, values: Array | None) -> None:
-        flags = access.read, access.write, access.atomic, access.asynchronous, access.initialised
+    def _shared(self, access: Access, place: Place, values: Array | None) -> None:
+        flags = access.read, access.write, access.atomic, access.asynchronous, access.tracked, self._missing
         while True:
-            kind, position, row = shadow.check_shared(
+            lanes, host = place.lanes, place.host
+            kind, position, row, absent = shadow.check_shared(
                 host, lanes, access.size, *self.tables, access.pc, *flags
             )
+            if absent:
+                self._keep(access, place)
             if not kind:
                 break
             if kind == shadow.RACE_WRITE and values is not None:
@@ -161,26 +184,34 @@ class Sanitizer:
                 if len(first) < len(lanes):
                     what = partial(self._alike, lanes, host, first)
                     self.m.note(access.pc, int(lanes[position]), what)
-                    lanes, host = lanes[first], host[first]
+                    place = place.of(first)
                     continue
             self._shared_fault(access, kind, int(lanes[position]), int(row))
-            lanes, host = lanes[position + 1 :], host[position + 1 :]
+            place = place.after(position)
         if access.asynchronous:
-            self.copies.append(_Copies(lanes, host, access.size, self.committed[lanes]))
+            self.copies.append(_Copies(place.lanes, place.host, access.size, self.committed[place.lanes]))
+
+    def _keep(self, access: Access, place: Place) -> None:
+        """Keep the lanes of a load that read bytes without a value, for the step to take."""
+        at = np.flatnonzero(self._missing[: len(place.lanes)])
+        self.absent.append(Absent.of(self, access, place.of(at), self._missing[at]))
+        self._missing[at] = 0
 
     def _alike(self, lanes: Array, host: Array, first: Array) -> str:
         other = np.setdiff1d(np.arange(len(lanes)), first)[0]
         same = (host == host[other]) & (lanes // WARP == lanes[other] // WARP)
         return f"{int(same.sum())} lanes of a warp store the same value to one address of shared memory"
 
+    def shared_text(self, access: Access, row: int) -> str:
+        offset = row % (int(self.m.memory.windows[2]) // self.granule) * self.granule
+        verb = "atomic" if access.atomic else "read" if access.read else "write"
+        name = _variable(self.m.program, offset)
+        return f"{access.size}-byte {verb} that touches shared offset {offset}{name}"
+
     def _shared_fault(self, access: Access, kind: int, lane: int, row: int) -> None:
         m, s = self.m, self.state[row]
-        per_block = int(m.memory.windows[2]) // self.granule
-        block = row // per_block
-        offset = (row % per_block) * self.granule
-        verb = "atomic" if access.atomic else "read" if access.read else "write"
-        name = _variable(m.program, offset)
-        what = f"{access.size}-byte {verb} that touches shared offset {offset}{name}"
+        block = row // (int(m.memory.windows[2]) // self.granule)
+        what = self.shared_text(access, row)
 
         def other(thread: int, pc: int, did: str) -> str:
             return f"{did} by {m.thread(block * m.padded + thread)}\n    at {m.program.where(pc)}"

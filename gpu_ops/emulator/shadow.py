@@ -27,6 +27,9 @@ MULTI_LANE, MULTI_WARP = 1, 2  # besides the access kept: other lanes in its war
 WRITTEN, ATOMIC = 4, 8
 PLAIN_BEFORE = 16  # the warp wrote without an atomic, in an earlier warp epoch
 
+UNDEFINED = 32  # what was written is an uninitialised value
+VOID = 2  # the same, of a byte of local memory; 1 is written, 0 is not
+
 UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(
     1, 6
 )  # RACE_: with an earlier access
@@ -46,13 +49,16 @@ def unpacked(packed: int) -> tuple[int, int]:
     return packed & (1 << _THREAD_BITS) - 1, packed >> _THREAD_BITS
 
 
-@loop("UniTuple(int64,3)(int64[::1], int32[::1], int64[:,::1], int64, int64, boolean, boolean)")
-def check_global(host, owner, table, size, wrong, reads, writes):  # type: ignore[no-untyped-def]
-    """Check accesses and mark what they store: (shadow bits of the first bad byte or 0, position, byte).
+@loop(
+    "UniTuple(int64,4)(int64[::1], int32[::1], int64[:,::1], int64, int64, boolean, boolean, boolean, uint64[::1])"
+)
+def check_global(host, owner, table, size, wrong, reads, writes, tracked, missing):  # type: ignore[no-untyped-def]
+    """Check accesses and mark what they store: (shadow bits of the first bad byte or 0, position, byte, absent).
 
-    ``wrong``: the bits that a read must not find, repeated in each byte of a word.
+    ``wrong``: the bits that a read must not find, repeated in each byte of a word. A ``tracked`` load may find bytes
+    that nothing has written: ``missing`` gets a bit for each of them, by position, and ``absent`` is their number.
     """
-    word, octet = types.uint64(0), types.uint8(0)
+    word, octet, absent = types.uint64(0), types.uint8(0), 0
     for i in range(len(host)):
         row = owner[i]
         if row < 0 or table[row, 3] == 0:
@@ -65,37 +71,43 @@ def check_global(host, owner, table, size, wrong, reads, writes):  # type: ignor
             if bad != 0:
                 for k in range(step):
                     if (bad >> types.uint64(8 * k)) & types.uint64(255) != 0:
-                        return types.int64((bad >> types.uint64(8 * k)) & types.uint64(255)), i, b + k
+                        return types.int64((bad >> types.uint64(8 * k)) & types.uint64(255)), i, b + k, absent
+            if tracked and bits & types.uint64(UNWRITTEN * EACH_BYTE) != 0:
+                for k in range(step):
+                    if (bits >> types.uint64(8 * k)) & types.uint64(UNWRITTEN) != 0:
+                        missing[i] |= types.uint64(1) << types.uint64(b + k)
+                        absent += 1
             if writes:
                 bits = (bits & ~types.uint64(UNWRITTEN * EACH_BYTE)) | types.uint64(STORED * EACH_BYTE)
                 if step == 8:
                     poke(at + b, bits)
                 else:
                     poke(at + b, types.uint8(bits))
-    return 0, 0, 0
+    return 0, 0, 0, absent
 
 
-@loop("int64(int64[::1], int32[::1], int64, int64, uint8[:,::1], int64, int64)")
-def check_local(host, lanes, base, stride, written, size, element):  # type: ignore[no-untyped-def]
-    """The position of the first read of a local element that its thread has not written, or -1.
+@loop("int64(int64[::1], int32[::1], int64, int64, uint8[:,::1], int64, boolean, boolean, uint64[::1])")
+def check_local(host, lanes, base, stride, written, size, reads, padded, missing):  # type: ignore[no-untyped-def]
+    """Mark the bytes of a thread's local memory that it writes, or find those that it has not written.
 
-    ``element`` 0 is a write. One written byte per element is enough, because compilers copy structs with their
-    padding.
+    Returns the number of missing bytes; ``missing`` gets a bit for each, by position. Bytes of 0 do not count if
+    they may be padding.
     """
+    absent = 0
     for i in range(len(host)):
         offset = host[i] - base - lanes[i] * stride
-        if element == 0:
-            written[lanes[i], offset : offset + size] = 1
-        else:
-            for first in range(offset, offset + size, element):
-                if not written[lanes[i], first : first + element].any():
-                    return i
-    return -1
+        for b in range(size):
+            if not reads:
+                written[lanes[i], offset + b] = 1
+            elif written[lanes[i], offset + b] == VOID or (written[lanes[i], offset + b] == 0 and not padded):
+                missing[i] |= types.uint64(1) << types.uint64(b)
+                absent += 1
+    return absent
 
 
 @loop(
-    "UniTuple(int64,3)(int64[::1], int32[::1], int64, int64[::1], int64, int32[:,::1], int32[::1], int32[::1], "
-    "int64, boolean, boolean, boolean, boolean, int64)"
+    "UniTuple(int64,4)(int64[::1], int32[::1], int64, int64[::1], int64, int32[:,::1], int32[::1], int32[::1], "
+    "int64, boolean, boolean, boolean, boolean, boolean, uint64[::1])"
 )
 def check_shared(  # type: ignore[no-untyped-def]
     host,
@@ -111,13 +123,15 @@ def check_shared(  # type: ignore[no-untyped-def]
     writes,
     atomic,
     pends,
-    initialised,
+    tracked,
+    missing,
 ):
-    """Check accesses to shared memory in lane order: (kind or 0, position, row of the state).
+    """Check accesses to shared memory in lane order: (kind or 0, position, row of the state, absent).
 
-    ``pends``: the write of an asynchronous copy, which is pending until its thread waits for it. ``initialised``: 0
-    where each granule of a read must have been written, 1 where one must, 2 where none has to be.
+    ``pends``: the write of an asynchronous copy, which is pending until its thread waits for it. ``tracked``,
+    ``missing`` and ``absent`` are as for :func:`check_global`.
     """
+    absent = 0
     per_block = windows[2] // granule
     for i in range(len(host)):
         lane = lanes[i]
@@ -125,14 +139,16 @@ def check_shared(  # type: ignore[no-untyped-def]
         thread = types.int32(lane % windows[3])
         epoch, warp_epoch = epochs[block], warp_epochs[lane // 32]
         first = block * per_block + (host[i] - windows[0] - block * windows[2]) // granule
-        if reads and initialised == 1 and (state[first : first + size // granule, W_FLAGS] == 0).all():
-            return UNINITIALISED, i, first
         for g in range(first, first + size // granule):
             s = state[g]
             if s[PENDING] != 0:
-                return (PENDING_WRITE if writes and not reads else PENDING_READ), i, g
-            if reads and initialised == 0 and s[W_FLAGS] == 0:
-                return UNINITIALISED, i, g
+                return (PENDING_WRITE if writes and not reads else PENDING_READ), i, g, absent
+            if reads and (s[W_FLAGS] == 0 or s[W_FLAGS] & UNDEFINED != 0):
+                if not tracked:
+                    return UNINITIALISED, i, g, absent
+                ones = (types.uint64(1) << types.uint64(granule)) - types.uint64(1)
+                missing[i] |= ones << types.uint64((g - first) * granule)
+                absent += granule
             same_epoch = s[W_EPOCH] == epoch
             same_warp = s[W_THREAD] // 32 == thread // 32
             if same_epoch:
@@ -141,15 +157,15 @@ def check_shared(  # type: ignore[no-untyped-def]
                 apart = flags & MULTI_WARP != 0 or not same_warp
                 if atomic and flags & ATOMIC != 0:
                     if apart and flags & PLAIN_BEFORE != 0:
-                        return RACE_WRITE, i, g
+                        return RACE_WRITE, i, g, absent
                 elif apart or (s[W_WARP_EPOCH] == warp_epoch and several):
-                    return RACE_WRITE, i, g
+                    return RACE_WRITE, i, g, absent
             if writes:
                 if s[R_EPOCH] == epoch:
                     several = s[R_FLAGS] & MULTI_LANE != 0 or s[R_THREAD] != thread
                     apart = s[R_FLAGS] & MULTI_WARP != 0 or s[R_THREAD] // 32 != thread // 32
                     if apart or (s[R_WARP_EPOCH] == warp_epoch and several):
-                        return RACE_READ, i, g
+                        return RACE_READ, i, g, absent
                 if pends:
                     s[PENDING], s[PENDING_PC] = thread + 1, pc
                 elif not (atomic and same_epoch):
@@ -186,7 +202,19 @@ def check_shared(  # type: ignore[no-untyped-def]
                     if s[R_FLAGS] & MULTI_WARP == 0:
                         s[R_OTHER] = pc << _THREAD_BITS | thread
                     s[R_FLAGS] |= MULTI_LANE
-    return 0, 0, 0
+    return 0, 0, 0, absent
+
+
+@loop("void(int64[::1], int32[::1], uint64[::1], int64[::1], int64, int32[:,::1])")
+def void_shared(host, lanes, bits, windows, granule, state):  # type: ignore[no-untyped-def]
+    """Mark bytes of shared memory, a bit of ``bits`` each, as written with no value."""
+    per_block = windows[2] // granule
+    for i in range(len(host)):
+        block = lanes[i] // windows[3]
+        first = block * per_block + (host[i] - windows[0] - block * windows[2]) // granule
+        for b in range(64):
+            if (bits[i] >> types.uint64(b)) & types.uint64(1) != 0:
+                state[first + b // granule, W_FLAGS] |= UNDEFINED
 
 
 @loop("void(int64[::1], int32[::1], int64, int64[::1], int64, int32[:,::1], int32[::1], int32[::1])")

@@ -70,6 +70,8 @@ class State(Batch):
             int, Callable[[], Array]
         ] = {}  # pc of a warp instruction: the masks that lanes name
         self.carry = self._add("carry flag", np.dtype(np.bool_))
+        self.undefined: dict[int, Array] = {}  # registers with uninitialised values: see undefined.py
+        self.flows: dict[int, Any] = {}
         self.clock = 0
         self.truncating = False  # tensor cores: see instructions/matrix.py
         self._mask_of_lanes: Mask = None
@@ -98,11 +100,13 @@ class State(Batch):
         for name in ("memory", "barriers", "alive", "lanes", "groups", "parked"):
             self.__dict__.pop(name, None)
         self.registers.clear()
+        self.undefined.clear()
         self._mask_of_lanes, self._lanes_of_mask = None, np.zeros(0, np.int32)
         self.sanitizer = self.profiler = self.faults = None
 
     def begin(self, blocks: Array) -> None:
         super().begin(blocks)
+        self.undefined.clear()
         self.registers[:] = [np.zeros(1, dtype) for dtype in self.dtypes]
         for name, i in self.specials.items():
             self.registers[i] = SPECIAL_REGISTERS[name].value(self).view(self.dtypes[i])

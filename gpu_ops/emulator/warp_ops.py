@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from gpu_ops.emulator import aot, converge
+from gpu_ops.emulator import aot, converge, undefined
 from gpu_ops.emulator.access import locate
 from gpu_ops.emulator.batch import WARP, Mask
 from gpu_ops.emulator.instructions import Unknown, matrix
@@ -19,7 +19,7 @@ from gpu_ops.emulator.instructions import warp_ops as warp
 from gpu_ops.emulator.memory import GENERIC, SHARED, Access
 from gpu_ops.emulator.registers import Builder, Reader, address, destinations, parts, reader, writer
 from gpu_ops.emulator.state import Group, State, Step
-from gpu_ops.emulator.syntax import Array, Instruction
+from gpu_ops.emulator.syntax import Array, Instruction, Name
 
 _FULL = np.array([0xFFFFFFFF], np.uint32)
 
@@ -87,6 +87,8 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
     def execute(here: Array, named: Array, mask: Mask) -> None:
         if m.sanitizer is not None and members is not None:
             m.sanitizer.named(pc, here, named)
+        if m.undefined:
+            undefined.together(m, pc, here)
         run(here, named, mask)
 
     return Step(step, plain=False)
@@ -265,7 +267,8 @@ def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     target, source = instruction.operands
     writers = [writer(m, instruction, part, "b32") for part in parts(target)]
     where = address(m, instruction, source)
-    access = Access(pc, space, 16, read=True, write=False)
+    access = Access(pc, space, 16, read=True, write=False, tracked=True)
+    registers = [m.index[part.name] for part in parts(target) if isinstance(part, Name)]
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         lanes, warps = _row_mask(m, here, rows)
@@ -275,6 +278,8 @@ def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
         data = np.ascontiguousarray(words[:, place.lanes].T).view(np.uint8).reshape(len(warps), rows, 16)
         for write, fragment in zip(writers, load(data), strict=True):
             write(_spread(m, warps, fragment), mask)
+        if m.sanitizer is not None and m.sanitizer.absent:
+            undefined.loaded_fragments(m, registers, place, rows, load, warps)
 
     return collective(m, pc, None, run)
 
@@ -284,6 +289,7 @@ def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     store = matrix.store_fragments_b8 if narrow else partial(matrix.store_fragments, transposed=transposed)
     target, source = instruction.operands
     readers = [reader(m, instruction, part, "b32") for part in parts(source)]
+    registers = [m.index[part.name] for part in parts(source) if isinstance(part, Name)]
     where = address(m, instruction, target)
     access = Access(pc, space, 16, read=False, write=True)
 
@@ -293,6 +299,8 @@ def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
         data = store([np.ascontiguousarray(_rows(m, read())[warps]) for read in readers])
         words = np.empty((2, m.threads), np.uint64)
         words[:, place.lanes] = np.ascontiguousarray(data).view(np.uint64).reshape(-1, 2).T
+        if m.undefined:
+            undefined.stored_fragments(m, pc, place, registers, store, warps)
         aot.scatter(place.host, place.lanes, words)
 
     return collective(m, pc, None, run)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gpu_ops.emulator import aot
+from gpu_ops.emulator import aot, undefined
 from gpu_ops.emulator.access import locate
 from gpu_ops.emulator.batch import WARP, Mask
 from gpu_ops.emulator.instructions import Unknown, wmma
 from gpu_ops.emulator.memory import GENERIC, SPACES, Access
 from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
 from gpu_ops.emulator.state import State, Step
-from gpu_ops.emulator.syntax import Array, Instruction, Operand
+from gpu_ops.emulator.syntax import Array, Instruction, Name, Operand
 from gpu_ops.emulator.warp_ops import collective, product
 
 
@@ -36,7 +36,7 @@ class _Tile:
         size = self.fragment.word if self.along else self.fragment.bits // 8
         self.bits = np.dtype(f"u{size}")
         load = action == "load"
-        self.access = Access(pc, space, size, read=load, write=not load, element=size if load else 0)
+        self.access = Access(pc, space, size, read=load, write=not load, tracked=load)
 
     def pieces(self, register: int) -> Iterator[tuple[int, Array]]:
         """(shift in the register, address for each thread) of each piece of a register that one access moves."""
@@ -56,6 +56,7 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
     if len(writers) != f.registers:
         raise instruction.error(f"{instruction.form} wants {f.registers} registers")
     word = np.dtype(f"u{f.word}")
+    registers = [m.index[part.name] for part in parts(target) if isinstance(part, Name)]
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         values = []
@@ -66,6 +67,8 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
                 out = np.zeros((1, m.threads), tile.bits)
                 aot.gather(place.host, place.lanes, out)
                 value |= out[0].astype(word) << word.type(shift)
+                if m.sanitizer is not None and m.sanitizer.absent:
+                    undefined.loaded(m, [registers[register :: f.count]], tile.bits.itemsize)
             values.append(value)
         for k, write in enumerate(writers):
             write(values[k % f.count], mask)
@@ -81,12 +84,17 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
     if len(readers) != f.registers:
         raise instruction.error(f"{instruction.form} wants {f.registers} registers")
 
+    registers = [m.index[part.name] for part in parts(source) if isinstance(part, Name)]
+
     def run(here: Array, named: Array, mask: Mask) -> None:
         for register, read in enumerate(readers):
             value = np.broadcast_to(read(), m.threads)
             for shift, where in tile.pieces(register):
                 piece = np.ascontiguousarray((value >> value.dtype.type(shift)).astype(tile.bits)[np.newaxis])
                 place = locate(m, tile.access, mask, where, piece)
+                if m.undefined:
+                    marks = [m.undefined.get(registers[register])]
+                    undefined.stored(m, pc, place, marks, tile.bits.itemsize)
                 aot.scatter(place.host, place.lanes, piece)
 
     return collective(m, pc, None, run)

@@ -1,0 +1,197 @@
+"""Uninitialised values are reported at the use that matters, and not where the kernel discards them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from gpu_ops.emulator import Buffer, SanitizerError, launch
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+STORES, BRANCHES, ADDRESS = (
+    "stores the value in global memory",
+    "branches on the value",
+    "uses the value as an address",
+)
+ATOMIC, RUNS = "gives the value to an atomic", "decides by the value"
+
+KERNEL = """
+#include <cuda_fp16.h>
+%s
+extern "C" __global__ void k(int* y, const int* x) {
+  __shared__ int s[65], z[65];
+  int t = threadIdx.x;
+  s[t] = x[t];
+  __syncthreads();
+  int a = s[t + 1];  // s[64] has no value
+  %s
+}
+"""
+#: Ends of the kernel that use the value of one thread; what that is, and the thread.
+FOUND = [
+    ("y[t] = a;", STORES, 63),
+    ("y[t] = 2 * a + 1;", STORES, 63),
+    ("if (a > 3) y[t] = 1;", BRANCHES, 63),
+    ("if (t < 63 || a > 3) y[t] = t;", BRANCHES, 63),
+    ("for (int i = 0; i < (a & 7); i++) y[t] += i;", BRANCHES, 63),
+    ("y[a & 63] = 1;", ADDRESS, 63),
+    ("y[t] = x[a & 63];", ADDRESS, 63),
+    ("y[t] = s[a & 63];", ADDRESS, 63),
+    ("y[t] = a > 3 ? t : -t;", STORES, 63),
+    ("y[t] = t == 63 ? a : 5;", STORES, 63),
+    ("y[t] = a & 1;", STORES, 63),
+    ("y[t] = __shfl_down_sync(~0u, a, 1);", STORES, 62),
+    ("y[t] = __shfl_sync(~0u, t, a);", STORES, 63),
+    ("y[t] = __reduce_add_sync(~0u, a);", STORES, 32),
+    ("y[t] = __ballot_sync(~0u, a > 3);", STORES, 32),
+    ("y[t] = __any_sync(~0u, a > 3);", STORES, 32),
+    ("y[t] = __syncthreads_or(a > 100);", RUNS, 63),
+    ("atomicAdd(y, a);", ATOMIC, 63),
+    ("atomicMax(z + t, t);", "uninitialised read: 4-byte atomic", 0),
+    ("z[t] = a; __syncthreads(); y[t] = z[63 - t];", STORES, 0),
+    ("z[t] = a; z[t] += 1; __syncthreads(); y[t] = z[63 - t];", STORES, 0),
+    ("short* h = (short*)z; h[t] = a; __syncthreads(); y[t] = h[63 - t];", STORES, 0),
+    ("int m[4]; for (int i = 0; i < 4; i++) m[i] = i; m[t & 3] = a; y[t] = m[x[t] & 3];", STORES, 63),
+    ("y[t] = twice(a);", STORES, 63),
+    ("y[t] = both(a, 1).y;", STORES, 63),
+    ("y[t] = __half2int_rn(__ushort_as_half(a));", STORES, 63),
+    (
+        'asm("{.reg .pred p; setp.gt.s32 p, %1, 3; @p st.global.u32 [%0], %2;}" :: "l"(y + t), "r"(a), "r"(t));',
+        RUNS,
+        63,
+    ),
+]
+#: Ends that discard it, and what they write.
+CLEAN = [
+    ("y[t] = t < 63 ? a : -1;", [*range(1, 64), -1]),
+    ("int b = a * 3 + 1; y[t] = t < 63 ? b : -1;", [*range(4, 193, 3), -1]),
+    ("if (t < 63 && a > 3) y[t] = a;", [0, 0, 0, *range(4, 64), 0]),
+    ("bool p = a > 3; if (t < 63 & p) y[t] = a;", [0, 0, 0, *range(4, 64), 0]),
+    ("if (t > 62 || a > 3) y[t] = t;", [0, 0, 0, *range(3, 64)]),
+    ("y[t] = a & (t < 63 ? -1 : 0);", [*range(1, 64), 0]),
+    ("y[t] = a | (t < 63 ? 0 : -1);", [*range(1, 64), -1]),
+    ("if (t == 63) a = 7; y[t] = a;", [*range(1, 64), 7]),
+    ("y[t] = __shfl_sync(~0u, a, t & 30);", [(i & 32) + (i & 30) + 1 for i in range(64)]),
+    ("y[t] = __shfl_up_sync(~0u, a, 1);", [1, *range(1, 32), 33, *range(33, 64)]),
+    ("y[t] = __ballot_sync(~0u, t < 63 && a > 0) == (t < 32 ? ~0u : ~0u >> 1);", [1] * 64),
+    ("z[t] = a; __syncthreads(); y[t] = t ? z[t - 1] : 0;", [0, *range(1, 64)]),
+    ("z[t] = a; if (t == 63) z[t] = 9; __syncthreads(); y[t] = z[63 - t];", [9, *range(63, 0, -1)]),
+    ("int m[4] = {1, 2, 3, 4}; m[x[t] & 3] = a; m[t & 3] = t; y[t] = m[x[t] & 3];", [*range(64)]),
+    ("y[t] = t < 63 ? twice(a) : 0;", [*range(2, 128, 2), 0]),
+    ("y[t] = both(a, t).x;", [*range(64)]),
+]
+FUNCTIONS = """
+__device__ __noinline__ int twice(int a) { return 2 * a; }
+__device__ __noinline__ int2 both(int a, int t) { return make_int2(t, a); }
+"""
+
+
+def run(body, **options):
+    x, y = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
+    launch(KERNEL % (FUNCTIONS, body), "k", 1, 64, (y, x), **options)
+    return y
+
+
+@pytest.mark.parametrize(("body", "use", "thread"), FOUND, ids=[body for body, *_ in FOUND])
+def test_a_use_that_matters(body, use, thread):
+    with pytest.raises(SanitizerError, match=re.escape(use)) as caught:
+        run(body)
+    assert caught.value.kind == "uninitialised read"
+    message = str(caught.value)
+    if use != "uninitialised read: 4-byte atomic":
+        assert f"; block (0,0,0) thread ({thread},0,0) {use}" in message
+        assert len(re.findall(r"at PTX line \d+: .*\n", message)) >= 2  # the use and the load
+
+
+@pytest.mark.parametrize(("body", "expected"), CLEAN, ids=[body for body, _ in CLEAN])
+def test_a_value_that_is_discarded(body, expected):
+    np.testing.assert_array_equal(run(body), expected)
+    np.testing.assert_array_equal(run(body, sanitize="collect"), expected)
+
+
+def test_every_fault_of_a_launch():
+    """With all faults collected each load is one fault, counted once for each thread that uses the value."""
+    with pytest.raises(SanitizerError) as caught:
+        run("int b = z[t]; y[t] = b; y[63 - t] = b; y[t] += a;", sanitize="collect")
+    assert [(f.kind, f.count) for f in caught.value.faults] == [
+        ("uninitialised read", 64),
+        ("uninitialised read", 1),
+    ]
+
+
+def test_results_and_constants_without_a_value():
+    source = """
+    __constant__ int c[2];
+    extern "C" __global__ void k(int* y, const int* old, int use) {
+      int t = threadIdx.x, a = old[t], b = c[0];
+      y[t] = use ? a + b : t;
+    }
+    """
+    old, y = Buffer(np.zeros(64, np.int32), "old", written=False), np.zeros(64, np.int32)
+    launch(source, "k", 1, 64, (y, old, 0))
+    np.testing.assert_array_equal(y, np.arange(64))
+    with pytest.raises(
+        SanitizerError, match=r"uninitialised read: .*, of `old`: element 0 of 64.* stores the value"
+    ):
+        launch(source, "k", 1, 64, (y, old, 1), symbols={"c": np.zeros(2, np.int32)})
+    with pytest.raises(
+        SanitizerError, match=r"uninitialised read: .*pass symbols={'c': array}; .* stores the value"
+    ):
+        launch(source, "k", 1, 64, (y, old.array, 1))
+
+
+TILES = r"""
+#include <cuda_fp16.h>
+#include <mma.h>
+using namespace nvcuda;
+extern "C" __global__ void k(float* y, int rows, int use) {
+  __shared__ __align__(32) half a[256], b[256];
+  __shared__ __align__(32) float c[256];
+  int t = threadIdx.x;
+  for (int i = t; i < 256; i += 32) { if (i < 16 * rows) a[i] = __float2half(i % 7); b[i] = __float2half(i % 5); }
+  __syncwarp();
+  wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> fa;
+  wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major> fb;
+  wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc;
+  wmma::fill_fragment(fc, 0.f);
+  wmma::load_matrix_sync(fa, a, 16);
+  wmma::load_matrix_sync(fb, b, 16);
+  wmma::mma_sync(fc, fa, fb, fc);
+  wmma::store_matrix_sync(c, fc, 16, wmma::mem_row_major);
+  __syncwarp();
+  unsigned r[4], at = (unsigned)__cvta_generic_to_shared(a + t % 16 * 16 + t / 16 * 8);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+    : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+  y[t] = use == 1 ? c[t] : use == 2 ? __int_as_float(r[0]) : use == 3 ? __int_as_float(r[1]) : t;
+}
+"""
+
+
+@pytest.mark.parametrize(("use", "wrong"), [(0, False), (1, True), (2, False), (3, True)])
+def test_tiles(use, wrong):
+    """Eight of sixteen rows of a tile have values: ``ldmatrix`` tells its registers apart, a product does not."""
+    y = np.zeros(32, np.float32)
+    if wrong:
+        with pytest.raises(SanitizerError, match="uninitialised read"):
+            launch(TILES, "k", 1, 32, (y, 8, use))
+    else:
+        launch(TILES, "k", 1, 32, (y, 8, use))
+    launch(TILES, "k", 1, 32, (y, 16, use))
+
+
+def test_the_other_arm_of_a_branch_has_the_value():
+    """The lanes of two shuffles meet, each with its own registers."""
+    body = """
+    int v;
+    if (t & 1) { v = __shfl_xor_sync(~0u, a, 1); y[t] = v + 1; }
+    else { v = __shfl_xor_sync(~0u, t, 1); %s }
+    """
+    source = KERNEL % ("", body)
+    x, y = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
+    launch(source % "y[t] = t < 62 ? v : 0;", "k", 1, 64, (y, x))
+    assert y[:62:2].tolist() == [*range(2, 64, 2)]
+    with pytest.raises(SanitizerError, match=r"thread \(62,0,0\) stores the value in global memory"):
+        launch(source % "y[t] = v;", "k", 1, 64, (y, x))
