@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 import sys
 from collections import Counter
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -20,8 +19,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import FakeCupy
-from hypothesis import settings
 from processes import ROOT
+from surroundings import keep_last_words, load_hypothesis_profile, restore_signals
 
 from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
@@ -29,16 +28,19 @@ from gpu_ops.core.device import compiler_missing, cuda_missing
 from gpu_ops.core.dispatch import BACKENDS
 from gpu_ops.core.op import forget_calls
 
-# A CI run repeats the same examples, so that a failure is the change's; runs by hand explore new ones.
-settings.register_profile("ci", derandomize=True, deadline=None)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+restore_signals()
+load_hypothesis_profile()
 
 # After 50000 new objects, not 700: among the million objects of compilers and emulated programs, searches for cyclic
 # garbage took a third of the time of the tests that use the emulator.
 gc.set_threshold(50_000, 10, 100)
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own plugins
+def pytest_configure(config):
+    keep_last_words(config)
 
 
 @pytest.hookimpl(

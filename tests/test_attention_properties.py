@@ -42,7 +42,7 @@ def of_sequence(options: dict[str, Any], b: int) -> dict[str, Any]:
     return {**options, "alibi_slopes": slopes[b] if slopes is not None and slopes.ndim == 2 else slopes}
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.data())
 def test_varlen_equals_one_call_per_sequence(data):
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=4))
@@ -72,7 +72,7 @@ def test_varlen_equals_one_call_per_sequence(data):
         close(extra["sinks"], dsinks)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.data())
 def test_decode_equals_the_last_rows_of_attention(data):
     used = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
@@ -118,7 +118,7 @@ def test_decode_equals_the_last_rows_of_attention(data):
 # ---- properties ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(shift=st.floats(-50, 50), seed=st.integers(0, 999))
 def test_a_constant_bias_moves_lse_and_nothing_else(shift, seed):
     p = make(mask="causal", bias="full", seed=seed)
@@ -129,7 +129,7 @@ def test_a_constant_bias_moves_lse_and_nothing_else(shift, seed):
     close(moved_lse, lse + shift, atol=1e-11)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(seed=st.integers(0, 999), data=st.data())
 def test_the_order_of_keys_does_not_matter(seed, data):
     p = make(heads=(4, 2), softcap=2.0, sinks=True, bias="keys", seed=seed)
@@ -141,7 +141,7 @@ def test_the_order_of_keys_does_not_matter(seed, data):
     close(again_lse, lse)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(a=st.floats(-3, 3), b=st.floats(-3, 3), seed=st.integers(0, 999))
 def test_gradients_are_linear_in_dout(a, b, seed):
     p = make(mask="causal_left", heads=(4, 2), sinks=True, bias="full", softcap=1.5, seed=seed)
@@ -156,7 +156,7 @@ def test_gradients_are_linear_in_dout(a, b, seed):
         close(sum_, a * one + b * two, atol=1e-11)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))
 def test_a_block_mask_equals_the_bias_it_expands_to(seqlen_q, seqlen_k, block_q, block_k):
     p = make(seqlens=(seqlen_q, seqlen_k), block_mask="each", blocks=(block_q, block_k))

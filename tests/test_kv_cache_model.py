@@ -311,7 +311,5 @@ class Cache(RuleBasedStateMachine):
 
 def test_random_calls_keep_to_the_model():
     Cache.operations = 0
-    run_state_machine_as_test(
-        Cache, settings=settings(max_examples=120, stateful_step_count=100, deadline=None)
-    )
+    run_state_machine_as_test(Cache, settings=settings(max_examples=120, stateful_step_count=100))
     assert Cache.operations > 8000

@@ -89,7 +89,7 @@ def test_no_layout_is_faster_or_smaller(name):
 scales = st.floats(1.0, 1.6)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(scales, scales, scales, scales, st.sampled_from(["8B on 8", "8B on 12 A100", "8B on 8 RTX 4090"]))
 def test_better_hardware_is_never_slower(room, link, network, memory_speed, name):
     job = JOBS[name]

@@ -198,7 +198,7 @@ def test_dweight_has_the_same_bits_every_time(rng):
     assert set(others) == {first}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     exponent=st.integers(-40, 40),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),
@@ -218,7 +218,7 @@ def test_scale_invariance_as_eps_vanishes(exponent, shape, seed):
     np.testing.assert_allclose(np.sum(dx * x, axis=-1), 0, atol=1e-13 * magnitude)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(a=st.floats(-4, 4), shape=st.tuples(st.integers(1, 5), st.integers(1, 70)), seed=st.integers(0, 2**31))
 def test_gradients_are_linear_in_dy(a, shape, seed):
     rng = np.random.default_rng(seed)

@@ -105,7 +105,7 @@ def test_zeros_nan_and_infinity(backend, dtype, rng):
     assert np.isposinf(scale[0])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     exponent=st.integers(-40, 40),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),

@@ -79,7 +79,7 @@ def make(case, shape):
 
 @pytest.mark.parametrize("name", ["numba", "reference"])
 @given(case=cases, shift=st.integers(-1000, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_scores_depend_on_differences_of_positions_only(name, case, shift):
     x, options, rng = make(case, (2, 5, 2))
     positions = rng.integers(0, 1000, (5,))
@@ -92,7 +92,7 @@ def test_scores_depend_on_differences_of_positions_only(name, case, shift):
 
 @pytest.mark.parametrize("name", ["numba", "reference"])
 @given(case=cases)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_conjugate_is_the_inverse_and_norms_stay(name, case):
     x, options, rng = make(case, (2, 5, 2))
     options["positions"] = rng.integers(-1000, 1000, (2, 5))
@@ -107,7 +107,7 @@ def test_conjugate_is_the_inverse_and_norms_stay(name, case):
 @pytest.mark.parametrize("name", ["numba", "reference"])
 @pytest.mark.parametrize("scaling", [None, RopeScaling.yarn(8.0, 64)], ids=["none", "yarn"])
 @given(case=cases, conjugate=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_backward_is_the_transpose(name, scaling, case, conjugate):
     """<rope(x), dy> = <x, rope_backward(dy)>, with yarn's attention factor too."""
     x, options, rng = make(case, (2, 5, 2))

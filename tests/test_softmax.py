@@ -85,7 +85,7 @@ def test_a_float32_row_sums_to_one(cols, rng):
     assert np.abs(y.sum(axis=-1, dtype=np.float64) - 1).max() <= 2.0**-23
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shift=st.floats(-50, 50), rows=st.integers(1, 4), cols=st.integers(1, 70), seed=st.integers(0, 2**31))
 def test_rows_sum_to_one_and_do_not_depend_on_a_shift(shift, rows, cols, seed):
     x = np.random.default_rng(seed).standard_normal((rows, cols))

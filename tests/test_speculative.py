@@ -224,7 +224,7 @@ def test_draft_probabilities_that_are_refused(tokens, probs, message):
         verify(np.zeros((3, 4)), tokens, [-1, 0, 0], sampling=Sampling(temperature=1.0), draft_probs=probs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tokens=st.lists(st.integers(0, 2), max_size=30), ngram=st.integers(1, 4), most=st.integers(1, 5))
 def test_lookup_is_what_followed_the_longest_match(tokens, ngram, most):
     found = prompt_lookup(tokens, ngram=ngram, most=most)

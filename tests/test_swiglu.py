@@ -140,7 +140,7 @@ def test_accuracy_over_the_whole_range(backend, activation):
     np.testing.assert_allclose(y, want, rtol=1e-13, atol=1e-16)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     a=st.floats(-4, 4, width=32),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),

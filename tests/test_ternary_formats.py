@@ -54,7 +54,7 @@ UNITS = {name: (f.unit_rows, f.unit_cols) if not f.pads else (1, 1) for name, f 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_round_trip(name, data):
     rows, cols = UNITS[name]
@@ -68,7 +68,7 @@ def test_round_trip(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_fuzzed_buffers_decode_or_are_refused(name, data):
     """Bytes of any kind and length: trits or a typed error, and strict trits pack to the same bytes again."""

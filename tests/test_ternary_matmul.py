@@ -193,7 +193,7 @@ def test_a_token_may_be_a_vector(activations, dtype, backend, rng):
     np.testing.assert_array_equal(ternary_matmul(x[0], w, activations=activations, **backend), want)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 999), k=st.integers(1, 300), m=st.sampled_from([1, 5, 20]))
 def test_the_order_of_k_does_not_matter(seed, k, m):
     rng = np.random.default_rng(seed)

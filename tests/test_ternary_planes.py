@@ -103,7 +103,7 @@ def test_out_and_codes_that_begin_anywhere(backend, rng):
     assert (out[:, 15:] == 7).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 999), k=st.integers(1, 400), m=st.sampled_from([1, 16, 40]))
 def test_transposing_the_product_swaps_the_matrices(seed, k, m):
     rng = np.random.default_rng(seed)

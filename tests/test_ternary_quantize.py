@@ -141,7 +141,7 @@ def test_thresholds(backend, rng):
         np.testing.assert_array_equal(matrix.trits(), np.where(np.abs(w) > d, np.sign(w), 0), err_msg=method)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_backends_quantize_alike(data):
     n, k = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 150))

@@ -93,7 +93,7 @@ class Batch:
         np.testing.assert_allclose(rows, wanted, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(0, 11), min_size=1, max_size=3))
 def test_random_trees_are_each_path_alone(seed, lengths):
     rng = np.random.default_rng(seed)

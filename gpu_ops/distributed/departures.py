@@ -1,8 +1,8 @@
 """Ranks whose program has ended: what a rank tells the others when it leaves, so that none waits for it.
 
-MPI's own end, MPI_Finalize, waits for all ranks, also for those that wait for the rank that has called it. Here a rank
-first sends each member of each communicator the numbers of operations that it has begun there. A rank that waits for
-an operation with a higher number knows that it will never come.
+MPI_Finalize waits for all ranks, even for those that wait for the rank that calls it. So a rank first sends each
+member of each communicator the numbers of operations that it has begun there. A rank that waits for an operation with
+a higher number knows that it will never come.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Departures:
     def all_left(self) -> bool:
         """Whether all other members have left."""
         self._listen()
-        return len(self._departed) == self._mpi.size - 1
+        return len(self._departed) == int(self._mpi.size) - 1
 
     def never_begun(self, needs: Sequence[Need]) -> Departed | None:
         """A member that has left without an operation that is needed."""

@@ -1,0 +1,104 @@
+"""Makes tests independent of how and where they were started, and keeps the last words of a test process that dies.
+
+A shell's background jobs ignore Ctrl-C, and so do all of their children; a loaded machine draws examples slowly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+from hypothesis import HealthCheck, settings
+
+
+def restore_signals() -> None:
+    """Set the handlers that Python starts with, and block no signal: a child inherits what is ignored or blocked."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGQUIT", "SIGALRM", "SIGCHLD"):  # not SIGHUP: nohup means it
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def load_hypothesis_profile() -> None:
+    """No limit on the time of an example or of drawing one. A CI run repeats the same examples, so that a failure is
+    the change's; runs by hand explore new ones."""
+    settings.register_profile("gpu_ops", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("ci", settings.get_profile("gpu_ops"), derandomize=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "gpu_ops")
+
+
+class LastWords:
+    """The plugin of a worker of pytest-xdist: stacks at a crash or a timeout, and each test with the peak memory
+    before it, go to files, which outlive the process."""
+
+    def __init__(self, config: pytest.Config, folder: Path, worker: str) -> None:
+        with (folder / f"{worker}.stacks").open("wb") as file:
+            os.dup2(file.fileno(), config.stash[fault_handler_stderr_fd_key])
+        self._file = (folder / f"{worker}.tests").open("w")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+        self._file.write(f"{nodeid}, after a peak of {peak} MB\n")
+        self._file.flush()
+
+
+class Deaths:
+    """The plugin of the process that starts the workers: reports how each one that died came to its end."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="gpu_ops_tests_"))
+        self._deaths: list[str] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        node.workerinput["last_words"] = str(self._folder)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error: object) -> None:
+        worker = node.gateway.id
+        files = {kind: self._folder / f"{worker}.{kind}" for kind in ("tests", "stacks")}
+        if error and files["tests"].exists():
+            tests, stacks = (file.read_text(errors="replace") for file in files.values())
+            last = "".join(tests.splitlines(keepends=True)[-3:])
+            self._deaths.append(f"{worker} ended by {_end_of(node)}; its last tests:\n{last}{stacks}")
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        for death in self._deaths:
+            terminalreporter.section("a test process died")
+            terminalreporter.write_line(death)
+
+    def pytest_unconfigure(self) -> None:
+        for file in self._folder.iterdir():
+            file.unlink()
+        self._folder.rmdir()
+
+
+def _end_of(node) -> str:
+    process = getattr(getattr(node.gateway, "_io", None), "popen", None)
+    status = None
+    with contextlib.suppress(Exception):  # it may not have been waited for in time
+        status = process.wait(timeout=60)
+    if status is None:
+        return "an unknown end"
+    if status >= 0:
+        return f"exit status {status}"
+    end = signal.Signals(-status).name
+    return f"{end}, which the kernel sends when memory runs out" if end == "SIGKILL" else end
+
+
+def keep_last_words(config: pytest.Config) -> None:
+    """Register the plugin of this process, if tests are distributed over several."""
+    if hasattr(config, "workerinput"):
+        folder, worker = (config.workerinput[key] for key in ("last_words", "workerid"))
+        config.pluginmanager.register(LastWords(config, Path(folder), worker))
+    elif getattr(config.option, "numprocesses", None):
+        config.pluginmanager.register(Deaths())
