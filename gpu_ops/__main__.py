@@ -239,11 +239,11 @@ def _compile_all(labels: list[str], workers: int, console: Console) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from gpu_ops.kernels.compiler.kernel import short_label
-    from gpu_ops.warmup import compile_variant
+    from gpu_ops.warmup import compile_variant, end_with_parent
 
     failed = 0
     # Processes, not threads: Numba compiles under one lock. Spawned, so that they start without ours.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with pool, bar:

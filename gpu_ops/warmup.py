@@ -6,11 +6,14 @@ A module of its own because worker processes import what they run by name, and c
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
 import pkgutil
+import threading
 import time
 from typing import Any
 
-__all__ = ["compile_variant", "variants"]
+__all__ = ["compile_variant", "end_with_parent", "variants"]
 
 
 def variants() -> dict[str, tuple[str, ...]]:
@@ -29,6 +32,18 @@ def compile_variant(label: str) -> float:
             kernel[variant]
             return time.perf_counter() - start
     raise LookupError(f"no kernel variant {label}")
+
+
+def end_with_parent() -> None:
+    """Make this worker end once the process that started it has been killed; its queue would wait for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _all_variants() -> list[tuple[Any, Any]]:

@@ -30,6 +30,34 @@ def python(*arguments: object, status: int = 0, **variables: str) -> str:
     return done.stdout
 
 
+def in_background(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    """Start ``python arguments`` as a shell does in the background, with SIGINT ignored; a session by itself."""
+    return subprocess.Popen(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ends_with_all_it_started(process: subprocess.Popen[str]) -> bool:
+    """Terminate a process of :func:`in_background`; whether all processes that it started end as well."""
+    process.terminate()
+    process.communicate(timeout=PATIENCE)  # reads until none of them has the pipes
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    os.killpg(process.pid, 9)
+    return False
+
+
 def exit_code(child: int) -> int:
     """Of a forked child, which is killed if it hangs."""
     end = time.monotonic() + PATIENCE

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from gpu_ops.kernels.numba_cpu import jit, swiglu
 from gpu_ops.kernels.numba_cpu.codegen import numba_pipeline
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
 from tests.calls import OPS, call
-from tests.processes import PATIENCE, ROOT, python
+from tests.processes import PATIENCE, ROOT, ends_with_all_it_started, in_background, python
 
 # Runs an op that compiles fast and prints where its kernel came from: "compiled" when saved, "loaded" when read.
 CALL = """
@@ -296,6 +297,18 @@ def test_warmup_fills_the_folder(tmp_path):
         "swiglu_forward_gelu-float32",
     }
     assert finish(start(tmp_path))[0] == LOADED
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals (Linux, macOS)")
+def test_warmup_ends_with_its_workers_when_it_is_killed(tmp_path):
+    """Also where a shell started it in the background; the kernels compiled by then stay."""
+    arguments = ("warmup", "--jobs", 2, "--kernel", "swiglu_forward_", "--dtype", "float32")
+    warmup = in_background("-m", "gpu_ops", *arguments, GPU_OPS_CACHE_DIR=str(tmp_path))
+    while " of " not in warmup.stdout.readline():
+        assert warmup.poll() is None
+    assert ends_with_all_it_started(warmup)
+    assert warmup.returncode == -signal.SIGTERM
+    assert entries(tmp_path)
 
 
 def test_warmup_names_what_it_does_not_know(tmp_path):

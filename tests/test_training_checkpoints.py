@@ -96,16 +96,15 @@ for step in range(int(sys.argv[2]), 10**6):
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_killed_run_resumes(how, tmp_path):
+    """SIGTERM also where it was started in the background of a shell, where SIGINT is ignored."""
     rng, start = np.random.default_rng(1), 0
     for _ in range(2):
-        child = subprocess.Popen(
-            [sys.executable, "-c", SAVES, str(tmp_path), str(start)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-c", SAVES, str(tmp_path), str(start)]
+        if how == signal.SIGTERM:
+            command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
+        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             assert child.stdout.readline()  # at least one is saved
             time.sleep(rng.random() * 0.05)
