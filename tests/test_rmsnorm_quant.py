@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from row_cases import emulator_dtypes
 
 import gpu_ops
+from gpu_ops.errors import ShapeError
 from gpu_ops.reference import rmsnorm as reference
 
 DEVICES = ("cpu", "emulator", "cuda")
@@ -124,3 +125,17 @@ def test_codes_ignore_the_scale_of_x_and_of_the_weight(exponent, shape, seed):
     flipped = gpu_ops.rmsnorm_quant_int8(-x, weight, eps=1e-300)
     np.testing.assert_array_equal(flipped[0], -q)
     np.testing.assert_array_equal(flipped[2], -rowsum)
+
+
+def test_rows_whose_sums_of_codes_an_int32_cannot_hold(backend):
+    """Are refused before they are read: zeros that nobody touches take no memory."""
+    x = np.zeros((1, (2**31 - 1) // 127 + 1), np.float16)
+    with pytest.raises(ShapeError, match="16909321 elements; at most 16909320, whose codes add up to an int32"):
+        gpu_ops.rmsnorm_quant_int8(x, x[0], **backend)
+
+
+def test_the_longest_row_of_largest_codes():
+    x = np.ones((1, (2**31 - 1) // 127), np.float16)
+    q, _, rowsum = gpu_ops.rmsnorm_quant_int8(x, x[0])
+    assert (q == 127).all()
+    assert rowsum[0] == 2**31 - 8

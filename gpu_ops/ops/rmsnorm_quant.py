@@ -13,11 +13,14 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
+from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.norm_checks import validate
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm_quant_int8"]
+
+_MOST_COLS = (2**31 - 1) // 127
 
 
 @op(cuda=True, kernels="rmsnorm_quant")
@@ -61,6 +64,7 @@ def rmsnorm_quant_int8(
     scale : array (...), float32 (float64 for float64)
         NaN when the row holds a NaN, whose code is 0.
     rowsum : array (...), int32
+        Rows have at most 16,909,320 elements: 127 times as much is the largest int32.
     s : array like x
         Only with ``residual``: ``x + residual``.
 
@@ -88,9 +92,14 @@ def rmsnorm_quant_int8(
     x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
     residual_ = call.optional("residual", residual, rows=True)
     dtype = validate(call.op, x_, weight_, residual=residual_)
+    if x_.shape[-1] > _MOST_COLS:
+        raise ShapeError(
+            f"{call.op}: x has rows of {x_.shape[-1]} elements; at most {_MOST_COLS}, whose codes add up to an int32 "
+            "rowsum"
+        )
     call.option(
         eps=checks.epsilon(call.op, eps, dtype),
-        weight_offset=checks.in_float32(call.op, "weight_offset", weight_offset, dtype),
+        weight_offset=checks.computable(call.op, "weight_offset", weight_offset, dtype),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
     results: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
