@@ -122,7 +122,7 @@ def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ("abc", "draft is str, not a function"),
+        ("abc", "draft must be a function, got str"),
         (lambda tokens: [97], r"Engine: draft guessed 97, not in \[0, 97\)"),
         (lambda tokens: [0.5], "Engine: draft: token ids are float64"),
         (lambda tokens: [[1]], "Engine: draft: token ids have shape"),

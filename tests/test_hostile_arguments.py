@@ -206,6 +206,22 @@ def test_objects_that_claim_to_be_arrays_with_a_gpu(thing, cupy):
         gpu_ops.rmsnorm(thing, np.ones(4, np.float32))
 
 
+def test_a_nested_tensor_is_told_of_cu_seqlens():
+    x = np.ones((4, 8), np.float32)
+
+    class Nested:
+        is_nested = True
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, **_):
+            return x.__dlpack__()
+
+    with pytest.raises(DTypeError, match=r"x .*NestedTensor.*attention_varlen .*cu_seqlens_q"):
+        gpu_ops.softmax(Nested())
+
+
 def test_objects_in_place_of_options():
     for thing in (AnswersAll(), np.ma.masked):
         for op in OPS:

@@ -312,14 +312,14 @@ def test_sampling_is_checked_at_once(name, value):
     ("prompt", "options", "message"),
     [
         ([], {}, "prompt is empty"),
-        ([1.5], {}, "sequence of token ids"),
+        ([1.5], {}, r"prompt\[0\] must be an integer, got float 1.5"),
         ([3, 97], {}, r"prompt\[1\] is 97, not in \[0, 97\)"),
         ([3, -1], {}, r"prompt\[1\] is -1"),
         ([3], {"max_new_tokens": 0}, "max_new_tokens must lie in"),
         ([3], {"max_new_tokens": 33}, "more than max_seqlen=32"),
-        ([[1], [2, 3]], {}, "sequence of token ids"),
-        ([3], {"stop": "ab"}, "stop must be a sequence of token ids"),
-        ([3], {"sampling": {}}, "sampling is dict"),
+        ([[1], [2, 3]], {}, r"prompt\[0\] must be an integer, got list"),
+        ([3], {"stop": "ab"}, "stop must be a sequence, got str"),
+        ([3], {"sampling": {}}, "sampling must be a Sampling, got dict"),
     ],
 )
 def test_requests_that_are_refused(prompt, options, message):

@@ -237,22 +237,6 @@ def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
     assert torch.equal(weight.grad, dweight.to(kind))
 
 
-def test_a_nested_tensor_is_told_of_cu_seqlens():
-    x = np.ones((4, 8), np.float32)
-
-    class Nested:
-        is_nested = True
-
-        def __dlpack_device__(self):
-            return 1, 0
-
-        def __dlpack__(self, **_):
-            return x.__dlpack__()
-
-    with pytest.raises(errors.DTypeError, match=r"x .*NestedTensor.*attention_varlen .*cu_seqlens_q"):
-        gpu_ops.softmax(Nested())
-
-
 @pytest.mark.peers
 def test_torch_that_is_negated_lazily_is_refused_with_the_remedy():
     """Its memory holds the other sign."""

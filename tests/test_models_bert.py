@@ -12,7 +12,7 @@ from bert_models import CONFIG, SENTENCES, made, textbook_embedding, textbook_st
 from compilers import needs_nvrtc
 
 from gpu_ops import models
-from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
+from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.models import Bert, BertConfig, Sequences
 
 FORMULA = np.array([textbook_embedding(ids, made()) for ids in SENTENCES])
@@ -81,10 +81,10 @@ REFUSED = [
     ),
     ([[1, 50]], OptionError, "sentences[0] has ids outside the vocabulary, [0, 50)"),
     ([[-1]], OptionError, "outside the vocabulary"),
-    ([[1.5, 2.0]], DTypeError, "sentences[0] must be a list of token ids, got [1.5, 2.0]"),
-    (["hello"], DTypeError, "must be a list of token ids, got 'hello'"),
-    ([1, 2], DTypeError, "sentences[0] must be a list of token ids, got 1"),
-    ([[[1, 2]]], DTypeError, "must be a list of token ids"),
+    ([[1.5, 2.0]], OptionError, "sentences[0][0] must be an integer, got float 1.5"),
+    (["hello"], OptionError, "sentences[0] must be a sequence, got str 'hello'"),
+    ([1, 2], OptionError, "sentences[0] must be a sequence, got int 1"),
+    ([[[1, 2]]], OptionError, "sentences[0][0] must be an integer, got list"),
 ]
 
 

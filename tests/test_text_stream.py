@@ -47,7 +47,7 @@ def test_the_first_space_of_a_text_stays():
 
     stream = TextStream(Stripping(), prompt=list(b"Once"))
     assert "".join(stream.add(b) for b in b" upon") == " upon"
-    with pytest.raises(OptionError, match="stop must be a list of strings"):
+    with pytest.raises(OptionError, match="stop must be a sequence, got str"):
         TextStream(Bytes(), stop="END")
 
 

@@ -106,7 +106,7 @@ def circular():
 
 
 BAD_META = {
-    "a list": ([1], "must be a mapping, got list"),
+    "a list": ([1], "meta must be a dict, got list"),
     "a set": ({"a": {1}}, "set .* is no value of JSON"),
     "an array": ({"a": np.ones(3)}, "pass it among the arrays"),
     "a number as a key": ({"a": [{1: 2}]}, "the key 1 is no string"),
@@ -129,8 +129,8 @@ def test_meta_that_would_not_come_back_is_refused(what, tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "error", "message"),
     [
-        ([np.ones(3)], OptionError, "arrays must be a mapping"),
-        ({1: np.ones(3)}, OptionError, "key 1; names are strings"),
+        ([np.ones(3)], OptionError, "arrays must be a dict, got list"),
+        ({1: np.ones(3)}, OptionError, "a key of arrays must be a string, got int 1"),
         ({"__metadata__": np.ones(3)}, OptionError, "for itself"),
         ({"w": [1.0]}, DTypeError, "w is list, not an array"),
         ({"w": 1.0}, DTypeError, "w is float"),
@@ -170,7 +170,7 @@ def test_like_is_checked_before_anything_is_written(tmp_path):
         with pytest.raises(error, match=message):
             load_state(path, like={"a": a, **rest})
         assert not a.any()
-    with pytest.raises(OptionError, match="like must be a mapping"):
+    with pytest.raises(OptionError, match="like must be a dict"):
         load_state(path, like=[np.zeros(3)])
     with pytest.raises(OptionError, match="device= is for new arrays"):
         load_state(path, like={}, device="cpu")

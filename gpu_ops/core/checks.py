@@ -167,12 +167,17 @@ def one_of(
     raise OptionError(f"{op}: {name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}{hint}")
 
 
-def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: float = -math.inf) -> float:
-    """A finite real number, ``>= low`` and ``> above``."""
+def real(op: str, name: str, value: Any) -> Any:
+    """A real number, NaN and infinities included."""
     if isinstance(value, _NO_NUMBERS) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionError(f"{op}: {name} must be a number, got {type(value).__name__} {value!r}")
+    return value
+
+
+def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: float = -math.inf) -> float:
+    """A finite real number, ``>= low`` and ``> above``."""
     try:
-        result = float(value)
+        result = float(real(op, name, value))
     except OverflowError as error:
         raise OptionError(f"{op}: {name} must be finite, and float64 cannot hold the one given") from error
     if not math.isfinite(result) or result < low or result <= above:

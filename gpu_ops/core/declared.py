@@ -137,6 +137,9 @@ def _check_of(annotation: Any, scope: dict[str, Any]) -> Check:
     simple = {int: _integer, float: checks.number, bool: checks.flag, type(None): _nothing, None: _nothing}
     if annotation in simple:
         return simple[annotation]
+    if origin in _UNIONS and all(_is_plain(part) for part in parts if part is not type(None)):
+        kinds = tuple(part for part in parts if part is not type(None))
+        return _one_of([functools.partial(_instance, kinds), *[_nothing][: len(parts) - len(kinds)]])
     if origin in _UNIONS:
         return _one_of([_check_of(part, scope) for part in parts])
     if origin in _SEQUENCES or annotation in _SEQUENCES:
@@ -150,7 +153,13 @@ def _check_of(annotation: Any, scope: dict[str, Any]) -> Check:
         return _anything
     if getattr(kind, "_is_protocol", False) and not getattr(kind, "_is_runtime_protocol", False):
         return _anything
-    return functools.partial(_instance, kind)
+    return functools.partial(_instance, (kind,))
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether an annotation is a class whose instances are what it means."""
+    special = (int, float, bool, *_ANYTHING)
+    return inspect.isclass(part) and typing.get_origin(part) is None and part not in (*special, *_SEQUENCES)
 
 
 def _one_of(options: list[Check]) -> Check:
@@ -192,17 +201,21 @@ def _dtype(optional: bool, who: str, name: str, value: Any) -> None:
     if value is None and optional:
         return
     try:
-        if value is None or isinstance(value, np.ndarray):
+        if value is None or isinstance(value, np.ndarray) or not np.dtype(value).itemsize:
             raise TypeError
-        np.dtype(value)
     except Exception as error:
-        raise DTypeError(f"{who}: {name}={value!r} is no dtype; such as 'float32'") from error
+        shown = value if isinstance(value, str) else type(value).__name__
+        raise DTypeError(f"{who}: {name}={shown!r} is no dtype; pass one such as 'float32'") from error
 
 
-def _instance(kind: type, who: str, name: str, value: Any) -> None:
-    if not isinstance(value, kind):
-        words = {str: "a string"}.get(kind, f"a {kind.__name__}")
-        _refuse(who, name, words, value)
+def _instance(kinds: tuple[type, ...], who: str, name: str, value: Any) -> None:
+    if isinstance(value, kinds):
+        return
+    if kinds == (str,):
+        _refuse(who, name, "a string", value)
+    words = " or ".join(kind.__name__ for kind in kinds)
+    remedy = "".join(f"; {kind.made_by}" for kind in kinds if hasattr(kind, "made_by"))
+    raise OptionError(f"{who}: {name} must be a {words}, got {type(value).__name__}{remedy}")
 
 
 def _callable(who: str, name: str, value: Any) -> None:

@@ -129,7 +129,7 @@ class DataParallel(Parts):
             )
         self._factor = 1 / comm.size if checks.flag(_OP, "mean", mean) else 1.0
         of_model = parts_of(self.config)
-        if missing := [part for part in parts or () if part not in of_model]:
+        if missing := [part for part in (() if parts is None else parts) if part not in of_model]:
             raise OptionError(f"{_OP}: parts={missing!r}: the model has {of_model!r}")
         self.parts = tuple(part for part in of_model if parts is None or part in parts)
         shapes = self.division.shapes()

@@ -98,6 +98,8 @@ def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
     >>> bubble(schedule("1f1b", 4, 12))
     0.25
     """
+    if not any(rows):
+        raise OptionError("bubble: rows holds no action; pass what schedule(...) returns")
     stages = 1 + max(row.stage for own in rows for row in own)
     ended: dict[Row, float] = {}
     now, left = [0.0] * len(rows), [iter(own) for own in rows]

@@ -93,7 +93,7 @@ def sequence_positions(comm: Comm, seqlen: int, layout: str = "zigzag") -> npt.N
     op = "sequence_positions"
     checks.instance(op, "comm", comm, Comm)
     layout = checks.one_of(op, "layout", layout, LAYOUTS)
-    seqlen = checks.integer(op, "seqlen", seqlen, low=0)
+    seqlen = checks.integer(op, "seqlen", seqlen, low=0, high=2**40)
     chunks = comm.size * (2 if layout == "zigzag" else 1)
     if seqlen % chunks:
         raise ShapeError(

@@ -20,7 +20,7 @@ from gpu_ops.core.arrays import check_writable
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.stream import Stream
 from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added
 from gpu_ops.models.projection import Projection, project, project_backward, weight_backward
@@ -241,6 +241,8 @@ class TensorParallel:
 
     def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Of this rank's hidden states, for ids of this shape."""
+        if not ids:
+            raise ShapeError("TensorParallel.states_shape: ids have no axis; expected (..., tokens)")
         tokens = ids[-1] // self.comm.size if self.stream.divided else ids[-1]
         return (*ids[:-1], tokens, self.config.hidden)
 

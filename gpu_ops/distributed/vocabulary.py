@@ -111,7 +111,10 @@ class VocabularyRows(Table):
     def embed_backward(self, dx: Any, ids: Any, *, dweight: Any, scale: float = 1.0) -> None:
         """Add the gradient of this rank's rows to ``dweight``."""
         own, here = self._own(ids)
-        dx = self.stream.whole(dx)
+        dx = self.stream.whole(self.stream.comm.movable("embed_backward", dx, "dx")[0])
+        if dx.shape != (*own.shape, self.part.shape[-1]):
+            expected = (*own.shape, self.part.shape[-1])
+            raise ShapeError(f"embed_backward: dx has shape {dx.shape}, expected {expected}: one row per id")
         embedding_backward(dx[own], here[own], len(self.part), scale=scale, dweight=dweight)
 
     def logits(self, h: Any) -> Any:

@@ -90,10 +90,6 @@ class Engine:
         self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
-        if draft is not None and not callable(draft):
-            raise OptionError(
-                f"Engine: draft is {type(draft).__name__}, not a function from tokens to guesses"
-            )
         self.draft, self.drafted, self.accepted = draft, 0, 0
         captures = checks.flag("Engine", "capture", capture) and cache.device == "cuda"
         self._graphs = Graphs(weights, config, cache, self.max_seqlen) if captures else None
@@ -129,8 +125,6 @@ class Engine:
                 "Engine.submit: prompt is empty; begin with the model's token for the start of a text"
             )
         ends = _token_ids("stop", stop)
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise OptionError(f"Engine.submit: sampling is {type(sampling).__name__}, not inference.Sampling")
         outside = np.flatnonzero((ids < 0) | (ids >= self.config.vocab))
         if outside.size:
             i = int(outside[0])

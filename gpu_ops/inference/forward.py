@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy.typing as npt
+
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import on_cuda
 from gpu_ops.errors import OptionError, ShapeError
@@ -93,7 +95,7 @@ def cache_for(
     num_pages: int | None = None,
     lengths: Sequence[int] | None = None,
     page_size: int = 16,
-    dtype: Any = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> PagedKVCache:
     """A cache for a model: its layers and heads, on the device of its weights.
 

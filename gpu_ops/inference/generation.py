@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
@@ -27,7 +28,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[int] = (),
     cache: PagedKVCache | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: npt.DTypeLike | None = None,
     draft: Draft | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt. For streaming, and for requests that come one by one: :class:`Engine`.

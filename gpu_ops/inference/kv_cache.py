@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy.typing as npt
+
 from gpu_ops.core import checks
 from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import OptionError, StateError
@@ -122,7 +124,7 @@ class PagedKVCache:
         *,
         num_pages: int,
         page_size: int = 16,
-        dtype: Any = "float32",
+        dtype: npt.DTypeLike = "float32",
         device: str = "cpu",
         window: int = -1,
         keep: int = 0,

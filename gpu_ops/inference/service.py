@@ -33,7 +33,7 @@ class Reply:
         An error of the pass is raised here, after the tokens before it, as often as it is asked for.
         """
         if timeout is not None:
-            timeout = checks.number("Reply.get", "timeout", timeout, low=0)
+            timeout = min(checks.number("Reply.get", "timeout", timeout, low=0), threading.TIMEOUT_MAX)
         with self._changed:
             self._changed.wait_for(lambda: self._tokens or self._ended, timeout)
             if not self._tokens:

@@ -122,7 +122,17 @@ def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
     if sampling.counts_tokens and counts is None:
         raise OptionError("probabilities: penalties need counts=, how often each token has appeared")
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-    given = None if counts is None else np.broadcast_to(np.asarray(counts), x.shape)
+    if not x.ndim or not x.shape[-1]:
+        raise ShapeError(f"probabilities: logits have shape {x.shape}, expected (..., vocab)")
+    given = None
+    if counts is not None:
+        given = StateArray("probabilities", "counts", counts).copied()
+        if given.dtype.kind not in "iu" or given.shape not in (x.shape, x.shape[-1:]):
+            raise ShapeError(
+                f"probabilities: counts are {given.dtype} of shape {given.shape}, expected integers of shape "
+                f"{x.shape}"
+            )
+        given = np.broadcast_to(given, x.shape)
     with np.errstate(all="ignore"):
         z = adjusted_logits(x, None, given, *penalties)
         found = [_distribution(row, sampling) for row in z.reshape(-1, z.shape[-1])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 
 __all__ = ["TextStream"]
@@ -53,7 +54,7 @@ class TextStream:
         """The text that one more token completes."""
         if self.stopped:
             return ""
-        self._ids.append(token)
+        self._ids.append(checks.integer("TextStream.add", "token", token, low=0))
         new, whole = self._decoded()
         return self._shown(new) if new and whole else ""
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import on_cuda
 from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import DTypeError, OptionError
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.files import path_of
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.bert_config import NAMES, BertConfig
@@ -171,7 +171,12 @@ def bert_states(
             f"bert_states: the config has {config.nlayers} layers, the weights have {len(weights.layers)}"
         )
     place = sequences.positions * config.ntypes
-    place = embedding(place if types is None else place + types, weights.places)
+    if types is not None:
+        kind = getattr(getattr(types, "dtype", None), "kind", type(types).__name__)
+        if kind not in ("i", "u") or types.shape != place.shape:
+            raise ShapeError(f"bert_states: types must be an array of integers of shape {place.shape}, as ids are")
+        place = place + types
+    place = embedding(place, weights.places)
     x = embedding(ids, weights.embed)
     x = layernorm(x, weights.norm, weights.norm_bias, eps=config.eps, residual=place, return_sum=False)
     for layer in weights.layers:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
@@ -183,7 +184,7 @@ class LlamaConfig:
         """Of the norms of the residual stream, which is held divided by ``residual_scale``."""
         return self.eps / self.residual_scale**2
 
-    def embedding_factor(self, dtype: Any) -> float:
+    def embedding_factor(self, dtype: npt.DTypeLike) -> float:
         """Of the rows of the embedding table, whose dtype this is."""
         scale = self.embedding_scale
         if scale is None:

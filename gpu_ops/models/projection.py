@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_ops.core.allocator import new_array
 from gpu_ops.core.checks import integer, one_of
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.elementwise import added
@@ -221,8 +221,10 @@ def lora_shapes(
 
 def initial_lora(shapes: Mapping[str, tuple[int, ...]], *, seed: int = 0) -> dict[str, Any]:
     """float32 adapters to start from: a normal with variance 1 / in, b zero, so that the model is its base."""
-    found = {}
+    seed, found = integer("initial_lora", "seed", seed, low=0), {}
     for i, (name, shape) in enumerate(shapes.items()):
+        if len(shape) != 2 or min(shape) < 1:
+            raise ShapeError(f"initial_lora: {name} has shape {tuple(shape)}, expected (rank, in) or (out, rank)")
         scale = np.float32(math.sqrt(1 / shape[1]) if name.endswith(".a") else 0.0)
         found[name] = np.random.default_rng((seed, i)).standard_normal(shape, np.float32) * scale
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.checks import instance
+from gpu_ops.core.checks import instance, integer
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models.config import LlamaConfig
 
@@ -68,6 +68,8 @@ class Llama:
     lm_head: Any
     """(vocab, hidden); the embedding table itself where they are tied"""
 
+    made_by = "models.Llama.of makes one of named arrays"
+
     @classmethod
     def of(cls, arrays: Mapping[str, Any], config: LlamaConfig) -> Llama:
         """From arrays by the names of :meth:`LlamaConfig.shapes`; views stay views.
@@ -122,7 +124,7 @@ def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) ->
     """float32 weights to start from, by name: norms that multiply by 1, biases 0, matrices normal, those that
     write to the residual stream smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of
     NumPy."""
-    found = {}
+    seed, found = integer("initial_weights", "seed", seed, low=0), {}
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 1:
             one = 1.0 - config.weight_offset

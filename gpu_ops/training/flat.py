@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.device import cuda_missing
@@ -69,9 +70,9 @@ class FlatParams:
         cls,
         shapes: Mapping[str, tuple[int, ...]],
         *,
-        dtype: Any,
+        dtype: npt.DTypeLike,
         master: bool = True,
-        grad_dtype: Any = None,
+        grad_dtype: npt.DTypeLike | None = None,
         moment_bits: int = 32,
         decay: Collection[str] | None = None,
         device: str | None = None,
@@ -149,7 +150,7 @@ class FlatParams:
 
     def views(self, buffer: str) -> Mapping[str, Any]:
         """Views of one of ``buffers``, by the names of the parameters; not of the scales of 8-bit moments."""
-        flat = self.buffers[buffer]
+        flat = self.buffers[checks.one_of(f"{_CLASS}.views", "buffer", buffer, self.buffers)]
         return MappingProxyType({n: flat[s.place].reshape(s.shape) for n, s in self._segments.items()})
 
     def state(self) -> dict[str, Any]:

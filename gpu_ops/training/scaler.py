@@ -60,8 +60,8 @@ def clip_coefficient(norm: Any, max_norm: float) -> Any:
     0.25
     """
     limit = checks.number("clip_coefficient", "max_norm", max_norm, low=0.0)
-    if isinstance(norm, (int, float)):
-        norm = np.asarray(norm, np.float64)
+    if not hasattr(norm, "dtype"):
+        norm = np.asarray(checks.real("clip_coefficient", "norm", norm), np.float64)
     return _array((limit / (norm + 1e-6)).clip(None, 1.0))
 
 
@@ -202,10 +202,10 @@ class GradScaler:
         if given.shape != ():
             raise ShapeError(f"update: found_inf has shape {given.shape}, expected ()")
         found = given != 0
-        tracker = xp.where(found, 0, self.growth_tracker + 1)
+        tracker = xp.where(found, 0, self.growth_tracker.astype(np.int64) + 1)  # int32 would wrap
         with np.errstate(all="ignore"):
             grown = (scale * self.growth_factor).astype(np.float32)
-        grows = tracker == self.growth_interval
+        grows = tracker >= self.growth_interval
         kept = xp.where(grows & xp.isfinite(grown), grown, self.scale)
         new = xp.where(found, (scale * self.backoff_factor).astype(np.float32), kept)
         if xp is np and new < self.min_scale:
