@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import Buffer, SanitizerError, launch
+from gpu_ops.emulator import Buffer, SanitizerError, launch, undefined
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -50,6 +50,7 @@ FOUND = [
     ("y[t] = __any_sync(~0u, a > 3);", STORES, 32),
     ("y[t] = __syncthreads_or(a > 100);", RUNS, 63),
     ("atomicAdd(y, a);", ATOMIC, 63),
+    ('printf("%d %d", t, a);', "printf of a value that is uninitialised", 63),
     ("atomicMax(z + t, t);", "uninitialised read: 4-byte atomic", 0),
     ("z[t] = a; __syncthreads(); y[t] = z[63 - t];", STORES, 0),
     ("z[t] = a; z[t] += 1; __syncthreads(); y[t] = z[63 - t];", STORES, 0),
@@ -101,7 +102,7 @@ def test_a_use_that_matters(body, use, thread):
         run(body)
     assert caught.value.kind == "uninitialised read"
     message = str(caught.value)
-    if use != "uninitialised read: 4-byte atomic":
+    if use in (STORES, BRANCHES, ADDRESS, ATOMIC, RUNS):
         assert f"; block (0,0,0) thread ({thread},0,0) {use}" in message
         assert len(re.findall(r"at PTX line \d+: .*\n", message)) >= 2  # the use and the load
 
@@ -120,6 +121,19 @@ def test_every_fault_of_a_launch():
         ("uninitialised read", 64),
         ("uninitialised read", 1),
     ]
+
+
+def test_a_loop_that_discards_keeps_little(monkeypatch):
+    monkeypatch.setattr(undefined, "_LOADS", 10)
+    seen = []
+    prune = undefined._prune
+    monkeypatch.setattr(undefined, "_prune", lambda m: (prune(m), seen.append(len(m.sanitizer.loads))))
+    body = "for (int i = 0; i < x[63]; i++) { a += ((volatile int*)s)[t + 1]; } y[t] = %s;"
+    assert run(body % "t < 63 ? a : 0")[:3].tolist() == [64, 128, 192]
+    assert seen
+    assert max(seen) < 10
+    with pytest.raises(SanitizerError, match=f"which no thread has written; .* {STORES}"):
+        run(body % "a")
 
 
 def test_results_and_constants_without_a_value():
@@ -165,14 +179,14 @@ extern "C" __global__ void k(float* y, int rows, int use) {
   unsigned r[4], at = (unsigned)__cvta_generic_to_shared(a + t % 16 * 16 + t / 16 * 8);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-  y[t] = use == 1 ? c[t] : use == 2 ? __int_as_float(r[0]) : use == 3 ? __int_as_float(r[1]) : t;
+  y[t] = use == 1 ? c[t] : use == 2 ? __int_as_float(r[0]) : use == 3 ? __int_as_float(r[1]) : c[128 + t];
 }
 """
 
 
-@pytest.mark.parametrize(("use", "wrong"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("use", "wrong"), [(0, True), (1, False), (2, False), (3, True)])
 def test_tiles(use, wrong):
-    """Eight of sixteen rows of a tile have values: ``ldmatrix`` tells its registers apart, a product does not."""
+    """Eight of sixteen rows of a tile have values; so have eight of the product and of what ``ldmatrix`` loads."""
     y = np.zeros(32, np.float32)
     if wrong:
         with pytest.raises(SanitizerError, match="uninitialised read"):

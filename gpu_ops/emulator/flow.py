@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gpu_ops.emulator.instructions import Op, lookup
+from gpu_ops.emulator.instructions import Op, lookup, matrix, wmma
+from gpu_ops.emulator.instructions.matrix import Mma
 from gpu_ops.emulator.registers import Reader, destinations, parts, reader
 from gpu_ops.emulator.state import State
 from gpu_ops.emulator.syntax import Address, Name, Negated, Operand
@@ -54,6 +55,8 @@ class Flow:
     visible: str = ""  # how its guard matters; empty if it only writes registers
     warp: bool = False  # it computes when the lanes of its warp are here
     op: Op | None = None  # of an instruction whose result may not depend on a source
+    tile: Mma | None = None  # of a product of tiles of numbers that have a NaN
+    tiles: list[list[int | None]] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     operands: list[int | None] = field(default_factory=list)  # the register of each reader
 
@@ -120,8 +123,14 @@ def _warp(m: State, flow: Flow) -> None:
         if opcode == "shfl":
             flow.readers = [reader(m, code, operand, "b32") for operand in operands[2:4]]
             flow.operands = [next(_registers(m, operand), None) for operand in operands[1:4]]
-    else:
-        flow.sources = _all(m, operands[1:])
+        return
+    flow.sources = _all(m, operands[1:])
+    words = set(code.modifiers)
+    if opcode == "mma" or "mma" in words:
+        form = (matrix.mma if opcode == "mma" else wmma.mma)(code.modifiers)
+        if form.kind in ("f64", "tf32", "f16", "bf16", "f8") and not words & {"e2m1", "e2m3", "e3m2"}:
+            flow.tile = form
+            flow.tiles = [[next(_registers(m, part), None) for part in parts(o)] for o in operands[1:4]]
 
 
 def flow_at(m: State, pc: int) -> Flow:

@@ -15,6 +15,7 @@ from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.errors import UnknownInstruction
 from gpu_ops.emulator.memory import GENERIC, Access
 from gpu_ops.emulator.registers import Builder, reader
+from gpu_ops.emulator.shadow import VOID
 from gpu_ops.emulator.state import Group, State, Step
 from gpu_ops.emulator.syntax import Array, Instruction, Name, Operand
 
@@ -61,6 +62,13 @@ def _format(m: State, pc: int, lane: int, text: str, at: int) -> tuple[str, int]
         nonlocal at, count
         size = struct.calcsize(code)
         at = start + -(-(at - start) // size) * size
+        offset = at - aot.LOCAL_WINDOW - LOCAL_BASE
+        if (
+            m.sanitizer is not None
+            and offset >= 0
+            and (m.sanitizer.written[lane, offset : offset + size] == VOID).any()
+        ):
+            m.report("uninitialised read", pc, lane, "printf of a value that is uninitialised")
         value: float = struct.unpack(f"<{code}", _bytes(m, pc, lane, at, size))[0]
         at, count = at + size, count + 1
         return value

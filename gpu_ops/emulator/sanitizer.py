@@ -117,7 +117,7 @@ class Sanitizer:
         self.copies: list[_Copies] = []
         self._missing = np.zeros(m.threads, np.uint64)
         self.absent: list[Absent] = []  # of the load that runs now
-        self.loads: list[Absent] = []  # those that marks of registers refer to
+        self.loads: dict[int, Absent] = {}  # those that marks of registers refer to, by number
         self.tables = m.memory.windows, self.granule, self.state, self.epochs, self.warp_epochs
 
     # -- memory -----------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from gpu_ops.emulator.instructions.warp_ops import shfl_sources
 from gpu_ops.emulator.memory import NO, SOME, Place
 from gpu_ops.emulator.sanitizer import Absent
 from gpu_ops.emulator.state import Group, State
-from gpu_ops.emulator.syntax import Array
+from gpu_ops.emulator.syntax import DTYPE, Array
 
+_LOADS = 1000  # to remember before those without marks are dropped
 _SHIFT = 32  # a mark is the number of the load above the position of its lane, plus 1
 
 
@@ -157,8 +158,27 @@ def together(m: State, pc: int, here: Array) -> None:
         else:
             rows = np.broadcast_to(np.where(here, rows, 0).max(axis=1, keepdims=True), rows.shape)
         marks = np.ascontiguousarray(rows).ravel()
+    wrong = _product(m, flow, here) if marks is not None and flow.tile else [True] * len(flow.targets)
     for k, register in enumerate(flow.targets):
-        _put(m, register, marks if k == 0 or not flow.readers else None, lanes)
+        mine = None if marks is None or (flow.readers and k) else np.where(wrong[k], marks, 0)
+        _put(m, register, mine, lanes)
+
+
+def _product(m: State, flow: Flow, here: Array) -> list[Array]:
+    """Which elements of a product of tiles depend on marked ones: a NaN spreads just as far."""
+    warps, tiles = here.any(axis=1), []
+    assert flow.tile is not None
+    for registers, (_, ptx_type) in zip(flow.tiles, (flow.tile.a, flow.tile.b, flow.tile.c), strict=True):
+        nan, nothing = np.array([-1], f"i{DTYPE[ptx_type].itemsize}"), np.zeros(m.threads, np.int64)
+        marks = [m.undefined.get(-1 if i is None else i, nothing) for i in registers]
+        bits = [np.where(of != 0, nan, 0).astype(nan.dtype).view(f"u{nan.itemsize}") for of in marks]
+        tiles.append([np.ascontiguousarray(b.reshape(-1, WARP)[warps]) for b in bits])
+    found = []
+    for result in flow.tile.run(*tiles):
+        wrong = np.zeros(here.shape, np.bool_)
+        wrong[warps] = result.view(f"u{result.dtype.itemsize}") != 0
+        found.append(wrong.ravel())
+    return found
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -168,13 +188,23 @@ def _new_loads(m: State) -> Iterator[tuple[Absent, Array]]:
     """What the load that has just run read, and the marks of its lanes."""
     s = m.sanitizer
     assert s is not None
-    if not m.undefined:
-        s.loads.clear()  # no mark is left of them
+    if not m.undefined or len(s.loads) >= _LOADS:
+        _prune(m)
     absent, s.absent = s.absent, []
     for load in absent:
-        marks = (np.int64(len(s.loads)) << _SHIFT) + np.arange(1, len(load.bits) + 1)
-        s.loads.append(load)
-        yield load, marks
+        number = next(reversed(s.loads), -1) + 1
+        s.loads[number] = load
+        yield load, (np.int64(number) << _SHIFT) + np.arange(1, len(load.bits) + 1)
+
+
+def _prune(m: State) -> None:
+    """Drop the loads of which no mark is left."""
+    s = m.sanitizer
+    assert s is not None
+    left = {
+        n for marks in m.undefined.values() for n in np.unique((marks[marks != 0] - 1) >> _SHIFT).tolist()
+    }
+    s.loads = {n: load for n, load in s.loads.items() if n in left}
 
 
 def loaded(m: State, registers: list[list[int]], size: int) -> None:
