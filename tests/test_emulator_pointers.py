@@ -210,6 +210,15 @@ def test_an_array_that_is_an_argument_as_well():
     assert pointer(pages[:0]) == 0
 
 
+def test_a_table_is_not_the_array():
+    source = 'extern "C" __global__ void k(float* const* rows, float* y) { y[threadIdx.x] = rows[0][threadIdx.x]; }'
+    with pytest.raises(
+        EmulatorError,
+        match=r"'rows' of k is float\* const\*, .*argument 0 is an array of float32.*pointer\(x\)",
+    ):
+        launch(source, "k", 1, 4, (np.zeros(4, np.float32), np.zeros(4, np.float32)))
+
+
 @pytest.mark.parametrize(
     "wrong", [3, None, [1.0], np.float32(1), np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), Buffer(3)]
 )

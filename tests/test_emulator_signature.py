@@ -28,7 +28,7 @@ def test_a_declaration_in_cuda():
     assert [p.name for p in found] == ["x", "y", "n", "z", "t", "pp", "pair", "v", "u", "bytes"]
     assert [p.type for p in found][:4] == ["const float*", "float4*", "unsigned long long int", "const half*"]
     assert [(p.element, p.scalar) for p in found] == [
-        *((4, 4), (16, 4), (0, 0), (2, 2), (0, 0), (0, 0), (0, 0), (1, 1), (4, 4), (1, 1))
+        *((4, 4), (16, 4), (0, 0), (2, 2), (0, 0), (8, 8), (0, 0), (1, 1), (4, 4), (1, 1))
     ]
 
 
@@ -44,6 +44,13 @@ def test_what_is_not_known_stays_open(source):
     assert signature("k", source) == ()
 
 
+def test_stars_of_template_arguments_are_no_pointers():
+    source = (
+        "__global__ void k(List<float*, 2 * 3> a, List<int*, 2>* b, List<float, 2>** c, float* const* d) {}"
+    )
+    assert [(p.element, p.scalar) for p in signature("k", source)] == [(0, 0), (0, 0), (8, 8), (8, 8)]
+
+
 def test_a_definition_counts_more_than_a_declaration():
     (found,) = signature("k", "__global__ void k(float*);\n__global__ void k(float* x) {}")
     assert (found.name, found.type) == ("x", "float*")
@@ -55,7 +62,7 @@ def test_a_definition_counts_more_than_a_declaration():
         ("_Z1kPKfPfi", ["float*", "float*", "int"], [4, 4, 0]),
         ("_Z1kPfS_P6__halfS1_", ["float*", "float*", "__half*", "__half*"], [4, 4, 2, 2]),
         ("_Z3addPdPK6float4yb", ["double*", "float4*", "unsigned long long", "bool"], [8, 16, 0, 0]),
-        ("_Z1kPPf", ["float**"], [0]),
+        ("_Z1kPPf", ["float**"], [8]),
         ("_Z1kv", [], []),
         ("_Z1kIfEvPT_", [], []),  # a template: not understood
         ("plain", [], []),

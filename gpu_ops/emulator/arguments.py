@@ -190,10 +190,13 @@ def check_types(title: str, signature: Sequence[Parameter], args: Sequence[Any])
         array = arg.array if isinstance(arg, Buffer) else arg
         if len(signature) != len(args) or not _is_array(array) or parameter.accepts(array.dtype):
             continue
+        remedy = "convert it with astype, or reinterpret it with view"
+        if parameter.type.count("*") > 1:
+            remedy = "a table of pointers is np.array([emulator.pointer(x), ...], np.uint64)"
         name = f"parameter {parameter.name!r} of {title}" if parameter.name else f"parameter {i} of {title}"
         raise EmulatorError(
             f"{name} is {parameter.type}, with {parameter.scalar} bytes per element; argument {i} is an array of "
-            f"{array.dtype}, with {array.itemsize}: convert it with astype, or reinterpret it with view"
+            f"{array.dtype}, with {array.itemsize}: {remedy}"
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.syntax import Array
+from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks
 
 ALLOWED = (
     "NumPy arrays and Buffers of them, numbers, NumPy scalars, and structs as bytes; 0 is a null pointer"
@@ -101,6 +102,7 @@ class _View:
 _regions: dict[int, _Region] = {}  # by number
 _numbers = itertools.cycle(range(_REGIONS))
 _lock = threading.Lock()
+hold_in_forks(_lock)
 
 
 def pointer(array: Array | Buffer) -> int:

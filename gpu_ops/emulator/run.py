@@ -92,7 +92,8 @@ def launch(
         Blocks, and threads per block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
         NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. CUDA C++
-        gets an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
+        gets an array as a pointer to its first element, a Numba kernel as an array with shape and strides. The
+        address of an array in a struct or in a table of pointers is :func:`pointer`.
     shared : int
         Dynamic shared memory of a block in bytes. With the static part it must fit the architecture.
     arch : str, optional

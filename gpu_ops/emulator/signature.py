@@ -28,6 +28,7 @@ _SIZES = {
 }
 _VECTORS = {"char": 1, "uchar": 1, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "double": 8}
 _VECTORS |= {"half": 2, "__half": 2, "__nv_bfloat16": 2, "nv_bfloat16": 2, "long": 8, "longlong": 8}
+_UNKNOWN, _ADDRESS = (0, 0), (8, 8)
 _QUALIFIERS = {"const", "volatile", "static", "extern", "__constant__", "__device__", "__managed__"}
 
 
@@ -133,7 +134,9 @@ def _parameter(text: str) -> Parameter:
         return Parameter("", " ".join(text.split()))
     words, name = found.groups()
     shown = " ".join(words.replace("*", " * ").split()).replace(" *", "*")
-    return Parameter(name, shown, *(_pointee(words.partition("*")[0]) if words.count("*") == 1 else (0, 0)))
+    stars = words.rpartition(">")[2].count("*")  # not those of template arguments
+    sizes = (_UNKNOWN, _pointee(words.rpartition("*")[0]), _ADDRESS)[min(stars, 2)]
+    return Parameter(name, shown, *sizes)
 
 
 def _pointee(text: str) -> tuple[int, int]:
@@ -162,7 +165,8 @@ def _mangled(entry: str) -> tuple[Parameter, ...]:
 def _of_type(shown: str) -> Parameter:
     if shown.startswith("an array of "):
         return Parameter("", shown, *_pointee(shown.removeprefix("an array of ")))
-    return Parameter("", shown, *(_pointee(shown[:-1]) if shown.endswith("*") else (0, 0)))
+    sizes = (_UNKNOWN, _pointee(shown[:-1]), _ADDRESS)[min(len(shown) - len(shown.rstrip("*")), 2)]
+    return Parameter("", shown, *sizes)
 
 
 _NUMBA_ARGUMENT = re.compile(r"5ArrayI.+?Li(?P<axes>\d+)E1[ACF]\d(?:mutable|readonly)7alignedE|Dh|[a-z]")
