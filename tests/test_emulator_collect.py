@@ -233,3 +233,13 @@ def test_the_limits_are_numbers(name, given):
     source = 'extern "C" __global__ void k() {}'
     with pytest.raises(EmulatorError, match=rf"{name} is .*; pass a number"):
         launch(source, "k", 1, 32, (), **{name: given})
+
+
+def test_ops_take_the_time_that_they_need(monkeypatch):
+    monkeypatch.setattr(endless, "thread_time", itertools.count(step=10_000).__next__)
+    monkeypatch.setattr(endless, "_EVERY", 1)
+    x = np.ones((4, 4000), np.float32)
+    y = gpu_ops.softmax(x, device="emulator")
+    np.testing.assert_allclose(y, x / 4000, rtol=1e-6)
+    with pytest.raises(SanitizerError, match="max_seconds"):
+        launch(ENDLESS, "k", 1, 64, (np.ones(64, np.float32), np.zeros(64, np.float32), 5))

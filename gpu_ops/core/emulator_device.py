@@ -107,6 +107,7 @@ class EmulatorDevice:
             arch=self._preset,
             sanitize=self.sanitize,
             together=launch.cooperative,
+            max_seconds=math.inf,  # a large call takes long and ends
         )
         # What one launch has been given the next may read: which bytes it wrote is not carried over.
         self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))

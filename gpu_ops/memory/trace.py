@@ -171,7 +171,9 @@ def _running_on(device: str | None) -> Iterator[None]:
     chosen = {"GPU_OPS_DEVICE": "cpu"}
     if device == "cuda":
         if missing := cuda_missing():
-            raise DeviceError(f"memory.Trace: device='cuda': {missing}; name a card, such as device='H100 SXM'")
+            raise DeviceError(
+                f"memory.Trace: device='cuda': {missing}; name a card, such as device='H100 SXM'"
+            )
         device = current_device("cuda").limits.preset
     if device not in (None, "cpu"):
         preset = select_preset(device)  # OptionError for a card that is not known
