@@ -35,6 +35,21 @@ INTERNAL = {
     "FlatParams",
 }
 
+# What a valid call alone is told: it takes a second rank, a state or a file that is not there.
+TOLD = {
+    "distributed.Comm.send": "is this rank itself",
+    "distributed.Comm.recv": "is this rank itself",
+    "distributed.ShardedCheckpoints.load": "holds none",
+    "inference.PagedKVCache.accept": "no step is open",
+    "inference.PagedKVCache.commit": "no step is open",
+    "inference.PagedKVCache.rollback": "no step is open",
+    "inference.Service.submit": "max_seqlen=128",
+    "memory.Pool.empty": "not in use in this thread",
+    "models.load_bert": "No such file",
+    "training.BytePairEncoding.load": "No such file",
+    "training.load_tokenizer": "No such file|pip install tokenizers",
+}
+
 
 @cache
 def public() -> dict[str, tuple[str, Callable[..., Any]]]:

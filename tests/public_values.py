@@ -142,18 +142,15 @@ def _x(*shape: int, dtype: Any = np.float32) -> Any:
     return np.ones(shape, dtype)
 
 
+# fmt: off
 HF_BERT = {
-    "model_type": "bert",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 8,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
+    "model_type": "bert", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 8, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
 }
+# fmt: on
 IDS = np.array([[1, 2, 3, 4]], np.int32)
+_BACKWARD = ("", "_backward")
+FLAT = [f"{op}{way}" for op in ("Sequences.attention", "gathered_attention_varlen") for way in _BACKWARD]
 Q, KV = _x(1, 4, 2, 8), _x(1, 4, 1, 8)
 
 # By "package.name.parameter", "name.parameter" or "parameter": the longest that is there.
@@ -234,6 +231,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "Arena.scratch.op": lambda p: "softmax",
     "Batches.at.step": lambda p: 0,
     "Bert.of.arrays": lambda p: {n: _x(*s) for n, s in p.bert.shapes().items()},
+    "Bert.of.config": lambda p: p.bert,
     "BertConfig.from_hf.config": lambda p: HF_BERT,
     "Block.check.config": lambda p: p.config,
     "BytePairEncoding.decode.ids": lambda p: [104, 256],
@@ -248,6 +246,8 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "ContextParallel.attention_backward.grads": lambda p: (_x(1, 4, 2, 8), _x(1, 4, 1, 8), _x(1, 4, 1, 8)),
     "DataParallel.begin.last": lambda p: True,
     "DataParallel.step.grad_scale": lambda p: 1.0,
+    "Engine.submit.max_new_tokens": lambda p: 4,
+    "Sequences.attention_backward.grads": lambda p: (_x(4, 2, 8), _x(4, 1, 8), _x(4, 1, 8)),
     "Engine.cancel.request": lambda p: 0,
     "Estimate.of.parts": lambda p: {"weights": 4},
     "FlatParams.assign.values": lambda p: {"a": _x(2, 3)},
@@ -270,9 +270,6 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "Pipeline.place.stage": lambda p: 0,
     "GradScaler.update.found_inf": lambda p: 0,
     "Service.submit.ids": lambda p: [1, 2],
-    "Sequences.attention.q": lambda p: Q[0],
-    "Sequences.attention.k": lambda p: KV[0],
-    "Sequences.attention.v": lambda p: KV[0],
     "verify.step": lambda p: 0,
     "ShardedCheckpoints.save.parallel": lambda p: p.parallel,
     "with_int8_input.weights": lambda p: p.packed,
@@ -311,14 +308,11 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "bubble.rows": lambda p: distributed.schedule("gpipe", 1, 1),
     "cache_for.num_pages": lambda p: 4,
     "cache_for.dtype": lambda p: None,
-    "estimate_call.args": lambda p: (((4, 8),),),
+    "estimate_call.args": lambda p: ((4, 8),),
     "estimate_call.op": lambda p: "softmax",
     "fit.batch": lambda p: 1,
     "fit.seqlen": lambda p: None,
     "generate.max_new_tokens": lambda p: 1,
-    "gathered_attention_varlen.k": lambda p: _x(4, 1, 8),
-    "gathered_attention_varlen.q": lambda p: _x(4, 2, 8),
-    "gathered_attention_varlen.v": lambda p: _x(4, 1, 8),
     "limit.size": lambda p: 1 << 30,
     "load.path": lambda p: p.model_folder,
     "load_bert.folder": lambda p: p.folder,
@@ -340,11 +334,15 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "sentence_embeddings.config": lambda p: p.bert,
     "sentence_embeddings.sentences": lambda p: [[1, 2]],
     "sentence_embeddings.weights": lambda p: p.bert_weights,
-    "verify.logits": lambda p: _x(3, 8),
+    "verify.logits": lambda p: _x(2, 8),
     "verify.parents": lambda p: [-1, 0],
     "verify.tokens": lambda p: [1, 2],
-    **dict.fromkeys(("dout", "out"), lambda p: Q),
-    **dict.fromkeys(("lse",), lambda p: _x(1, 2, 4)),
+    "dout": lambda p: Q,
+    "out": lambda p: Q,
+    "lse": lambda p: _x(1, 2, 4, dtype=np.float64),
+    **{f"{op}.{x}": lambda p: Q[0] for op in FLAT for x in ("dout", "q", "out")},
+    **{f"{op}.{x}": lambda p: KV[0] for op in FLAT for x in ("k", "v")},
+    **{f"{op}.lse": lambda p: _x(2, 4) for op in FLAT},
     "ulysses_attention_backward.saved": lambda p: distributed.ulysses_attention(
         Single(), Q, KV, KV, return_saved=True
     )[1],

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import pickle
+import sys
+
 import numpy as np
 import pytest
 
+from gpu_ops import distributed, inference, memory, models
+from gpu_ops.distributed.single import Single
 from gpu_ops.errors import GpuOpsError
-from tests.public_calls import parameters, public, run
+from gpu_ops.inference import Engine
+from gpu_ops.models import Llama, LlamaConfig
+from tests.public_calls import TOLD, parameters, public, run
 from tests.public_values import Parts
+
+SIZES = {"vocab": 8, "hidden": 8, "ffn": 8, "nlayers": 1, "nheads": 1}
+
+
+def _cache(**changes):
+    return inference.PagedKVCache(1, 1, 8, **{"num_pages": 4} | changes)
+
 
 WRONG = {
     "None": None,
@@ -22,20 +38,25 @@ WRONG = {
     "object": object(),
     "dict": {1: 2},
 }
+FEW = ("None", "word", "array", "negative")
 
 
 @pytest.mark.parametrize("label", public())
 def test_a_valid_call(label, tmp_path, monkeypatch):
     monkeypatch.setenv("GPU_OPS_BACKEND", "reference")
-    run(label, Parts(tmp_path))
+    told = TOLD.get(label)
+    with pytest.raises(GpuOpsError, match=told) if told else contextlib.nullcontext():
+        run(label, Parts(tmp_path))
 
 
+@pytest.mark.parametrize("kinds", [FEW, pytest.param([*WRONG], marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("label", public())
-def test_wrong_arguments_are_typed_errors(label, tmp_path, monkeypatch):
+def test_wrong_arguments_are_typed_errors(label, kinds, tmp_path, monkeypatch):
     monkeypatch.setenv("GPU_OPS_BACKEND", "reference")
     bare = []
     for name in parameters(label):
-        for kind, value in WRONG.items():
+        for kind in kinds:
+            value = WRONG[kind]
             folder = tmp_path / f"{name} {kind}"
             folder.mkdir()
             try:
@@ -45,3 +66,61 @@ def test_wrong_arguments_are_typed_errors(label, tmp_path, monkeypatch):
             except Exception as error:
                 bare.append(f"{name}={kind}: {type(error).__name__}: {error}")
     assert not bare, "\n".join(bare)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("LlamaConfig: tied must be True or False, got str 'no'", lambda: LlamaConfig(**SIZES, tied="no")),
+        ("LlamaConfig: biases must be a sequence, got NoneType", lambda: LlamaConfig(**SIZES, biases=None)),
+        (
+            "LlamaConfig: unknown argument 'bias'; did you mean 'biases'",
+            lambda: LlamaConfig(**SIZES, bias=()),
+        ),
+        ("LlamaConfig: eps must be a number, got str", lambda: LlamaConfig(**SIZES, eps="1e-5")),
+        ("Llama.of: arrays must be a dict, got NoneType", lambda: Llama.of(None, LlamaConfig(**SIZES))),
+        ("Arena: trace must be a Traced, got NoneType", lambda: memory.Arena(None)),
+        ("PagedKVCache: dtype='ndarray' is no dtype", lambda: _cache(dtype=np.ones(2))),
+        ("PagedKVCache: num_pages must be an integer, got float 4.0", lambda: _cache(num_pages=4.0)),
+        ("Engine.submit: stop must be a sequence", lambda: Engine.submit(None, [1], stop="ab")),
+        ("estimate: dtype='no' is no dtype", lambda: memory.estimate(LlamaConfig(**SIZES), dtype="no")),
+        (
+            "fit: budget must be an integer, got float 1.5; or fit: budget must be a string",
+            lambda: memory.fit(LlamaConfig(**SIZES), 1.5),
+        ),
+        (
+            "DataParallel: model must be a LlamaConfig or TensorParallel, got int",
+            lambda: distributed.DataParallel(1, Single()),
+        ),
+        (
+            "logits: weights must be a Llama, got dict; models.Llama.of makes",
+            lambda: models.logits([], {}, 1),
+        ),
+        (
+            "schedule: unknown argument 'rank'; did you mean 'ranks'",
+            lambda: distributed.schedule("1f1b", rank=2),
+        ),
+    ],
+)
+def test_what_a_wrong_argument_is_told(message, call):
+    with pytest.raises(GpuOpsError) as caught:
+        call()
+    assert str(caught.value).startswith(message)
+
+
+def test_every_annotation_is_read():
+    """A name that only type checkers see would leave its arguments unchecked."""
+    for label, (_, function) in public().items():
+        function = vars(function).get("__init__", function) if inspect.isclass(function) else function
+        scope = vars(sys.modules[inspect.unwrap(function).__module__])
+        for parameter in inspect.signature(function).parameters.values():
+            if isinstance(parameter.annotation, str):
+                eval(parameter.annotation, scope), label
+
+
+def test_calls_within_the_package_are_not_checked():
+    """Functions import each other from their modules; what packages publish is checked."""
+    assert models.logits is not models.llama.logits
+    assert inspect.unwrap(models.logits) is models.llama.logits
+    assert pickle.loads(pickle.dumps(models.logits)) is models.logits
+    assert inspect.signature(models.logits) == inspect.signature(models.llama.logits)

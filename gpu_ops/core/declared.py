@@ -125,14 +125,11 @@ def _anything(who: str, name: str, value: Any) -> None:
 
 
 def _check_of(annotation: Any, scope: dict[str, Any]) -> Check:
-    """The check of one annotation; a name that only type checkers see is not checked."""
+    """The check of one annotation, whose names are in ``scope``."""
     if isinstance(annotation, str):
         if annotation.removesuffix(" | None") == "npt.DTypeLike":  # a union, of which None may be a part
             return functools.partial(_dtype, annotation.endswith("None"))
-        try:
-            annotation = eval(annotation, scope)
-        except NameError:
-            return _anything
+        annotation = eval(annotation, scope)
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     simple = {int: _integer, float: checks.number, bool: checks.flag, type(None): _nothing, None: _nothing}
     if annotation in simple:

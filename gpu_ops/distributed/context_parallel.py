@@ -101,7 +101,16 @@ class ContextParallel(Sequences):
         return ring_attention(self.comm, q, k, v, layout=self.layout, **options, return_lse=True)
 
     def attention_backward(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, grads: Any, **options: Any
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        *,
+        grads: tuple[Any, Any, Any],
+        **options: Any,
     ) -> None:
         options["layout"] = self.layout
         found = ring_attention_backward(self.comm, dout, q, k, v, out, lse, **options)

@@ -40,7 +40,16 @@ class Sequences:
         return attention_varlen(q, k, v, starts, starts, **options, return_lse=True)
 
     def attention_backward(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, grads: Any, **options: Any
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        *,
+        grads: tuple[Any, Any, Any],
+        **options: Any,
     ) -> None:
         """``grads``: what dq, dk and dv are written to."""
         starts = self.cu_seqlens
