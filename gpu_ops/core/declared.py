@@ -25,8 +25,6 @@ from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, UnknownOptionEr
 __all__ = ["no_attribute", "publish"]
 
 Check = Callable[[str, str, Any], object]  # function, argument, value: raises what the caller sees
-_MANY = 4096  # elements of a list; more are checked as one array
-
 _ANYTHING = (Any, object, inspect.Parameter.empty)
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = (abc.Sequence, abc.Collection, abc.Iterable, list, tuple)
@@ -61,9 +59,12 @@ def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError
 
 
 def _check_class(kind: type) -> None:
-    """Check the constructor and the public methods. A record without ``__post_init__`` takes what it is given."""
+    """Check the constructor and the public methods, but those that ``checks_itself`` names: a pass calls them often,
+    and their bodies refuse what does not fit. A record without ``__post_init__`` takes what it is given."""
     plain = hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "__post_init__")
     for name, value in list(vars(kind).items()):
+        if name in getattr(kind, "checks_itself", ()):
+            continue
         if name == "__init__" and not plain:
             setattr(kind, name, checked(value, kind.__name__))
         elif not name.startswith("_") and inspect.isfunction(value):
@@ -131,7 +132,13 @@ def _check_of(annotation: Any, scope: dict[str, Any]) -> Check:
             return functools.partial(_dtype, annotation.endswith("None"))
         annotation = eval(annotation, scope)
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    simple = {int: _integer, float: checks.number, bool: checks.flag, type(None): _nothing, None: _nothing}
+    simple: dict[Any, Check] = {
+        int: _integer,
+        float: checks.number,
+        bool: checks.flag,
+        type(None): _nothing,
+        None: _nothing,
+    }
     if annotation in simple:
         return simple[annotation]
     if origin in _UNIONS and all(_is_plain(part) for part in parts if part is not type(None)):
@@ -245,13 +252,14 @@ def _sequence(kind: Any, parts: list[Check]) -> Check:
             raise OptionError(f"{who}: {name} must hold {len(parts)} values, got {len(value)}")
         if not parts or parts[0] is _anything:
             return
-        if parts[0] is _integer and (isinstance(value, np.ndarray) or len(value) > _MANY):
-            value = np.asarray(value)
-            if value.size and value.dtype.kind not in "iu":
-                _refuse(who, name, "a sequence of integers", value)
-            return
+        if parts[0] is _integer:  # a prompt may have many
+            if isinstance(value, np.ndarray):
+                if value.size and value.dtype.kind not in "iu":
+                    _refuse(who, name, f"a sequence of integers, not of {value.dtype}", value)
+                return
+            if set(map(type, value)) == {int}:
+                return
         for i, item in enumerate(value):
-            if type(item) is not int or parts[0] is not _integer:
-                parts[i if len(parts) > 1 else 0](who, f"{name}[{i}]", item)
+            parts[i if len(parts) > 1 else 0](who, f"{name}[{i}]", item)
 
     return check

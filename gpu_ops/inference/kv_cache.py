@@ -116,6 +116,8 @@ class PagedKVCache:
     array([7, 5], dtype=int32)
     """
 
+    checks_itself = ("accept", "add", "commit", "free", "length", "reserve", "rollback")
+
     def __init__(
         self,
         nlayers: int,

@@ -105,6 +105,7 @@ class Arena:
 
     runs = True
     from_device = False
+    checks_itself = ("allocate", "scratch")
 
     def __init__(self, trace: Traced, device: str = "cpu", limit: int | None = None) -> None:
         if device not in ("cpu", "cuda"):

@@ -78,6 +78,8 @@ class Trace:
 
     device: str | None = None
     buffers: list[Buffer] = field(default_factory=list, init=False)
+    checks_itself = ("allocate", "scratch")
+
     runs: bool = field(default=False, init=False)
     on_gpu: bool = field(default=False, init=False)
     from_device: bool = field(default=False, init=False)
