@@ -88,7 +88,9 @@ def cross_entropy_backward(
         _, weights, row_sum = _exponentials(p, u)
         share = p.step(weights / row_sum)
         own, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
-        du = p.step(share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w)
+        du = p.step(
+            share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w
+        )
         hit = np.arange(len(w)) == np.where(kept, targets, -1)[..., None]
         dlogits = p.step(p.step(du - own * hit) * slope)
         factor = np.broadcast_to(p.load(dloss) * _factor(reduction, denominator, w_y), targets.shape)

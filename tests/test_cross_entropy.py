@@ -140,8 +140,8 @@ def test_a_confident_row_keeps_its_digits(backend, dtype):
 
 
 def logits_with_an_offset(dtype, vocab):
-    """Rows whose logits are equal, or differ by whole units, as far from 0 as the dtype can tell them apart; and equal
-    ones of nearly its largest number. With targets."""
+    """Rows of equal logits, and of logits that differ by integers, as large as the dtype can tell them apart; equal
+    logits near its largest number. With targets."""
     info = ml_dtypes.finfo(dtype)
     logits = np.full((4, vocab), 2.0**info.nmant)
     logits[1, ::3], logits[2, ::2], logits[3] = logits[0, 0] + 3, logits[0, 0] + 6, float(info.max) / 2
@@ -149,7 +149,9 @@ def logits_with_an_offset(dtype, vocab):
 
 
 @pytest.mark.parametrize("vocab", [2, 1000])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "w": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "w": True}], ids=str
+)
 def test_logits_far_from_zero_keep_their_digits(backend, dtype, vocab, options):
     """lse is then known to 0.5, or to nothing: neither losses nor gradients may depend on it."""
     logits, targets = logits_with_an_offset(dtype, vocab)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 
@@ -12,10 +13,12 @@ from numpy.lib.stride_tricks import as_strided
 import gpu_ops
 from gpu_ops import errors
 from gpu_ops.core import foreign
+from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
 from tests.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, Call, call
 from tests.laws import (
     FIRST_OF_OPS,
+    NAMES,
     WITH_OUT,
     every_other,
     filled,
@@ -224,6 +227,65 @@ def test_any_array_with_an_axis_too_many(op, name):
     if op in OUT:
         one = one.having(**given_out(one, outs_like(one, outcome(one), filled)))
     refused(one.having(**{name: one.arrays[name][None, None]}), ShapeError, "shape")
+
+
+PARAMETERS = {op: inspect.signature(getattr(gpu_ops, op)).parameters for op in OPS}
+FLOAT_OPTIONS = {
+    op: {p.name for p in PARAMETERS[op].values() if p.annotation in ("float", "float | None")} for op in OPS
+}
+EXTREMES = (1e39, -1e39, 1e-50, 1e-40, float("nan"), float("inf"))
+
+
+def numbers_of(one):
+    """The options of a call that may be a number between integers, with one that is allowed."""
+    arrays = {name for name, x in one.arrays.items() if not isinstance(x, (float, np.ndarray)) or np.ndim(x)}
+    arrays |= {"workspace", *WRITTEN.get(one.op, ()), *ADDED.get(one.op, ())}
+    for option in PARAMETERS[one.op]:
+        if option in arrays:
+            continue
+        for number in (0.5, 1.5):
+            with contextlib.suppress(errors.GpuOpsError):
+                outcome(one.having(**{option: number}))
+                yield option, number
+                break
+
+
+def check_extreme(one, option, number, value):
+    """It is refused by name, in a second call as in a first, or the result is that of the reference."""
+    extreme = one.having(**{option: value})
+    forget_calls()
+    first = judged(extreme)
+    outcome(one.having(**{option: number}))
+    assert judged(extreme) == first
+    if isinstance(first, str):
+        assert option in first
+        return
+    assert np.isfinite(value), option
+    if "out" in one.arrays:
+        return  # of attention with another value of the option: there is no right gradient
+    for x, want in zip(outcome(extreme), outcome(extreme.having(backend="reference")), strict=True):
+        x, want = x.astype(np.float64), want.astype(np.float64)
+        assert not np.isnan(want).any(), (option, value)
+        size = np.abs(want[np.isfinite(want)]).max(initial=0)
+        tolerance = 1e-5 * size + 1e-42  # below float32's normal numbers
+        np.testing.assert_allclose(x, want, rtol=1e-5, atol=tolerance, err_msg=f"{option}={value}")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("op", OPS)
+def test_numbers_that_the_computing_dtype_cannot_hold(op, dtype):
+    """Every option that may be a float, found by trying, is refused by name or gives the reference's result."""
+    options = set()
+    for name in (n for n in NAMES if n.split()[0] == op):
+        one = law_call(name, dtype)
+        if "seed" in PARAMETERS[op]:
+            one = one.having(seed=3)
+        for option, number in numbers_of(one):
+            if option not in options:
+                options.add(option)
+                for value in EXTREMES:
+                    check_extreme(one, option, number, value)
+    assert FLOAT_OPTIONS[op] <= options
 
 
 @pytest.mark.parametrize("op", OPS)

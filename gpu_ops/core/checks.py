@@ -20,6 +20,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 __all__ = [
     "FLOAT_DTYPES",
     "Axes",
+    "computable",
     "contiguous",
     "epsilon",
     "exactly",
@@ -40,6 +41,9 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+
+# Largest size of an option, by what kernels compute in; its reciprocal is the least size of one that they divide by.
+_LARGEST = {"float32": 1e38, "float64": 1e308}
 
 _NO_NUMBERS = (bool, np.timedelta64)  # though bool is an int to Python, and a time an integer to NumPy
 
@@ -186,20 +190,28 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
 
 
-def in_float32(op: str, name: str, value: Any, dtype: str, *, low: float = -math.inf) -> float:
-    """A number that kernels take to float32, where float64 is not what they compute in."""
-    found = number(op, name, value, low=low)
-    if dtype != "float64" and abs(found) > 1e38:
+def computable(
+    op: str, name: str, value: Any, dtype: str, *, low: float = -math.inf, divides: bool = False
+) -> float:
+    """A number that is finite in the dtype that kernels compute in for arrays of ``dtype``.
+
+    ``divides``: kernels divide by it unless it is 0, so that its reciprocal is finite as well.
+    """
+    result, computed = number(op, name, value, low=low), computing_dtype(dtype).name
+    largest = _LARGEST[computed]
+    least = 1 / largest if divides else 0.0
+    if result and not least <= abs(result) <= largest:
+        bounds = f"0 or between {least:g} and {largest:g}" if divides else f"at most {largest:g}"
         raise OptionError(
-            f"{op}: {name} must be at most 1e+38 in size, for {dtype} is computed in float32; got {found:g}"
+            f"{op}: {name} must be {bounds} in size, for {dtype} is computed in {computed}; got {result!r}"
         )
-    return found
+    return result
 
 
-def scalar(op: str, name: str, value: Any) -> None:
-    """A finite real number, or an array, which is checked where it is used."""
+def scalar(op: str, name: str, value: Any, dtype: str = "float64") -> None:
+    """A number that kernels can compute with, or an array, which is checked where it is used."""
     if not hasattr(value, "dtype"):
-        number(op, name, value)
+        computable(op, name, value, dtype)
 
 
 def epsilon(op: str, value: Any, dtype: str) -> float:
@@ -207,7 +219,8 @@ def epsilon(op: str, value: Any, dtype: str) -> float:
 
     1 / sqrt(0) would make NaN of a row of zeros.
     """
-    return max(number(op, "eps", value, low=0.0), float(np.finfo(computing_dtype(dtype)).smallest_subnormal))
+    least = float(np.finfo(computing_dtype(dtype)).smallest_subnormal)
+    return max(computable(op, "eps", value, dtype, low=0.0), least)
 
 
 def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:

@@ -159,7 +159,7 @@ class VocabularyRows(Table):
             checks.one_of(_LOSS, "only", only, ("dx",))
         if adds and dweight is None:
             dweight = np.zeros(self.part.shape, op.wide)
-        checks.scalar(_LOSS, "dloss", dloss)
+        checks.scalar(_LOSS, "dloss", dloss, op.wide.name)
         each = np.asarray(dloss, op.wide)
         checks.exactly(
             _LOSS, "dloss", each, h.shape[:-1] if op.given.reduction == "none" and each.ndim else ()

@@ -133,13 +133,14 @@ def adamw_step(
     counts = functools.partial(checks.integer, low=1, high=_LARGEST_STEP)
     is_array = _read_number(call, "step", step, counts, ("int32", "int64"))
     look = _look_at_step(call.op) if is_array and not call.on_cuda else None
-    _read_number(call, "lr", lr, functools.partial(checks.number, low=0.0), ("float32", "float64"))
-    factor = _grad_scale if skip is None else _grad_scale_or_overflow
+    params_ = _update(call, "params", params)
+    dtype = checks.float_dtype(call.op, params=params_)
+    rate = functools.partial(checks.computable, dtype=dtype, low=0.0)
+    _read_number(call, "lr", lr, rate, ("float32", "float64"))
+    factor = functools.partial(_grad_scale if skip is None else _grad_scale_or_overflow, dtype)
     _read_number(call, "grad_scale", grad_scale, factor, ("float32", "float64"))
     if skip is not None:
         _read_number(call, "skip", skip, _no_number, ("float32", "int32"))
-    params_ = _update(call, "params", params)
-    dtype = checks.float_dtype(call.op, params=params_)
     kind = checks.computing_dtype(dtype)
     _check_grads(call, dtype, grads_)
     in_bytes = _update_moments(call, m, v, params_, kind)
@@ -154,7 +155,7 @@ def adamw_step(
     call.option(
         betas=_betas(call.op, betas),
         eps=checks.epsilon(call.op, eps, dtype),
-        weight_decay=checks.in_float32(call.op, "weight_decay", weight_decay, dtype, low=0.0),
+        weight_decay=checks.computable(call.op, "weight_decay", weight_decay, dtype, low=0.0),
     )
     with_master = " with a master" * (master is not None) + ", moments in 8 bits" * in_bytes
     return call.bind(
@@ -278,16 +279,16 @@ def _no_number(op: str, name: str, value: Any) -> None:
     )
 
 
-def _grad_scale(op: str, name: str, value: Any) -> float:
-    return 1.0 if value is None else checks.number(op, name, value)
+def _grad_scale(dtype: str, op: str, name: str, value: Any) -> float:
+    return 1.0 if value is None else checks.computable(op, name, value, dtype)
 
 
-def _grad_scale_or_overflow(op: str, name: str, value: Any) -> float:
+def _grad_scale_or_overflow(dtype: str, op: str, name: str, value: Any) -> float:
     """The factor of a step that is skipped comes from a norm that overflowed. It is a number where NumPy multiplied
     two arrays (); such an array is not looked at either."""
     if isinstance(value, (float, np.floating)) and not np.isfinite(value):
         return float(value)
-    return _grad_scale(op, name, value)
+    return _grad_scale(dtype, op, name, value)
 
 
 @lowers("adamw_step", "reference")

@@ -139,8 +139,8 @@ def read_options(
         checks.exactly(op, "alibi_slopes", slopes, shape, np.dtype(np.float32))
     causal = checks.flag(op, "causal", causal)
     window_size = checks.window(op, window_size)
-    softmax_scale = _computable(op, "softmax_scale", checks.number(op, "softmax_scale", softmax_scale), dtype)
-    softcap = _computable(op, "softcap", checks.number(op, "softcap", softcap, low=0.0), dtype, inverse=True)
+    softmax_scale = checks.computable(op, "softmax_scale", softmax_scale, dtype)
+    softcap = checks.computable(op, "softcap", softcap, dtype, low=0.0, divides=True)
     call.option(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap)
     dropout_p = _read_dropout(call, dropout_p, seed)
     if bias is not None:
@@ -269,15 +269,6 @@ def backward_raw_unsupported(spec: Spec) -> Mapping[str, str]:
 
     why = raw_unsupported(spec)
     return {"raw": why} if why else {}
-
-
-def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool = False) -> float:
-    """An option that kernels take to float32 (or its inverse too), where float64 is not what they compute in."""
-    least = 1e-38 if inverse else 0.0
-    if value and dtype != "float64" and not least <= abs(value) <= 1e38:
-        bounds = f"0 or between {least:g} and 1e+38" if inverse else "at most 1e+38 in size"
-        raise OptionError(f"{op}: {name} must be {bounds}, for {dtype} is computed in float32; got {value:g}")
-    return value
 
 
 def _read_dropout(call: Call, dropout_p: Any, seed: Any) -> float:

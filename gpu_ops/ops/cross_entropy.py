@@ -147,8 +147,8 @@ def cross_entropy_backward(
     logits, targets, and every option
         As in the forward call.
     lse : array (...)
-        As returned by ``cross_entropy(..., return_lse=True)``. It is a rounded number: p has the sum of the row's
-        exponentials instead, so that large logits cost no digits.
+        As returned by ``cross_entropy(..., return_lse=True)``: that of all classes. The softmax is divided by the
+        sum of the row's exponentials, not by exp(lse), which is rounded: large logits cost no digits.
     out : array like logits, optional
         Receives the gradient. ``out=logits`` works in place.
     device, backend : str, optional
@@ -185,7 +185,7 @@ def cross_entropy_backward(
     options.read(call, targets, rows, x.shape[-1], "logits")
     if given is not None:
         as_loss(call, "dloss", given, rows if reduction == "none" else (), "logits")
-    call.option(dloss=checks.number(call.op, "dloss", dloss) if by_value else None)
+    call.option(dloss=checks.computable(call.op, "dloss", dloss, x.dtype.name) if by_value else None)
     as_loss(call, "lse", call.read("lse", lse, contiguous=True), rows, "logits")
     call.write("dlogits", x.shape, x.dtype, out, in_place="logits", rows=True)
     return _bind(call, options)

@@ -65,7 +65,7 @@ def embedding(
     ids_ = read_indices(call, "ids", ids)
     table = call.read("weight", weight, "num_embeddings dim")
     dtype = checks.float_dtype(call.op, weight=table)
-    call.option(scale=checks.in_float32(call.op, "scale", scale, dtype))
+    call.option(scale=checks.computable(call.op, "scale", scale, dtype))
     call.write("x", (*ids_.shape, table.shape[1]), table.dtype, out, rows=True)
     return _bind(call, dtype, table.shape)
 
@@ -132,7 +132,7 @@ def embedding_backward(
         raise ShapeError(f"{call.op}: dx has no axes; expected (..., dim)")
     read_indices(call, "ids", ids, x.shape[:-1])
     shape = (checks.integer(call.op, "num_embeddings", num_embeddings, low=0, high=2**31 - 1), x.shape[-1])
-    call.option(scale=checks.in_float32(call.op, "scale", scale, dtype), adds=dweight is not None)
+    call.option(scale=checks.computable(call.op, "scale", scale, dtype), adds=dweight is not None)
     kind = checks.computing_dtype(dtype)
     call.write("dweight", shape, kind, dweight, argument="dweight", added=dweight is not None)
     return _bind(call, dtype, shape)

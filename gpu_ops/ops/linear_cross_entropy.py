@@ -180,7 +180,7 @@ def linear_cross_entropy(
 def _read_dloss(call: Call, dloss: Any, shape: tuple[int, ...]) -> None:
     number = None
     if is_number(dloss):
-        number = checks.number(call.op, "dloss", dloss)
+        number = checks.computable(call.op, "dloss", dloss, call.views["x"].dtype.name)
     else:
         as_loss(call, "dloss", call.read("dloss", dloss, contiguous=True), shape, "x")
     call.option(dloss=number)

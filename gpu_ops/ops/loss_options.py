@@ -52,33 +52,34 @@ class LossOptions:
 
     def read(self, call: Call, targets: Any, rows: tuple[int, ...], vocab: int, like: str) -> None:
         """Checks targets and options. ``like``: the array that decides the dtype."""
-        op = call.op
+        op, dtype = call.op, call.views[like].dtype.name
         read_indices(call, "targets", targets, rows)
-        smoothing = checks.number(op, "label_smoothing", self.label_smoothing, low=0.0)
+        smoothing = checks.computable(op, "label_smoothing", self.label_smoothing, dtype, low=0.0)
         if smoothing > 1.0:
             raise OptionError(f"{op}: label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
         call.option(
             vocab=vocab,
             ignore_index=checks.integer(op, "ignore_index", self.ignore_index, low=-(2**63), high=2**63 - 1),
             label_smoothing=smoothing,
-            z_loss=checks.in_float32(op, "z_loss", self.z_loss, call.views[like].dtype.name, low=0.0),
-            softcap=checks.number(op, "softcap", self.softcap, low=0.0),
+            z_loss=checks.computable(op, "z_loss", self.z_loss, dtype, low=0.0),
+            softcap=checks.computable(op, "softcap", self.softcap, dtype, low=0.0, divides=True),
             reduction=checks.one_of(op, "reduction", self.reduction, ("mean", "sum", "none")),
         )
         weight = call.optional("class_weight", self.class_weight)
         if weight is not None:
             as_loss(call, "class_weight", weight, (vocab,), like)
-        self._read_denominator(call)
+        self._read_denominator(call, dtype)
 
-    def _read_denominator(self, call: Call) -> None:
+    def _read_denominator(self, call: Call, dtype: str) -> None:
         given = self.denominator
         if given is not None and self.reduction != "mean":
             raise OptionError(
                 f"{call.op}: denominator is what reduction='mean' divides by, and reduction is {self.reduction!r}"
             )
         if given is None or is_number(given):
-            number = given if given is None else checks.number(call.op, "denominator", given, low=0.0)
-            call.option(denominator=number)
+            if given is not None:
+                given = checks.computable(call.op, "denominator", given, dtype, low=0.0, divides=True)
+            call.option(denominator=given)
             return
         array = call.read("denominator", given)
         if array.dtype not in _COUNTS:

@@ -95,7 +95,7 @@ def rmsnorm(
     dtype = validate(call.op, x_, weight_, residual=residual_)
     call.option(
         eps=checks.epsilon(call.op, eps, dtype),
-        weight_offset=checks.in_float32(call.op, "weight_offset", weight_offset, dtype),
+        weight_offset=checks.computable(call.op, "weight_offset", weight_offset, dtype),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
     return_rstd = checks.flag(call.op, "return_rstd", return_rstd)
@@ -185,7 +185,7 @@ def rmsnorm_backward(
     statistics = checks.computing_dtype(dtype)
     checks.exactly(call.op, "rstd", rstd_, x_.shape[:-1], statistics)
     call.option(
-        weight_offset=checks.in_float32(call.op, "weight_offset", weight_offset, dtype),
+        weight_offset=checks.computable(call.op, "weight_offset", weight_offset, dtype),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
     write_gradients(call, x_, {"dweight": dweight}, statistics, out)

@@ -78,7 +78,7 @@ class NormArguments:
     def check(self, call: Call, dtype: str) -> None:
         call.option(
             eps=checks.epsilon(call.op, self.eps, dtype),
-            weight_offset=checks.in_float32(call.op, "weight_offset", self.weight_offset, dtype),
+            weight_offset=checks.computable(call.op, "weight_offset", self.weight_offset, dtype),
         )
 
 

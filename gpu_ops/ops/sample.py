@@ -20,16 +20,20 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 __all__ = ["sample", "sampling_number"]
 
 _LARGEST = float(np.finfo(np.float32).max)
+_LEAST = float(np.float32(1e-38))  # of what logits are divided by: its reciprocal is finite
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 # Options by what is allowed, in words and as a test of numbers and arrays.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "temperature": ("at least 0", lambda x: (x >= 0) & (x <= _LARGEST)),
+    "temperature": (f"at least 0 and at most {_LARGEST:.8g}", lambda x: (x >= 0) & (x <= _LARGEST)),
     "top_k": ("at least 0, where 0 keeps all", lambda x: x >= 0),
     "top_p": ("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
     "min_p": ("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
-    "repetition_penalty": ("more than 0", lambda x: (x > 0) & (x <= _LARGEST)),
-    "frequency_penalty": ("finite", lambda x: abs(x) <= _LARGEST),
-    "presence_penalty": ("finite", lambda x: abs(x) <= _LARGEST),
+    "repetition_penalty": (
+        f"at least 1e-38 and at most {_LARGEST:.8g}",
+        lambda x: (x >= _LEAST) & (x <= _LARGEST),
+    ),
+    "frequency_penalty": (f"at most {_LARGEST:.8g} in size", lambda x: abs(x) <= _LARGEST),
+    "presence_penalty": (f"at most {_LARGEST:.8g} in size", lambda x: abs(x) <= _LARGEST),
 }
 _COUNTERS = ("seed", "step")
 
@@ -200,8 +204,8 @@ def sampling_number(op: str, name: str, has_counts: bool, value: Any, device: An
         return checks.integer(op, name, value, low=0, high=2**31 - 1)
     number = checks.number(op, name, value)
     words, is_allowed = _ALLOWED[name]
-    if not is_allowed(number) or (name == "repetition_penalty" and np.float32(number) == 0):
-        raise OptionError(f"{op}: {name} must be {words}, as float32; got {number:g}")
+    if not is_allowed(number):
+        raise OptionError(f"{op}: {name} must be {words}; got {number!r}")
     if name in _PENALTIES and not has_counts and number != _PENALTIES[name]:
         raise OptionError(f"{op}: {name} needs counts=, how often each token has appeared")
     return number

@@ -135,7 +135,7 @@ def _dtype(call: Call, scale: float, **arrays: Array) -> str:
     if x.ndim == 0:
         raise ShapeError(f"{call.op}: {name} has no axes; expected (..., cols)")
     dtype = checks.float_dtype(call.op, **arrays)
-    call.option(scale=checks.in_float32(call.op, "scale", scale, dtype))
+    call.option(scale=checks.computable(call.op, "scale", scale, dtype))
     return dtype
 
 

@@ -88,11 +88,11 @@ def muon_step(
             raise ShapeError(f"{_OP}: {name} is read-only; pass a writable array")
         if overlaps_itself(x) or any(overlap(x, other) for other in others):
             raise ShapeError(f"{_OP}: {name} shares memory with itself or with another argument")
-    lr = checks.number(_OP, "lr", lr, low=0.0)
+    lr = checks.computable(_OP, "lr", lr, "float32", low=0.0)
     beta = checks.number(_OP, "beta", beta, low=0.0)
     if beta >= 1.0:
         raise OptionError(f"{_OP}: beta must be less than 1, got {beta:g}")
-    decay = lr * checks.number(_OP, "weight_decay", weight_decay, low=0.0)
+    decay = lr * checks.computable(_OP, "weight_decay", weight_decay, "float32", low=0.0)
     looks_ahead = checks.flag(_OP, "nesterov", nesterov)
     new = momentum + (1 - beta) * (grad - momentum)
     update = grad + beta * (new - grad) if looks_ahead else new

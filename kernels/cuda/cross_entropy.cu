@@ -11,8 +11,8 @@
 //              dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
 //   total      the sum of the losses, or dloss, divided by the sum of w_y; of few numbers, by one block in double
 //
-// lse is rounded: of logits near 1e7, half of it is lost to the last place. So lse - u is (max - u) + log(sum), and p has
-// the sum of the row's own exponentials; backward reads each row again, from the L2 cache.
+// lse is rounded: a float holds that of logits near 1e7 to the nearest integer. So lse - u is computed as
+// (max - u) + log(sum), and p divides by the sum of the row's exponentials: backward reads a row again, from the L2 cache.
 //
 // Rows compute in float and round once; p - 1 is formed before it is rounded. A row whose target is ignored is not read:
 // loss 0, lse -inf, gradient 0. One whose target is no class has the loss and gradient NaN. In place is allowed: each

@@ -6,13 +6,13 @@ forward    loss = own w_y (lse - u_y) + others sum(w (lse - u)) + z_loss lse^2  
 backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
            p = exp(u - shift) / sum(exp(u - shift))
 
-lse is rounded: of logits near 1e7, half of it is lost to the last place. So lse - u is (max - u) + log(sum), and p has
-the sum of the row's own exponentials, whose shift is lse or the maximum.
+lse is rounded: float32 holds that of logits near 1e7 to the nearest integer. So lse - u is computed as
+(max - u) + log(sum), and p divides by the sum of the row's exponentials, relative to lse or to the maximum.
 
 Both read each logit once, by blocks that stay in the first cache; forward keeps a maximum and a sum relative to it,
-backward the exponentials of a row, in the second cache. Gradients too large for a cache are streamed past it. An ignored
-row is not read. In one kernel, a row is still in the second cache when it is read again; the gradient, no wider than the
-logits, may lie at the start of their memory.
+backward a row of exponentials in the second cache. Gradients too large for a cache are streamed past it. An ignored
+row is not read. In one kernel, a row is still in the second cache when it is read again; the gradient, no wider than
+the logits, may lie at the start of their memory.
 """
 
 from __future__ import annotations

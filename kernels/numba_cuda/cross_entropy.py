@@ -7,8 +7,8 @@ backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - o
            p = exp(u - lse) / sum(exp(u - lse))
 total      the sum of the losses, or dloss, divided by the sum of w_y, by one block
 
-lse is rounded: of logits near 1e7, half of it is lost to the last place. So lse - u is (max - u) + log(sum), and p has the
-sum of the row's own exponentials.
+lse is rounded: float32 holds that of logits near 1e7 to the nearest integer. So lse - u is computed as
+(max - u) + log(sum), and p divides by the sum of the row's exponentials.
 
 A block takes one row; thread i owns columns i, i + 256, ... A row whose target is ignored is not read. Gradients that
 are narrower than logits may lie over them.
