@@ -89,7 +89,6 @@ def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
 # round to bfloat16 and others do not; a model's gradients, losses and products; quantized caches; merged parts.
 PART = (
     "tests/test_nccl.py::test_ranks_with_gpus",
-    "tests/test_distributed.py::test_one_rank[context]",
     "tests/test_distributed.py::test_one_rank[tensor]",
     "tests/test_distributed.py::test_one_rank[vocabulary]",
     "tests/test_attention_merge.py::test_blocks_err_no_more_than_textbook_code",
