@@ -71,8 +71,8 @@ class ContextParallel(Sequences):
             missing := cuda_missing()
         ):
             raise DeviceError(f"ContextParallel: device='cuda': {missing}")
-        super().__init__(positions=to_device(rows, device))
-        vars(self).update(comm=comm, seqlen=int(seqlen), layout=layout, rows=rows)
+        super().__init__(positions=to_device(rows, device), seqlen=int(seqlen))
+        vars(self).update(comm=comm, layout=layout, rows=rows)
 
     comm: Comm
     seqlen: int

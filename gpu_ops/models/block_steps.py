@@ -30,6 +30,8 @@ class Sequences:
     """int32 (sequences + 1,) for packed sequences: x is then (tokens, hidden)."""
     max_seqlen: int | None = None
     """The longest sequence; a CUDA graph needs it."""
+    seqlen: int | None = None
+    """The length on which the dynamic and longrope rotations depend. None: the largest position + 1."""
 
     def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Attention within the sequences, and lse. :class:`gpu_ops.distributed.ContextParallel` has its own."""
@@ -112,6 +114,7 @@ class Run:
             "positions": sequences.positions,
             "theta": config.theta,
             "scaling": config.scaling,
+            "seqlen": sequences.seqlen,
         }
 
     def need(self, field: str) -> Any:

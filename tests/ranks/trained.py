@@ -9,14 +9,16 @@ import math
 import numpy as np
 import pytest
 
-from gpu_ops import models, training
+from gpu_ops import RopeScaling, models, training
 from gpu_ops.distributed import Comm, ContextParallel, DataParallel, Mesh, TensorParallel
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models import Layer, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=32, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
 MIXED = dataclasses.replace(
-    CONFIG, qk_norm=True, tied=True, softcap=3.0, biases=("qkv",), layers=(Layer(window=5), Layer(500.0))
+    CONFIG,
+    layers=(Layer(window=5), Layer(500.0, RopeScaling.dynamic(4.0, 8))),  # the length of whole sequences counts
+    **{"qk_norm": True, "tied": True, "softcap": 3.0, "biases": ("qkv",)},
 )
 BATCH, SEQLEN, STEPS = 6, 24, 50  # which 2, 3 and 4 ranks divide
 
