@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpu_ops import __version__
-from gpu_ops.environment import Environment, environment
+from gpu_ops.environment import VARIABLES, Environment, environment
 from gpu_ops.terminal import make_console, print_table, waiting
 
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
@@ -181,13 +181,15 @@ def show(found: Environment, console: Console) -> None:
     for title, pairs in (
         ("versions", found.versions),
         ("compiled kernels are kept in", found.caches),
-        ("set in the environment", found.variables),
     ):
-        if pairs:
-            table = _table(title)
-            for name, value in pairs.items():
-                table.add_row(name, escape(value))
-            print_table(console, table)
+        table = _table(title)
+        for name, value in pairs.items():
+            table.add_row(name, escape(value))
+        print_table(console, table)
+    table = _table("environment variables")
+    for name in dict.fromkeys((*VARIABLES, *found.variables)):
+        table.add_row(name, escape(found.variables.get(name, "")) or "[dim]not set[/]", VARIABLES.get(name, ""))
+    print_table(console, table)
 
 
 def _table(title: str) -> Table:

@@ -19,7 +19,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.kernels.compiler import cache, cache_contents
 from gpu_ops.presets import DevicePreset, select_preset
 
-__all__ = ["Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
+__all__ = ["VARIABLES", "Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
 
 # Distributions worth naming in a bug report. cupy and numba-cuda are optional; torch is never used, only met.
 _PACKAGES = (
@@ -37,6 +37,21 @@ _PACKAGES = (
     "nvidia-ml-py",
     "torch",
 )
+
+VARIABLES = {
+    "NUMBA_NUM_THREADS": "threads that compute on the CPU",
+    "GPU_OPS_DEVICE": "default of device=",
+    "GPU_OPS_BACKEND": "default of backend=",
+    "GPU_OPS_POOL_MB": "memory of freed results that is kept for the next ones, in MiB",
+    "GPU_OPS_CACHE_DIR": "folder of compiled kernels",
+    "GPU_OPS_QUIET": "1: no progress on stderr, and no notice that kernels are compiled",
+    "GPU_OPS_COMM_CHECK": "1: ranks compare their calls before each one",
+    "GPU_OPS_ARCH": "card of the emulator, such as sm_90",
+    "GPU_OPS_SANITIZE": "0: the emulator checks nothing; collect: it reports all faults of a launch",
+    "GPU_OPS_TENSOR_CORES": "truncate: the emulator's tensor cores add as those of A100 and H100",
+    "GPU_OPS_DUMP": "folder that gets the sources and machine code of GPU kernels",
+}
+"""The variables that gpu_ops reads, with what each one does. CONTRIBUTING.md has the details."""
 
 # Folders that hold compiled kernels: who writes there, the variable that moves it, the default.
 _CACHES = (("CuPy", "CUPY_CACHE_DIR", "~/.cupy/kernel_cache"),)
@@ -85,6 +100,7 @@ class Environment:
     versions: dict[str, str]
     caches: dict[str, str]
     variables: dict[str, str]
+    """The variables of :data:`VARIABLES` that are set, and any other that begins with ``GPU_OPS_``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, for JSON."""
@@ -112,7 +128,7 @@ def environment() -> Environment:
         backends=_backends(),
         versions=_versions(),
         caches=_caches(),
-        variables={k: v for k, v in sorted(os.environ.items()) if k.startswith("GPU_OPS_")},
+        variables={k: v for k, v in sorted(os.environ.items()) if k.startswith("GPU_OPS_") or k in VARIABLES},
     )
 
 

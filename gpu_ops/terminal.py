@@ -28,6 +28,10 @@ def print_table(console: Console, table: Table) -> None:
     No word is broken: a terminal that is too narrow breaks the line itself, and nothing is lost.
     """
     probe = Console(width=UNLIMITED, file=console.file)
+    for column in table.columns:
+        if column.no_wrap:  # rich counts its longest word only, and would take the rest from the columns that wrap
+            cells = (column.header, *column.cells)
+            column.min_width = max(Measurement.get(probe, probe.options, cell).maximum for cell in cells)
     needed = Measurement.get(probe, probe.options, table).minimum
     Console(width=max(console.width, needed), file=console.file).print(table)
 

@@ -23,7 +23,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -211,7 +210,7 @@ _judged: Set[str] = frozenset()
 def _start_worker(tasks: list[tuple[jit.Variant, str]], with_sass: bool, judged: Set[str]) -> None:
     global _tasks, _with_sass, _judged
     _tasks, _with_sass, _judged = tasks, with_sass, judged
-    progress.PATIENCE = threading.TIMEOUT_MAX  # the parent shows the progress of all
+    progress.silent = True  # the parent shows the progress of all
 
 
 def _inspect_task(index: int) -> Row:

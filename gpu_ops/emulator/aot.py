@@ -21,10 +21,9 @@ from numba.core import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.numba_cpu.codegen.numba_pipeline import KernelCompiler
-from gpu_ops.kernels.numba_cpu.jit import DiskCache
+from gpu_ops.kernels.numba_cpu.jit import DiskCache, compiling
 
 OUT_OF_BOUNDS, MISALIGNED = 1, 2
 
@@ -37,10 +36,10 @@ SHARED_WINDOW, LOCAL_WINDOW, WINDOW_BYTES = 1 << 56, 1 << 57, 1 << 32
 def loop(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a function for these signatures at its first call."""
 
-    def build(function: Callable[..., Any]) -> Any:
+    def build(function: Callable[..., Any], miss: Callable[[], None]) -> Any:
         dispatcher = numba.njit(nogil=True, error_model="numpy", pipeline_class=KernelCompiler)(function)
         for i, signature in enumerate(signatures):
-            dispatcher._cache = _on_disk(function, i)
+            dispatcher._cache = _on_disk(function, i, miss)
             dispatcher.compile(signature)
         dispatcher.disable_compile()
         return dispatcher
@@ -51,11 +50,11 @@ def loop(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def ufunc(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a scalar function to a NumPy ufunc at its first call."""
 
-    def build(function: Callable[..., Any]) -> Any:
+    def build(function: Callable[..., Any], miss: Callable[[], None]) -> Any:
         cpu_target.target_context.refresh()  # the wrapper is compiled even if the function is cached
         made = numba.vectorize(function)
         for i, signature in enumerate(signatures):
-            made._dispatcher.cache = _on_disk(function, i)
+            made._dispatcher.cache = _on_disk(function, i, miss)
             made.add(signature)
         made.disable_compile()
         return made
@@ -68,9 +67,9 @@ def _at_first_call(function: Callable[..., Any], build: Callable[..., Any]) -> C
 
     @uninterrupted
     def compile() -> None:
-        with lock, visible(f"gpu_ops: compiling the emulator's {function.__name__} for this CPU (once)"):
+        with lock, compiling(f"the emulator's {function.__name__}") as miss:
             if not made:
-                made.append(build(function))
+                made.append(build(function, miss))
 
     def call(*arguments: Any) -> Any:
         if not made:
@@ -80,11 +79,11 @@ def _at_first_call(function: Callable[..., Any], build: Callable[..., Any]) -> C
     return call
 
 
-def _on_disk(function: Callable[..., Any], i: int) -> DiskCache:
+def _on_disk(function: Callable[..., Any], i: int, miss: Callable[[], None]) -> DiskCache:
     """The disk cache of one signature, keyed by a hash of the sources its code comes from."""
     files = {Path(function.__code__.co_filename), Path(__file__)}
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
-    return DiskCache(function, f"emulator-{function.__name__}-{i}-{digest}")
+    return DiskCache(function, f"emulator-{function.__name__}-{i}-{digest}", miss)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

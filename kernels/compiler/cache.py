@@ -25,7 +25,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -216,11 +216,11 @@ def read_header(path: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 @contextlib.contextmanager
-def alone(*parts: str) -> Iterator[bool]:
+def alone(*parts: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """While an entry is missing, one process at a time: what it compiles the others then find.
 
-    Yields whether it has waited. Where the folder cannot be written or has no locks (some network drives), or after
-    300 s, they go on side by side.
+    Yields whether it has waited, and calls ``wait`` before it does. Where the folder cannot be written or has no
+    locks (some network drives), or after 300 s, they go on side by side.
     """
     folder = cache_folder(*parts[:-1], quiet=True)
     if fcntl is None or folder is None or (folder / parts[-1]).exists():
@@ -233,11 +233,12 @@ def alone(*parts: str) -> Iterator[bool]:
         yield False
         return
     try:
-        waited = False
-        end = time.monotonic() + _LONGEST_COMPILATION
-        while not _locked(handle) and time.monotonic() < end:
-            waited = True
-            time.sleep(0.02)
+        waited = not _locked(handle)
+        if waited:
+            wait()
+            end = time.monotonic() + _LONGEST_COMPILATION
+            while not _locked(handle) and time.monotonic() < end:
+                time.sleep(0.02)
         yield waited
     finally:
         path.unlink(missing_ok=True)  # one that opened it before compiles alone still, or finds the entry

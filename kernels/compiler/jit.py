@@ -39,7 +39,7 @@ from gpu_ops.kernels.compiler.kernel import (
 )
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
-from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.progress import compilation
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = [
@@ -83,7 +83,8 @@ def compile_text(
 
     def build() -> Compiled:
         flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
-        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}"):
+        with compilation(short_label(name), arch, kept=False) as begin:
+            begin()
             unit = _run_nvrtc(source, name, arch, flags, {})
         with contextlib.suppress(FileNotFoundError):  # there is no current folder
             # NVRTC prefixes a relative name with it
@@ -113,7 +114,8 @@ def load(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
 
 def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
     if isinstance(kernel, NumbaKernel):
-        with visible(f"gpu_ops: compiling {short_label(kernel.label)} for this GPU (once per process)"):
+        with compilation(short_label(kernel.label), "this GPU", kept=False) as begin:
+            begin()
             return NumbaLauncher(kernel.function, kernel.signature)
     compiled = compile_kernel(kernel, device_arch())
     assert compiled.cubin is not None  # every CUDA C++ kernel has one
@@ -207,12 +209,14 @@ def _from_disk(name: str, arch: str, key: str, origin: Path, build: Callable[[],
     entry = f"{file_name(name)}.{arch}.{key}.jit"
     unit = _load(entry)
     if unit is None:
-        folder = cache_folder(CUDA, quiet=True)
-        where = f" (once; then from {folder})" if folder else ""
-        message = f"gpu_ops: compiling {short_label(name)} for {arch}{where}"
-        with visible(message), alone(CUDA, entry) as waited:
+        kept = cache_folder(CUDA, quiet=True) is not None
+        with (
+            compilation(short_label(name), arch, kept=kept) as begin,
+            alone(CUDA, entry, wait=begin) as waited,
+        ):
             unit = _load(entry) if waited else None
             if unit is None:
+                begin()
                 unit = build()
                 publish(pack(unit, {"origin": str(origin), "digest": sources_digest(origin)}), CUDA, entry)
     dump(unit, name, arch)

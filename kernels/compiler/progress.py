@@ -1,8 +1,14 @@
-"""Progress on stderr for work that takes longer than a second: lines at its start and end, or a bar."""
+"""Progress on stderr for work that takes longer than a second, and the notice that kernels are being compiled.
+
+``GPU_OPS_QUIET=1`` silences both. The notice goes through ``logging.getLogger("gpu_ops")`` (level INFO): to the
+handlers that the application has configured, or to stderr if there are none.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sys
 import threading
 import time
@@ -11,8 +17,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE = 1.0  # seconds before anything is shown
+SLOW = 10.0  # seconds after which a kernel that still compiles is named
 silent = False  # of several processes that do the same, one speaks: the others set this
 _in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
+_announced = threading.Lock()  # acquired by the first compilation of this process, and never released
+
+LOGGER = logging.getLogger("gpu_ops")
+if LOGGER.level == logging.NOTSET:
+    LOGGER.setLevel(logging.INFO)
+
+
+def _quiet() -> bool:
+    return silent or _in_steps.get() or os.environ.get("GPU_OPS_QUIET", "0") not in ("", "0")
 
 
 @contextmanager
@@ -22,7 +38,7 @@ def visible(message: str) -> Iterator[None]:
     On a terminal it is a spinner that disappears. In a log or notebook it is a line, and a second line at the end,
     since other output may have come in between and other threads may be at work.
     """
-    if silent or _in_steps.get():
+    if _quiet():
         yield
         return
     done = threading.Event()
@@ -63,13 +79,48 @@ def _say(line: str) -> None:
 
 
 @contextmanager
+def compilation(label: str, target: str, *, kept: bool = True) -> Iterator[Callable[[], None]]:
+    """Announce that kernels are compiled: a line per process, and one for a kernel that takes over :data:`SLOW`.
+
+    Within the block the caller looks the kernel up in the cache, and calls the function that this yields when it has
+    to be compiled. ``kept``: later processes load it from the cache.
+    """
+    timer = threading.Timer(
+        SLOW, _notice, (f"compiling {label} for {target} takes longer than {SLOW:.0f} s",)
+    )
+    timer.daemon = True
+
+    def begin() -> None:
+        if timer.ident is not None or _quiet():
+            return
+        if _announced.acquire(blocking=False):
+            later = "once; later processes load them" if kept else "in each process that uses them"
+            _notice(f"compiling kernels for {target}, {later}")
+        with contextlib.suppress(RuntimeError):  # no thread can start: see visible()
+            timer.start()
+
+    try:
+        yield begin
+    finally:
+        timer.cancel()
+
+
+def _notice(message: str) -> None:
+    """Log a line; on stderr, like the last resort of logging, where the application has configured no handler."""
+    if LOGGER.hasHandlers():
+        LOGGER.info(message)
+    elif LOGGER.isEnabledFor(logging.INFO):
+        _say(f"gpu_ops: {message}")
+
+
+@contextmanager
 def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr; the function it yields advances it. In a log, the lines of :func:`visible`.
 
     Until it ends, nested messages of this thread are suppressed.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    if silent or not terminal:
+    if _quiet() or not terminal:
         with visible(message):
             yield from _quietly(lambda: None)
         return

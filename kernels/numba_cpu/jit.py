@@ -1,4 +1,4 @@
-"""Compile CPU kernels: once per variant, kept on disk, with a visible line when it takes a while.
+"""Compile CPU kernels: once per variant, kept on disk. The first compilation of a process is announced.
 
 A :class:`Kernel` is a Python function plus the signature of each *variant* (usually a dtype). Indexing
 compiles on first use: ``rmsnorm_forward["float32"]`` is a callable that releases the GIL.
@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from types import FunctionType
@@ -28,7 +28,7 @@ import numpy as np
 from gpu_ops.kernels.compiler.cache import alone, cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.cache_contents import CPU, cpu_sources
 from gpu_ops.kernels.compiler.kernel import short_label
-from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.progress import compilation
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks, uninterrupted
 
 from .codegen.numba_api import (
@@ -203,11 +203,8 @@ class Kernel:
                     fastmath=set(self._fastmath),
                     pipeline_class=KernelCompiler,
                 )(function)
-                dispatcher._cache = DiskCache(function, label)
-                kept = cache_dir(quiet=True)
-                where = f" (once; then from {kept})" if kept else ""
-                message = f"gpu_ops: compiling {short_label(label)} for this CPU{where}"
-                with visible(message), alone(*_parts(), f"{label}.nbc"):
+                with compiling(short_label(label)) as miss, alone(*_parts(), f"{label}.nbc", wait=miss):
+                    dispatcher._cache = DiskCache(function, label, miss)
                     # under the lock, which a fork takes too: no child keeps the thresholds
                     with global_compiler_lock, _garbage_in_batches():
                         dispatcher.compile(
@@ -217,6 +214,11 @@ class Kernel:
                 self._compiled[names] = dispatcher
             self._compiled[variant] = self._compiled[names]  # the next look-up spells it the same way
             return self._compiled[names]
+
+
+def compiling(label: str) -> AbstractContextManager[Callable[[], None]]:
+    """Announce a CPU kernel's compilation: for :class:`DiskCache`, which finds out whether there is one."""
+    return compilation(label, "this CPU", kept=cache_dir(quiet=True) is not None)
 
 
 @contextmanager
@@ -241,10 +243,13 @@ def all_variants() -> Iterator[tuple[Kernel, Any]]:
 
 
 class DiskCache(Cache):
-    """One compiled variant in one file: see :mod:`.codegen.numba_kept`."""
+    """One compiled variant in one file: see :mod:`.codegen.numba_kept`.
 
-    def __init__(self, function: Callable[..., Any], label: str) -> None:
-        self._function, self._label = function, label
+    ``miss`` is called before Numba compiles it.
+    """
+
+    def __init__(self, function: Callable[..., Any], label: str, miss: Callable[[], None]) -> None:
+        self._function, self._label, self._miss = function, label, miss
 
     @property
     def cache_path(self) -> str:
@@ -257,6 +262,12 @@ class DiskCache(Cache):
     def flush(self) -> None: ...
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        kept = self._load(sig, target_context)
+        if kept is None:
+            self._miss()
+        return kept
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         entry = read_entry(*_parts(), f"{self._label}.nbc")
         if entry is None:
             return None
