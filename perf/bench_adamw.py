@@ -24,6 +24,9 @@ OPTIONS = {"step": 100, "lr": 1e-3, "weight_decay": 0.01}
 CHANGED = ("params", "m", "v", "master")
 
 
+TOUR = (("step", "float32"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for size in config.seqlens or ((2048,) if config.quick else (8192, 32768)):

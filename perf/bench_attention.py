@@ -33,6 +33,14 @@ WHOLE = 256 << 20
 """The reference recomputes decoding over at most this many bytes as a whole; beyond, one group of heads."""
 
 
+TOUR = (
+    ("forward causal", "float32"),
+    ("backward causal", "float32"),
+    ("decode", "float32"),
+    ("forward causal", "bfloat16"),
+)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     if config.grid:
         return grid(config)

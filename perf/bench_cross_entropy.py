@@ -24,6 +24,9 @@ from perf.case import DTYPES, Call, Case, Config, Inputs
 VOCAB = 32000
 
 
+TOUR = (("forward", "float32"), ("backward", "float32"))  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):

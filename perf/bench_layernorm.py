@@ -28,6 +28,9 @@ NORM = Norm(
 )
 
 
+TOUR = (("forward", "bfloat16"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):

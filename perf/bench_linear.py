@@ -24,6 +24,9 @@ IN, OUT = 1024, 4096
 SMALL = (37, 96, 80)
 
 
+TOUR = (("forward", "float32"), ("forward", "bfloat16"))  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):

@@ -40,6 +40,9 @@ HALF_SPLIT, BACKWARD = Variant("half-split"), Variant("backward", backward=True)
 INTERLEAVED, HEADS_FIRST = Variant("interleaved", interleaved=True), Variant("heads first", heads_first=True)
 
 
+TOUR = (("half-split", "bfloat16"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):

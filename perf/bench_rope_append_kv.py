@@ -27,6 +27,9 @@ DECODE_BATCH = 64
 SMALL = 45
 
 
+TOUR = (("prompt", "bfloat16"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     seqlens = config.seqlens or ((2048,) if config.quick else (512, 4096))
     return [

@@ -30,6 +30,9 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
+TOUR = (("top_k, top_p", "float32"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):

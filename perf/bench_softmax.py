@@ -23,6 +23,9 @@ from perf.case import DTYPES, Call, Case, Config, Inputs
 COLS = 4096
 
 
+TOUR = (("forward", "float32"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):

@@ -31,6 +31,9 @@ SMALL_MLP = (5, 512, 1344)
 WEIGHTS = ("w_gate", "w_up", "w_down")
 
 
+TOUR = (("forward", "bfloat16"), ("backward", "bfloat16"))  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     tokens = config.seqlens or ((1024,) if config.quick else (512, 4096))
     mlp_tokens = config.seqlens or ((64,) if config.quick else (1, 128, 512))

@@ -36,6 +36,9 @@ SMALL = (3, 64, 128)
 SMALL_PACKED = (256, 256)  # fits every format
 
 
+TOUR = (("matmul, int8 activations", "bfloat16"),)  # names and dtypes
+
+
 def cases(config: Config) -> list[Case]:
     tokens = config.seqlens or ((1, 16) if config.quick else (1, 4, 16, 128))
     weights = WEIGHTS[:1] if config.quick else WEIGHTS

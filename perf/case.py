@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Config:
 
     device: str = "cpu"
     quick: bool = False
+    tour: bool = False
+    """Only the cases that a bench names in ``TOUR``."""
     dtypes: tuple[str, ...] = ()
     seqlens: tuple[int, ...] = ()
     use_torch: bool = True
@@ -96,6 +99,12 @@ class Case:
         """``ours``, ``naive``, ``torch``, ``numba`` or one of ``peers``."""
         found: Prepare = self.peers[name] if name in self.peers else getattr(self, name)
         return found
+
+
+def find_case(op: str, key: str, config: Config) -> Case:
+    """A case by its key: for another process, which cannot be sent the case itself."""
+    cases = importlib.import_module(f"perf.bench_{op}").cases(config)
+    return {case.key: case for case in cases}[key]
 
 
 def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:

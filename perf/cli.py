@@ -9,23 +9,30 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.terminal import make_console, print_table, waiting
+from gpu_ops.terminal import make_console, waiting
 from perf import comm, compare, emulate, limits, machine, pictures, plan, report, roofline, runs
-from perf.case import DTYPES, Config
+from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
+from perf.tour import compile_ahead, last_words, time_left
 
-HURRY_AFTER = 100  # seconds after which --quick measures less, so that it stays under three minutes
+HURRY_AFTER = (
+    100  # seconds of measuring after which the tour measures less, so that it stays under three minutes
+)
+TOUR = (
+    "a few Llama-3-8B shapes: a tour of the main cases, about two minutes on 2 cores; "
+    "with --all, --op, --dtype, --seqlen or --first every case of what they choose"
+)
 HERE = Path(__file__).resolve().parent
 
 
@@ -46,7 +53,11 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
         "For layouts of training on many GPUs: python -m perf --plan --help",
     )
     add = p.add_argument
-    add("--quick", action="store_true", help="a few Llama-3-8B shapes; under three minutes on 2 cores")
+    if one_op:
+        add("--quick", action="store_true", help="a few Llama-3-8B shapes")
+    else:
+        add("--quick", action="store_true", help=TOUR)
+        add("--all", action="store_true", help="with --quick: every case, about ten minutes on 2 cores")
     devices = ("cpu", "cuda", "emulator")
     counts = "emulator: no times; counts what the GPU kernels do, without a GPU"
     add("--device", choices=devices, default="cpu", help=counts)
@@ -90,9 +101,11 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         names = [name for name in names if args.grid in getattr(bench(name), "GRIDS", ())]
     emulated = args.device == "emulator"
     seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
-    config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch, args.grid)
+    tour = args.quick and ops is None and not (args.all or args.op or args.dtype or args.seqlen or args.first)
+    config = Config(args.device, args.quick, tour, unique(args.dtype), seqlens, not args.no_torch, args.grid)
+    chosen = {name: cases for name in names if (cases := selected(name, config, args.first))}
     if args.list:
-        print("\n".join(case.key for name in names for case in bench(name).cases(config)[: args.first]))
+        print("\n".join(case.key for cases in chosen.values() for case in cases))
         return 0
     console = make_console()
     if args.roofline:
@@ -101,7 +114,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
     os.environ["GPU_OPS_DEVICE"] = config.device  # or gpu_ops may move NumPy arrays to a GPU
     if emulated:
-        return emulate.run({name: bench(name).cases(config) for name in names}, console)
+        return emulate.run(chosen, console)
 
     start = time.perf_counter()
     with waiting(console, "measuring the limits of this machine"):
@@ -118,8 +131,16 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         if args.save:
             runs.save(run, args.save)
 
-    results = run_all(names, config, found, console, memory=not args.no_memory, first=args.first, keep=keep)
-    code = conclude(console, results, time.perf_counter() - start)
+    if tour and config.device == "cpu":
+        compile_ahead(
+            [case for cases in chosen.values() for case in cases], config, facts["threads"], console
+        )
+    results = run_all(chosen, config, found, console, memory=not args.no_memory, keep=keep)
+    code = conclude(console, results)
+    for line in last_words(results, facts, time.perf_counter() - start, config):
+        console.print(
+            line, style="red" if code and "tolerance" in line else None, markup=False, highlight=False
+        )
     folder = Path("perf-pictures")
     if args.save:
         saved = runs.save(run, args.save)
@@ -167,59 +188,71 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[
         p.error(f"--compare: {error}")
 
 
+def selected(name: str, config: Config, first: int | None = None) -> list[Case]:
+    """The cases of a bench that a run has: all, the first ones, or those of the tour."""
+    module = bench(name)
+    cases: list[Case] = module.cases(config)[:first]
+    if not config.tour:
+        return cases
+    return [case for case in cases if (case.name, case.dtype) in getattr(module, "TOUR", ())]
+
+
 def run_all(
-    names: Sequence[str],
+    chosen: Mapping[str, Sequence[Case]],
     config: Config,
     found: limits.Limits,
     console: Console,
     *,
     memory: bool = True,
-    first: int | None = None,
     keep: Callable[[Sequence[Result]], None] = lambda done: None,
 ) -> list[Result]:
-    """The first cases, or every one, of every named op. Prints a line per case, and each op's table as soon as it is
-    complete. ``keep`` gets all results so far, after each case."""
+    """Measure the cases of each op, and print its table as soon as it is complete. Meanwhile a terminal has a bar,
+    and anything else a line per case. ``keep`` gets all results so far, after each case."""
     results: list[Result] = []
     effort: Effort | None = None
     start = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    total = sum(map(len, chosen.values()))
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Probe() as probe:
-        for name in names:
+        for number, (name, cases) in enumerate(chosen.items(), 1):
             done: list[Result] = []
-            cases = bench(name).cases(config)[:first]
             bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
             with bar:
                 task = bar.add_task("", total=len(cases))
                 for count, case in enumerate(cases, 1):
-                    if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
+                    left = time_left(time.perf_counter() - start, len(results) + len(done), total)
+                    position = f"op {number}/{len(chosen)}{left}"
+                    if bar.disable and count == 1:
+                        console.print(f"{position}: {name}", highlight=False)
+                        console.file.flush()
+                    if config.tour and effort is None and time.perf_counter() - start > HURRY_AFTER:
                         effort = HURRIED
                         text = f"{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here"
                         console.print(text, style="yellow")
                     words = f"{case.op} {count} of {len(cases)}: {case.name} {case.shape} {case.dtype}"
-                    stage = functools.partial(show_stage, bar, task, words)
+                    bar.update(task, description=f"{position}: {case.op} {case.name}")
+                    stage = functools.partial(show_stage, bar, words)
                     done.append(run_case(case, config, found, probe if memory else None, effort, stage))
-                    console.print(
-                        f"{words}: {report.line(done[-1])}", style="dim", markup=False, highlight=False
-                    )
-                    console.file.flush()
+                    if bar.disable:
+                        line = f"{words}: {report.line(done[-1])}"
+                        console.print(line, style="dim", markup=False, highlight=False)
+                        console.file.flush()
                     keep([*results, *done])
                     bar.advance(task)
             if done:
-                print_table(console, report.table(name, done))
+                report.print_results(console, name, done)
+                console.file.flush()
             results += done
     return results
 
 
-def show_stage(bar: Progress, task: TaskID, words: str, doing: str) -> AbstractContextManager[None]:
-    """In the bar; without one, on stderr where it takes longer than a second."""
-    if bar.disable:
-        return visible(f"{words}: {doing}")
-    bar.update(task, description=f"{words}: {doing}")
-    return nullcontext()
+def show_stage(bar: Progress, words: str, doing: str) -> AbstractContextManager[None]:
+    """Off a terminal, a line on stderr for what takes longer than a second."""
+    return visible(f"{words}: {doing}") if bar.disable else nullcontext()
 
 
-def conclude(console: Console, results: Sequence[Result], seconds: float) -> int:
-    """The last lines, and the exit code: 1 when a case failed or its error is out of tolerance."""
+def conclude(console: Console, results: Sequence[Result]) -> int:
+    """What was left out or failed, and the exit code: 1 when a case failed or its error is out of tolerance."""
     single = [r for r in results if r.case.op == "attention" and r.case.dtype == "float32" and r.error]
     if single:
         mean = max(r.error.mean for r in single if r.error)
@@ -233,10 +266,6 @@ def conclude(console: Console, results: Sequence[Result], seconds: float) -> int
             f"error out of tolerance, {result.error.worst}" if result.error else "no error taken"
         )
         console.print(f"FAILED {result.case.key}: {reason}", style="red", markup=False)
-    colour = "red" if failed or not results else "green"
-    console.print(
-        f"[{colour}]{len(results) - len(failed)} of {len(results)} cases within tolerance[/], {seconds:.0f} s"
-    )
     return 1 if failed or not results else 0
 
 

@@ -106,8 +106,8 @@ def compare(old: Run, new: Run, *, threshold: float = THRESHOLD, ops: set[str] |
         fastest = now["ours_fastest"] / was["ours_fastest"]
         medians = was["ours_median"], now["ours_median"]
         found.changes.append(Change(key, *medians, fastest, was["ours_p80"], now["ours_p20"], threshold))
-    selection = ("device", "quick", "dtypes", "seqlens", "grid")
-    if all(old.get("config", name) == new.get("config", name) for name in selection):
+    selection = ("device", "quick", "tour", "dtypes", "seqlens", "grid")
+    if all((old.get("config", name) or False) == (new.get("config", name) or False) for name in selection):
         found.missing = [
             key for key in before if key not in after
         ]  # a narrower run leaves cases out on purpose

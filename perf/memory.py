@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.case import Case, Config, make_inputs, nbytes
+from perf.case import Case, Config, find_case, make_inputs, nbytes
 from perf.machine import ROOT, process_memory
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
@@ -116,8 +115,7 @@ def _start() -> subprocess.Popen[str]:
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """The worker's side of one request."""
     config = Config.from_json(request["config"])
-    bench = importlib.import_module(f"perf.bench_{request['op']}")
-    case = {case.key: case for case in bench.cases(config)}[request["key"]]
+    case = find_case(request["op"], request["key"], config)
     prepare = case.contender(request["contender"])
     prepare(make_inputs(case, config, small=True))()
     call = prepare(make_inputs(case, config))

@@ -1,4 +1,4 @@
-"""Results as a terminal table."""
+"""Results as a table, in as many columns as the terminal has room for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
-from gpu_ops.terminal import print_table
+from gpu_ops.terminal import UNLIMITED, print_table
 from perf.compare import Comparison
 from perf.harness import Result
 from perf.limits import Limits
@@ -24,6 +25,8 @@ CAPTION = (
 )
 PEERS = ("naive", "torch")
 """Contenders that always have a column. Others have one where they were timed."""
+DROPPED = ("mean error", "tolerance", "p20-p80", "empty peers", "memory")
+"""What a table leaves out, in this order, until it fits the terminal."""
 
 
 def make_table(title: str, labels: Sequence[str], figures: Sequence[str]) -> Table:
@@ -54,36 +57,84 @@ def print_header(console: Console, machine: Mapping[str, Any], limits: Limits) -
     console.print(f"[dim]{CAPTION}[/]")
 
 
-def table(op: str, results: Sequence[Result]) -> Table:
+def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
+    """The table of an op. Case, shape and dtype are one column, which is never cut: where no more figures can be left
+    out, the case has a line and its figures follow on the next one."""
+    for count in range(len(DROPPED) + 1):
+        grid = table(op, results, DROPPED[:count])
+        if width(grid) <= console.width:
+            console.print(grid)
+            console.print()
+            return
+    figures = Console(width=max(console.width, width(grid)), file=console.file, no_color=console.no_color)
+    grid = table("", results, DROPPED, labelled=False)
+    with figures.capture() as capture:
+        figures.print(grid)
+    header, *rows = capture.get().splitlines()
+    console.print(f"[bold]{op}[/]")
+    print(f"  {header}", file=console.file)
+    for result, row in zip(results, rows, strict=True):
+        console.print(label_of(result), markup=False, highlight=False, style="cyan")
+        print(f"  {row}", file=console.file)
+    console.print()
+
+
+def width(grid: Table) -> int:
+    """The columns that a table takes without wrapping."""
+    probe = Console(width=UNLIMITED)
+    return Measurement.get(probe, probe.options, grid).maximum
+
+
+def table(op: str, results: Sequence[Result], dropped: Sequence[str] = (), *, labelled: bool = True) -> Table:
+    """The results of an op without the figures named in ``dropped``."""
     timed = (name for result in results for name in result.timings if name != "ours")
     peers = tuple(dict.fromkeys((*PEERS, *timed)))
-    energy = ("energy",) if any(result.power for result in results) else ()
-    figures = ("time", "rate", "limit", "memory", *energy, *(f"x {peer}" for peer in peers), "error")
-    grid = make_table(op, ("case", "shape", "dtype"), figures)
-    for result in results:
-        grid.add_row(*cells(result, peers, energy=bool(energy)))
+    if "empty peers" in dropped:
+        peers = tuple(name for name in peers if any(name in result.timings for result in results))
+    rows = [cells(result, peers, dropped) for result in results]
+    names = [name for name in rows[0] if name != "energy" or any(result.power for result in results)]
+    look: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "dim"}
+    grid = Table(title=op or None, title_justify="left", title_style="bold", **look)
+    if labelled:
+        grid.add_column("case", no_wrap=True)
+    for name in names:
+        grid.add_column(name, justify="right", no_wrap=True)
+    for result, row in zip(results, rows, strict=True):
+        grid.add_row(*([escape(label_of(result))] if labelled else []), *(row[name] for name in names))
     return grid
 
 
-def cells(result: Result, peers: Sequence[str] = PEERS, *, energy: bool = False) -> list[str]:
+def label_of(result: Result) -> str:
+    """Case, shape and dtype."""
+    return f"{result.case.name}  {result.case.shape}  {short_dtype(result.case.dtype)}"
+
+
+def cells(result: Result, peers: Sequence[str] = PEERS, dropped: Sequence[str] = ()) -> dict[str, str]:
+    """The figures of a result by the name of their column."""
     case, ours = result.case, result.timings.get("ours")
-    head = [case.name, case.shape, short_dtype(case.dtype)]
+    figures = dict.fromkeys(
+        ("time", "rate", "limit", "memory", "energy", *(f"x {name}" for name in peers)), ""
+    )
     if ours is None:
-        return [*head, "[red]failed[/]", *[""] * (3 + energy + len(peers)), error_text(result)]
-    rate = tflops(case.flops / ours.median) if case.in_flops else f"{case.bytes / ours.median / 1e9:.1f} GB/s"
-    if case.tokens:
-        rate = f"{case.tokens / ours.median:.4g} tokens/s"
-    memory = (result.memory.get(name) for name in ("ours", "torch" if case.tokens else "naive"))
-    return [
-        *head,
-        spread(ours),
-        rate,
-        f"{result.share_of_limit:.0%} {result.limited_by[0].upper()}",
-        " / ".join(size(growth.working) if growth else "-" for growth in memory),
-        *([power_text(result.power)] if energy else []),
-        *(times(result.times(peer)) for peer in peers),
-        error_text(result),
-    ]
+        figures["time"] = "[red]failed[/]"
+    else:
+        rate = (
+            tflops(case.flops / ours.median)
+            if case.in_flops
+            else f"{case.bytes / ours.median / 1e9:.1f} GB/s"
+        )
+        memory = (result.memory.get(name) for name in ("ours", "torch" if case.tokens else "naive"))
+        figures |= {
+            "time": median(ours) if "p20-p80" in dropped else spread(ours),
+            "rate": f"{case.tokens / ours.median:.4g} tokens/s" if case.tokens else rate,
+            "limit": f"{result.share_of_limit:.0%} {result.limited_by[0].upper()}",
+            "memory": " / ".join(size(growth.working) if growth else "-" for growth in memory),
+            "energy": power_text(result.power),
+            **{f"x {name}": times(result.times(name)) for name in peers},
+        }
+    if "memory" in dropped:
+        del figures["memory"]
+    return figures | {"error": error_text(result, dropped)}
 
 
 def line(result: Result) -> str:
@@ -96,15 +147,15 @@ def line(result: Result) -> str:
     return f"{spread(ours)}{share}{outside}; measured in {result.seconds:.0f} s"
 
 
-def error_text(result: Result) -> str:
-    parts = []
-    if error := result.error:
-        text = f"{error.largest:.1e} / {error.tolerance:.1e} ({error.mean:.0e})"
-        wrong = f"[red]{text} FAILED, {escape(error.worst)}[/]"
-        parts.append(f"[green]{text}[/]" if error.ok else wrong)
-    if result.failure:
-        parts.append(f"[red]{escape(result.failure.splitlines()[0])}[/]")
-    return ", ".join(parts) or "-"
+def error_text(result: Result, dropped: Sequence[str] = ()) -> str:
+    """The error, and whether it is within its tolerance; :func:`perf.cli.conclude` prints the reason of a failure."""
+    error = result.error
+    if error is None:
+        return "[red]FAILED[/]" if result.failure else "-"
+    text = f"{error.largest:.1e}"
+    text += "" if "tolerance" in dropped else f" / {error.tolerance:.1e}"
+    text += "" if "mean error" in dropped else f" ({error.mean:.0e})"
+    return f"[green]{text}[/]" if error.ok and not result.failure else f"[red]{text} FAILED[/]"
 
 
 def times(value: float | None) -> str:
@@ -114,10 +165,19 @@ def times(value: float | None) -> str:
     return text if value >= 1 else f"[red]{value:.2f}[/]"
 
 
+def median(timing: Timing) -> str:
+    unit, scale = _unit(timing)
+    return f"{scale * timing.median:.3g} {unit}"
+
+
 def spread(timing: Timing) -> str:
-    unit, scale = ("s", 1.0) if timing.median >= 1 else ("ms", 1e3) if timing.median >= 1e-3 else ("us", 1e6)
-    median, low, high = (scale * t for t in (timing.median, timing.p20, timing.p80))
-    return f"{median:.3g} {unit} ({low:.3g}-{high:.3g})"
+    """The median, with the 20th and the 80th percentile."""
+    scale = _unit(timing)[1]
+    return f"{median(timing)} ({scale * timing.p20:.3g}-{scale * timing.p80:.3g})"
+
+
+def _unit(timing: Timing) -> tuple[str, float]:
+    return ("s", 1.0) if timing.median >= 1 else ("ms", 1e3) if timing.median >= 1e-3 else ("us", 1e6)
 
 
 def power_text(power: Power | None) -> str:

@@ -1,0 +1,116 @@
+"""The two-minute tour: which cases it has, their kernels compiled ahead in parallel, and its last words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gpu_ops.kernels.compiler import progress
+from perf.case import Case, Config, find_case, make_inputs
+from perf.harness import Result
+from perf.machine import label
+from perf.report import short_dtype
+
+
+def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Console) -> None:
+    """Compile the kernels of all cases into the cache, ``jobs`` at a time. A failure is left to the case itself."""
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    # processes, since Numba compiles under one lock; spawned, so that they start without this one's threads
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    with pool, Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling kernels", total=len(cases))
+        if bar.disable:
+            console.print(
+                f"compiling the kernels of {len(cases)} cases, {jobs} at a time ...", highlight=False
+            )
+            console.file.flush()
+        start = last = time.perf_counter()
+        running = [pool.submit(compile_case, case.op, case.key, config) for case in cases]
+        for count, _ in enumerate(as_completed(running), 1):
+            bar.advance(task)
+            now = time.perf_counter()
+            if bar.disable and (now - last > 10 or count == len(cases)):
+                last = now
+                console.print(
+                    f"compiled those of {count} of {len(cases)}, {now - start:.0f} s", highlight=False
+                )
+                console.file.flush()
+
+
+def compile_case(op: str, key: str, config: Config) -> None:
+    """Call a case once, on its small inputs."""
+    progress.silent = True  # the parent shows the progress of all
+    case = find_case(op, key, config)
+    case.ours(make_inputs(case, config, small=True))()
+
+
+def time_left(spent: float, done: int, total: int) -> str:
+    """``, about 2 min left``, or nothing before anything is done."""
+    if not done:
+        return ""
+    seconds = spent / done * (total - done)
+    words = f"{seconds / 60:.0f} min" if seconds > 50 else f"{math.ceil(seconds / 10) * 10} s"
+    return f", about {words} left"
+
+
+def last_words(
+    results: Sequence[Result], machine: Mapping[str, Any], seconds: float, config: Config
+) -> list[str]:
+    """What ran, how it compares, whether every error is within its bound, and where more is: a line each."""
+    ops = list(dict.fromkeys(result.case.op for result in results))
+    good = [result for result in results if result.passed]
+    lines = [f"Ran {len(results)} cases of {len(ops)} ops in {seconds:.0f} s on {label(machine)}."]
+    for kinds, limit in (
+        (("copy", "read"), "memory bandwidth, where that is the limit"),
+        (("matmul",), "arithmetic"),
+    ):
+        shares = [
+            (r.share_of_limit or 0.0, _name(r.case)) for r in results if r.timings and r.limited_by in kinds
+        ]
+        lines += [_range(shares, f"of this machine's {limit}", "{:.0%}")] if shares else []
+    peers = []
+    for peer, name in (("naive", "plain NumPy"), ("torch", "torch")):
+        ratios = [(ratio, _name(r.case)) for r in results if (ratio := r.times(peer))]
+        peers += [_range(ratios, f"as fast as {name}", "{:.1f} times")] if ratios else []
+    lines += [" ".join(peers)] if peers else []
+    if len(good) == len(results) and good:
+        worst = max(good, key=_of_bound)
+        lines.append(
+            f"{len(good)} of {len(results)} cases within tolerance: every error against float64 is within its bound; "
+            f"the largest is {_of_bound(worst):.0%} of it ({_name(worst.case)})."
+        )
+    else:
+        failed = ", ".join(_name(r.case) for r in results if not r.passed)
+        lines.append(f"{len(good)} of {len(results)} cases within tolerance; not: {failed or 'none ran'}.")
+    every = "`scripts/run.sh --all` runs every case. " if config.tour else ""
+    lines.append(
+        f"{every}Pictures of runs on GPUs and CPUs: perf/pictures; what each column means: perf/README.md."
+    )
+    return lines
+
+
+def _of_bound(result: Result) -> float:
+    error = result.error
+    return error.largest / error.tolerance if error and error.tolerance else 0.0
+
+
+def _range(figures: Sequence[tuple[float, str]], words: str, form: str) -> str:
+    """The median with both ends, each with its case."""
+    median = statistics.median(figure for figure, _ in figures)
+    text = f"The median is {form.format(median)} {words} ({len(figures)} cases"
+    if len(figures) > 1:
+        (low, slow), (high, fast) = min(figures), max(figures)
+        text += f"; from {form.format(low)}, {slow}, to {form.format(high)}, {fast}"
+    return f"{text})."
+
+
+def _name(case: Case) -> str:
+    return f"{case.op} {case.name} {short_dtype(case.dtype)}"
