@@ -24,7 +24,7 @@ from perf import comm, compare, emulate, limits, machine, pictures, plan, report
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
-from perf.tour import compile_ahead, last_words, time_left
+from perf.tour import compile_ahead, cost, last_words, time_left
 
 HURRY_AFTER = (
     100  # seconds of measuring after which the tour measures less, so that it stays under three minutes
@@ -211,7 +211,7 @@ def run_all(
     results: list[Result] = []
     effort: Effort | None = None
     start = time.perf_counter()
-    total = sum(map(len, chosen.values()))
+    total = sum(cost(case) for cases in chosen.values() for case in cases)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Probe() as probe:
         for number, (name, cases) in enumerate(chosen.items(), 1):
@@ -220,7 +220,8 @@ def run_all(
             with bar:
                 task = bar.add_task("", total=len(cases))
                 for count, case in enumerate(cases, 1):
-                    left = time_left(time.perf_counter() - start, len(results) + len(done), total)
+                    finished = sum(cost(result.case) for result in (*results, *done))
+                    left = time_left(time.perf_counter() - start, finished, total)
                     position = f"op {number}/{len(chosen)}{left}"
                     if bar.disable and count == 1:
                         console.print(f"{position}: {name}", highlight=False)

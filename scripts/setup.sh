@@ -79,6 +79,11 @@ state="$(pwd) [$list] $(cksum <pyproject.toml)"
 stamp=.venv/.setup-${list//,/-}
 if [[ -f $stamp && $(<"$stamp") == "$state" ]]; then exit 0; fi
 
-echo "setup: installing gpu_ops${list:+[$list]} into .venv"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${list:+[$list]}"
+# MB on disk, NumPy, Numba, LLVM and Rich first
+declare -A sizes=([emulator]=390 [mpi]=18 [dev]=DEV [docs]=DOCS [plot]=60 [tokenizers]=30 [cuda12]=1600 [cuda13]=1600)
+size=BASE
+for extra in ${extras[@]+"${extras[@]}"}; do size=$((size + ${sizes[$extra]:-0})); done
+echo "setup: installing gpu_ops${list:+[$list]} with NumPy, Numba and what they need into .venv: about $size MB"
+.venv/bin/python scripts/pip_install.py --editable ".${list:+[$list]}"
 printf '%s' "$state" >"$stamp"
+echo "setup: done in $SECONDS s; .venv takes $(du -sm .venv | cut -f1) MB"

@@ -10,7 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 import gpu_ops
-from scripts.docs import drawings_attention, drawings_rows, generated, kernel_parts, links, snippets, stage
+from scripts.docs import (
+    build,
+    drawings_attention,
+    drawings_rows,
+    generated,
+    kernel_parts,
+    links,
+    snippets,
+    stage,
+)
 from tests.processes import ROOT
 
 PAGES = sorted(stage.PAGES.rglob("*.md"))
@@ -150,10 +159,34 @@ def test_a_failing_block_is_found(block, message):
 def test_a_failing_block_fails_its_page(tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "PAGES", tmp_path)
     bad = tmp_path / "bad.md"
-    bad.write_text(page(("python run", "print(1 / 0)")))
-    assert "ZeroDivisionError" in str(stage.page_text(bad, run=True))
-    assert isinstance(stage.page_text(bad, run=True), snippets.SnippetError)
-    assert "print(1 / 0)" in stage.page_text(bad, run=False)
+    bad.write_text(page(("python run", "print('first')"), ("python run", "print(1 / 0)")))
+    text, problem = stage.page_text(bad, run=True)
+    assert "ZeroDivisionError" in problem
+    assert problem.startswith("bad.md:6: ")
+    assert ":class: output\n\nfirst\n" in text  # the rest of the page is there
+    assert "print(1 / 0)" in text
+    assert stage.page_text(bad, run=False)[1] == ""
+
+
+def test_a_block_that_never_ends_is_named(tmp_path, monkeypatch):
+    """With the processes that it has started."""
+    monkeypatch.setattr(stage, "PAGES", tmp_path)
+    monkeypatch.setattr(stage, "TIMEOUT", 5.0)
+    late = tmp_path / "late.md"
+    late.write_text(page(("sh run", "sleep 1000 & wait")))
+    text, problem = stage.page_text(late, run=True)
+    assert problem == "late.md:2: not done 5.0 s after the page began"
+    assert "sleep 1000" in text
+
+
+def test_the_rest_is_built_and_the_exit_status_tells(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build.stage, "stage", lambda folder, run: ["page.md:2: it failed"])
+    monkeypatch.setattr(build, "sphinx", lambda arguments: 0)
+    monkeypatch.setattr(build.links, "broken", lambda folder: ["page.html: a broken link"])
+    assert build.main([str(tmp_path / "site")]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "docs: page.md:2: it failed\ndocs: page.html: a broken link\n"
+    assert "Sphinx builds the site" in printed.out
 
 
 def test_a_result_of_another_machine_has_a_table():

@@ -9,6 +9,8 @@ A fence's first line says what to do with it:
     ```python needs=torch   not executed here; the ``text`` block below shows what it prints, and a test compares it
 
     python -m scripts.docs.snippets PAGE.md OUTPUT.json    runs a page; exits with 1 at the first block that fails
+
+OUTPUT.json holds the outputs of the blocks that have run so far.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FENCE = re.compile(r"^```(?P<language>python|sh)(?P<words>[^\n`]*)\n(?P<code>.*?)^```$", re.M | re.S)
-TIMEOUT = 300  # seconds for a page
 
 
 class SnippetError(Exception):
@@ -65,8 +67,12 @@ def blocks(text: str, name: str) -> list[Block]:
 
 def run_page(text: str, name: str, needs: str = "") -> list[str]:
     """The output of each block of a page, empty for those that do not run. ``needs``: runs those of this package."""
+    return list(run_blocks(text, name, needs))
+
+
+def run_blocks(text: str, name: str, needs: str = "") -> Iterator[str]:
+    """Run a page, and yield the output of each block as soon as it has run."""
     namespace: dict[str, Any] = {"__name__": "__page__"}
-    outputs = []
     with tempfile.TemporaryDirectory() as folder:
         for path in ROOT.iterdir():
             if path.is_dir() and not path.name.startswith("."):
@@ -76,8 +82,7 @@ def run_page(text: str, name: str, needs: str = "") -> list[str]:
                 if "file" in block.options:
                     Path(block.options["file"]).write_text(block.code, encoding="utf-8")
                 runs = "run" in block.options or (needs and block.options.get("needs") == needs)
-                outputs.append(run_block(block, name, namespace) if runs else "")
-    return outputs
+                yield run_block(block, name, namespace) if runs else ""
 
 
 def promised(text: str, name: str) -> list[str]:
@@ -98,7 +103,7 @@ def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
             "COLUMNS": "110",
         }
         command = ["bash", "-euo", "pipefail", "-c", block.code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SnippetError(f"{where}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
         printed = done.stdout
@@ -130,13 +135,16 @@ def shown(text: str, name: str, outputs: list[str]) -> str:
 
 
 def main(page: str, output: str) -> int:
-    path = Path(page)
+    path, outputs = Path(page), []
+    target = Path(output).resolve()  # blocks run in a folder of their own
+    target.write_text("[]", encoding="utf-8")
     try:
-        outputs = run_page(path.read_text(encoding="utf-8"), path.name)
+        for printed in run_blocks(path.read_text(encoding="utf-8"), path.name):
+            outputs.append(printed)
+            target.write_text(json.dumps(outputs), encoding="utf-8")
     except SnippetError as error:
         print(error, file=sys.stderr)
         return 1
-    Path(output).write_text(json.dumps(outputs), encoding="utf-8")
     return 0
 
 

@@ -12,10 +12,12 @@ import os
 import posixpath
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from scripts.docs import generated, snippets
@@ -35,6 +37,8 @@ READMES = {
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
 CODE = re.compile(r"(?<![\[`])`(?P<path>[\w.-]+(?:/[\w.-]+)+)`(?![\]`])")
+TIMEOUT = 300  # seconds for a page
+LATE = "late"
 GENERATED = re.compile(r"^<!-- generated: (?P<words>[^>]+?) -->$", re.M)
 
 
@@ -103,44 +107,72 @@ class Stage:
 
 
 def stage(folder: Path, *, run: bool) -> list[str]:
-    """Writes all pages below ``folder``. Returns what is wrong, a line each."""
+    """Writes all pages below ``folder``, with a line on stdout for each. Returns what is wrong, a line each.
+
+    A page with a block that fails is written without the outputs of that block and of those after it.
+    """
     site = Stage(folder)
     folder.mkdir(parents=True)
     if run:
+        print("docs: compiling the kernels that pages show", flush=True)
         generated.compile_kernels()  # forks, so before there are threads
+    start = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = list(pool.map(lambda file: page_text(file, run), site.files.values()))
-    for (name, file), text in zip(site.files.items(), texts, strict=True):
-        if isinstance(text, snippets.SnippetError):
-            site.problems.append(str(text))
-        else:
-            site.write(name, text + generated.contents(name), file)
+        running = {pool.submit(page_text, file, run): name for name, file in site.files.items()}
+        for count, done in enumerate(as_completed(running), 1):
+            if run:
+                seconds, failed = time.perf_counter() - start, " FAILED" if done.result()[1] else ""
+                print(f"docs: {count}/{len(running)} {running[done]}{failed}, {seconds:.0f} s", flush=True)
+    for done, name in running.items():
+        text, problem = done.result()
+        site.problems += [problem] if problem else []
+        site.write(name, text + generated.contents(name), site.files[name])
     for name, text in site.generated.items():
         site.write(name, text, ROOT / "README.md")
     (folder / "sources.json").write_text(json.dumps(sorted(site.sources)), encoding="utf-8")
     return site.problems
 
 
-def page_text(file: Path, run: bool) -> str | snippets.SnippetError:
-    """A page with what its code printed; or the error of the block that failed."""
+def page_text(file: Path, run: bool) -> tuple[str, str]:
+    """A page with what its code printed, and what is wrong with it, or nothing."""
     text = file.read_text(encoding="utf-8")
     if not file.is_relative_to(PAGES):
-        return text  # READMEs have tests of their own
+        return text, ""  # READMEs have tests of their own
     try:
         blocks = snippets.blocks(text, file.name)
-        runs = run and any("run" in block.options for block in blocks)
-        return snippets.shown(text, file.name, run_in_process(file) if runs else [""] * len(blocks))
     except snippets.SnippetError as error:
-        return error
+        return text, str(error)
+    outputs, problem = [""] * len(blocks), ""
+    if run and any("run" in block.options for block in blocks):
+        printed, problem = run_in_process(file)
+        outputs[: len(printed)] = printed
+        if problem == LATE:
+            block = blocks[min(len(printed), len(blocks) - 1)]
+            problem = f"{file.name}:{block.line}: not done {TIMEOUT} s after the page began"
+    return snippets.shown(text, file.name, outputs), problem
 
 
-def run_in_process(file: Path) -> list[str]:
-    """The outputs of a page's blocks."""
+def run_in_process(file: Path) -> tuple[list[str], str]:
+    """The outputs of a page's blocks, up to one that fails; and how it does, or :data:`LATE`, or nothing."""
     with tempfile.NamedTemporaryFile(suffix=".json") as output:
         command = [sys.executable, "-m", "scripts.docs.snippets", str(file), output.name]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            raise snippets.SnippetError(done.stderr.strip())
-        found: list[str] = json.loads(Path(output.name).read_text(encoding="utf-8"))
-        return found
+        # in a session of its own, so that processes which blocks have started end with it
+        page = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            problem = page.communicate(timeout=TIMEOUT)[1].strip()
+            problem = problem if page.returncode else ""
+        except subprocess.TimeoutExpired:
+            os.killpg(page.pid, signal.SIGKILL)
+            page.communicate()
+            problem = LATE
+        printed: list[str] = json.loads(Path(output.name).read_text(encoding="utf-8") or "[]")
+        return printed, problem
