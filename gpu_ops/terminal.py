@@ -28,11 +28,20 @@ def print_table(console: Console, table: Table) -> None:
     No word is broken: a terminal that is too narrow breaks the line itself, and nothing is lost.
     """
     probe = Console(width=UNLIMITED, file=console.file)
-    for column in table.columns:
-        if column.no_wrap:  # rich counts its longest word only, and would take the rest from the columns that wrap
-            cells = (column.header, *column.cells)
-            column.min_width = max(Measurement.get(probe, probe.options, cell).maximum for cell in cells)
     needed = Measurement.get(probe, probe.options, table).minimum
+    for column in table.columns:  # rich counts the longest word of a column that does not wrap, and breaks words
+        words = [Measurement.get(probe, probe.options, cell) for cell in (column.header, *column.cells)]
+        longest = max(cell.maximum for cell in words)
+        column.min_width = longest if column.no_wrap else max(cell.minimum for cell in words)
+        needed += max(0, column.min_width - max(cell.minimum for cell in words))
+        column.max_width = longest
+    spare = max(0, console.width - needed)
+    for column in table.columns:
+        if not column.no_wrap:
+            assert column.min_width is not None
+            assert column.max_width is not None
+            column.width = min(column.max_width, column.min_width + spare)
+            spare -= column.width - column.min_width
     Console(width=max(console.width, needed), file=console.file).print(table)
 
 

@@ -46,6 +46,19 @@ def test_a_terminal_narrower_than_a_word_breaks_none(monkeypatch):
     assert any("123456" in line for line in lines)
 
 
+def test_figures_leave_labels_their_words(monkeypatch):
+    """A figure of several words that does not wrap takes no width from the labels."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    grid = report.make_table("title", ("case", "shape"), ("time", "memory", "error"))
+    grid.add_row("backward causal", "2048 x 4096", "1.07 ms (1.02-1.12)", "1 MiB / 300 MiB", "1e-06 / 4e-06")
+    screen = Screen()
+    terminal.print_table(terminal.make_console(screen), grid)
+    text = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    for words in ("backward", "causal", "2048", "1.07 ms (1.02-1.12)", "1 MiB / 300 MiB", "1e-06 / 4e-06"):
+        assert words in text
+
+
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_nothing_wraps_off_a_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
