@@ -124,3 +124,12 @@ def test_calls_within_the_package_are_not_checked():
     assert inspect.unwrap(models.logits) is models.llama.logits
     assert pickle.loads(pickle.dumps(models.logits)) is models.logits
     assert inspect.signature(models.logits) == inspect.signature(models.llama.logits)
+
+
+def test_a_wait_longer_than_threads_can_wait():
+    weights = models.Llama.of(models.initial_weights(LlamaConfig(**SIZES)), LlamaConfig(**SIZES))
+    engine = Engine(
+        weights, LlamaConfig(**SIZES), inference.cache_for(weights, LlamaConfig(**SIZES), num_pages=2)
+    )
+    with inference.Service(engine) as service, service.submit([1], max_new_tokens=1) as reply:
+        assert reply.get(1e30).finished == "length"

@@ -333,3 +333,10 @@ def test_gradients_that_vanish_without_a_scale():
     before, after = learned(scaler, 60)
     assert after < 0.4 * before
     assert scaler.scale < 2.0**50
+
+
+def test_a_tracker_at_its_limit_does_not_wrap():
+    scaler = GradScaler(init_scale=8.0, growth_interval=5)
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2**31 - 1})
+    scaler.update(0)
+    assert (float(scaler.scale), int(scaler.growth_tracker)) == (16.0, 0)
