@@ -177,7 +177,7 @@ class Mpi(Comm):
             self.abort(
                 f"waits in {call} for rank {departed.rank} ({self._place(departed.rank)}), whose program has "
                 f"ended{how}. That ends the job: a rank ends once all of its calls have been made",
-                departed.status or 1,
+                1 if departed.status is None else departed.status,
             )
 
     def leave(self, status: int | None) -> None:
@@ -256,7 +256,7 @@ def end_job_on_errors(comm: Mpi) -> None:
 def leave_with_all(comm: Mpi) -> None:
     """Make the end of this rank's program known to the others: a rank that waits for it ends the job.
 
-    The job's status is then the one passed to sys.exit, or 1 if that was 0 or the program ended in another way.
+    The job's status is the one passed to sys.exit, or 1 if the program ended in another way.
     """
     process, exit_before = os.getpid(), sys.exit
     statuses: list[int | None] = [None]
