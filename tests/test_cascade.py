@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compilers import needs_numba_cuda, needs_nvrtc
 
+import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.inference import PagedKVCache, attend, cache_for, cascade, next_logits
 from gpu_ops.reference.attention import attention
@@ -239,3 +240,30 @@ def test_an_engine_puts_equal_prompts_side_by_side(monkeypatch):
     assert [sorted(step.cascade.seqused_k.tolist()) for step in steps[1:]] == [[16, 28]] * 5
     monkeypatch.setattr(cascade, "MIN_SEQUENCES", 99)
     assert list(found.values()) == inference.generate(weights, CONFIG, prompts, max_new_tokens=5)
+
+
+def test_a_cache_of_several_models_shares_no_prefix_among_them():
+    """Other weights, a rotation for another length, and weights that were changed in place."""
+    scaling = gpu_ops.RopeScaling.dynamic(4.0, 16)
+    stretched = dataclasses.replace(CONFIG, scaling=scaling)
+    one, other = (models.Llama.of(models.initial_weights(CONFIG, seed=i, std=0.3), CONFIG) for i in range(2))
+    cache, prompt = cache_for(one, CONFIG, num_pages=40, page_size=4), PREFIX[0]
+
+    def hits(weights, config, new=4):
+        before = cache.stats.tokens_hit
+        found = inference.generate(weights, config, [prompt], max_new_tokens=new, cache=cache)
+        assert found == inference.generate(weights, config, [prompt], max_new_tokens=new)
+        return cache.stats.tokens_hit - before
+
+    calls = [
+        (one, CONFIG),
+        (one, CONFIG),
+        (other, CONFIG),
+        (one, CONFIG),
+        (one, stretched),
+        (one, stretched, 9),
+    ]
+    assert [hits(*call) for call in calls] == [0, 16, 0, 0, 0, 0]
+    one.layers[0].qkv[:] = other.layers[0].qkv
+    cache.drop_prefixes()
+    assert hits(one, stretched, 9) == 0

@@ -98,6 +98,21 @@ def test_pages_are_found_once_they_are_written():
     assert cache.length(cache.add(prompt)) == 4
 
 
+def test_dropped_prefixes_are_found_no_more():
+    """Nor those that a sequence from before adds to."""
+    cache = cache_of(page_size=2)
+    old, short = prefill(cache, [1, 2, 3, 4]), prefill(cache, [9])
+    cache.free(prefill(cache, [5, 6, 7]))
+    cache.drop_prefixes()
+    assert (cache.stats.used, cache.stats.cached) == (3, 0)
+    cache.reserve({old: [5, 6], short: [8, 7, 6]})
+    cache.commit()
+    for text in ([1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6, 5]):
+        assert cache.length(cache.add(text)) == 0
+    prefill(cache, [1, 2])
+    assert cache.length(cache.add([1, 2, 3, 4, 5, 6, 7])) == 2
+
+
 def test_freed_prefixes_live_longest():
     """The oldest go first, of one sequence the last pages."""
     cache = cache_of(num_pages=6)

@@ -39,7 +39,9 @@ class Engine:
     ----------
     weights, config : Llama, LlamaConfig
     cache : PagedKVCache
-        Its sequences are the engine's while requests run.
+        Its sequences are the engine's while requests run. Prefixes are found where this ``weights`` object, with this
+        config and an equal rotation, was the last one to admit a request. After an optimizer's step, or another
+        change of the weights in place, call :meth:`PagedKVCache.drop_prefixes`.
     max_tokens : int
         Of one forward pass. Longer prompts are read in parts.
     max_requests : int
@@ -88,6 +90,9 @@ class Engine:
         self.weights, self.config, self.cache = weights, config, cache
         given = longest(cache) if max_seqlen is None else max_seqlen
         self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
+        scalings = [own.scaling for own in config.by_layer]
+        lengths = [None if s is None else s.effective_seqlen(self.max_seqlen) for s in scalings]
+        self._keys_by = config, lengths  # and the weights: what keys and values in the cache depend on
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
         self.draft, self.drafted, self.accepted = draft, 0, 0
@@ -215,6 +220,7 @@ class Engine:
                     parts[r.handle] = part
             while admits and room and self._waiting and len(self._running) < self.max_requests:
                 r = self._waiting.popleft()
+                self.cache.use_weights(self.weights, self._keys_by)
                 r.handle = self.cache.add(r.tokens)
                 self._running.append(r)
                 parts[r.handle] = r.tokens[self.cache.length(r.handle) :][:room]

@@ -44,7 +44,9 @@ def generate(
     stop : token ids
         That end a text, such as the tokenizer's end of sequence. The stop token is not returned.
     cache : PagedKVCache, optional
-        Default: one that holds all prompts at full length, on the device of the weights.
+        Default: one that holds all prompts at full length, on the device of the weights. A later call with the same
+        weights finds the prefixes in it. After the weights were changed in place, call
+        :meth:`PagedKVCache.drop_prefixes`.
     kv_dtype : str or dtype, optional
         Of that cache: the weights', or int8 or float8_e4m3fn.
     draft : function, optional
@@ -64,7 +66,7 @@ def generate(
     each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
     if len(each) != len(prompts):
         raise OptionError(f"generate: {len(each)} samplings for {len(prompts)} prompts")
-    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]  # the last token is not read again
     if cache is None:
         cache = cache_for(weights, config, lengths=lengths, dtype=kv_dtype)
     elif kv_dtype is not None:

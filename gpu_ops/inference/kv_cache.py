@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -11,13 +10,12 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import OptionError, StateError
-from gpu_ops.inference.cascade import cascade_of
 from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
 from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, requests, token_ids
-from gpu_ops.inference.step import Step, check_room, empty_step, filled, written
-from gpu_ops.inference.step_attention import check_window
-from gpu_ops.inference.tree import moves, planted, read_parents, read_paths
+from gpu_ops.inference.step import Step, check_room, empty_step, filled
+from gpu_ops.inference.step_attention import on_device
+from gpu_ops.inference.tree import moves, read_parents, read_paths
 from gpu_ops.ops.quantized_pages import QUANTIZED
 from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 
@@ -92,6 +90,10 @@ class PagedKVCache:
 
     Tokens are compared, not hashes of them: two prompts never share a page by mistake. A page keeps its tokens after
     its last sequence is freed; those that were freed first are used again first, of one sequence the last pages.
+
+    Keys and values depend on the weights. :class:`Engine` and :func:`generate` find no prefixes of another ``Llama``,
+    config or rotation. After weights were changed in place, and before :meth:`add` for a forward by other weights,
+    call :meth:`drop_prefixes`.
 
     One thread at a time may call a cache; hold a lock around the calls of several. The ops that read the arrays take
     part in no lock: on a GPU, launch them on the stream that ``reserve`` was called on, which may copy pages there.
@@ -186,6 +188,17 @@ class PagedKVCache:
         self._get("free", handle, closed=True)
         self._sequences.free(int(handle))
 
+    def drop_prefixes(self) -> None:
+        """Let :meth:`add` find none of the tokens so far: their keys and values are those of other weights.
+
+        Sequences keep their pages, which are free after them.
+        """
+        self._sequences.pool.forget_all()
+
+    def use_weights(self, weights: Any, key: Any = None) -> None:
+        """Drop the prefixes unless the call before was with the same object and an equal ``key``."""
+        self._sequences.use_weights(weights, key)
+
     def reserve(
         self,
         tokens: Mapping[int, Any],
@@ -220,7 +233,7 @@ class PagedKVCache:
             self._sequences.extend(plan, self._pages.copy)
             self._sequences.parents = drafts
             try:
-                return self._written(filled(self._sequences, plan, out), out, list(new))
+                return on_device(self._sequences, filled(self._sequences, plan, out), out, self.device)
             except BaseException:
                 self._sequences.rollback()
                 raise
@@ -336,14 +349,3 @@ class PagedKVCache:
         if closed:
             self._sequences.check_closed(op)
         return self._sequences.get(op, handle)
-
-    def _written(self, step: Step, out: Step | None, handles: list[int]) -> Step:
-        """A step in host memory, on the device, with what its forward can use beside the tables."""
-        more: dict[str, Any] = {}
-        if self._sequences.parents:
-            more = planted(step, self._sequences.parents, handles, self.device)
-            check_window("reserve", more.get("tree"), self.window)
-        if out is None and self.window < 0 and more.get("tree") is None:
-            more["cascade"] = cascade_of(step, self.page_size, self.device)
-        step = written(step, out, self.device)
-        return replace(step, **more) if more else step

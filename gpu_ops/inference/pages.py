@@ -102,6 +102,15 @@ class PagePool:
         if node is not None:
             del node.pages[page]
 
+    def forget_all(self) -> None:
+        """No page can be found any more. Sequences that have tokens go on below the root that they began at."""
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        for node in self._nodes.values():
+            node.pages.clear()
+        self._nodes.clear()
+        self.root = Node(None)
+
     def places(self) -> dict[int, int]:
         """For each page with tokens its place when they are at the front: its own, or one that is free."""
         pages = [page for page, count in enumerate(self.refs) if count or page in self._cached]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ class CacheStats:
 class Sequence:
     """One sequence. Its table has an entry for each page of tokens; those behind the window are the null page's."""
 
+    root: Node
+    """Of the tree in which its prefixes are found."""
     tokens: list[int] = field(default_factory=list)
     pages: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[Node] = field(default_factory=list)
@@ -74,6 +77,8 @@ class Sequences:
         """Of the new tokens of that step, for the sequences that it has drafts of."""
         self.asked = self.hits = 0
         self._next = 0
+        self._weights: weakref.ref[Any] | None = None  # whose prefixes are found
+        self._key: Any = None
 
     def most_pages(self, length: int) -> int:
         pages = -(-length // self.pool.page_size)
@@ -97,6 +102,11 @@ class Sequences:
             raise OptionError(f"{op}: there is no sequence {handle}; there are: {known or 'none'}")
         return sequence
 
+    def use_weights(self, weights: Any, key: Any) -> None:
+        if self._weights is None or self._weights() is not weights or self._key != key:
+            self.pool.forget_all()
+            self._weights, self._key = weakref.ref(weights), key
+
     def check_closed(self, op: str) -> None:
         if self.open is not None:
             raise StateError(
@@ -113,13 +123,13 @@ class Sequences:
         known = tokens[: len(nodes) * size]
         self.asked += len(tokens)
         self.hits += len(known)
-        return self._insert(Sequence(known, pages, nodes, self.keep_pages))
+        return self._insert(Sequence(self.pool.root, known, pages, nodes, self.keep_pages))
 
     def fork(self, sequence: Sequence) -> int:
         for page in self._resident(sequence):
             self.pool.hold(page)
         s = sequence
-        return self._insert(Sequence(s.tokens.copy(), s.pages[:], s.nodes.copy(), s.gone))
+        return self._insert(Sequence(s.root, s.tokens.copy(), s.pages[:], s.nodes.copy(), s.gone))
 
     def free(self, handle: int) -> None:
         self._cut(self.alive.pop(handle), 0)
@@ -199,7 +209,7 @@ class Sequences:
         for handle in self.opened("commit"):
             s = self.alive[handle]
             for i in range(len(s.nodes), len(s.tokens) // size):
-                parent = s.nodes[-1] if s.nodes else self.pool.root
+                parent = s.nodes[-1] if s.nodes else s.root
                 s.nodes.append(
                     self.pool.publish(s.pages[i], parent, tuple(s.tokens[i * size : (i + 1) * size]))
                 )

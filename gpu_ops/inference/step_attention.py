@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from gpu_ops.errors import OptionError
-from gpu_ops.inference.cascade import Cascade
+from gpu_ops.inference.cascade import Cascade, cascade_of
 from gpu_ops.inference.quantized_rows import numbers
-from gpu_ops.inference.step import Step
-from gpu_ops.inference.tree import Tree
+from gpu_ops.inference.sequences import Sequences
+from gpu_ops.inference.step import Step, written
+from gpu_ops.inference.tree import Tree, planted
 from gpu_ops.ops.attention import attention
 from gpu_ops.ops.attention_decode import attention_decode
 from gpu_ops.ops.attention_merge import attention_merge
@@ -17,7 +18,7 @@ from gpu_ops.ops.attention_options import ScoreOptions
 from gpu_ops.ops.attention_varlen import attention_varlen
 from gpu_ops.ops.embedding import embedding
 
-__all__ = ["attend", "check_window"]
+__all__ = ["attend", "check_window", "on_device"]
 
 _EVERYWHERE = (-1, -1)
 
@@ -88,6 +89,18 @@ def attend(
         max_seqlen_q=step.max_seqlen_q,
         **_causal(options),
     )
+
+
+def on_device(sequences: Sequences, step: Step, out: Step | None, device: str) -> Step:
+    """The open step, in host memory so far, with the tree or the cascade that :func:`attend` reads."""
+    more: dict[str, Any] = {}
+    if sequences.parents:
+        more = planted(step, sequences.parents, list(sequences.opened("reserve")), device)
+        check_window("reserve", more.get("tree"), sequences.window)
+    if out is None and sequences.window < 0 and more.get("tree") is None:
+        more["cascade"] = cascade_of(step, sequences.pool.page_size, device)
+    step = written(step, out, device)
+    return replace(step, **more) if more else step
 
 
 def check_window(op: str, tree: Tree | None, window: int) -> None:
