@@ -203,10 +203,9 @@ def test_logits_that_are_not_finite_end_a_request(rng):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_scaling_by_length_does_not_depend_on_the_batch(kind, rng):
-    """Frequencies are those of max_seqlen, whatever is in a pass."""
-    if kind == "dynamic":
-        scaling = gpu_ops.RopeScaling.dynamic(4.0, 16)
-    else:
+    """Frequencies are those of max_seqlen, whatever is in a pass; generate() takes the tokens that are read."""
+    scaling = gpu_ops.RopeScaling.dynamic(4.0, 16)
+    if kind == "longrope":
         scaling = gpu_ops.RopeScaling.longrope((1.0,) * 4, (2.0, 3.0, 4.0, 5.0), 16)
     config = dataclasses.replace(CONFIG, scaling=scaling)
     weights, texts = model(config), prompts(rng, 5, 40)
@@ -223,6 +222,8 @@ def test_scaling_by_length_does_not_depend_on_the_batch(kind, rng):
     together = run(texts)
     assert run(texts, max_tokens=7) == together
     assert [run([text])[0] for text in texts] == together
+    reads_16 = generate(weights, config, texts[:1], max_new_tokens=12)
+    assert reads_16 == [greedy_dense(weights, config, texts[0], 12)]
 
 
 def test_a_long_prompt_passes_through_a_small_window(rng):

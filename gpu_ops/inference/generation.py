@@ -66,7 +66,7 @@ def generate(
     each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
     if len(each) != len(prompts):
         raise OptionError(f"generate: {len(each)} samplings for {len(prompts)} prompts")
-    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]  # the last token is not read again
+    lengths = [max(len(prompt) + max_new_tokens - 1, 1) for prompt in prompts]  # the last token is not read
     if cache is None:
         cache = cache_for(weights, config, lengths=lengths, dtype=kv_dtype)
     elif kv_dtype is not None:
