@@ -15,6 +15,13 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
+class Whole(str):
+    """A tokenizer with the text as token 0."""
+
+    def decode(self, ids):
+        return self * len(ids)
+
+
 def test_text_comes_in_whole_characters():
     stream = TextStream(Bytes())
     assert [stream.add(b) for b in "aé€".encode()] == ["a", "", "é", "", "", "€"]
@@ -31,12 +38,15 @@ def test_text_comes_in_whole_characters():
         ("aab", ["ab"], "a"),
         ("xyz", ["z", "yz"], "x"),
         ("xyz", [""], "xyz"),
+        ("abcd", ["abcd", "bc"], "a"),
     ],
 )
 def test_stop_strings(text, stop, shown):
     stream = TextStream(Bytes(), stop)
     pieces = [stream.add(b) for b in text.encode()]
     assert "".join(pieces) + stream.finish() == shown
+    whole = TextStream(Whole(text), stop)
+    assert whole.add(0) + whole.finish() == shown  # whatever the tokens are
     assert all(word not in "".join(pieces[: i + 1]) for i in range(len(pieces)) for word in stop if word)
 
 

@@ -22,7 +22,8 @@ class TextStream:
     tokenizer : object with ``decode(ids) -> str``
         Such as a ``tokenizers.Tokenizer``: :func:`gpu_ops.training.load_tokenizer`.
     stop : strings
-        The text ends before the first of them. What may be the beginning of one is held back.
+        The text ends before the one that is complete first; of several that end together, before the longest. What
+        may be the beginning of one is held back.
     prompt : sequence of int
         Token ids in front of the text. Some decoders leave out the space that a text begins with.
 
@@ -86,10 +87,10 @@ class TextStream:
         """``new`` and what was held back, up to a stop string, or without what may be the beginning of one."""
         self._start, self._read = self._read, len(self._ids)
         text = self._held + new
-        found = [i for i in map(text.find, self._stop) if i >= 0]
+        found = [(i + len(word), i) for word in self._stop if (i := text.find(word)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         hold = max(
             (n for word in self._stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0
         )
