@@ -80,8 +80,9 @@ def test_generate_from_a_gguf_file(folder, capsys):
         assert main([*given, *tokenizer]) == 0
         assert capsys.readouterr().out == text_of("abc", 9) + "\n"
     assert command.end_tokens(path) == [7]
-    gpu_ops.write_gguf(path, tensors, {**keys, "tokenizer.ggml.eot_token_id": 9})
-    assert command.end_tokens(path) == [7, 9]
+    more = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 8}
+    gpu_ops.write_gguf(path, tensors, keys | more)
+    assert command.end_tokens(path) == [7, 9, 8]
     gpu_ops.write_gguf(path, tensors, {**keys, "tokenizer.ggml.eos_token_id": -1})
     with pytest.raises(OptionError, match="eos_token_id"):
         command.end_tokens(path)

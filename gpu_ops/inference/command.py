@@ -46,7 +46,8 @@ def _generate(options: argparse.Namespace) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise OptionError("a prompt is no UTF-8")
     prompts = [tokenizer.encode(text).ids for text in texts]
-    tokens = [len(prompt) + options.max_new_tokens for prompt in prompts]
+    # the last token is not read
+    tokens = [max(len(prompt) + options.max_new_tokens - 1, 1) for prompt in prompts]
     cache = cache_for(weights, config, lengths=tokens, dtype=options.kv_dtype)
     engine = Engine(weights, config, cache, max_seqlen=max(tokens))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=options.seed)
@@ -102,7 +103,8 @@ def end_tokens(model: Path) -> list[int]:
     if model.is_file():
         with opened("generate", model) as file:
             metadata = GGUFFile("generate", model, file)
-            ends = [metadata.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+            names = ("eos", "eot", "eom")
+            ends = [metadata.value(f"tokenizer.ggml.{name}_token_id") for name in names]
         return [integer("generate", "eos_token_id", end, low=0) for end in ends if end is not None]
     found: Any = None
     for name in ("generation_config.json", "config.json"):
