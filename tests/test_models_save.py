@@ -64,6 +64,16 @@ def test_what_is_saved_comes_back(name, tmp_path):
     assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_lengths_are_where_transformers_4_reads_them():
+    """It takes the factor of YaRN, and the original length of LongRoPE, from beside the rope part."""
+    for scaling in (YARN, LONG):
+        entries = dataclasses.replace(CONFIG, scaling=scaling).to_hf()
+        part = entries["rope_scaling"]
+        lengths = scaling.original_max_position, round(scaling.factor * scaling.original_max_position)
+        assert (part["original_max_position_embeddings"], entries["max_position_embeddings"]) == lengths
+        assert scaling is YARN or entries["original_max_position_embeddings"] == lengths[0]
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_dtypes(dtype, tmp_path):
     weights = made(dtype=dtype)

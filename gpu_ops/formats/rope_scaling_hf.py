@@ -78,8 +78,16 @@ def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     part = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
     part = {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
     found: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
+    original = scaling.original_max_position
     if scaling.kind == "dynamic":  # it stretches from there
-        found["max_position_embeddings"] = scaling.original_max_position
+        found["max_position_embeddings"] = original
+    elif scaling.kind in (
+        "yarn",
+        "longrope",
+    ):  # transformers 4 takes the original length, or the factor, from these
+        found["max_position_embeddings"] = round(scaling.factor * original)
+        if scaling.kind == "longrope":
+            found["original_max_position_embeddings"] = original
     return found
 
 
