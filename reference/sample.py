@@ -54,10 +54,8 @@ def adjusted_logits(
             np.asarray(x, np.float32).astype(kind)[..., None]
             for x in (repetition_penalty, frequency_penalty, presence_penalty)
         )
-        penalised = (
-            np.where(z < 0, z * repetition, z / repetition) - frequency * counts.astype(kind) - presence
-        )
-        z = np.where(counts > 0, penalised, z)
+        z = np.where(counts == 0, z, np.where(z < 0, z * repetition, z / repetition))
+        z = np.where(counts > 0, z - frequency * counts.astype(kind) - presence, z)
     if bias is not None:
         z = z + bias
     return np.asarray(z + kind(0))

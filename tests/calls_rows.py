@@ -98,7 +98,7 @@ def sampled(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     numbers |= {name: abs(numbers[name]) + np.float32(0.1) for name in ("temperature", "repetition_penalty")}
     numbers |= {n: np.exp(-abs(x)) for n, x in new.normal(np.float32, top_p=each, min_p=each).items()}
     numbers["min_p"] *= np.float32(0.1)
-    by_token = {**new.normal(new.wide, bias="width"), **new.integers(0, 3, np.int32, counts="rows width")}
+    by_token = {**new.normal(new.wide, bias="width"), **new.integers(-1, 3, np.int32, counts="rows width")}
     counters = new.integers(0, 2**62, np.int64, seed=each, step=each)
     numbers |= new.integers(0, 9, np.int32, top_k=each)
     return arrays, {**numbers, **by_token, **counters, "return_logprob": True}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 
+import numpy as np
 import pytest
 
+from gpu_ops import models
 from gpu_ops.errors import GpuOpsError
 from gpu_ops.inference import (
     Engine,
+    Sampling,
     cache_for,
     generate,
     prompt_lookup,
@@ -46,6 +49,19 @@ def test_texts_are_those_without_drafts(draft):
     """Greedy and sampled, with filters and penalties, whatever is guessed."""
     found = generate(WEIGHTS, CONFIG, PROMPTS, max_new_tokens=24, sampling=SAMPLINGS, draft=DRAFTS[draft])
     assert found == plain()
+
+
+@pytest.mark.parametrize("draft", [None, lambda tokens: tokens[:3]], ids=["alone", "draft"])
+def test_the_prompt_counts_for_the_repetition_penalty_alone(draft):
+    """As in OpenAI's API: the other penalties are for tokens that were drawn."""
+    prompt = list(range(96))
+    z = models.logits(np.array([prompt]), WEIGHTS, CONFIG)[0, -1]
+    repeated = np.append(np.where(z < 0, z * 1e3, z / 1e3)[:96], z[96])
+    for name, first in (("presence", z), ("frequency", z), ("repetition", repeated)):
+        sampling = Sampling(**{f"{name}_penalty": 1e3})
+        text = generate(WEIGHTS, CONFIG, [prompt], max_new_tokens=9, sampling=sampling, draft=draft)[0]
+        assert text[0] == first.argmax()
+        assert len(set(text)) == 9 or name == "repetition"
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 5}, {"num_pages": 11}, {"max_requests": 2}], ids=str)

@@ -39,7 +39,7 @@ def options_of_rows(rng, rows, vocab, dtype):
         "presence_penalty": rng.uniform(-1, 1, rows).astype(F32),
         "seed": rng.integers(0, 2**64, rows, np.uint64),
         "step": rng.integers(0, 2**64, rows, np.uint64),
-        "counts": rng.integers(0, 3, (rows, vocab)).astype(np.int32),
+        "counts": rng.integers(-1, 3, (rows, vocab)).astype(np.int32),
         "bias": rng.standard_normal((rows, vocab)).astype(np.float64 if dtype == np.float64 else F32),
     }
 

@@ -55,7 +55,8 @@ def test_a_tree_gives_the_tokens_without_one(sampling):
         logits = next_logits(
             WEIGHTS, CONFIG, cache, cache.reserve({handle: tokens}, parents={handle: parents})
         )
-        counts = np.bincount(text, minlength=97) if sampling.counts_tokens else None
+        counts = np.bincount(text[len(prompt) :], minlength=97)
+        counts[[t for t in prompt if not counts[t]]] = -1
         path, token = verify(logits, tokens, parents, sampling=sampling, step=done, counts=counts)
         cache.accept({handle: path})
         text += [tokens[node] for node in path[1:]] + [token]
@@ -182,8 +183,14 @@ def test_logits_that_are_not_finite(draft_probs):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_probabilities_are_what_sample_draws_from(dtype):
     logits = np.random.default_rng(4).normal(0, 2, 7).astype(dtype)
-    counts = np.array([2, 0, 1, 0, 0, 3, 0], np.int32)
-    options = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "frequency_penalty": 0.3}
+    counts = np.array([2, 0, 1, 0, -1, 3, 0], np.int32)
+    options = {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+    }
     p = probabilities(logits, Sampling(**options), counts)
     assert p.sum() == pytest.approx(1)
     rows = np.broadcast_to(logits, (4000, 7))

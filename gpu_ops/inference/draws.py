@@ -25,14 +25,14 @@ class Row:
     step: int
     """How many tokens of its request were drawn before."""
     counts: Any = None
-    """int32 (vocab,): how often each token has appeared, where there are penalties."""
+    """int32 (vocab,), where there are penalties: how often each token was drawn, -1 for those of the prompt alone."""
 
     def after(self, token: int) -> Row:
         """The row that follows, once this token is drawn."""
         counts = self.counts
         if counts is not None:
             counts = counts.copy()
-            counts[token] += 1
+            counts[token] = max(counts[token], 0) + 1
         return Row(self.sampling, self.step + 1, counts)
 
 

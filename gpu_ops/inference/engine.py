@@ -151,7 +151,8 @@ class Engine:
         )
         request.prefix = hash(tuple(request.tokens[:MIN_TOKENS]))
         if request.sampling.counts_tokens:
-            request.counts = np.bincount(ids, minlength=self.config.vocab).astype(np.int32)
+            request.counts = np.zeros(self.config.vocab, np.int32)
+            request.counts[ids] = -1
         self._submitted += 1
         self._waiting.append(request)
         return request.number
@@ -300,7 +301,7 @@ class Engine:
             else:
                 request.tokens.append(token)
                 if request.counts is not None:
-                    request.counts[token] += 1
+                    request.counts[token] = max(request.counts[token], 0) + 1
                 full = len(request.tokens) - request.prompt == request.most
                 finished = "stop" if token in request.stop else "length" if full else ""
             found.append(Token(request.number, token, logprob, finished))

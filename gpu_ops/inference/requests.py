@@ -13,7 +13,10 @@ __all__ = ["Request", "Sampling", "Token"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn: the options of :func:`gpu_ops.sample`. The default is greedy."""
+    """How a request's tokens are drawn: the options of :func:`gpu_ops.sample`. The default is greedy.
+
+    The repetition penalty is for tokens of the prompt and for those that were drawn, the other ones for the latter.
+    """
 
     temperature: float = 0.0
     top_k: int = 0

@@ -53,7 +53,8 @@ def verify(
     step : int
         How many tokens of the text were drawn, as in :func:`~gpu_ops.sample`.
     counts : int array (vocab,), optional
-        How often each token is in the text; penalties need it.
+        How often each token was drawn, negative for one of the prompt alone, as :func:`~gpu_ops.sample` takes it;
+        penalties need it.
     draft_probs : array (nodes, vocab), optional
         In row i the distribution from which the children of node i were drawn, one after the other in this order and
         without replacement, by random numbers other than those of ``sampling.seed``. Rows of nodes without children
@@ -104,7 +105,7 @@ def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
     logits : array (..., vocab)
     sampling : Sampling
     counts : int array (..., vocab), optional
-        How often each token has appeared; penalties need it.
+        How often each token was drawn, negative for one of the prompt alone; penalties need it.
 
     Returns
     -------
@@ -120,7 +121,7 @@ def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
     x = StateArray("probabilities", "logits", logits).copied()
     checks.float_dtype("probabilities", logits=x)
     if sampling.counts_tokens and counts is None:
-        raise OptionError("probabilities: penalties need counts=, how often each token has appeared")
+        raise OptionError("probabilities: penalties need counts=, how often each token was drawn")
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     if not x.ndim or not x.shape[-1]:
         raise ShapeError(f"probabilities: logits have shape {x.shape}, expected (..., vocab)")
@@ -224,7 +225,7 @@ def _counts(sampling: Sampling, counts: Any, vocab: int) -> Array | None:
     found = np.asarray(counts) if counts is not None else np.empty(0)
     if found.shape != (vocab,) or found.dtype.kind not in "iu":
         raise OptionError(
-            f"verify: penalties need counts=, {vocab} integers: how often each token is in the text"
+            f"verify: penalties need counts=, {vocab} integers: how often each token was drawn"
         )
     return found.astype(np.int32)
 

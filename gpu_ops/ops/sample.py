@@ -61,11 +61,11 @@ def sample(
 ) -> Bound:
     """Draw the next token of each row of logits.
 
-    In this order, where seen tokens have counts > 0 and tokens are ordered by z, equal ones by index::
+    In this order, where tokens are ordered by z, equal ones by index::
 
         z = logits
-        z = (z * repetition_penalty if z < 0 else z / repetition_penalty)     seen tokens
-            - frequency_penalty * counts - presence_penalty
+        z = z * repetition_penalty if z < 0 else z / repetition_penalty       where counts != 0
+        z = z - frequency_penalty * counts - presence_penalty                 where counts > 0
         z = z + bias
         p = softmax(z / temperature)
         top_k   keeps the first top_k tokens
@@ -93,7 +93,8 @@ def sample(
     bias : array (vocab,) or like logits, float32 (float64 for float64), optional
         -inf excludes a token.
     counts : int32 array like logits, optional
-        How often each token has appeared; penalties need it.
+        How often each token was drawn; penalties need it. Negative: it is in the prompt alone, which counts for the
+        repetition penalty.
     repetition_penalty, frequency_penalty, presence_penalty : number, or float32 array (...)
         The first is more than 0.
     return_logprob : bool
@@ -121,8 +122,9 @@ def sample(
     Notes
     -----
     No value is read on the host. top_k, top_p and min_p follow each other as in Hugging Face transformers (vLLM has
-    min_p first). Penalties are those of CTRL (Keskar et al. 2019, section 4.1) and of OpenAI's API, the
-    log-probability is vLLM's ``raw_logprobs``. Of equal tokens at the edge of what is kept the first ones are.
+    min_p first). Penalties are those of CTRL (Keskar et al. 2019, section 4.1) and of OpenAI's API, whose frequency
+    and presence penalties count no token of the prompt. The log-probability is vLLM's ``raw_logprobs``. Of equal
+    tokens at the edge of what is kept the first ones are.
 
     Options are float32. Probabilities are integers, multiples of max(p) / 2**bits with bits = 45 for a vocabulary of
     128 Ki tokens, so that sums do not depend on their order; kernels find the edge by radix selection, without
@@ -192,7 +194,7 @@ def _read_option(call: Call, name: str, value: Any, rows: tuple[int, ...], has_c
         )
         return False
     if name in _PENALTIES and not has_counts:
-        raise OptionError(f"{call.op}: {name} needs counts=, how often each token has appeared")
+        raise OptionError(f"{call.op}: {name} needs counts=, how often each token was drawn")
     x = call.read(name, value, contiguous=True)
     checks.exactly(call.op, name, x, rows, np.dtype(np.int32 if name == "top_k" else np.float32))
     return True
@@ -207,7 +209,7 @@ def sampling_number(op: str, name: str, has_counts: bool, value: Any, device: An
     if not is_allowed(number):
         raise OptionError(f"{op}: {name} must be {words}; got {number!r}")
     if name in _PENALTIES and not has_counts and number != _PENALTIES[name]:
-        raise OptionError(f"{op}: {name} needs counts=, how often each token has appeared")
+        raise OptionError(f"{op}: {name} needs counts=, how often each token was drawn")
     return number
 
 

@@ -162,9 +162,10 @@ struct Row {
         for (int e = 0; e < kVec; ++e) {
             if (!kPlain && e < count) {
                 const int seen = counts == nullptr ? 0 : counts[column + e];
-                if (seen > 0) {
+                if (seen != 0) {
                     z[e] = z[e] < 0.0f ? __fmul_rn(z[e], repetition) : __fdiv_rn(z[e], repetition);
-                    z[e] = __fsub_rn(__fsub_rn(z[e], __fmul_rn(frequency, __int2float_rn(seen))), presence);
+                    if (seen > 0)  // else in the prompt alone
+                        z[e] = __fsub_rn(__fsub_rn(z[e], __fmul_rn(frequency, __int2float_rn(seen))), presence);
                 }
                 if (bias != nullptr) z[e] = __fadd_rn(z[e], bias[column + e]);
             }

@@ -75,8 +75,8 @@ def fill(row, start, n, z):
         for j in range(n):
             count, x = row.counts[start + j], z[j]
             x = x * row.repetition if x < 0 else x / row.repetition
-            x = (x - row.frequency * like(x, count)) - row.presence
-            z[j] = x if count > 0 else z[j]
+            drawn = (x - row.frequency * like(x, count)) - row.presence
+            z[j] = drawn if count > 0 else x if count < 0 else z[j]  # < 0: in the prompt alone
     if len(row.bias):
         for j in range(n):
             z[j] += row.bias[start + j]

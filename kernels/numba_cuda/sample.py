@@ -165,8 +165,9 @@ def _of_token(dtype: str, exp2: tuple[float, ...]):
         z = number(load(logits[c]))
         if len(counts):
             seen = counts[c]
-            if seen > 0:
+            if seen != 0:
                 z = mul(z, repetition) if z < number(0.0) else div(z, repetition)
+            if seen > 0:  # not in the prompt alone
                 z = add(add(z, -mul(frequency, number(seen))), -presence)
         if len(bias):
             z = add(z, bias[c])

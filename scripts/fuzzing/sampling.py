@@ -36,7 +36,7 @@ def sample(draw: Draw) -> Trial:
     if draw.chance(0.4):
         given["bias"] = draw.array(draw.pick((vocab,), (*lead, vocab)), wide)
     if draw.chance(0.4):
-        given["counts"] = draw.place(rng.integers(0, 3, (*lead, vocab)).astype("i4"))
+        given["counts"] = draw.place(rng.integers(-1, 3, (*lead, vocab)).astype("i4"))
         given["repetition_penalty"] = option(rng.uniform(0.5, 2, lead))
         given["frequency_penalty"] = option(rng.uniform(-1, 1, lead))
         given["presence_penalty"] = option(rng.uniform(-1, 1, lead))
@@ -72,10 +72,8 @@ def adjusted(z: Array, given: dict[str, Any]) -> Array:
             np.asarray(given[n], "f4").astype(z.dtype)[..., None] for n in names
         )
         counts = given["counts"]
-        changed = (
-            np.where(z < 0, z * repetition, z / repetition) - frequency * counts.astype(z.dtype) - presence
-        )
-        z = np.where(counts > 0, changed, z)
+        z = np.where(counts == 0, z, np.where(z < 0, z * repetition, z / repetition))
+        z = np.where(counts > 0, z - frequency * counts.astype(z.dtype) - presence, z)
     return z + given["bias"] if "bias" in given else z
 
 
