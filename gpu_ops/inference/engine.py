@@ -48,7 +48,8 @@ class Engine:
         That run at a time; the others wait.
     max_seqlen : int, optional
         Of a prompt and its new tokens; default: what fits in the cache, or 2^20 with a window. ``dynamic`` and
-        ``longrope`` scalings take their frequencies from it, so engines on one cache need the same.
+        ``longrope`` scalings take their frequencies from it: give models that have them the longest text you serve,
+        or their texts change with the number of pages.
     draft : function, optional
         From the tokens of a text to guesses of the next ones, such as :func:`prompt_lookup`. A pass runs them beside
         the last token of the text, and keeps those that are the tokens it draws: texts are the same as without, and
@@ -221,7 +222,7 @@ class Engine:
                     parts[r.handle] = part
             while admits and room and self._waiting and len(self._running) < self.max_requests:
                 r = self._waiting.popleft()
-                self.cache.use_weights(self.weights, self._keys_by)
+                self.cache._sequences.use_weights(self.weights, self._keys_by)
                 r.handle = self.cache.add(r.tokens)
                 self._running.append(r)
                 parts[r.handle] = r.tokens[self.cache.length(r.handle) :][:room]

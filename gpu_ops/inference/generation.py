@@ -33,6 +33,9 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of each prompt. For streaming, and for requests that come one by one: :class:`Engine`.
 
+    Models with a ``dynamic`` or ``longrope`` scaling take the frequencies of the longest text, prompt and new tokens,
+    for all prompts. For texts that depend on no other prompt call it for each, or an engine with a ``max_seqlen``.
+
     Parameters
     ----------
     weights, config : Llama, LlamaConfig

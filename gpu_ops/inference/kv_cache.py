@@ -195,10 +195,6 @@ class PagedKVCache:
         """
         self._sequences.pool.forget_all()
 
-    def use_weights(self, weights: Any, key: Any = None) -> None:
-        """Drop the prefixes unless the call before was with the same object and an equal ``key``."""
-        self._sequences.use_weights(weights, key)
-
     def reserve(
         self,
         tokens: Mapping[int, Any],

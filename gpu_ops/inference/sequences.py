@@ -103,6 +103,7 @@ class Sequences:
         return sequence
 
     def use_weights(self, weights: Any, key: Any) -> None:
+        """Drop the prefixes unless the call before was with the same object and an equal key."""
         if self._weights is None or self._weights() is not weights or self._key != key:
             self.pool.forget_all()
             self._weights, self._key = weakref.ref(weights), key

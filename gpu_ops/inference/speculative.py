@@ -224,9 +224,7 @@ def _counts(sampling: Sampling, counts: Any, vocab: int) -> Array | None:
         return None
     found = np.asarray(counts) if counts is not None else np.empty(0)
     if found.shape != (vocab,) or found.dtype.kind not in "iu":
-        raise OptionError(
-            f"verify: penalties need counts=, {vocab} integers: how often each token was drawn"
-        )
+        raise OptionError(f"verify: penalties need counts=, {vocab} integers: how often each token was drawn")
     return found.astype(np.int32)
 
 
