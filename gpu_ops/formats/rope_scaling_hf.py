@@ -81,10 +81,8 @@ def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     original = scaling.original_max_position
     if scaling.kind == "dynamic":  # it stretches from there
         found["max_position_embeddings"] = original
-    elif scaling.kind in (
-        "yarn",
-        "longrope",
-    ):  # transformers 4 takes the original length, or the factor, from these
+    elif original is not None and scaling.kind in ("yarn", "longrope"):
+        # transformers 4 takes YaRN's factor, and LongRoPE's original length, from these
         found["max_position_embeddings"] = round(scaling.factor * original)
         if scaling.kind == "longrope":
             found["original_max_position_embeddings"] = original
