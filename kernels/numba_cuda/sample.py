@@ -343,8 +343,7 @@ def kernel(dtype: str, exp2: tuple[float, ...]) -> NumbaKernel:
             if cuda.threadIdx.x == 0:
                 logprob[r] = value
 
-    line = f"{statistics}[::1]"
-    matrices = f"{element}[:, :], {statistics}[:, :], int32[:, :], int32[::1], {line}"
+    matrices = f"{element}[:, :], {statistics}[:, :], int32[:, :], int32[::1], {statistics}[::1]"
     reals, real = ", ".join(["float32[::1]"] * 5), ", ".join(["float32"] * 5)
     arrays = f"float32[::1], int32[::1], {reals}, uint64[::1], uint64[::1]"
     values = f"float32, int32, {real}, uint64, uint64"
