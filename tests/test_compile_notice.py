@@ -51,7 +51,8 @@ def fresh(monkeypatch):
 @pytest.fixture
 def unconfigured(fresh, monkeypatch):
     """Logging without a handler: pytest adds its own to every logger of the hierarchy."""
-    monkeypatch.setattr(progress, "LOGGER", logging.Logger("gpu_ops", logging.INFO))
+    monkeypatch.setattr(progress, "LOGGER", logging.Logger("gpu_ops"))
+    monkeypatch.setattr(progress.LOGGER, "parent", logging.Logger("root", logging.WARNING))
 
 
 def stderr_of(folder, slow, **variables):
@@ -84,13 +85,15 @@ def test_a_handler_of_the_application_gets_the_record(unconfigured, capsys):
             records.append((record.name, record.levelname, record.getMessage()))
 
     progress.LOGGER.addHandler(Handler())
+    progress.LOGGER.setLevel(logging.INFO)
     begin_in_threads(2)
     assert records == [("gpu_ops", "INFO", LINE)]
     assert capsys.readouterr().err == ""
 
 
-def test_the_logger_is_that_of_the_package():
+def test_the_logger_is_that_of_the_package_and_has_no_level():
     assert progress.LOGGER is logging.getLogger("gpu_ops")
+    assert progress.LOGGER.level == logging.NOTSET
 
 
 def begin_in_threads(count):
@@ -132,8 +135,30 @@ def test_a_slow_kernel_is_named_once(unconfigured, monkeypatch, capsys):
     ]
 
 
-def test_the_level_of_the_application_counts(unconfigured, capsys):
-    progress.LOGGER.setLevel(logging.WARNING)
+@pytest.mark.parametrize("handler", [False, True])
+@pytest.mark.parametrize(
+    ("root", "level", "shown"),
+    [
+        ("WARNING", "NOTSET", "without a handler"),  # the defaults of logging
+        ("INFO", "NOTSET", "always"),
+        ("ERROR", "NOTSET", "never"),
+        ("WARNING", "INFO", "always"),
+        ("WARNING", "WARNING", "never"),
+        ("DEBUG", "ERROR", "never"),
+    ],
+)
+def test_the_level_of_the_application_counts(root, level, shown, handler, unconfigured, capsys):
+    progress.LOGGER.parent.setLevel(root)
+    progress.LOGGER.setLevel(level)
+    if handler:
+        progress.LOGGER.parent.addHandler(logging.StreamHandler(sys.stderr))
+    begin_in_threads(1)
+    expected = shown == "always" or (shown == "without a handler" and not handler)
+    assert (LINE in capsys.readouterr().err) == expected
+
+
+def test_disabled_logging_disables_the_notice(unconfigured, monkeypatch, capsys):
+    monkeypatch.setattr(progress.LOGGER.manager, "disable", logging.INFO)
     begin_in_threads(1)
     assert capsys.readouterr().err == ""
 
@@ -154,6 +179,7 @@ def test_quiet_silences_all_progress(value, unconfigured, monkeypatch, capsys):
 def test_gpu_kernels_go_through_the_same_notice(kernel, fresh, tmp_path, monkeypatch, caplog):
     """Compiled, then loaded by what stands for another process."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO, "gpu_ops")
     kernel = scale(scale_tree(tmp_path)) if kernel == "raw" else numba_kernels.scale_kernel(2.0)
     for records in (["compiling kernels for sm_80, once; later processes load them"], []):
         monkeypatch.setattr(progress, "_announced", threading.Lock())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
+import threading
 import time
 
 import pytest
@@ -81,3 +83,50 @@ def test_without_a_thread_it_is_silent(monkeypatch, capsys):
     with progress.visible("compiling"):
         time.sleep(0.02)
     assert capsys.readouterr().err == ""
+
+
+class Closed(io.StringIO):
+    """A stderr that was closed, as ``sys.stderr.close()`` leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.close()
+
+
+class Full(io.StringIO):
+    """A file on a full disk, or a pipe that nobody reads."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+class FullTerminal(Full):
+    def isatty(self):
+        return True
+
+
+class Bare:
+    """What some hosts put in place of stderr: an object that writes and does nothing else."""
+
+    def write(self, text):
+        return len(text)
+
+
+@pytest.mark.parametrize("handler", [False, True])
+@pytest.mark.parametrize("stream", [Closed, Full, FullTerminal, Bare, type(None)])
+def test_a_stderr_that_cannot_be_written_is_no_error(stream, handler, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setattr(progress, "_announced", threading.Lock())
+    monkeypatch.setattr(progress, "LOGGER", logging.Logger("gpu_ops"))
+    monkeypatch.delenv("GPU_OPS_QUIET", raising=False)
+    if handler:
+        progress.LOGGER.addHandler(logging.StreamHandler(sys.stderr))
+    failures = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: failures.append(failure.exc_value))
+    with progress.compilation("kernel", "this CPU") as begin:
+        begin()
+    with progress.steps("measuring", 2) as advance:
+        work(advance)
+    with progress.visible("compiling"):
+        time.sleep(0.05)
+    assert not failures

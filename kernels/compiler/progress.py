@@ -1,7 +1,8 @@
 """Progress on stderr for work that takes longer than a second, and the notice that kernels are being compiled.
 
 ``GPU_OPS_QUIET=1`` silences both. The notice goes through ``logging.getLogger("gpu_ops")`` (level INFO): to the
-handlers that the application has configured, or to stderr if there are none.
+handlers that the application has configured, at the level it has set, or to stderr if there are none. A stderr that
+cannot be written is no error: nothing is shown then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TextIO, cast
 
 PATIENCE = 1.0  # seconds before anything is shown
 SLOW = 10.0  # seconds after which a kernel that still compiles is named
@@ -23,8 +25,35 @@ _in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
 _announced = threading.Lock()  # acquired by the first compilation of this process, and never released
 
 LOGGER = logging.getLogger("gpu_ops")
-if LOGGER.level == logging.NOTSET:
-    LOGGER.setLevel(logging.INFO)
+
+
+class _Stderr:
+    """The stderr of the moment, closed, full, incomplete or None as it may be: what it cannot show is dropped."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _without_errors():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _without_errors():
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        with _without_errors():
+            return bool(self._stream.isatty())
+        return False
+
+
+def _without_errors() -> contextlib.suppress:
+    """ValueError: the stream is closed. AttributeError: it is None, or an object that lacks the method."""
+    return contextlib.suppress(OSError, ValueError, AttributeError)
 
 
 def _quiet() -> bool:
@@ -43,7 +72,8 @@ def visible(message: str) -> Iterator[None]:
         return
     done = threading.Event()
     shown = threading.Event()
-    terminal = sys.stderr is not None and sys.stderr.isatty()
+    stderr = _Stderr()
+    terminal = stderr.isatty()
 
     def wait() -> None:
         if done.wait(PATIENCE):
@@ -52,7 +82,7 @@ def visible(message: str) -> Iterator[None]:
         if terminal:
             from rich.console import Console
 
-            with Console(stderr=True).status(message):
+            with Console(file=cast("TextIO", stderr)).status(message):
                 done.wait()
         else:
             _say(f"{message} ...")
@@ -73,9 +103,9 @@ def visible(message: str) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(f"{line}\n")  # in one write, unlike print()
-        sys.stderr.flush()
+    stderr = _Stderr()
+    stderr.write(f"{line}\n")  # in one write, unlike print()
+    stderr.flush()
 
 
 @contextmanager
@@ -106,10 +136,16 @@ def compilation(label: str, target: str, *, kept: bool = True) -> Iterator[Calla
 
 
 def _notice(message: str) -> None:
-    """Log a line; on stderr, like the last resort of logging, where the application has configured no handler."""
+    """Log a line; on stderr, like the last resort of logging, where the application has configured no handler.
+
+    Without a handler the level of the root logger counts only if it differs from logging's default, WARNING.
+    """
     if LOGGER.hasHandlers():
-        LOGGER.info(message)
-    elif LOGGER.isEnabledFor(logging.INFO):
+        with _without_errors():  # of a handler that writes to the same stderr
+            LOGGER.info(message)
+        return
+    by_default = LOGGER.level == logging.NOTSET and LOGGER.getEffectiveLevel() == logging.WARNING
+    if LOGGER.isEnabledFor(logging.INFO) or (by_default and LOGGER.manager.disable < logging.INFO):
         _say(f"gpu_ops: {message}")
 
 
@@ -119,8 +155,8 @@ def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
 
     Until it ends, nested messages of this thread are suppressed.
     """
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    if _quiet() or not terminal:
+    stderr = _Stderr()
+    if _quiet() or not stderr.isatty():
         with visible(message):
             yield from _quietly(lambda: None)
         return
@@ -128,7 +164,7 @@ def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=cast("TextIO", stderr)), transient=True) as bar:
         task = bar.add_task(message, total=total)
         yield from _quietly(lambda: bar.advance(task))
 
