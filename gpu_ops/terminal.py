@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-__all__ = ["make_console", "print_table", "waiting"]
+__all__ = ["fixed_console", "make_console", "print_table", "waiting"]
 
 UNLIMITED = 10_000  # a width that nothing reaches
 
@@ -19,7 +20,15 @@ UNLIMITED = 10_000  # a width that nothing reaches
 def make_console(file: TextIO | None = None) -> Console:
     """Lines wrap at the width of a terminal (``COLUMNS`` overrides it), and not at all in a file or a pipe."""
     stream = sys.stdout if file is None else file
-    return Console(file=file, width=None if stream.isatty() else UNLIMITED)
+    if not stream.isatty():
+        return fixed_console(UNLIMITED, file)
+    console = Console(file=file)
+    return fixed_console(shutil.get_terminal_size().columns, file) if console.is_dumb_terminal else console
+
+
+def fixed_console(width: int, file: IO[str] | None = None, **options: Any) -> Console:
+    """A console of this width on any terminal: rich takes a dumb one for 80 columns unless it gets a height too."""
+    return Console(width=width, height=25, file=file, **options)
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -27,7 +36,7 @@ def print_table(console: Console, table: Table) -> None:
 
     No word is broken: a terminal that is too narrow breaks the line itself, and nothing is lost.
     """
-    probe = Console(width=UNLIMITED, file=console.file)
+    probe = fixed_console(UNLIMITED, console.file)
     needed = Measurement.get(probe, probe.options, table).minimum
     for column in table.columns:  # rich counts the longest word of a column that does not wrap, and breaks words
         words = [Measurement.get(probe, probe.options, cell) for cell in (column.header, *column.cells)]
@@ -42,7 +51,7 @@ def print_table(console: Console, table: Table) -> None:
             assert column.max_width is not None
             column.width = min(column.max_width, column.min_width + spare)
             spare -= column.width - column.min_width
-    Console(width=max(console.width, needed), file=console.file).print(table)
+    fixed_console(max(console.width, needed), console.file).print(table)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from gpu_ops.terminal import UNLIMITED, print_table
+from gpu_ops.terminal import UNLIMITED, fixed_console, print_table
 from perf.compare import Comparison
 from perf.harness import Result
 from perf.limits import Limits
@@ -66,7 +66,7 @@ def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
             console.print(grid)
             console.print()
             return
-    figures = Console(width=max(console.width, width(grid)), file=console.file, no_color=console.no_color)
+    figures = fixed_console(max(console.width, width(grid)), console.file, no_color=console.no_color)
     grid = table("", results, DROPPED, labelled=False)
     with figures.capture() as capture:
         figures.print(grid)
@@ -81,7 +81,7 @@ def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
 
 def width(grid: Table) -> int:
     """The columns that a table takes without wrapping."""
-    probe = Console(width=UNLIMITED)
+    probe = fixed_console(UNLIMITED)
     return Measurement.get(probe, probe.options, grid).maximum
 
 

@@ -21,10 +21,10 @@ class Screen(io.StringIO):
         return True
 
 
-def shown(columns, monkeypatch):
+def shown(columns, monkeypatch, term="xterm"):
     """A table with a label of many words, on a terminal."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TERM", term)
     grid = report.make_table("title", ("case",), ("figure",))
     grid.add_row(" ".join([WORDS] * 4), "123456")
     screen = Screen()
@@ -32,16 +32,21 @@ def shown(columns, monkeypatch):
     return re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()).splitlines()
 
 
+TERMS = ["xterm", "dumb", "unknown"]
+
+
+@pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("columns", [40, 80, 400])
-def test_a_table_fits_a_terminal(columns, monkeypatch):
-    lines = shown(columns, monkeypatch)
+def test_a_table_fits_a_terminal(columns, term, monkeypatch):
+    lines = shown(columns, monkeypatch, term)
     assert max(map(len, lines)) <= columns
     text = " ".join(lines)
     assert all(text.count(word) == 4 * WORDS.split().count(word) for word in ("measured", "between", "words"))
 
 
-def test_a_terminal_narrower_than_a_word_breaks_none(monkeypatch):
-    lines = shown(12, monkeypatch)
+@pytest.mark.parametrize("term", TERMS)
+def test_a_terminal_narrower_than_a_word_breaks_none(term, monkeypatch):
+    lines = shown(12, monkeypatch, term)
     assert any("measured" in line for line in lines)
     assert any("123456" in line for line in lines)
 
@@ -59,9 +64,28 @@ def test_figures_leave_labels_their_words(monkeypatch):
         assert words in text
 
 
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("columns", [40, 200])
+def test_no_column_that_does_not_wrap_is_cut(columns, term, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", term)
+    grid = report.make_table("title", (), ("case", *("figure",) * 8))
+    cells = ["forward causal B1 S2048 H32/8 D128", *["12.345 ms (long)"] * 8]
+    grid.add_row(*cells)
+    screen = Screen()
+    terminal.print_table(terminal.make_console(screen), grid)
+    text = screen.getvalue()
+    assert text.count(cells[1]) == 8
+    assert cells[0] in text
+    assert report.width(grid) > 150
+
+
+@pytest.mark.parametrize("force", ["", "1"])  # colours in a log of continuous integration
 @pytest.mark.parametrize("columns", ["40", "200"])
-def test_nothing_wraps_off_a_terminal(columns, monkeypatch, capsys):
+def test_nothing_wraps_off_a_terminal(columns, force, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", force)
+    monkeypatch.setenv("TERM", "dumb")
     grid = report.make_table("title", ("case",), ("figure",))
     grid.add_row("a label of many words, " * 20, "1" * 300)
     console = terminal.make_console()

@@ -219,7 +219,8 @@ class Profile:
         from rich.console import Console
 
         text = StringIO()
-        Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(_render(self))
+        look: dict[str, Any] = {"force_terminal": False, "color_system": None, "legacy_windows": False}
+        Console(file=text, width=_WIDTH, **look).print(_render(self))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
