@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import pickle
+import re
 import sys
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from gpu_ops import distributed, inference, memory, models
 from gpu_ops.distributed.single import Single
-from gpu_ops.errors import GpuOpsError
+from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import Engine
 from gpu_ops.models import Llama, LlamaConfig
 from tests.public_calls import TOLD, parameters, public, run
@@ -107,6 +108,30 @@ def test_what_a_wrong_argument_is_told(message, call):
     with pytest.raises(GpuOpsError) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"eps": 1e39}, "eps"),
+        ({"weight_offset": -1e39}, "weight_offset"),
+        ({"softcap": 1e39}, "softcap"),
+        ({"softcap": 1e-50}, "softcap"),
+        ({"logits_softcap": 1e39}, "logits_softcap"),
+        ({"logits_softcap": 1e-50}, "logits_softcap"),
+        ({"softmax_scale": 1e39}, "softmax_scale"),
+        ({"embedding_scale": 1e39}, "embedding_scale"),
+        ({"residual_scale": 1e39}, "residual_scale"),
+        ({"residual_scale": 1e-50}, "residual_scale"),
+        ({"residual_scale": 1e-30}, "eps / residual_scale**2"),
+        ({"residual_scale": 1e-20, "embedding_scale": 1e20}, "embedding_scale / residual_scale"),
+        ({"logits_scaling": 1e39}, "logits_scaling"),
+        ({"logits_scaling": 1e-50}, "logits_scaling"),
+    ],
+)
+def test_numbers_that_float32_cannot_compute_with_are_refused_by_name(change, name):
+    with pytest.raises(OptionError, match=rf"^LlamaConfig: {re.escape(name)} must be .*1e\+38"):
+        LlamaConfig(**SIZES, **change)
 
 
 def test_every_annotation_is_read():

@@ -152,6 +152,7 @@ def test_a_folder_of_a_model_with_a_head(tmp_path):
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"is_decoder": True}, "is_decoder=True is not supported"),
         ({"hidden_act": "relu"}, "hidden_act"),
+        ({"layer_norm_eps": 1e39}, r"BertConfig: eps must be at most 1e\+38"),
         ({"layer_norm_eps": None}, "the config has no layer_norm_eps"),
         ({"num_attention_heads": 5}, "hidden=48 is no multiple of nheads=5"),
         ({"num_hidden_layers": 3}, r"no 'encoder\.layer\.2\."),

@@ -72,6 +72,16 @@ def test_a_base_whose_frequencies_overflow():
         rope(np.ones((1, 2, 1, 128), np.float32), theta=1e-320)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_attention_factor_that_the_tables_cannot_hold(dtype):
+    x, scaling = np.ones((1, 2, 1, 8), dtype), gpu_ops.RopeScaling.yarn(4.0, 16, attention_factor=1e39)
+    if dtype == "float64":
+        assert np.isfinite(rope(x, scaling=scaling)).all()
+        return
+    with pytest.raises(OptionError, match=r"rope: attention_factor must be at most 1e\+38"):
+        rope(x, scaling=scaling)
+
+
 def test_no_cache_receives_such_frequencies():
     x, cache = np.ones((1, 2, 1, 128), np.float32), np.zeros((2, 1, 16, 1, 128), np.float32)
     with pytest.raises(OptionError, match=r"rope_append_kv: theta=.*e-32. makes frequencies infinite"):

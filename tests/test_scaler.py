@@ -248,6 +248,7 @@ def test_bad_options():
         ({"init_scale": 1e39}, "init_scale must be finite"),
         ({"init_scale": np.nan}, "init_scale must be finite"),
         ({"min_scale": -1.0}, "min_scale must be finite and >= 0"),
+        ({"min_scale": 1e39}, r"min_scale must be at most 1e\+38"),
         ({"device": "gpu"}, "device='gpu' is unknown"),
     ):
         with pytest.raises(OptionError, match=message):
@@ -295,8 +296,15 @@ def test_clip_coefficient():
         assert clip_coefficient(norm, 2.0) == pytest.approx(want, rel=1e-6)
     assert np.isnan(clip_coefficient(np.asarray(math.nan, F32), 2.0))
     assert clip_coefficient(np.asarray(3.0, F32), 0.0) == 0
-    with pytest.raises(OptionError, match="max_norm must be finite and >= 0"):
-        clip_coefficient(np.ones((), F32), -1.0)
+    for norm, limit, message in (
+        (F32(1), -1.0, "max_norm must be finite and >= 0"),
+        (F32(1), 1e39, r"max_norm must be at most 1e\+38"),
+        (np.array("x"), 1.0, "norm is <U1, expected a number"),
+        (-1.0, 1.0, "norm must be at least 0, got -1.0"),
+        (F32(-1), 1.0, "norm must be at least 0, got -1.0"),
+    ):
+        with pytest.raises((OptionError, DTypeError), match=message):
+            clip_coefficient(norm, limit)
 
 
 def learned(scaler, steps=30):

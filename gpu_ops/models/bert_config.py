@@ -77,7 +77,7 @@ class BertConfig:
     def __post_init__(self) -> None:
         for name in _ENTRIES:
             checks.integer(_WHO, name, getattr(self, name), low=int(name != "nlayers"))
-        checks.number(_WHO, "eps", self.eps, low=0.0)
+        checks.computable(_WHO, "eps", self.eps, "float32", low=0.0)
         checks.one_of(_WHO, "activation", self.activation, set(_ACTIVATIONS.values()))
         if self.hidden % self.nheads:
             raise OptionError(f"{_WHO}: hidden={self.hidden} is no multiple of nheads={self.nheads}")

@@ -127,7 +127,6 @@ class LlamaConfig:
         for name in ("vocab", "hidden", "ffn", "nheads"):
             checks.integer(_WHO, name, getattr(self, name), low=1)
         checks.integer(_WHO, "nlayers", self.nlayers, low=0)
-        checks.number(_WHO, "eps", self.eps, low=0.0)
         checks.one_of(_WHO, "activation", self.activation, get_args(Activation))
         object.__setattr__(self, "nheads_kv", self.nheads_kv or self.nheads)
         if self.nheads % checks.integer(_WHO, "nheads_kv", self.nheads_kv, low=1):
@@ -141,12 +140,7 @@ class LlamaConfig:
             raise OptionError(f"{_WHO}: head_dim={self.head_dim} is odd; rotary embedding turns pairs")
         for name in ("qk_norm", "sub_norms", "post_norms"):
             checks.flag(_WHO, name, getattr(self, name))
-        for name in ("softcap", "logits_softcap"):
-            checks.number(_WHO, name, getattr(self, name), low=0.0)
-        for name in ("softmax_scale", "embedding_scale", "residual_scale", "logits_scaling"):
-            if getattr(self, name) is not None or name in ("residual_scale", "logits_scaling"):
-                checks.number(_WHO, name, getattr(self, name), above=0.0)
-        checks.number(_WHO, "weight_offset", self.weight_offset)
+        self._check_numbers()
         if self.softmax_scale == self.head_dim**-0.5:  # equal models are equal configs
             object.__setattr__(self, "softmax_scale", None)
         given = [checks.one_of(_WHO, "biases", part, PROJECTIONS) for part in self.biases]
@@ -163,6 +157,21 @@ class LlamaConfig:
         for name, value in vars(everywhere).items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "layers", layers if len(set(layers)) > 1 else ())
+
+    def _check_numbers(self) -> None:
+        """Those that kernels compute with, in float32 for all dtypes but float64."""
+        computable = functools.partial(checks.computable, _WHO, dtype="float32")
+        computable("eps", self.eps, low=0.0)
+        computable("weight_offset", self.weight_offset)
+        for name in ("softcap", "logits_softcap"):
+            computable(name, getattr(self, name), low=0.0, divides=True)
+        for name in ("softmax_scale", "embedding_scale", "residual_scale", "logits_scaling"):
+            value, divides = getattr(self, name), name in ("residual_scale", "logits_scaling")
+            if value is not None or divides:
+                checks.number(_WHO, name, value, above=0.0)
+                computable(name, value, divides=divides)
+        computable("eps / residual_scale**2", self.stream_eps)
+        computable("embedding_scale / residual_scale", self.embedding_factor("float32"))
 
     @property
     def window_size(self) -> tuple[int, int]:

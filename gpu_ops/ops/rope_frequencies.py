@@ -106,6 +106,7 @@ class Frequencies:
         if not np.isfinite(inv_freq).all():
             raise OptionError(f"{self.op}: theta={r.theta:g} makes frequencies infinite")
         factor = r.scaling.attention_factor_at(seqlen)
+        checks.computable(self.op, "attention_factor", factor, self._dtype.name)
         options = {"inv_freq": inv_freq.tobytes(), "attention_factor": factor}
         return _AtLength(seqlen, options, RopeTables(inv_freq, factor, self._dtype))
 

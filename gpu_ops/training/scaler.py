@@ -59,9 +59,16 @@ def clip_coefficient(norm: Any, max_norm: float) -> Any:
     >>> round(float(clip_coefficient(np.array(4.0), 1.0)), 6)
     0.25
     """
-    limit = checks.number("clip_coefficient", "max_norm", max_norm, low=0.0)
+    who = "clip_coefficient"
     if not hasattr(norm, "dtype"):
-        norm = np.asarray(checks.real("clip_coefficient", "norm", norm), np.float64)
+        norm = np.asarray(checks.real(who, "norm", norm), np.float64)
+    dtype = norm.dtype
+    if isinstance(dtype, np.dtype) and dtype.kind not in "fiu" and dtype not in checks.FLOAT_DTYPES.values():
+        raise DTypeError(f"{who}: norm is {dtype}, expected a number, such as global_norm(grads)[0]")
+    if isinstance(norm, (np.ndarray, np.generic)) and np.any(norm < 0):
+        raise OptionError(f"{who}: norm must be at least 0, got {norm}")
+    width = "float64" if str(dtype).endswith("64") else "float32"
+    limit = checks.computable(who, "max_norm", max_norm, width, low=0.0)
     return _array((limit / (norm + 1e-6)).clip(None, 1.0))
 
 
@@ -116,7 +123,7 @@ class GradScaler:
         min_scale: float = 1.0,
         device: str | None = None,
     ) -> None:
-        self.min_scale = checks.number("GradScaler", "min_scale", min_scale, low=0.0)
+        self.min_scale = checks.computable("GradScaler", "min_scale", min_scale, "float32", low=0.0)
         self.device = checks.one_of("GradScaler", "device", device or "cpu", ("cpu", "cuda"))
         self._xp: Any = np
         if self.device == "cuda":
