@@ -141,11 +141,13 @@ def test_a_confident_row_keeps_its_digits(backend, dtype):
 
 def logits_with_an_offset(dtype, vocab):
     """Rows of equal logits, and of logits that differ by integers, as large as the dtype can tell them apart; equal
-    logits near its largest number. With targets."""
+    logits near its largest number; logits within two units in the last place of a power of two. With targets."""
     info = ml_dtypes.finfo(dtype)
-    logits = np.full((4, vocab), 2.0**info.nmant)
+    logits = np.full((6, vocab), 2.0**info.nmant)
     logits[1, ::3], logits[2, ::2], logits[3] = logits[0, 0] + 3, logits[0, 0] + 6, float(info.max) / 2
-    return logits.astype(dtype), np.array([0, 1, 1, vocab - 1])
+    logits[4] = 2 * logits[0, 0] + np.resize([-2, -1, 0, 2, -1], vocab)
+    logits[5] = logits[4] / 128
+    return logits.astype(dtype), np.array([0, 1, 1, vocab - 1, 1, 0])
 
 
 @pytest.mark.parametrize("vocab", [2, 1000])

@@ -96,15 +96,22 @@ def test_loss_and_gradients(backend, dtype, case, options, rng):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_logits_far_from_zero_keep_their_digits(backend, dtype, smoothing):
-    """Equal logits, of which float32 (float64) knows lse to nothing: the loss of a guess, and its gradient."""
-    vocab, x = 200, np.ones((1, 1), dtype)
-    weight = np.full((vocab, 1), {2: 2.0**14, 4: 2.0**30, 8: 2.0**60}[dtype.itemsize]).astype(dtype)
-    options = {"label_smoothing": smoothing, "grads": True, **backend}
-    loss, _, dweight = gpu_ops.linear_cross_entropy(x, weight, np.array([7]), **options)
-    np.testing.assert_allclose(loss, np.log(vocab), rtol=2e-6)
-    want = (1 - smoothing) * (1 / vocab - (np.arange(vocab) == 7))
+    """Equal logits, of which float32 (float64) knows lse to nothing, and logits on both sides of a power of two."""
+    vocab, steps = 200, np.resize([-2, -1, 0, 2, -1], 200)
+    power = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
+    weight = np.full((vocab, 3), {2: 2.0**14, 4: 2.0**30, 8: 2.0**60}[dtype.itemsize])
+    weight[:, 1], weight[:, 2] = power + steps, (power + steps) / 128
+    u = weight - weight.max(axis=0)
+    log_sum = np.log(np.exp(u).sum(axis=0))
+    shares = (1 - smoothing) * (np.arange(vocab) == 7)[:, None] + smoothing / vocab
+    options = {"label_smoothing": smoothing, "reduction": "none", "grads": True, **backend}
+    x, targets = np.eye(3, dtype=dtype), np.full(3, 7)  # a column of weight is a row of logits
+    loss, _, dweight = gpu_ops.linear_cross_entropy(x, weight.astype(dtype), targets, **options)
+    np.testing.assert_allclose(loss, np.sum(shares * (log_sum - u), axis=0), rtol=2e-6)
     tolerance = float(ml_dtypes.finfo(dtype).eps)  # dlogits are rounded to the dtype
-    np.testing.assert_allclose(dweight[:, 0], want, rtol=tolerance, atol=1e-9)
+    want = np.exp(u - log_sum) - shares
+    np.testing.assert_allclose(dweight[:, 0], want[:, 0], rtol=tolerance, atol=1e-9)
+    np.testing.assert_allclose(dweight[:, 1:], want[:, 1:], rtol=tolerance, atol=1e-6)
 
 
 def test_a_vocabulary_of_odd_length(dtype, rng):

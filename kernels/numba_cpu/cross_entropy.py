@@ -26,7 +26,7 @@ import numpy as np
 from .codegen.stream import fence, finish, put, stays_in_cache
 from .dtype import bits, like, load, read_row, store, write_row
 from .fastmath import exp, tanh_and_slope
-from .jit import Kernel, compute, device_function, inner, kernel, read, types, write
+from .jit import Kernel, compute, device_function, exact, inner, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -131,6 +131,12 @@ def exponentials(u, n, shift):
     return total
 
 
+@exact
+def distance(row_max, logit):
+    """row_max - logit, always rounded first: ``inner`` may reorder a sum to (total + row_max) - logit."""
+    return row_max - logit
+
+
 @inner
 def weighted_distances(u, n, row_max, weight, start, weighted):
     """The sums of w * (row_max - u) and of w."""
@@ -138,11 +144,11 @@ def weighted_distances(u, n, row_max, weight, start, weighted):
     if weighted:
         weights = like(row_max, 0.0)
         for j in range(n):
-            total += weight[start + j] * (row_max - u[j])
+            total += weight[start + j] * distance(row_max, u[j])
             weights += weight[start + j]
     else:
         for j in range(n):
-            total += row_max - u[j]
+            total += distance(row_max, u[j])
     return total, weights
 
 
