@@ -40,6 +40,7 @@ createpolicy.fractional.L2::evict_first.b64 %policy, 1.0;
 createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %policy, 0.5;
 createpolicy.range.global.L2::evict_last.L2::evict_first.b64 %policy, [%x], 64, 128;
 createpolicy.cvt.L2.b64 %other, %policy;
+createpolicy.cvt.L2.b64 %other, 0x123;
 """
 LOADS = [
     "ld.global.L2::cache_hint.v4.f32 {%f0, %f1, %f2, %f3}, [%x], %policy;",
@@ -63,9 +64,13 @@ LOADS = [
 
 
 @pytest.mark.parametrize("code", LOADS, ids=lambda code: code.partition(" ")[0])
-def test_hints_change_no_value(code):
+@pytest.mark.parametrize("policy", ["", "0x123", "-5"])
+def test_hints_change_no_value(code, policy):
     x, y, sums = np.arange(128, dtype=np.float32), np.zeros(128, np.float32), np.zeros(2, np.float32)
-    launch(PTX.replace("@@", POLICIES + code), "k", 1, 32, (x, y, sums))
+    code = POLICIES + code
+    if policy:
+        code = code.replace(", %policy;", f", {policy};")
+    launch(PTX.replace("@@", code), "k", 1, 32, (x, y, sums))
     np.testing.assert_array_equal(y, x)
     if "red.global.add" in code:
         np.testing.assert_array_equal(sums, x.reshape(-1, 4).sum(0)[:2])
@@ -74,8 +79,8 @@ def test_hints_change_no_value(code):
 @pytest.mark.parametrize(
     "code", [code for code in LOADS if "cache_hint" in code], ids=lambda c: c.partition(" ")[0]
 )
-@pytest.mark.parametrize("policy", ["%n", "%f7", "5", "[%x]", ""])
-def test_a_policy_is_a_register_of_64_bits(code, policy):
+@pytest.mark.parametrize("policy", ["%n", "%f7", "0.5", "[%x]", ""])
+def test_a_policy_is_a_register_of_64_bits_or_an_integer(code, policy):
     wrong = code.replace(", %policy;", f", {policy};" if policy else ";")
     assert parse(PTX.replace("@@", wrong))
     args = np.zeros(128, np.float32), np.zeros(128, np.float32), np.zeros(2, np.float32)
@@ -91,6 +96,8 @@ def test_a_policy_is_a_register_of_64_bits(code, policy):
         "createpolicy.fractional.L2::evict_first.b64 %n, 1.0;",
         "createpolicy.range.global.L2::evict_last.b64 %policy, [%unknown], 64, 128;",
         "createpolicy.cvt.L2.b64 %policy, %n;",
+        "createpolicy.cvt.L2.b64 %n, 0x123;",
+        "createpolicy.cvt.L2.b64 %policy, 1.5;",
         "prefetch.global.L2 [%unknown];",
     ],
 )

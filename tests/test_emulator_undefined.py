@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import Buffer, SanitizerError, launch, undefined
+from gpu_ops.emulator import Buffer, SanitizerError, bits, flow, launch, undefined
+from gpu_ops.emulator.instructions import lookup
+from gpu_ops.emulator.syntax import BITS, DTYPE
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -30,6 +33,11 @@ extern "C" __global__ void k(int* y, const int* x) {
   %s
 }
 """
+#: The predicate of a shuffle from a lane.
+SHUFFLE = (
+    'asm volatile("{.reg .pred p; .reg .b32 r; shfl.sync.idx.b32 r|p, %%1, %s, 31, -1; selp.b32 %%0, 1, 0, p;}"'
+    ' : "=r"(y[t]) : "r"(t & 31), "r"(a));'
+)
 #: Ends of the kernel that use the value of one thread; what that is, and the thread.
 FOUND = [
     ("y[t] = a;", STORES, 63),
@@ -45,9 +53,25 @@ FOUND = [
     ("y[t] = a & 1;", STORES, 63),
     ("y[t] = __shfl_down_sync(~0u, a, 1);", STORES, 62),
     ("y[t] = __shfl_sync(~0u, t, a);", STORES, 63),
+    (SHUFFLE % "%2", STORES, 63),
+    ("y[t] = (t == 62) | (a & 1);", STORES, 63),
+    ("y[t] = (t == 63) | (a & 2);", STORES, 63),
+    ("y[t] = ((t == 63) | (a & 2)) >= 2;", STORES, 63),
+    ("y[t] = (a & 15) > 14;", STORES, 63),
+    ("y[t] = (a | -16) < -1;", STORES, 63),
+    ("y[t] = (a & 9) == 8;", STORES, 63),
+    ("y[t] = (a << (a & 1)) & 1;", STORES, 63),
+    ("y[t] = ((short)a << 8) & 256;", STORES, 63),
+    ("y[t] = (signed char)(a | 1) >> 8;", STORES, 63),
+    ("y[t] = ((signed char*)(s + t + 1))[0] >> 31;", STORES, 63),
+    ("y[t] = ((unsigned char*)(s + t + 1))[0] >> 7;", STORES, 63),
+    ("y[t] = __all_sync(~0u, t < 63 || a > -1);", STORES, 32),
+    ("y[t] = __ballot_sync(~0u, a > 3) >> 31;", STORES, 32),
+    ("z[t] = a << 16 | t; __syncthreads(); y[t] = ((short*)z)[2 * t + 1];", STORES, 63),
+    ("long long w = (long long)a << 32 | t; y[t] = w >> 63;", STORES, 63),
     ("y[t] = __reduce_add_sync(~0u, a);", STORES, 32),
     ("y[t] = __ballot_sync(~0u, a > 3);", STORES, 32),
-    ("y[t] = __any_sync(~0u, a > 3);", STORES, 32),
+    ("y[t] = __any_sync(~0u, a > 63);", STORES, 32),
     ("y[t] = __syncthreads_or(a > 100);", RUNS, 63),
     ("atomicAdd(y, a);", ATOMIC, 63),
     ('printf("%d %d", t, a);', "printf of a value that is uninitialised", 63),
@@ -83,6 +107,33 @@ CLEAN = [
     ("int m[4] = {1, 2, 3, 4}; m[x[t] & 3] = a; m[t & 3] = t; y[t] = m[x[t] & 3];", [*range(64)]),
     ("y[t] = t < 63 ? twice(a) : 0;", [*range(2, 128, 2), 0]),
     ("y[t] = both(a, t).x;", [*range(64)]),
+    ("y[t] = (t == 63 || a > -1);", [1] * 64),
+    ("y[t] = (t == 63) | (a & 1);", [*[1, 0] * 31, 1, 1]),
+    ("y[t] = ((t == 63) | (a & 1)) != 0;", [*[1, 0] * 31, 1, 1]),
+    ("y[t] = ((t == 63) | (a & 2)) != 2;", [int((i + 1) & 2 == 0 or i == 63) for i in range(64)]),
+    ("int f = (t == 63); f |= (a < 0); y[t] = f;", [0] * 63 + [1]),
+    ("if (((a >> 31) & 1) | (t == 63)) y[t] = 4;", [0] * 63 + [4]),
+    ("y[t] = (t == 63 ? 0xff : 0) | (a & 0xff);", [*range(1, 64), 255]),
+    ("y[t] = (t == 63 ? 0xff00 : 0) | ((a & 0xff) << 8);", [*range(256, 63 * 256 + 1, 256), 65280]),
+    ("y[t] = (t == 63 ? 256 : 0) + 0 > (a & 0xff) || t < 63;", [1] * 64),
+    ("y[t] = (a & 15) < 16 + (t & 1);", [1] * 64),
+    ("y[t] = (a | -16) < 0;", [1] * 64),
+    ("y[t] = (a ^ (a & -2)) >> 1;", [0] * 64),
+    ("y[t] = (a << 4) & 15;", [0] * 64),
+    ("y[t] = ((volatile unsigned char*)(s + t + 1))[0] >> 8;", [0] * 64),
+    ("y[t] = (unsigned)a >> 28 >> 4;", [0] * 64),
+    ("y[t] = __byte_perm(a, t, 0x7654);", [*range(64)]),
+    ("y[t] = __funnelshift_r(t, a << 8, 4) & 0xff;", [i >> 4 for i in range(64)]),
+    ("long long w = (long long)a << 32 | t; y[t] = w;", [*range(64)]),
+    ("((short*)z)[t] = a << 16 | t; __syncthreads(); y[t] = ((short*)z)[63 - t];", [*range(63, -1, -1)]),
+    ("y[t] = __any_sync(~0u, t == 63 || a > -1);", [1] * 64),
+    ("y[t] = __all_sync(~0u, t == 63 || a > -1);", [1] * 64),
+    ("y[t] = __any_sync(~0u, a > 62);", [0] * 32 + [1] * 32),
+    ("y[t] = __all_sync(~0u, a > 62);", [0] * 64),
+    ("y[t] = __ballot_sync(~0u, a == 63) >> 30 & 1;", [0] * 32 + [1] * 32),
+    ("y[t] = __reduce_or_sync(~0u, a & 64) >> 7;", [0] * 64),
+    ("y[t] = __shfl_down_sync(~0u, a << 1, 1) & 1;", [0] * 64),
+    (SHUFFLE % "%1", [1] * 64),
 ]
 FUNCTIONS = """
 __device__ __noinline__ int twice(int a) { return 2 * a; }
@@ -155,6 +206,71 @@ def test_results_and_constants_without_a_value():
         SanitizerError, match=r"uninitialised read: .*pass symbols={'c': array}; .* stores the value"
     ):
         launch(source, "k", 1, 64, (y, old.array, 1))
+
+
+#: The modifiers of each opcode.
+FORMS = {
+    "and": "b32 pred",
+    "or": "b32 pred",
+    "xor": "b32 pred",
+    "not": "b32 pred",
+    "lop3": "b32 or.b32",
+    "selp": "b32",
+    "slct": "s32.s32",
+    "shl": "b32",
+    "shr": "u32 s32 s64",
+    "shf": "l.wrap.b32 r.clamp.b32",
+    "prmt": "b32",
+    "bfe": "u32 s32",
+    "bfi": "b32",
+    "cvt": "u32.u8 s32.s16",
+    "setp": "eq.s32 ne.b32 lt.s32 ge.u32 hi.u32 le.s64 ne.and.s32 gt.or.s32 eq.xor.u32 lt.and.f32",
+}
+
+
+def _source(op, k, opcode, rng):
+    """Values of a source, which bits of them are unknown, and all that they can be."""
+    dtype, width, count = DTYPE[op.reads[k]], BITS[op.reads[k]], 300
+    control, compared = k in flow.CONTROLS.get(opcode, ()), len(op.writes) == 2
+    values = rng.integers(0, 4 if opcode == "lop3" else 40 if control or compared else 2**31, count)
+    if opcode == "prmt" and control:
+        values = rng.integers(0, 2**16, count)
+    if opcode == "lop3" and control:
+        values = np.full(count, 0xE8)
+    values = (values & 1 if width == 1 else values - 20 * (dtype.kind == "i")).astype(dtype)
+    flips = [np.zeros(count, np.uint64)]
+    if not control:
+        for _ in range(3):
+            place = rng.integers(0, min(width, 6 if compared and rng.random() < 0.7 else 64), count)
+            flips.append(
+                np.where(rng.random(count) < 0.4, np.uint64(1) << place.astype(np.uint64), np.uint64(0))
+            )
+    elif opcode != "lop3":
+        flips.append((rng.random(count) < 0.2).astype(np.uint64))
+    unknown, raw = np.bitwise_or.reduce(flips), values.view(f"u{dtype.itemsize}")
+    zero, *flips = flips
+    sets = [c for n in range(len(flips) + 1) for c in combinations(flips, n)]
+    chosen = [np.bitwise_or.reduce([zero, *c]).astype(raw.dtype) for c in sets]
+    return values, unknown, [(raw & ~unknown.astype(raw.dtype) | some).view(dtype) for some in chosen]
+
+
+@pytest.mark.parametrize(("opcode", "ending"), [(o, e) for o, ends in FORMS.items() for e in ends.split()])
+def test_the_bits_of_a_result_that_change(opcode, ending):
+    """All values of up to three unknown bits of each source tell which bits of a result change."""
+    words, rng = tuple(ending.split(".")), np.random.default_rng(len(ending))
+    op, controls = lookup(opcode, words), flow.CONTROLS.get(opcode, ())
+    values, unknown, trials = zip(*(_source(op, k, opcode, rng) for k in range(len(op.reads))), strict=True)
+    form = flow.Flow(0, -1, op=op, compares=opcode == "setp", words=set(words), controls=controls)
+    results = [r if isinstance(r, tuple) else (r,) for r in (op.run(*trial) for trial in product(*trials))]
+    known = ~np.logical_or.reduce([np.zeros(300, bool), *(unknown[k] != 0 for k in controls)])
+    for k, found in enumerate(bits.changing(form, list(values), list(unknown))):
+        each = [r[k].view(f"u{r[k].itemsize}") for r in results]
+        expected = np.bitwise_or.reduce([e ^ each[0] for e in each])
+        assert expected.any()
+        marked = found.astype(expected.dtype)
+        assert not (expected & ~marked).any()
+        if "f32" not in words and not (opcode == "lop3" and k):  # otherwise the marks may be too many
+            np.testing.assert_array_equal(marked[known], expected[known])
 
 
 TILES = r"""

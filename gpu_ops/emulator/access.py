@@ -141,7 +141,7 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
         for write, row in zip(writers, out, strict=True):
             write(row.view(dtype), mask)
         if m.sanitizer is not None and m.sanitizer.absent:
-            undefined.loaded(m, targets, dtype.itemsize)
+            undefined.loaded(m, targets, dtype.itemsize, dtype.kind == "i")
 
     if not polls:
         return Step(run)
@@ -193,8 +193,7 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
             row[:] = read()
         place = locate(m, access, mask, where(), values)
         if m.undefined:
-            marks = [None if i is None else m.undefined.get(i) for i in registers]
-            undefined.stored(m, pc, place, marks, values.itemsize)
+            undefined.stored(m, pc, place, registers, values.itemsize)
         aot.scatter(place.host, place.lanes, values)
 
     return Step(run)

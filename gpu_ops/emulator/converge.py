@@ -89,7 +89,9 @@ def run_together(m: State, arms: list[Arm], ready: Array, run: Callable[[], None
 def _of(m: State, register: int, lanes: Array) -> tuple[Array, Array | None]:
     """The values of a register, and their marks if it has any (see :mod:`.undefined`)."""
     marks = m.undefined.get(register)
-    return np.broadcast_to(m.registers[register], m.threads)[lanes], None if marks is None else marks[lanes]
+    return np.broadcast_to(m.registers[register], m.threads)[lanes], None if marks is None else marks[
+        :, lanes
+    ]
 
 
 def _put(m: State, register: int, lanes: Array, values: tuple[Array, Array | None]) -> None:
@@ -97,6 +99,6 @@ def _put(m: State, register: int, lanes: Array, values: tuple[Array, Array | Non
     whole[lanes], marks = values
     m.registers[register] = whole
     if marks is not None or register in m.undefined:
-        known = m.undefined.get(register, np.zeros(m.threads, np.int64)).copy()
-        known[lanes] = 0 if marks is None else marks
+        known = m.undefined.get(register, np.zeros((2, m.threads), np.int64)).copy()
+        known[:, lanes] = 0 if marks is None else marks
         m.undefined[register] = known

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from gpu_ops.emulator.instructions import Op, lookup, matrix, wmma
+from gpu_ops.emulator.instructions import Op, lookup, matrix, warp_ops, wmma
 from gpu_ops.emulator.instructions.matrix import Mma
 from gpu_ops.emulator.registers import Reader, destinations, parts, reader
 from gpu_ops.emulator.state import State
-from gpu_ops.emulator.syntax import Address, Name, Negated, Operand
+from gpu_ops.emulator.syntax import BITS, Address, Array, Instruction, Name, Negated, Operand
 
 _NOTHING = {
     "prefetch",
@@ -38,7 +40,12 @@ _CONTROL = {
 }
 _WARP = {"shfl", "vote", "match", "redux", "elect", "mma", "wmma", "ldmatrix", "stmatrix", "movmatrix"}
 _WHETHER = "decides by the value whether to run this"
-_BITWISE = {"and", "or", "lop3", "selp", "slct", "prmt"}  # the result may not depend on a source
+#: Instructions whose result has bits that depend on one bit of each source, and the sources that tell which.
+CONTROLS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("mov", "cvt", "not", "and", "or", "xor", "selp", "slct"), ()),
+    **{"lop3": (3,), "shl": (1,), "shr": (1,), "shf": (2,), "prmt": (2,), "bfe": (1, 2), "bfi": (2, 3)},
+}
+_INTEGER = re.compile(r"[bsu]\d+|pred")
 
 
 @dataclass(eq=False)
@@ -54,11 +61,16 @@ class Flow:
     use: str = "decides by the value what to do"
     visible: str = ""  # how its guard matters; empty if it only writes registers
     warp: bool = False  # it computes when the lanes of its warp are here
-    op: Op | None = None  # of an instruction whose result may not depend on a source
+    op: Op | None = None  # of an instruction whose result may not depend on each bit of a source
+    compares: bool = False  # ``op`` is a comparison
+    words: set[str] = field(default_factory=set)
+    controls: tuple[int, ...] = ()  # the sources of ``op`` that tell which bits of the others matter
+    results: list[tuple[int, int]] = field(default_factory=list)  # of each target: result of op, first bit
     tile: Mma | None = None  # of a product of tiles of numbers that have a NaN
     tiles: list[list[int | None]] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
-    operands: list[int | None] = field(default_factory=list)  # the register of each reader
+    operands: list[list[int | None]] = field(default_factory=list)  # the registers of each reader
+    exchange: Callable[..., Array] | None = None  # of a warp instruction that some lanes can decide
 
 
 def _registers(m: State, operand: Operand) -> Iterator[int]:
@@ -71,10 +83,24 @@ def _all(m: State, operands: tuple[Operand, ...]) -> list[int]:
     return [i for operand in operands for i in _registers(m, operand)]
 
 
+def _each(m: State, operand: Operand) -> list[int | None]:
+    return [next(_registers(m, part), None) for part in parts(operand)]
+
+
+def _operation(code: Instruction) -> Op | None:
+    """The operation of an instruction whose result may not depend on each bit of a source."""
+    opcode, words = code.opcode, code.modifiers
+    if opcode == "mov":
+        return Op(words, words, lambda a: a)
+    if opcode == "cvt" and not all(_INTEGER.fullmatch(word) for word in words):
+        return None
+    return lookup(opcode, words) if opcode in CONTROLS or opcode == "setp" else None
+
+
 def _flow(m: State, pc: int) -> Flow:
     code = m.program.code[pc]
     opcode, words, operands = code.opcode, set(code.modifiers), code.operands
-    flow = Flow(pc, m.steps[pc].guard)
+    flow = Flow(pc, m.steps[pc].guard, words=words)
     if opcode in _NOTHING:
         return flow
     bases = [m.register(o.base) for o in operands if isinstance(o, Address)]
@@ -98,11 +124,17 @@ def _flow(m: State, pc: int) -> Flow:
             flow.targets.append(m.carry)
         if opcode in ("addc", "subc", "madc"):
             flow.sources.append(m.carry)
-        if opcode in _BITWISE or (opcode == "setp" and words & {"and", "or"}):
-            flow.op = lookup(opcode, code.modifiers)
-            sources = zip(operands[1:], flow.op.reads, strict=True)
+        if (op := _operation(code)) is not None:
+            flow.op, flow.compares, flow.controls = op, opcode == "setp", CONTROLS.get(opcode, ())
+            sources = zip(operands[1:], op.reads, strict=True)
             flow.readers = [reader(m, code, operand, ptx_type) for operand, ptx_type in sources]
-            flow.operands = [next(_registers(m, operand), None) for operand in operands[1:]]
+            flow.operands = [_each(m, operand) for operand in operands[1:]]
+            flow.results = [
+                (number, k * BITS[op.writes[number]] // len(parts(result)))
+                for number, result in enumerate(destinations(operands[0]))
+                for k, register in enumerate(_each(m, result))
+                if register is not None
+            ]
     return flow
 
 
@@ -122,7 +154,13 @@ def _warp(m: State, flow: Flow) -> None:
         flow.sources = _all(m, operands[1:-1])
         if opcode == "shfl":
             flow.readers = [reader(m, code, operand, "b32") for operand in operands[2:4]]
-            flow.operands = [next(_registers(m, operand), None) for operand in operands[1:4]]
+            flow.operands = [_each(m, operand) for operand in operands[1:4]]
+        elif opcode == "vote" and code.modifiers[1] in ("any", "all", "ballot"):
+            flow.exchange = partial(warp_ops.vote, code.modifiers[1])
+            flow.readers, flow.operands = [reader(m, code, operands[1], "pred")], [_each(m, operands[1])]
+        elif opcode == "redux" and code.modifiers[1] in ("and", "or"):
+            flow.exchange = partial(warp_ops.redux, code.modifiers[1], code.modifiers[-1])
+            flow.readers, flow.operands = [reader(m, code, operands[1], "b32")], [_each(m, operands[1])]
         return
     flow.sources = _all(m, operands[1:])
     words = set(code.modifiers)
@@ -130,7 +168,7 @@ def _warp(m: State, flow: Flow) -> None:
         form = (matrix.mma if opcode == "mma" else wmma.mma)(code.modifiers)
         if form.kind in ("f64", "tf32", "f16", "bf16", "f8") and not words & {"e2m1", "e2m3", "e3m2"}:
             flow.tile = form
-            flow.tiles = [[next(_registers(m, part), None) for part in parts(o)] for o in operands[1:4]]
+            flow.tiles = [_each(m, operand) for operand in operands[1:4]]
 
 
 def flow_at(m: State, pc: int) -> Flow:

@@ -203,10 +203,18 @@ def _createpolicy(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def policy(m: State, instruction: Instruction, operand: Operand) -> None:
-    """Check the operand of a cache policy: it changes no value, and is a register of 64 bits."""
+    """Check the operand of a cache policy: it changes no value, and is a register of 64 bits or an integer."""
+    if (
+        isinstance(operand, Immediate)
+        and "." not in operand.text
+        and operand.text[:2].lower() not in ("0f", "0d")
+    ):
+        return
     i = m.register(operand.name) if isinstance(operand, Name) else None
     if i is None or m.dtypes[i].itemsize != 8:
-        raise instruction.error(f"{instruction.form} wants a 64-bit register with a cache policy")
+        raise instruction.error(
+            f"{instruction.form} wants a 64-bit register with a cache policy, or an integer"
+        )
 
 
 def without_policy(m: State, instruction: Instruction) -> list[Operand]:

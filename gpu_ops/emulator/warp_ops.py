@@ -88,7 +88,7 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
         if m.sanitizer is not None and members is not None:
             m.sanitizer.named(pc, here, named)
         if m.undefined:
-            undefined.together(m, pc, here)
+            undefined.together(m, pc, here, named)
         run(here, named, mask)
 
     return Step(step, plain=False)

@@ -93,8 +93,7 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
                 piece = np.ascontiguousarray((value >> value.dtype.type(shift)).astype(tile.bits)[np.newaxis])
                 place = locate(m, tile.access, mask, where, piece)
                 if m.undefined:
-                    marks = [m.undefined.get(registers[register])]
-                    undefined.stored(m, pc, place, marks, tile.bits.itemsize)
+                    undefined.stored(m, pc, place, [registers[register]], tile.bits.itemsize, shift)
                 aot.scatter(place.host, place.lanes, piece)
 
     return collective(m, pc, None, run)
