@@ -46,6 +46,7 @@ VARIABLES = {
     "GPU_OPS_CACHE_DIR": "folder of compiled kernels",
     "GPU_OPS_QUIET": "1: no progress on stderr, and no notice that kernels are compiled",
     "GPU_OPS_COMM_CHECK": "1: ranks compare their calls before each one",
+    "GPU_OPS_LAUNCH_NOTES": "set by scripts/launch.sh: file in which ranks note that they start and leave",
     "GPU_OPS_ARCH": "card of the emulator, such as sm_90",
     "GPU_OPS_SANITIZE": "0: the emulator checks nothing; collect: it reports all faults of a launch",
     "GPU_OPS_TENSOR_CORES": "truncate: the emulator's tensor cores add as those of A100 and H100",

@@ -32,6 +32,23 @@ export NUMBA_NUM_THREADS=${NUMBA_NUM_THREADS:-$threads} OPENBLAS_NUM_THREADS=${O
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
+# mpiexec's status can be 0 though a rank ended by os._exit(0) and the others were killed: ranks note here that they
+# start and leave, and that one of them chose the job's status
+GPU_OPS_LAUNCH_NOTES=$(mktemp)
+export GPU_OPS_LAUNCH_NOTES
+trap 'rm -f "$GPU_OPS_LAUNCH_NOTES"' EXIT
+some_have_not_left() {
+    local word inside=0
+    while read -r word; do
+        case $word in
+            here) inside=$((inside + 1)) ;;
+            left) inside=$((inside - 1)) ;;
+            aborted) return 1 ;;
+        esac
+    done <"$GPU_OPS_LAUNCH_NOTES"
+    ((inside > 0))
+}
+
 # A signal that ends this script ends the ranks. While bash waits for a command in the foreground it handles none, and
 # commands in the background ignore Ctrl-C and read nothing, unless told otherwise.
 job=
@@ -40,6 +57,7 @@ trap '[[ -z $job ]] || kill -TERM "$job"; ended=129' HUP
 trap : INT  # the ranks get it too
 for ((left = restarts; ; left--)); do
     ended='' status=0
+    : >"$GPU_OPS_LAUNCH_NOTES"
     (
         trap - INT TERM HUP
         exec mpiexec -n "$ranks" "$@"
@@ -53,6 +71,10 @@ for ((left = restarts; ; left--)); do
     job=
     # 130: Ctrl-C
     if [[ -n $ended ]]; then exit "$ended"; fi
+    if ((status == 0)) && some_have_not_left; then
+        echo "launch: a rank ended (by os._exit?) without leaving the job; exit status 1" >&2
+        status=1
+    fi
     if ((status == 0 || status == 130 || left == 0)); then exit "$status"; fi
     echo "launch: exit status $status; starting again ($((left - 1)) restarts left)" >&2
 done

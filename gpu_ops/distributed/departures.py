@@ -34,7 +34,7 @@ class Need:
 class Departed:
     """A rank whose program has ended, and the operations of each kind that it had begun.
 
-    ``status``: the status that it passed to sys.exit; None if its program ended in another way.
+    ``status``: the status passed to sys.exit, exit or quit; None if its program ended in another way.
     """
 
     rank: int
@@ -70,10 +70,10 @@ class Departures:
 
     def leave(self, status: int | None) -> list[Any]:
         """Tell every other member that this rank's program ends; MPI's requests."""
-        requests = []
+        requests, messages = [], list(self._messages.items())  # other threads may still count
         for member in range(self._mpi.size):
             if member != self._mpi.rank:
-                begun = {kind: count for (rank, kind), count in self._messages.items() if rank == member}
+                begun = {kind: count for (rank, kind), count in messages if rank == member}
                 words = json.dumps([status, {**begun, _COLLECTIVE: self._collectives}]).encode()
                 requests.append(self._mpi.Isend([words, MPI.BYTE], member, _TAG))
         return requests
@@ -86,7 +86,7 @@ class Departures:
     def never_begun(self, needs: Sequence[Need]) -> Departed | None:
         """A member that has left without an operation that is needed."""
         self._listen()
-        for departed in self._departed.values():
+        for departed in list(self._departed.values()):
             for need in needs:
                 if need.rank in (None, departed.rank) and departed.begun.get(need.kind, 0) < need.number:
                     return departed

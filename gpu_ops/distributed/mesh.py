@@ -49,9 +49,11 @@ def world(timeout: float | None = None) -> Comm:
     All ranks make the first call, which starts MPI and waits for all processes; a rank that waits longer than
     ``timeout`` prints where it waits and ends. From then on an uncaught exception ends all ranks, with a non-zero
     exit status. A rank whose program ends while another waits for it ends all ranks too: the job's status is the one
-    passed to sys.exit (0 included), or 1 if it ended in another way. Ranks that wait on the GPU for NCCL do
-    not notice. Only rank 0 prints progress. With ``Nccl`` each rank of a machine gets a CUDA device of its own as
-    CuPy's current one. NCCL has not run on GPUs yet: the tests run on a stand-in.
+    passed to sys.exit, exit or quit (0 included), or 1 if it ended in another way, also by ``raise SystemExit(5)``.
+    While threads of a rank still run, it counts as ended only if that status is not 0. If a rank ends by os._exit(0),
+    ``scripts/launch.sh`` never reports success, but mpiexec alone may. Ranks that wait on the GPU for NCCL do not
+    notice. Only rank 0 prints progress. With ``Nccl`` each rank of a machine gets a CUDA device of its own as CuPy's
+    current one. NCCL has not run on GPUs yet: the tests run on a stand-in.
 
     Examples
     --------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import io
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from mpi4py import MPI  # starts MPI
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.departures import Departures, Need
 from gpu_ops.distributed.engine import Transfer
+from gpu_ops.distributed.exits import call_at_exit
 from gpu_ops.errors import CommError
 
 __all__ = ["Mpi", "end_job_on_errors", "leave_with_all", "wait_until_read"]
@@ -31,6 +31,7 @@ __all__ = ["Mpi", "end_job_on_errors", "leave_with_all", "wait_until_read"]
 Array = npt.NDArray[Any]
 
 _PATIENCE = 2.0  # seconds that ranks have to answer a roll call: they time out at about the same time
+_NOTES = "GPU_OPS_LAUNCH_NOTES"
 _WORD = 256  # bytes of an answer
 _LEAVING = 2e-3  # seconds between two looks at whether the other ranks have ended as well
 
@@ -98,6 +99,7 @@ class _World:
     mpi: Any
     hosts: Sequence[str]
     departures: list[Departures] = field(default_factory=list)
+    left: bool = False  # this rank's program has ended
     ended: bool = False  # all ranks' programs have ended; what runs at exit may still make calls
 
 
@@ -129,6 +131,7 @@ class Mpi(Comm):
     def abort(self, message: str, status: int = 1) -> None:
         self._say(message)
         wait_until_read(1, 2)
+        _note("aborted")
         MPI.COMM_WORLD.Abort(status)
 
     @property
@@ -183,14 +186,19 @@ class Mpi(Comm):
     def leave(self, status: int | None) -> None:
         """Tell all ranks that this one's program ends, and wait for the end of theirs.
 
-        ``status``: what sys.exit was called with; None if it was not.
+        ``status``: the one passed to sys.exit, exit or quit; None if the program ended in another way. A
+        second call does nothing.
         """
+        if self._world.left:
+            return
+        self._world.left = True
         everywhere = self._world.departures
         requests = [request for departures in everywhere for request in departures.leave(status)]
         while not all(departures.all_left() for departures in everywhere):
             time.sleep(_LEAVING)
         MPI.Request.Waitall(requests)
         self._world.ended = True
+        _note("left")
 
     def _roll_call(self, word: str) -> list[str | None]:
         mpi, mine = self._world.mpi, np.zeros(_WORD, np.uint8)
@@ -204,6 +212,14 @@ class Mpi(Comm):
             time.sleep(0.01)
         words = [bytes(x).rstrip(b"\0").decode(errors="replace") or None for x in found]
         return [words[rank] for rank in self.ranks]
+
+
+def _note(word: str) -> None:
+    """Append to the file of scripts/launch.sh, which cannot tell from mpiexec's status whether all ranks left."""
+    with contextlib.suppress(OSError, KeyError):
+        file = os.open(os.environ[_NOTES], os.O_WRONLY | os.O_APPEND)
+        os.write(file, f"{word}\n".encode())
+        os.close(file)
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
@@ -256,19 +272,17 @@ def end_job_on_errors(comm: Mpi) -> None:
 def leave_with_all(comm: Mpi) -> None:
     """Make the end of this rank's program known to the others: a rank that waits for it ends the job.
 
-    The job's status is the one passed to sys.exit, or 1 if the program ended in another way.
+    The job's status is the one passed to sys.exit, exit or quit, or 1 if the program ended in another way.
     """
-    process, exit_before = os.getpid(), sys.exit
-    statuses: list[int | None] = [None]
+    process = os.getpid()
 
-    def sys_exit(status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            statuses.append(status & 0xFF if isinstance(status, int) else int(status is not None))
-        exit_before(status)
+    def leave(status: int | None) -> None:
+        if os.getpid() != process:  # in a forked child
+            return
+        if MPI.Is_finalized():  # by the program, which has waited for all ranks
+            _note("left")
+        else:
+            comm.leave(status)
 
-    def at_exit() -> None:
-        if os.getpid() == process and not MPI.Is_finalized():  # not in a forked child
-            comm.leave(statuses[-1])
-
-    sys.exit = sys_exit
-    atexit.register(at_exit)
+    call_at_exit(leave)
+    _note("here")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from sys import exit as early_exit
 
 import numpy as np
 
@@ -17,7 +20,7 @@ from gpu_ops.distributed import sharded_checkpoints
 CONFIG = models.LlamaConfig(vocab=16, hidden=8, ffn=16, nlayers=1, nheads=2)
 
 LONG = 300  # seconds: no rank is so late
-ON_ALL_RANKS = ("killed_while_saving", "first_to_end")
+ON_ALL_RANKS = ("killed_while_saving", "first_to_end", "exits_at_once")
 PATIENCE = {
     "never_comes": 2.0,
     "another_group": 2.0,
@@ -77,6 +80,30 @@ def exits_with_words(comm):
     sys.exit("no such file")
 
 
+def quits(comm):
+    quit(3)
+
+
+def exits_by_an_imported_name(comm):
+    early_exit(3)
+
+
+def exits_while_a_thread_runs(comm):
+    threading.Thread(target=threading.Event().wait).start()
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    sys.exit(3)
+
+
+def swallows_an_exit(comm):
+    """Returns from the program, long after a sys.exit that did not end it."""
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+
+
+def exits_at_once(comm):
+    os._exit(0)
+
+
 def raises_system_exit(comm):
     raise SystemExit(3)
 
@@ -86,16 +113,17 @@ def ends(comm):
 
 
 def first_to_end(comm):
-    """No fault: the last rank ends when all that the others need of it has begun; they go on without it."""
+    """No fault: the last rank ends when all that the others need of it has begun; they go on without it.
+
+    Its main thread ends even earlier, and another one makes its last call.
+    """
     last, words = comm.size - 1, np.arange(1 << 18, dtype=np.float64)
     others = comm.split(int(comm.rank == last))
     if comm.rank == last:
         comm.send(words, 0)
-    else:
-        time.sleep(0.5)
-    heard = comm.broadcast(words if comm.rank == last else np.zeros_like(words), root=last)
-    if comm.rank == last:
-        return
+        threading.Timer(0.5, comm.broadcast, (words,), {"root": last}).start()
+        sys.exit(0)
+    heard = comm.broadcast(np.zeros_like(words), root=last)
     time.sleep(0.5)
     if comm.rank == 0:
         heard = comm.recv(words.shape, words.dtype, last).wait() + heard - words
@@ -123,7 +151,7 @@ def main(fault: str) -> None:
     last = comm.rank == comm.size - 1
     if last or fault in ON_ALL_RANKS:
         globals()[fault](comm)
-    if fault == "first_to_end" or (fault == "ends" and last):
+    if fault == "first_to_end" or (fault in ("ends", "swallows_an_exit") and last):
         return
     (pair if fault == "another_group" else comm).all_reduce(np.ones(1000, np.float32))
     comm.barrier()
