@@ -65,6 +65,19 @@ def test_numbers_in_arrays(backend, rng):
         same_bits(skipped, [x for name, x in arrays.items() if name != "grads"])
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("step", 0), ("lr", 1e39), ("lr", -1.0), ("lr", math.inf), ("grad_scale", 1e39)]
+)
+def test_numbers_in_host_arrays_have_the_rules_of_plain_numbers(backend, name, wrong, rng):
+    """In a later call too."""
+    arrays, _ = made(rng, "float32", 20)
+    numbers = {"step": np.array(1), "lr": np.array(0.1), "grad_scale": np.array(1.0)}
+    stepped(arrays, **numbers, **backend)
+    for value in (wrong, np.array(wrong)):
+        with pytest.raises(gpu_ops.errors.OptionError, match=f"{name} must"):
+            stepped(arrays, **numbers | {name: value}, **backend)
+
+
 def test_numbers_that_change_keep_the_program(rng):
     """A schedule of learning rates makes no program each step."""
     arrays, _ = made(rng, "float32", 50)

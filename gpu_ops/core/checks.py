@@ -208,9 +208,11 @@ def computable(
     return result
 
 
-def scalar(op: str, name: str, value: Any, dtype: str = "float64") -> None:
-    """A number that kernels can compute with, or an array, which is checked where it is used."""
-    if not hasattr(value, "dtype"):
+def scalar(op: str, name: str, value: Any, dtype: str) -> None:
+    """A number that kernels can compute with, also in a NumPy array (). Others are checked where they are used."""
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]
+    if isinstance(value, np.generic) or not hasattr(value, "dtype"):
         computable(op, name, value, dtype)
 
 

@@ -206,7 +206,7 @@ class DataParallel(Parts):
         stages 0 and 1 send nothing. Pass ``dloss=1 / k`` for the mean of k microbatches.
         """
         check_loss_options(options)
-        checks.scalar(f"{_OP}.loss_and_grads", "dloss", dloss)
+        checks.scalar(f"{_OP}.loss_and_grads", "dloss", dloss, self.flat.buffers["params"].dtype.name)
         one = Pass(self, self.config, policy=policy, sequences=sequences)
         self.begin(last=last)
         value = one.run(ids, targets, dloss=dloss, options=options)

@@ -134,8 +134,8 @@ class Pipeline:
         op = f"{_OP}.loss_and_grads"
         rows = self.rows(microbatches)[self.comm.rank]
         check_loss_options(options)
-        checks.scalar(op, "dloss", dloss)
         checks.instance(op, "parallel", parallel, DataParallel)
+        checks.scalar(op, "dloss", dloss, parallel.flat.buffers["params"].dtype.name)
         if tuple(parallel.parts) != self.parts or parallel.stage > 1:
             raise OptionError(
                 f"{op}: parallel has stage={parallel.stage} and parts={parallel.parts}; expected stage 0 or 1, and "

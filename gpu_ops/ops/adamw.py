@@ -105,7 +105,7 @@ def adamw_step(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. A ``step`` in host memory is checked; on a GPU one below 1 counts as 1.
+        Before anything is written. Numbers in host memory are checked; on a GPU one below 1 counts as 1.
 
     Notes
     -----
@@ -131,8 +131,7 @@ def adamw_step(
     grads_ = call.read("grads", grads, contiguous=True)
     mask = None if decay_mask is None else call.read("decay_mask", decay_mask, contiguous=True)
     counts = functools.partial(checks.integer, low=1, high=_LARGEST_STEP)
-    is_array = _read_number(call, "step", step, counts, ("int32", "int64"))
-    look = _look_at_step(call.op) if is_array and not call.on_cuda else None
+    _read_number(call, "step", step, counts, ("int32", "int64"))
     params_ = _update(call, "params", params)
     dtype = checks.float_dtype(call.op, params=params_)
     rate = functools.partial(checks.computable, dtype=dtype, low=0.0)
@@ -141,6 +140,8 @@ def adamw_step(
     _read_number(call, "grad_scale", grad_scale, factor, ("float32", "float64"))
     if skip is not None:
         _read_number(call, "skip", skip, _no_number, ("float32", "int32"))
+    rules = {"step": counts, "lr": rate, "grad_scale": factor}
+    rules = {} if call.on_cuda else {name: rule for name, rule in rules.items() if name in call.views}
     kind = checks.computing_dtype(dtype)
     _check_grads(call, dtype, grads_)
     in_bytes = _update_moments(call, m, v, params_, kind)
@@ -162,7 +163,7 @@ def adamw_step(
         problem=lambda: f"{params_.size} parameters {dtype}{with_master}, gradients {grads_.dtype}",
         unsupported=checks.unsupported(dtype),
         finish=lambda views, device, give: None,
-        look=look,
+        look=_look_at(call.op, rules) if rules else None,
         flops=15.0 * params_.size,
     )
 
@@ -249,25 +250,27 @@ def _betas(op: str, betas: Any) -> tuple[float, float]:
 
 def _read_number(
     call: Call, name: str, value: Any, check: Callable[..., Any], allowed: tuple[str, ...]
-) -> bool:
-    """A number, which ``check`` looks at in every call, or an array without axes; whether it is one."""
+) -> None:
+    """A number, which ``check`` looks at in every call, or an array without axes."""
     op = call.op
     if isinstance(value, np.generic) or not hasattr(value, "shape"):
         check(op, name, value)
         call.provide(name, None, name, lambda given, device: check(op, name, given))
-        return False
+        return
     x = call.read(name, value)
     checks.exactly(op, name, x, ())
     if x.dtype.name not in allowed:
         raise DTypeError(
             f"{op}: {name} is {x.dtype}; allowed: a number, or an array of {' or '.join(allowed)}"
         )
-    return True
 
 
-def _look_at_step(op: str) -> Look:
+def _look_at(op: str, rules: Mapping[str, Callable[..., Any]]) -> Look:
+    """A hook for numbers in arrays in host memory: those of plain numbers are their rules."""
+
     def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        checks.integer(op, "step", views["step"][()], low=1, high=_LARGEST_STEP)
+        for name, rule in rules.items():
+            rule(op, name, views[name][()])
         return {}, {}
 
     return look
