@@ -78,7 +78,7 @@ class LossOptions:
             )
         if given is None or is_number(given):
             if given is not None:
-                given = checks.computable(call.op, "denominator", given, dtype, low=0.0, divides=True)
+                given = _checked_denominator(call.op, given, dtype)
             call.option(denominator=given)
             return
         array = call.read("denominator", given)
@@ -90,9 +90,23 @@ class LossOptions:
         checks.exactly(call.op, "denominator", array, ())
         call.option(denominator=None)
 
-    def look(self, call: Call, vocab: int) -> Look | None:
-        """The hook that looks at targets in host memory."""
-        return None if call.on_cuda else look_at(call.op, "targets", vocab, int(self.ignore_index))
+    def look(self, call: Call, vocab: int, like: str) -> Look | None:
+        """The hook that looks at targets and a denominator in host memory."""
+        if call.on_cuda:
+            return None
+        op, dtype = call.op, call.views[like].dtype.name
+        look_at_targets = look_at(op, "targets", vocab, int(self.ignore_index))
+
+        def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+            if "denominator" in views:
+                _checked_denominator(op, views["denominator"][()], dtype)
+            return look_at_targets(views, backend)
+
+        return look
+
+
+def _checked_denominator(op: str, value: Any, dtype: str) -> float:
+    return checks.computable(op, "denominator", value, dtype, low=0.0, divides=True)
 
 
 def of_reference(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
