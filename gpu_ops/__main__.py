@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gpu_ops import __version__
 from gpu_ops.environment import VARIABLES, Environment, environment
-from gpu_ops.terminal import make_console, print_table, waiting
+from gpu_ops.terminal import make_console, print_table, run_command, waiting
 
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
 
@@ -235,22 +235,19 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
 
 def _compile_all(labels: list[str], workers: int, console: Console) -> int:
     """Print a line per kernel as it is done, and on a terminal a bar; how many failed."""
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
+    from concurrent.futures import as_completed
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from gpu_ops.kernels.compiler.kernel import short_label
-    from gpu_ops.warmup import compile_variant, end_with_parent
+    from gpu_ops.warmup import compile_variant, in_processes
 
     failed = 0
-    # Processes, not threads: Numba compiles under one lock. Spawned, so that they start without ours.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with pool, bar:
+    with in_processes(workers, compile_variant, [(label,) for label in labels]) as futures, bar:
         task = bar.add_task("", total=len(labels))
-        running = {pool.submit(compile_variant, label): short_label(label) for label in labels}
+        running = dict(zip(futures, map(short_label, labels), strict=True))
         for count, done in enumerate(as_completed(running), 1):
             error = done.exception()
             failed += error is not None
@@ -264,4 +261,4 @@ def _compile_all(labels: list[str], workers: int, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-__all__ = ["fixed_console", "make_console", "print_table", "waiting"]
+__all__ = ["fixed_console", "make_console", "print_table", "run_command", "waiting"]
 
 UNLIMITED = 10_000  # a width that nothing reaches
 
@@ -52,6 +52,16 @@ def print_table(console: Console, table: Table) -> None:
             column.width = min(column.max_width, column.min_width + spare)
             spare -= column.width - column.min_width
     fixed_console(max(console.width, needed), console.file).print(table)
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Exit with the status that ``main`` returns; after an interrupt with a line and 130, as in a shell."""
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    raise SystemExit(status)
 
 
 @contextmanager

@@ -9,11 +9,15 @@ import importlib
 import multiprocessing
 import os
 import pkgutil
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["compile_variant", "end_with_parent", "variants"]
+__all__ = ["compile_variant", "end_with_parent", "in_processes", "variants"]
 
 
 def variants() -> dict[str, tuple[str, ...]]:
@@ -32,6 +36,34 @@ def compile_variant(label: str) -> float:
             kernel[variant]
             return time.perf_counter() - start
     raise LookupError(f"no kernel variant {label}")
+
+
+@contextmanager
+def in_processes(
+    jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+) -> Iterator[list[Future[Any]]]:
+    """A future per call, of ``jobs`` processes. An error or an interrupt of the block ends them at once.
+
+    Processes, not threads: Numba compiles under one lock. Spawned, so that they start without ours.
+    """
+    others = multiprocessing.active_children()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent)
+    try:
+        # they inherit what is blocked: Ctrl-C reaches all processes of a terminal, and this one ends the others
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(function, *arguments) for arguments in calls]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        yield futures
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def end_with_parent() -> None:

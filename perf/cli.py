@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.terminal import make_console, waiting
+from gpu_ops.terminal import make_console, run_command, waiting
 from perf import comm, compare, emulate, limits, machine, pictures, plan, report, roofline, runs
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case
@@ -272,7 +272,7 @@ def conclude(console: Console, results: Sequence[Result]) -> int:
 
 def run_as_script(op: str) -> None:
     """What ``python perf/bench_<op>.py`` does at its end."""
-    raise SystemExit(main([op]))
+    run_command(lambda: main([op]))
 
 
 def unique(values: Sequence[Any]) -> tuple[Any, ...]:

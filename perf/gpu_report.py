@@ -17,6 +17,7 @@ from typing import Any
 
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import DevicePreset, select_preset
+from gpu_ops.terminal import run_command
 from perf import pictures, roofline, runs
 from perf.attention_grids import Shape
 from perf.runs import Row
@@ -221,4 +222,4 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_command(main)

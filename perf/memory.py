@@ -97,6 +97,8 @@ class Probe:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.worker is not None and any(exc):
+            self.worker.kill()  # it answers nobody
         self.close()
 
 

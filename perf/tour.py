@@ -6,14 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gpu_ops.kernels.compiler import progress
+from gpu_ops.warmup import in_processes
 from perf.case import Case, Config, find_case, make_inputs
 from perf.harness import Result
 from perf.machine import label
@@ -23,9 +23,9 @@ from perf.report import short_dtype
 def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Console) -> None:
     """Compile the kernels of all cases into the cache, ``jobs`` at a time. A failure is left to the case itself."""
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    # processes, since Numba compiles under one lock; spawned, so that they start without this one's threads
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-    with pool, Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    calls = [(case.op, case.key, config) for case in cases]
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with in_processes(jobs, compile_case, calls) as running, bar:
         task = bar.add_task("compiling kernels", total=len(cases))
         if bar.disable:
             console.print(
@@ -33,7 +33,6 @@ def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Con
             )
             console.file.flush()
         start = last = time.perf_counter()
-        running = [pool.submit(compile_case, case.op, case.key, config) for case in cases]
         for count, _ in enumerate(as_completed(running), 1):
             bar.advance(task)
             now = time.perf_counter()

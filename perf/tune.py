@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.terminal import run_command
 from perf.attention_grids import Shape
 from perf.build import normal
 from perf.case import DTYPES
@@ -79,4 +80,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_command(main)

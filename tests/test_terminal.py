@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import io
 import re
+import runpy
+import sys
 
 import pytest
 from rich.console import Console
@@ -102,3 +106,20 @@ def test_a_pipe_is_told_what_is_waited_for(capsys):
     console = Console(width=80)
     with terminal.waiting(console, "looking for [kernels]"):
         assert capsys.readouterr().out == "looking for [kernels] ...\n"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["gpu_ops", "perf", "perf.bench_softmax", "perf.pictures", "perf.tune"],
+)
+def test_an_interrupted_command_ends_with_a_line_and_130(module, monkeypatch, capsys):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupt)
+    monkeypatch.setattr(sys, "argv", [module])
+    main = importlib.util.find_spec(module).origin.replace("__init__", "__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(main, run_name="__main__")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
