@@ -207,7 +207,9 @@ def _versions() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    rows = {"gpu_ops, CPU kernels": str(cache_folder() or _nowhere(cache_contents.CPU))}
+    no_compiler = unavailable("cpu", "numba")  # then the folder's name, a hash of versions, is unknown too
+    cpu = f"nowhere: {no_compiler}" if no_compiler else str(cache_folder() or _nowhere(cache_contents.CPU))
+    rows = {"gpu_ops, CPU kernels": cpu}
     gpu = cache.cache_folder(cache_contents.CUDA, quiet=True)
     rows["gpu_ops, GPU kernels"] = str(gpu or _nowhere(cache_contents.CUDA))
     for owner, variable, default in _CACHES:

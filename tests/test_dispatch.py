@@ -54,8 +54,14 @@ def test_the_environment_decides_where_the_caller_does_not(monkeypatch):
         choose("op", None, None)
 
 
-def test_without_numbas_compiler_ops_run_on_the_reference_and_say_so_once():
-    code = """
+@pytest.mark.parametrize("where", ["variable", "file"])
+def test_without_numbas_compiler_ops_run_on_the_reference_and_say_so_once(where, tmp_path):
+    if where == "file":
+        pytest.importorskip("yaml")
+        (tmp_path / ".numba_config.yaml").write_text("disable_jit: 1")
+    code = (
+        f"import os; os.chdir({str(tmp_path)!r})"
+        + """
 import logging
 import numpy as np, gpu_ops
 from gpu_ops import warmup
@@ -78,7 +84,8 @@ for call in (
         raise AssertionError
 assert len(said) == 1 and "NUMBA_DISABLE_JIT" in said[0], said
 """
-    python("-c", code, NUMBA_DISABLE_JIT="1")
+    )
+    python("-c", code, **({"NUMBA_DISABLE_JIT": "1"} if where == "variable" else {}))
 
 
 WITHOUT_CUDA = [name for name in OPS if not has_cuda_kernels(name)]
@@ -118,9 +125,7 @@ def test_without_a_gpu_cuda_is_refused_with_the_reason(monkeypatch):
 def test_without_its_compilers_the_emulator_is_refused_with_the_remedy(monkeypatch):
     absent = "not installed; pip install '.[emulator]'"
     monkeypatch.setattr("gpu_ops.core.dispatch.unavailable", lambda device, backend: absent)
-    with pytest.raises(
-        DeviceError, match=r"on emulator can run this: raw: not installed; pip install '\.\["
-    ):
+    with pytest.raises(DeviceError, match=r"on emulator can run this: raw: not installed; pip install '\.\["):
         gpu_ops.rmsnorm(X, X[0], device="emulator")
 
 

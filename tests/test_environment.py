@@ -114,7 +114,10 @@ def test_the_variable_selects_a_preset_and_tells_when_it_is_wrong(nvml, monkeypa
 
 def test_a_missing_backend_says_why(monkeypatch):
     monkeypatch.setattr(env, "unavailable", lambda device, backend: f"no {backend} here")
-    assert all(row.missing for row in env.environment().backends)
+    monkeypatch.setattr(env, "cache_folder", lambda: pytest.fail("Numba is imported"))
+    found = env.environment()
+    assert all(row.missing for row in found.backends)
+    assert found.caches["gpu_ops, CPU kernels"] == "nowhere: no numba here"
 
 
 def test_json_is_the_environment():

@@ -16,9 +16,10 @@ from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 _DISABLED = (
-    "NUMBA_DISABLE_JIT is set, which turns Numba's compiler off; unset it and start Python again, or run on the "
-    "NumPy reference: device='cpu', backend='reference'"
+    "NUMBA_DISABLE_JIT is set, or disable_jit in .numba_config.yaml, which turns Numba's compiler off; unset it and "
+    "start Python again, or run on the NumPy reference: device='cpu', backend='reference'"
 )
+_FILE = ".numba_config.yaml"  # Numba reads it from the working directory as it is imported
 _lock = threading.Lock()
 _imported = threading.Event()
 
@@ -45,6 +46,9 @@ def _import() -> None:
 
 def numba_disabled() -> str | None:
     """Why Numba compiles nothing in this process; None where it does."""
+    if "numba.core.config" not in sys.modules and os.path.exists(_FILE):
+        with contextlib.suppress(DeviceError):  # the compiler is off, as its configuration says then
+            import_numba()
     config = sys.modules.get("numba.core.config")
     if config is None:
         with contextlib.suppress(ValueError):  # Numba ignores a word
