@@ -239,6 +239,24 @@ def rows(capsys):
     return {kind: [int(word) for word in line.split() if word.isdigit()] for kind, line in found.items()}
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_file_that_another_process_removes_is_left_out(looks, top, monkeypatch):
+    """Between the listing of its folder and the ``looks``-th look at it."""
+    fill(top)
+    listed, lstat = cache_contents.contents(), Path.lstat
+    seen = []
+
+    def vanishing(path):
+        seen.append(path.name)
+        if path.name == ".half.tmp" and seen.count(path.name) == looks:
+            path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", vanishing)
+    now = {file.path for file in cache_contents.contents()}
+    assert {file.path for file in listed if file.path.name != ".half.tmp"} <= now
+
+
 def test_the_command_shows_and_clears(top, capsys):
     fill(top)
     assert cli.main(["cache"]) == 0

@@ -73,20 +73,21 @@ def cpu_sources() -> str:
 def _cpu_files(folder: Path) -> Iterator[File]:
     for build in _scan(folder, stat.S_ISDIR):
         old = build.name.partition("-")[0] != cpu_sources()
-        for path in _scan(build, stat.S_ISREG):
+        for path, size in _scan(build, stat.S_ISREG).items():
             if path.suffix == ".nbc":
-                yield _file(path, "emulator" if path.name.startswith("emulator-") else "CPU kernels", old)
+                kind = "emulator" if path.name.startswith("emulator-") else "CPU kernels"
+                yield File(path, kind, size, old)
             elif path.name.startswith("."):
-                yield _file(path, "left over", True)
+                yield File(path, "left over", size, True)
 
 
 def _cuda_files(folder: Path) -> Iterator[File]:
     now: dict[str, str] = {}
-    for path in _scan(folder, stat.S_ISREG):
+    for path, size in _scan(folder, stat.S_ISREG).items():
         if path.suffix == ".jit":
-            yield _file(path, "GPU kernels", _is_old(path, now))
+            yield File(path, "GPU kernels", size, _is_old(path, now))
         elif path.name.startswith("."):
-            yield _file(path, "left over", True)
+            yield File(path, "left over", size, True)
 
 
 def _is_old(path: Path, now: dict[str, str]) -> bool:
@@ -106,22 +107,23 @@ def _is_old(path: Path, now: dict[str, str]) -> bool:
 
 def _tuning_files(folder: Path) -> Iterator[File]:
     """A new measurement replaces the old one, so none is old."""
-    for path in _scan(folder, stat.S_ISREG):
+    for path, size in _scan(folder, stat.S_ISREG).items():
         if path.suffix == ".json":
-            yield _file(path, "measured choices", False)
+            yield File(path, "measured choices", size, False)
         elif path.name.startswith("."):
-            yield _file(path, "left over", True)
+            yield File(path, "left over", size, True)
 
 
-def _scan(folder: Path, wanted: Callable[[int], bool]) -> list[Path]:
-    """Folders or regular files of a folder that is no link; none if it is missing."""
+def _scan(folder: Path, wanted: Callable[[int], bool]) -> dict[Path, int]:
+    """The sizes of folders or regular files of a folder that is no link; none if it is missing."""
     try:
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            return []
-        return sorted(path for path in folder.iterdir() if wanted(path.lstat().st_mode))
+        paths = sorted(folder.iterdir()) if stat.S_ISDIR(folder.lstat().st_mode) else []
     except OSError:
-        return []
-
-
-def _file(path: Path, kind: str, old: bool) -> File:
-    return File(path, kind, path.lstat().st_size, old)
+        return {}
+    sizes = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # other processes replace and remove files meanwhile
+            status = path.lstat()
+            if wanted(status.st_mode):
+                sizes[path] = status.st_size
+    return sizes

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from gpu_ops.errors import DeviceError, OptionError
@@ -46,7 +47,7 @@ def _import() -> None:
 
 def numba_disabled() -> str | None:
     """Why Numba compiles nothing in this process; None where it does."""
-    if "numba.core.config" not in sys.modules and os.path.exists(_FILE):
+    if "numba.core.config" not in sys.modules and Path(_FILE).exists():
         with contextlib.suppress(DeviceError):  # the compiler is off, as its configuration says then
             import_numba()
     config = sys.modules.get("numba.core.config")
