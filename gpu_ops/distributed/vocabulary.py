@@ -223,7 +223,7 @@ class _Loss:
         call, given = Call(_LOSS), LossOptions(**(_DEFAULTS | options))
         wide, vocab = checks.computing_dtype(call.read("x", h).dtype.name), table.vocab
         given.read(call, targets, h.shape[:-1], vocab, "x")
-        look = given.look(call, vocab)
+        look = given.look(call, vocab, "x")
         if look is not None:
             look(dict(call.views), "")
         flat = call.views["targets"].reshape(-1)

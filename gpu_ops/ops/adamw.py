@@ -140,7 +140,7 @@ def adamw_step(
     _read_number(call, "grad_scale", grad_scale, factor, ("float32", "float64"))
     if skip is not None:
         _read_number(call, "skip", skip, _no_number, ("float32", "int32"))
-    rules = {"step": counts, "lr": rate, "grad_scale": factor}
+    rules: dict[str, Callable[..., Any]] = {"step": counts, "lr": rate, "grad_scale": factor}
     rules = {} if call.on_cuda else {name: rule for name, rule in rules.items() if name in call.views}
     kind = checks.computing_dtype(dtype)
     _check_grads(call, dtype, grads_)
@@ -266,7 +266,7 @@ def _read_number(
 
 
 def _look_at(op: str, rules: Mapping[str, Callable[..., Any]]) -> Look:
-    """A hook for numbers in arrays in host memory: those of plain numbers are their rules."""
+    """A hook that judges numbers in host arrays by the rules of plain numbers."""
 
     def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, rule in rules.items():
