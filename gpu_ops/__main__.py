@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gpu_ops import __version__
 from gpu_ops.environment import VARIABLES, Environment, environment
+from gpu_ops.kernels.compiler.words import several
 from gpu_ops.terminal import make_console, print_table, run_command, waiting
 
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
@@ -135,7 +136,7 @@ def show_cache(clear: str | None) -> int:
     files = cache_contents.contents()
     if clear is not None:
         count, nbytes = cache_contents.clear(f for f in files if f.old or clear == "all")
-        console.print(f"{count} files removed, {nbytes / 2**20:.1f} MiB", highlight=False)
+        console.print(f"{several(count, 'file')} removed, {nbytes / 2**20:.1f} MiB", highlight=False)
         files = cache_contents.contents()
     table = _table(f"kept in {escape(str(cache.root()))}")
     for kind in dict.fromkeys(f.kind for f in files):
@@ -160,7 +161,7 @@ def show(found: Environment, console: Console) -> None:
     """Print the environment as tables."""
     memory = f"{found.cpu.memory_bytes / 2**30:.0f} GiB"
     devices = _table("devices")
-    devices.add_row("cpu", escape(found.cpu.model), f"{found.cpu.threads} threads, {memory}")
+    devices.add_row("cpu", escape(found.cpu.model), f"{several(found.cpu.threads, 'thread')}, {memory}")
     for card in found.cuda_devices:
         kind = "sm_{}{}".format(*card.compute_capability)
         facts = f"{kind}, {card.memory_bytes / 2**30:.0f} GiB, preset {card.preset or 'none: too old'}"
@@ -225,11 +226,11 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
         return 1
     start = time.perf_counter()
     workers = min(jobs or environment().cpu.threads, len(labels))
-    console.print(f"compiling {len(labels)} kernels, {workers} at a time; each takes up to half a minute")
+    console.print(f"compiling {several(len(labels), 'kernel')}, {workers} at a time; each takes up to half a minute")
     console.file.flush()
     failed = _compile_all(labels, workers, console)
     seconds = time.perf_counter() - start
-    console.print(f"{len(labels) - failed} of {len(labels)} kernels ready in {seconds:.0f} s: {folder}")
+    console.print(f"{len(labels) - failed} of {several(len(labels), 'kernel')} ready in {seconds:.0f} s: {folder}")
     return 1 if failed else 0
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from gpu_ops.kernels.compiler.install import install_command
+from gpu_ops.kernels.compiler.words import several
 from gpu_ops.terminal import print_table, waiting
 from perf import machine
 from perf.report import make_table
@@ -104,12 +105,12 @@ def run(ranks: int, console: Console, *, quick: bool = False, save: str = "", pl
     if reason:
         console.print(f"comm: skipped, {reason}", style="yellow", markup=False)
         return 0
-    with waiting(console, f"timing collectives on {ranks} ranks"):
+    with waiting(console, f"timing collectives on {several(ranks, 'rank')}"):
         found = measure(ranks, quick=quick)
     found["machine"] = machine.describe("cpu")
     lines = fits(found["times"])
     found["fits"] = {name: asdict(fit) for name, fit in lines.items()}
-    title = f"{found['world']}, {ranks} ranks on {found['machine']['cpu']}, load {os.getloadavg()[0]:.1f}"
+    title = f"{found['world']}, {several(ranks, 'rank')} on {found['machine']['cpu']}, load {os.getloadavg()[0]:.1f}"
     largest = max(found["times"][COPY], key=int)
     figures = ["alpha us", "beta GB/s", "64 KiB us", "16 MiB ms", "sent / byte", "of memcpy", "fit"]
     table = make_table(title, ["collective"], figures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gpu_ops.kernels.compiler.words import several
 from perf.runs import Row, Run
 
 THRESHOLD = 1.10
@@ -76,22 +77,23 @@ class Comparison:
         bound, count = f"{self.threshold:.2f}x", len(self.changes)
         if not self.regressions and not self.missing:
             if not self.noisy:
-                return f"no regression: {count} cases within {bound} of the old run"
+                return f"no regression: {several(count, 'case')} within {bound} of the old run"
             worst = max(self.noisy, key=lambda change: change.ratio)
             return (
-                f"no regression that noise does not explain: {count - len(self.noisy)} of {count} cases within "
-                f"{bound} of the old run; {len(self.noisy)} above it, up to {worst.ratio:.2f}x, but not in their "
-                "fastest call (measure again on a quiet machine)"
+                f"no regression that noise does not explain: {count - len(self.noisy)} of {several(count, 'case')} "
+                f"within {bound} of the old run; {len(self.noisy)} above it, up to {worst.ratio:.2f}x, but not in "
+                "their fastest call (measure again on a quiet machine)"
             )
         parts = []
         if self.regressions:
             worst = max(self.regressions, key=lambda change: change.ratio)
             parts.append(
-                f"{len(self.regressions)} of {count} cases regressed by more than {bound}, "
+                f"{len(self.regressions)} of {several(count, 'case')} regressed by more than {bound}, "
                 f"worst {worst.ratio:.2f}x: {worst.key}"
             )
         if self.missing:
-            parts.append(f"{len(self.missing)} cases of the old run have no timing now: {self.missing[0]}")
+            cases = several(len(self.missing), "case")
+            parts.append(f"no timing now of {cases} of the old run: {self.missing[0]}")
         return "; ".join(parts)
 
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_ops.kernels.compiler.words import several
+
 ROOT = Path(__file__).resolve().parent.parent
 CPU_PACKAGES = ("gpu_ops", "numpy", "numba", "llvmlite", "ml_dtypes")
 PACKAGES = (*CPU_PACKAGES, "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "torch")
@@ -42,7 +44,7 @@ def label(facts: dict[str, Any]) -> str:
     """The name of the machine. Runs with different labels say nothing about a change of the code."""
     if facts.get("gpu"):
         return str(facts["gpu"]["name"])
-    return f"{facts['cpu']}, {facts['threads']} threads"
+    return f"{facts['cpu']}, {several(facts['threads'], 'thread')}"
 
 
 def available_cores() -> int:

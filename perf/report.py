@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from gpu_ops.kernels.compiler.words import several
 from gpu_ops.terminal import UNLIMITED, fixed_console, print_table
 from perf.compare import Comparison
 from perf.harness import Result
@@ -51,8 +52,8 @@ def print_header(console: Console, machine: Mapping[str, Any], limits: Limits) -
     load = (machine.get("load_average") or [0.0])[0]
     if load > 0.5 * machine["cores"]:
         console.print(
-            f"[yellow]the machine was busy when this started: load {load:.1f} on {machine['cores']} cores. "
-            "Do not quote figures of this run.[/]"
+            f"[yellow]the machine was busy when this started: load {load:.1f} on "
+            f"{several(machine['cores'], 'core')}. Do not quote figures of this run.[/]"
         )
     console.print(f"[dim]{CAPTION}[/]")
 

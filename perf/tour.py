@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gpu_ops.kernels.compiler import progress
+from gpu_ops.kernels.compiler.words import several
 from gpu_ops.warmup import in_processes
 from perf.case import Case, Config, find_case, make_inputs
 from perf.harness import Result
@@ -29,7 +30,7 @@ def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Con
         task = bar.add_task("compiling kernels", total=len(cases))
         if bar.disable:
             console.print(
-                f"compiling the kernels of {len(cases)} cases, {jobs} at a time ...", highlight=False
+                f"compiling the kernels of {several(len(cases), 'case')}, {jobs} at a time ...", highlight=False
             )
             console.file.flush()
         start = last = time.perf_counter()
@@ -71,7 +72,9 @@ def last_words(
     """What ran, how it compares, whether every error is within its bound, and where more is: a line each."""
     ops = list(dict.fromkeys(result.case.op for result in results))
     good = [result for result in results if result.passed]
-    lines = [f"Ran {len(results)} cases of {len(ops)} ops in {seconds:.0f} s on {label(machine)}."]
+    ran = f"{several(len(results), 'case')} of {several(len(ops), 'op')}"
+    within = f"{len(good)} of {several(len(results), 'case')} within tolerance"
+    lines = [f"Ran {ran} in {seconds:.0f} s on {label(machine)}."]
     for kinds, limit in (
         (("copy", "read"), "memory bandwidth, where that is the limit"),
         (("matmul",), "arithmetic"),
@@ -88,12 +91,12 @@ def last_words(
     if len(good) == len(results) and good:
         worst = max(good, key=_of_bound)
         lines.append(
-            f"{len(good)} of {len(results)} cases within tolerance: every error against float64 is within its bound; "
+            f"{within}: every error against float64 is within its bound; "
             f"the largest is {_of_bound(worst):.0%} of it ({_name(worst.case)})."
         )
     else:
         failed = ", ".join(_name(r.case) for r in results if not r.passed)
-        lines.append(f"{len(good)} of {len(results)} cases within tolerance; not: {failed or 'none ran'}.")
+        lines.append(f"{within}; not: {failed or 'none ran'}.")
     every = "`scripts/run.sh --all` runs every case. " if config.tour else ""
     lines.append(
         f"{every}Pictures of runs on GPUs and CPUs: perf/pictures; what each column means: perf/README.md."
@@ -109,7 +112,7 @@ def _of_bound(result: Result) -> float:
 def _range(figures: Sequence[tuple[float, str]], words: str, form: str) -> str:
     """The median with both ends, each with its case."""
     median = statistics.median(figure for figure, _ in figures)
-    text = f"The median is {form.format(median)} {words} ({len(figures)} cases"
+    text = f"The median is {form.format(median)} {words} ({several(len(figures), 'case')}"
     if len(figures) > 1:
         (low, slow), (high, fast) = min(figures), max(figures)
         text += f"; from {form.format(low)}, {slow}, to {form.format(high)}, {fast}"

@@ -13,7 +13,8 @@ from profiled import SOURCE, buffer, line_of, only, profiled
 import gpu_ops
 from gpu_ops import emulator
 from gpu_ops.emulator import run as emulator_run
-from gpu_ops.emulator.counts import Counts, several
+from gpu_ops.emulator.counts import Counts
+from gpu_ops.kernels.compiler.words import several
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 

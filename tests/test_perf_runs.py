@@ -87,7 +87,7 @@ def test_what_noise_explains_is_not_said_to_be_within_the_threshold(tmp_path, ca
     old.rows[0]["ours_p80"] = 2e-3
     new.rows[0]["ours_fastest"] = 0.9e-3
     found = compare.compare(old, new)
-    assert "0 of 1 cases within 1.10x" in found.summary()
+    assert "0 of 1 case within 1.10x" in found.summary()
     assert "1 above it, up to 1.26x" in found.summary()
     report.print_comparison(make_console(), found)
     shown = capsys.readouterr().out

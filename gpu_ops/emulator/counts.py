@@ -114,11 +114,6 @@ def where(file: str, line: int) -> str:
     return f"{PurePath(file).name}:{line}" if file else f"PTX line {line}"
 
 
-def several(count: int, what: str) -> str:
-    """``1 block``, ``1,024 blocks``"""
-    return f"{count:,} {what}" + "s" * (count != 1)
-
-
 _NAMES = tuple(field.name for field in fields(Counts))
 _C = TypeVar("_C", bound=Counts)
 

@@ -20,11 +20,11 @@ from gpu_ops.emulator.counts import (
     Counts,
     InstructionProfile,
     LineProfile,
-    several,
     total,
 )
 from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import source_text
+from gpu_ops.kernels.compiler.words import several
 
 _LINES = 12  # hot lines that are shown
 _SPLITS = 4  # lines that split warps, likewise

@@ -19,7 +19,6 @@ import numpy as np
 from gpu_ops.emulator import arguments
 from gpu_ops.emulator.batch import WARP
 from gpu_ops.emulator.buffers import pinned
-from gpu_ops.emulator.counts import several
 from gpu_ops.emulator.endless import Limit
 from gpu_ops.emulator.errors import EmulatorError, SanitizerError
 from gpu_ops.emulator.faults import Faults
@@ -38,6 +37,7 @@ from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.compiler.toolkit import tool
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks
+from gpu_ops.kernels.compiler.words import several
 from gpu_ops.presets import DevicePreset
 
 _THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
