@@ -6,6 +6,7 @@ import pytest
 
 from gpu_ops.errors import OptionError
 from gpu_ops.inference import TextStream
+from gpu_ops.training import BytePairEncoding
 
 
 class Bytes:
@@ -59,6 +60,30 @@ def test_the_first_space_of_a_text_stays():
     assert "".join(stream.add(b) for b in b" upon") == " upon"
     with pytest.raises(OptionError, match="stop must be a sequence, got str"):
         TextStream(Bytes(), stop="END")
+
+
+def test_a_tokenizer_that_decodes_to_bytes():
+    text = "aé€ ab"
+    tokenizer = BytePairEncoding.train(text.encode(), vocab=256)
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in tokenizer.encode(text)] == [*"a", "", "é", "", "", "€", *" ab"]
+
+
+@pytest.mark.parametrize("tokenizer", [None, 3, "x", object(), {}, Bytes, bytes])
+def test_what_cannot_decode_is_refused_at_once(tokenizer):
+    with pytest.raises(
+        OptionError, match=r"tokenizer must have a method decode\(ids\), got .*load_tokenizer"
+    ):
+        TextStream(tokenizer)
+
+
+def test_a_tokenizer_that_decodes_to_no_text():
+    class Lists(Bytes):
+        def decode(self, ids):
+            return ids
+
+    with pytest.raises(OptionError, match="decode returned list; expected a str or bytes"):
+        TextStream(Lists()).add(1)
 
 
 class Fallback(Bytes):

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from gpu_ops.errors import FormatError, MissingPackageError
+from gpu_ops.errors import FormatError, MissingFileError, MissingPackageError
 from gpu_ops.training import load_tokenizer
 
 
@@ -16,6 +16,17 @@ def test_without_the_package_tokenizers(monkeypatch):
     with pytest.raises(MissingPackageError, match=r"pip install tokenizers") as caught:
         load_tokenizer(__file__)
     assert isinstance(caught.value, ImportError)
+
+
+def test_the_file_comes_before_the_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingFileError):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123\n"
+    )
+    with pytest.raises(FormatError, match="pointer of git LFS"):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 class Tokenizer:

@@ -19,8 +19,9 @@ class TextStream:
 
     Parameters
     ----------
-    tokenizer : object with ``decode(ids) -> str``
-        Such as a ``tokenizers.Tokenizer``: :func:`gpu_ops.training.load_tokenizer`.
+    tokenizer : object with ``decode(ids)``, a str or UTF-8 bytes
+        Such as a ``tokenizers.Tokenizer``, of :func:`gpu_ops.training.load_tokenizer`, or a
+        :class:`gpu_ops.training.BytePairEncoding`.
     stop : strings
         The text ends before the one that is complete first; of several that end together, before the longest. What
         may be the beginning of one is held back.
@@ -43,6 +44,14 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         if not isinstance(stop, (list, tuple)) or not all(isinstance(word, str) for word in stop):
             raise OptionError("TextStream: stop must be a list of strings")
+        if isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None)):
+            shown = (
+                f"the class {tokenizer.__name__}" if isinstance(tokenizer, type) else type(tokenizer).__name__
+            )
+            raise OptionError(
+                f"TextStream: tokenizer must have a method decode(ids), got {shown}; training.load_tokenizer(path) "
+                "makes one of a tokenizer.json"
+            )
         self._tokenizer, self._stop = tokenizer, [word for word in stop if word]
         self._ids = list(prompt)
         # ids from _start on are decoded together; those before _read have been shown
@@ -80,7 +89,13 @@ class TextStream:
         return text[len(before) :], not text.endswith(_INCOMPLETE)
 
     def _text(self, end: int) -> str:
-        text: str = self._tokenizer.decode(self._ids[self._start : end])
+        text = self._tokenizer.decode(self._ids[self._start : end])
+        if isinstance(text, bytes):
+            return text.decode(errors="replace")
+        if not isinstance(text, str):
+            raise OptionError(
+                f"TextStream: the tokenizer's decode returned {type(text).__name__}; expected a str or bytes"
+            )
         return text
 
     def _shown(self, new: str) -> str:

@@ -31,14 +31,14 @@ def load_tokenizer(path: Any) -> Tokenizer:
     """
     op = "load_tokenizer"
     where = path_of(op, path)
+    with opened(op, where) as file:
+        text = file.read()
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise MissingPackageError(
             f"{op}: a tokenizer.json takes the package tokenizers: pip install tokenizers ({error})"
         ) from error
-    with opened(op, where) as file:
-        text = file.read()
     try:
         tokenizer = Tokenizer.from_buffer(text)
     except Exception as error:  # the package raises Exception itself
