@@ -112,6 +112,12 @@ def test_a_misspelt_option_names_the_nearest_and_lists_all(op):
         gpu_ops.explain(op, *call(op).arrays.values(), bakend="cpu")
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if "workspace" in gpu_ops.core.op.OPS[op].parameters])
+def test_what_is_no_workspace_is_refused_on_the_cpu_too(op):
+    for _ in range(2):
+        refused(call(op).having(workspace=3), DTypeError, "workspace is int, expected a uint8 array")
+
+
 FOREIGN = [
     ("attention", "mask", "here it is 'bias' or 'block_mask'"),
     ("attention", "attn_mask", "here it is 'bias' or 'block_mask'"),
@@ -119,6 +125,11 @@ FOREIGN = [
     ("attention", "scale", "here it is 'softmax_scale'"),
     ("attention", "dropout", "here it is 'dropout_p'"),
     ("attention", "enable_gqa", "omit it: heads share keys"),
+    ("attention", "alibi", "here it is 'alibi_slopes'"),
+    ("attention", "s_aux", "here it is 'sinks'"),
+    ("attention", "cu_seqlens_q", "attention_varlen takes sequences"),
+    ("sample", "temp", "here it is 'temperature'"),
+    ("adamw_step", "amsgrad", "omit it: no op keeps the largest v"),
     ("attention_backward", "attn_bias", "here it is 'bias'"),
     ("attention_varlen", "cu_seqlens_kv", "here it is 'cu_seqlens_k'"),
     ("attention_decode", "cache_seqlens", "here it is 'seqused_k'"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["meant_by"]
 
+_VARLEN = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k")
 _MASKS = ("bias", "block_mask", "mask")  # of which an op has some
 _EQUIVALENTS: dict[str, tuple[str, ...]] = {
     "mask": _MASKS,
@@ -13,6 +14,9 @@ _EQUIVALENTS: dict[str, tuple[str, ...]] = {
     "attention_mask": _MASKS,
     "key_padding_mask": ("seqused_k", *_MASKS),
     "attn_bias": ("bias",),
+    "alibi": ("alibi_slopes",),
+    "s_aux": ("sinks",),
+    "temp": ("temperature",),
     "is_causal": ("causal",),
     "scale": ("softmax_scale",),
     "sm_scale": ("softmax_scale",),
@@ -55,7 +59,8 @@ _EQUIVALENTS: dict[str, tuple[str, ...]] = {
     "inplace": ("out",),
     "dtype": ("out_dtype",),
 }
-_NEEDLESS = {
+_ADVICE = {
+    "amsgrad": "omit it: no op keeps the largest v",
     "enable_gqa": "omit it: heads share keys wherever nheads is a multiple of nheads_kv",
     "dim": "omit it: the op works along the last axis",
     "axis": "omit it: the op works along the last axis",
@@ -69,5 +74,8 @@ def meant_by(keyword: str, arguments: Iterable[str]) -> str:
     >>> meant_by("attn_mask", ("q", "k", "v", "bias", "block_mask"))
     "here it is 'bias' or 'block_mask'"
     """
+    arguments = tuple(arguments)
+    if keyword in _VARLEN and "causal" in arguments and "cu_seqlens_q" not in arguments:
+        return "attention_varlen takes sequences of several lengths"
     ours = [repr(name) for name in _EQUIVALENTS.get(keyword, ()) if name in arguments]
-    return f"here it is {' or '.join(ours)}" if ours else _NEEDLESS.get(keyword, "")
+    return f"here it is {' or '.join(ours)}" if ours else _ADVICE.get(keyword, "")

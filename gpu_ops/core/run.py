@@ -321,12 +321,12 @@ def _to_host(x: Any) -> Any:
 
 def _check_workspace(op: str, workspace: Any, program: Program, device: str) -> Any:
     """The caller's workspace as the device takes it; None where none is needed."""
-    if device == "cpu":
-        return None
     need = program.workspace_bytes
     dtype = getattr(workspace, "dtype", None)
     if str(dtype).removeprefix("torch.") != "uint8":
         raise DTypeError(f"{op}: workspace is {dtype or type(workspace).__name__}, expected a uint8 array")
+    if device == "cpu":
+        return None
     if len(workspace.shape) != 1 or workspace.shape[0] < need:
         raise ShapeError(f"{op}: workspace has shape {tuple(workspace.shape)}, expected ({need},) or more")
     if device == "cuda" and not hasattr(workspace, "data_ptr") and isinstance(workspace, np.ndarray):
