@@ -56,8 +56,7 @@ else:
 
         if name in _PACKAGES:
             return importlib.import_module(f"gpu_ops.{name}")
-        declared = importlib.import_module("gpu_ops.core.declared")
-        raise declared.no_attribute(__name__, name, [*__all__, *_PACKAGES])
+        raise errors.no_attribute(__name__, name, [*__all__, *_PACKAGES])
 
 
 def __dir__() -> list[str]:

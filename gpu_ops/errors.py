@@ -3,7 +3,9 @@
 A message says what was given, what is allowed and what to do next.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "CommError",
@@ -112,3 +114,21 @@ class KernelCompileError(GpuOpsError, RuntimeError):
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(f"{message}\n{log}" if log else message)
         self.log = log
+
+
+def suggest(package: dict[str, Any], names: Iterable[str]) -> None:
+    """Answer an unknown name of a package with the nearest of ``names``. ``package``: its ``globals()``."""
+
+    def missing(name: str) -> Any:
+        raise no_attribute(package["__name__"], name, names)
+
+    package["__getattr__"] = missing
+
+
+def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """The error for a name that a module does not have."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if name in near:  # a module that is not imported
+        hint = f"; first import {module}.{name}"
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")

@@ -253,6 +253,10 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
             )
     if isinstance(device, tuple):
         return _by_arch(device, what)
+    if not isinstance(device, str):
+        raise OptionError(
+            f"{what}: a device is a name such as 'H200' or 'sm_86', or a tuple (8, 6); got {type(device).__name__}"
+        )
     wanted = device.strip()
     for name, preset in PRESETS.items():
         if name.casefold() == wanted.casefold():

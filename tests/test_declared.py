@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from gpu_ops import distributed, inference, memory, models
+from gpu_ops import distributed, emulator, formats, inference, memory, models
 from gpu_ops.distributed.single import Single
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import Engine
@@ -99,6 +99,11 @@ def test_wrong_arguments_are_typed_errors(label, kinds, tmp_path, monkeypatch):
             lambda: models.logits([], {}, 1),
         ),
         (
+            "merged: a is NoneType, expected an array",
+            lambda: models.merged(models.Lora(np.ones((2, 2)), None, np.ones((2, 1)))),
+        ),
+        ("select_preset: a device is a name such as 'H200'", lambda: memory.Trace(3).__enter__()),
+        (
             "schedule: unknown argument 'rank'; did you mean 'ranks'",
             lambda: distributed.schedule("1f1b", rank=2),
         ),
@@ -132,6 +137,33 @@ def test_what_a_wrong_argument_is_told(message, call):
 def test_numbers_that_float32_cannot_compute_with_are_refused_by_name(change, name):
     with pytest.raises(OptionError, match=rf"^LlamaConfig: {re.escape(name)} must be .*1e\+38"):
         LlamaConfig(**SIZES, **change)
+
+
+def test_one_pass_iterators_where_one_pass_is_made():
+    config = LlamaConfig(**SIZES)
+    weights = Llama.of(models.initial_weights(config), config)
+    assert list(models.lora_shapes(config, 4, iter(["qkv"]))) == ["layers.0.qkv.a", "layers.0.qkv.b"]
+    assert isinstance(models.with_latent(weights, iter(["qkv"])).layers[0].qkv, models.Latent)
+    sizes = [
+        inference.cache_for(weights, config, lengths=lengths).stats.total
+        for lengths in ([40, 1], map(len, [[0] * 40, [0]]))
+    ]
+    assert sizes[0] == sizes[1] > 1
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "hint"),
+    [
+        (models, "logit", "; did you mean 'logits'?"),
+        (emulator, "lauch", "; did you mean 'launch'?"),
+        (formats, "safetensor", "; did you mean 'safetensors'?"),
+        (formats, "nothing_like_it", ""),
+    ],
+)
+def test_a_name_that_a_package_lacks(package, name, hint):
+    with pytest.raises(AttributeError) as caught:
+        getattr(package, name)
+    assert str(caught.value) == f"module {package.__name__!r} has no attribute {name!r}{hint}"
 
 
 def test_every_annotation_is_read():

@@ -11,7 +11,8 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops import training
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 from gpu_ops.training.flat import FlatParams
 from gpu_ops.training.scaler import GradScaler, clip_coefficient
 
@@ -182,12 +183,26 @@ def test_on_a_gpu(cupy, dtype, rng):
         ({"device": "gpu"}, OptionError, "did you mean 'cuda'"),
         ({"device": "cuda"}, DeviceError, "no usable CUDA device"),
         ({"shapes": {"w": (2, -1)}}, OptionError, "a length of w must lie in"),
+        (
+            {"shapes": {"w": (2**50, 2**50)}},
+            ShapeError,
+            "w has shape .* more than the 281474976710656 elements",
+        ),
+        ({"shapes": {"w": (2**50, 2**50, 0)}}, ShapeError, "w has shape .* more than the 281474976710656"),
+        ({"shapes": {"w": (2**48,)}, "dtype": "float64"}, OutOfMemoryError, "parameters and their states"),
+        ({"decay": (name for name in ["up"])}, OptionError, "decay must be a sequence, got generator"),
     ],
 )
 def test_mistakes(change, error, message):
     given = {"shapes": SHAPES, "dtype": "float32", **change}
     with pytest.raises(error, match=message):
         FlatParams.from_shapes(given.pop("shapes"), **given)
+
+
+def test_names_that_decay_are_any_collection():
+    segments = FlatParams.from_shapes(SHAPES, dtype="float32", decay={"norm"})._segments
+    for decay in ({"norm": 1}, {"norm": 1}.keys(), ["norm"]):
+        assert training.FlatParams.from_shapes(SHAPES, dtype="float32", decay=decay)._segments == segments
 
 
 def test_assign_checks_all_before_it_writes(rng):

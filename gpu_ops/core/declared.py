@@ -14,20 +14,21 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, UnknownOptionError
+from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, UnknownOptionError, suggest
 
-__all__ = ["no_attribute", "publish"]
+__all__ = ["publish"]
 
 Check = Callable[[str, str, Any], object]  # function, argument, value: raises what the caller sees
 _ANYTHING = (Any, object, inspect.Parameter.empty)
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = (abc.Sequence, abc.Collection, abc.Iterable, list, tuple)
+_ORDERED = (abc.Sequence, list, tuple)  # where a mapping is a mistake: elsewhere its keys count
 
 
 def publish(package: dict[str, Any]) -> None:
@@ -44,18 +45,7 @@ def publish(package: dict[str, Any]) -> None:
             package[name] = checked(value, name)
             package[name].__module__ = who  # where pickle finds it
     package["__dir__"] = lambda: sorted(names)
-
-    def missing(name: str) -> Any:
-        raise no_attribute(who, name, names)
-
-    package["__getattr__"] = missing
-
-
-def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    """The error for a name that a module does not have."""
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+    suggest(package, names)
 
 
 def _check_class(kind: type) -> None:
@@ -240,7 +230,8 @@ def _sequence(kind: Any, parts: list[Check]) -> Check:
     """Of a list, tuple or array. ``parts``: of each element; of a tuple without ``...`` one per element."""
 
     def check(who: str, name: str, value: Any) -> None:
-        if isinstance(value, (str, bytes, abc.Mapping)) or not hasattr(value, "__iter__"):
+        is_mapping = kind in _ORDERED and isinstance(value, abc.Mapping)
+        if is_mapping or isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
             _refuse(who, name, "a sequence", value)
         if isinstance(value, np.ndarray) and (not value.ndim or (kind is tuple and value.ndim != 1)):
             _refuse(who, name, "a sequence", value)

@@ -10,6 +10,7 @@ from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, San
 from gpu_ops.emulator.numba_kernel import ptx_of
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.run import launch, profile, record
+from gpu_ops.errors import suggest
 
 __all__ = [
     "Buffer",
@@ -25,3 +26,5 @@ __all__ = [
     "ptx_of",
     "record",
 ]
+
+suggest(globals(), __all__)

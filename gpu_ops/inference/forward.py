@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy.typing as npt
@@ -93,7 +93,7 @@ def cache_for(
     config: LlamaConfig,
     *,
     num_pages: int | None = None,
-    lengths: Sequence[int] | None = None,
+    lengths: Iterable[int] | None = None,
     page_size: int = 16,
     dtype: npt.DTypeLike | None = None,
 ) -> PagedKVCache:

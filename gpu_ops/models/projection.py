@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_ops.core.allocator import new_array
 from gpu_ops.core.checks import integer, one_of
-from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.elementwise import added
@@ -207,7 +207,7 @@ def _packed(weight: Any) -> tuple[Any, str]:
 
 
 def lora_shapes(
-    config: LlamaConfig, rank: int, projections: Sequence[str] = PROJECTIONS
+    config: LlamaConfig, rank: int, projections: Iterable[str] = PROJECTIONS
 ) -> dict[str, tuple[int, ...]]:
     """The adapters of a model by name: ``layers.0.qkv.a``, (rank, in), and ``layers.0.qkv.b``, (out, rank)."""
     rank, parts = integer("lora_shapes", "rank", rank, low=1), _checked(projections)
@@ -262,12 +262,15 @@ def _lora_layers(layers: Sequence[Block], adapters: Mapping[str, Any]) -> list[B
 
 def merged(weight: Lora) -> Any:
     """One array in place of the base and its adapter, rounded once to the base's dtype."""
+    for name in ("base", "a", "b"):
+        if not hasattr(getattr(weight, name), "ndim"):
+            raise DTypeError(f"merged: {name} is {type(getattr(weight, name)).__name__}, expected an array")
     at = np.ascontiguousarray(weight.a.T) if isinstance(weight.a, np.ndarray) else weight.a.T.copy()
     return linear(weight.b, at, residual=weight.base)
 
 
 def with_latent(
-    weights: Llama, projections: Sequence[str] = PROJECTIONS, *, activations: str = "int8"
+    weights: Llama, projections: Iterable[str] = PROJECTIONS, *, activations: str = "int8"
 ) -> Llama:
     """The model with ternary projections, whose floats behind them are the weights given."""
     parts = _checked(projections)
@@ -278,7 +281,7 @@ def with_latent(
     return replace(weights, layers=layers)
 
 
-def with_int8_input(weights: Llama, projections: Sequence[str] = ("qkv", "gate_up")) -> Llama:
+def with_int8_input(weights: Llama, projections: Iterable[str] = ("qkv", "gate_up")) -> Llama:
     """The model with ternary projections that take int8 from the norms before them, which are those of the default.
 
     Raises
@@ -301,5 +304,5 @@ def with_int8_input(weights: Llama, projections: Sequence[str] = ("qkv", "gate_u
     return replace(weights, layers=layers)
 
 
-def _checked(projections: Sequence[str]) -> list[str]:
+def _checked(projections: Iterable[str]) -> list[str]:
     return [one_of("models", "projections", part, PROJECTIONS) for part in projections]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.device import cuda_missing
+from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.adamw import adamw_step
 from gpu_ops.training.state_arrays import StateArray, named_dtype, zeros
@@ -20,6 +21,7 @@ from gpu_ops.training.state_arrays import StateArray, named_dtype, zeros
 __all__ = ["FlatParams"]
 
 _SEGMENT = 256  # elements of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale for each
+_MOST = 1 << 48  # elements of a parameter, far more than addresses of memory
 _CLASS = "FlatParams"
 
 
@@ -135,7 +137,10 @@ class FlatParams:
                 )
             dtypes |= {"m": np.dtype(np.int8), "v": np.dtype(np.uint8), "m_scale": wide, "v_scale": wide}
             lengths |= dict.fromkeys(("m_scale", "v_scale"), ends[1] // _SEGMENT)
-        arrays = {name: zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
+        try:
+            arrays = {name: zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
+        except MemoryError as error:
+            raise out_of_memory(f"{_CLASS}.from_shapes", error, "parameters and their states") from error
         return cls(segments, ends, arrays, device)
 
     @property
@@ -234,6 +239,10 @@ def _layout(
     for name, shape in shapes.items():
         lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
         sizes[name] = tuple(checks.integer(_CLASS, f"a length of {name}", n, low=0) for n in lengths)
+        if math.prod(n or 1 for n in sizes[name]) > _MOST:
+            raise ShapeError(
+                f"{_CLASS}: {name} has shape {sizes[name]}, more than the {_MOST} elements allowed"
+            )
     for name in decay or ():
         checks.one_of(_CLASS, "decay", name, sizes)
     decays = {name: len(shape) >= 2 if decay is None else name in decay for name, shape in sizes.items()}
