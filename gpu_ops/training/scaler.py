@@ -65,7 +65,7 @@ def clip_coefficient(norm: Any, max_norm: float) -> Any:
     dtype = norm.dtype
     if isinstance(dtype, np.dtype) and dtype.kind not in "fiu" and dtype not in checks.FLOAT_DTYPES.values():
         raise DTypeError(f"{who}: norm is {dtype}, expected a number, such as global_norm(grads)[0]")
-    if isinstance(norm, (np.ndarray, np.generic)) and np.any(np.less(norm, 0)):
+    if isinstance(norm, (np.ndarray, np.generic)) and np.less(norm, 0).any():
         raise OptionError(f"{who}: norm must be at least 0, got {norm}")
     width = "float64" if str(dtype).endswith("64") else "float32"
     limit = checks.computable(who, "max_norm", max_norm, width, low=0.0)
