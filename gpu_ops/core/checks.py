@@ -42,8 +42,8 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
-# Largest size of an option, by what kernels compute in; its reciprocal is the least size of one that they divide by.
-_LARGEST = {"float32": 1e38, "float64": 1e308}
+# Largest size of an option, by the dtype of arrays; its reciprocal is the least size of one that kernels divide by.
+_LARGEST = {name: 1e308 if name == "float64" else 1e38 for name in FLOAT_DTYPES}
 
 _NO_NUMBERS = (bool, np.timedelta64)  # though bool is an int to Python, and a time an integer to NumPy
 
@@ -181,7 +181,7 @@ def real(op: str, name: str, value: Any) -> Any:
 def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: float = -math.inf) -> float:
     """A finite real number, ``>= low`` and ``> above``."""
     try:
-        result = float(real(op, name, value))
+        result = value if type(value) is float else float(real(op, name, value))
     except OverflowError as error:
         raise OptionError(f"{op}: {name} must be finite, and float64 cannot hold the one given") from error
     if not math.isfinite(result) or result < low or result <= above:
@@ -197,11 +197,12 @@ def computable(
 
     ``divides``: kernels divide by it unless it is 0, so that its reciprocal is finite as well.
     """
-    result, computed = number(op, name, value, low=low), computing_dtype(dtype).name
-    largest = _LARGEST[computed]
+    result = number(op, name, value, low=low)
+    largest = _LARGEST[dtype]
     least = 1 / largest if divides else 0.0
     if result and not least <= abs(result) <= largest:
         bounds = f"0 or between {least:g} and {largest:g}" if divides else f"at most {largest:g}"
+        computed = computing_dtype(dtype)
         raise OptionError(
             f"{op}: {name} must be {bounds} in size, for {dtype} is computed in {computed}; got {result!r}"
         )
