@@ -8,10 +8,11 @@ import re
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 
-from gpu_ops.kernels.compiler import progress
+from gpu_ops.kernels.compiler import progress, words
 from tests.processes import PATIENCE
 
 
@@ -130,3 +131,18 @@ def test_a_stderr_that_cannot_be_written_is_no_error(stream, handler, monkeypatc
     with progress.visible("compiling"):
         time.sleep(0.05)
     assert not failures
+
+
+@pytest.mark.parametrize("stream", [Closed, Full, Bare, type(None)])
+def test_a_warning_without_a_stderr_is_no_error(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream())
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: sys.stderr.write(str(message)))
+        words.warn("not cached", stacklevel=1)
+
+
+def test_a_warning_names_the_line_that_it_is_about():
+    with pytest.warns(UserWarning, match="not cached") as record:
+        words.warn("not cached", stacklevel=1)
+    assert record[0].filename == __file__

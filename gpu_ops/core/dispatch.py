@@ -31,6 +31,7 @@ from gpu_ops.core.checks import one_of
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.compiler.numba_import import numba_disabled
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
+from gpu_ops.kernels.compiler.words import without_stderr
 
 __all__ = [
     "BACKENDS",
@@ -93,7 +94,8 @@ def unavailable(device: str, backend: str) -> str | None:
         if backend == "numba" and (why := numba_disabled()):
             import logging  # not what an import of gpu_ops costs
 
-            logging.getLogger("gpu_ops").warning("ops run on the slow NumPy reference: %s", why)
+            with without_stderr():
+                logging.getLogger("gpu_ops").warning("ops run on the slow NumPy reference: %s", why)
             return why
         return None
     if (device == "emulator" or backend == "numba") and (why := numba_disabled()):

@@ -24,12 +24,13 @@ import os
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from gpu_ops.kernels.compiler.words import warn
 
 try:
     import fcntl
@@ -288,7 +289,7 @@ def _unpack(content: bytes, key: str) -> Entry:
 
 def ignore_entry(name: str, reason: object) -> None:
     """Warn that an entry is not used. The kernel is compiled again, and the entry replaced."""
-    warnings.warn(f"gpu_ops: ignoring the cached kernel {name}: {reason}", stacklevel=3)
+    warn(f"gpu_ops: ignoring the cached kernel {name}: {reason}", stacklevel=3)
 
 
 def _warn_unusable(reason: str) -> None:
@@ -307,7 +308,7 @@ def warn_once(key: object, message: str) -> None:
     """Once per process and key."""
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(message, stacklevel=5)
+        warn(message, stacklevel=5)
 
 
 def publish(entry: Entry, *parts: str) -> None:
@@ -318,7 +319,7 @@ def publish(entry: Entry, *parts: str) -> None:
     try:
         write_whole(folder / parts[-1], _pack(entry, "/".join(parts)))
     except OSError as error:
-        warnings.warn(f"gpu_ops: kernel {parts[-1]} not cached: {error}", stacklevel=3)
+        warn(f"gpu_ops: kernel {parts[-1]} not cached: {error}", stacklevel=3)
 
 
 def write_whole(path: Path, content: bytes) -> None:

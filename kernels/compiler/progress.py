@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
+from gpu_ops.kernels.compiler.words import without_stderr
+
 PATIENCE = 1.0  # seconds before anything is shown
 SLOW = 10.0  # seconds after which a kernel that still compiles is named
 silent = False  # of several processes that do the same, one speaks: the others set this
@@ -37,23 +39,18 @@ class _Stderr:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with _without_errors():
+        with without_stderr():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with _without_errors():
+        with without_stderr():
             self._stream.flush()
 
     def isatty(self) -> bool:
-        with _without_errors():
+        with without_stderr():
             return bool(self._stream.isatty())
         return False
-
-
-def _without_errors() -> contextlib.suppress:
-    """ValueError: the stream is closed. AttributeError: it is None, or an object that lacks the method."""
-    return contextlib.suppress(OSError, ValueError, AttributeError)
 
 
 def _quiet() -> bool:
@@ -141,7 +138,7 @@ def _notice(message: str) -> None:
     Without a handler the level of the root logger counts only if it differs from logging's default, WARNING.
     """
     if LOGGER.hasHandlers():
-        with _without_errors():  # of a handler that writes to the same stderr
+        with without_stderr():  # of a handler that writes to the same stderr
             LOGGER.info(message)
         return
     by_default = LOGGER.level == logging.NOTSET and LOGGER.getEffectiveLevel() == logging.WARNING

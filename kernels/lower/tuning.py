@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from gpu_ops.kernels.compiler.cache import cache_folder, read_file, write_whole
 from gpu_ops.kernels.compiler.cache_contents import TUNING
 from gpu_ops.kernels.compiler.jit import source_key
+from gpu_ops.kernels.compiler.words import warn
 from gpu_ops.kernels.program import Builder
 
 __all__ = ["Asked", "Space", "choose", "forget", "keep"]
@@ -107,7 +107,7 @@ def keep(asked: Asked, winner: str, microseconds: Mapping[str, float]) -> Path |
     try:
         write_whole(path, json.dumps(entry, indent=1).encode())
     except OSError as error:
-        warnings.warn(f"gpu_ops: the measured choice {path} is not kept: {error}", stacklevel=3)
+        warn(f"gpu_ops: the measured choice {path} is not kept: {error}", stacklevel=3)
         return None
     return path
 
@@ -129,7 +129,7 @@ def _read(space: Space, card: str, bucket: str) -> str | None:
         # Otherwise it was measured with other sources, or another compiler.
         return str(entry["winner"]) if identity.items() <= entry.items() else None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        warnings.warn(f"gpu_ops: ignoring the measured choice {name}: {error!r}", stacklevel=2)
+        warn(f"gpu_ops: ignoring the measured choice {name}: {error!r}", stacklevel=2)
         return None
 
 

@@ -15,7 +15,6 @@ import gc
 import hashlib
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
@@ -30,6 +29,7 @@ from gpu_ops.kernels.compiler.cache_contents import CPU, cpu_sources
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.compiler.progress import compilation
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks, uninterrupted
+from gpu_ops.kernels.compiler.words import warn
 
 from .codegen.numba_api import (
     VERSIONS,
@@ -283,7 +283,7 @@ class DiskCache(Cache):
         try:
             entry = reduce(data)
         except ValueError as error:
-            warnings.warn(f"gpu_ops: kernel {self._label} not cached: {error}", stacklevel=2)
+            warn(f"gpu_ops: kernel {self._label} not cached: {error}", stacklevel=2)
         else:
             publish(entry, *_parts(), f"{self._label}.nbc")
 

@@ -25,7 +25,6 @@ import atexit
 import os
 import platform
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from queue import SimpleQueue
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
+from gpu_ops.kernels.compiler.words import warn
 
 from .codegen.numba_api import config, get_or_insert_function, intrinsic, ir, signature, types
 from .jit import kernel
@@ -66,7 +66,7 @@ def thread_count() -> int:
     count, cpus = int(config.NUMBA_NUM_THREADS), int(config.NUMBA_DEFAULT_NUM_THREADS)
     most = MAX_THREADS_PER_CPU * cpus
     if count > most:
-        warnings.warn(
+        warn(
             f"gpu_ops: NUMBA_NUM_THREADS={count}, but this process may use {cpus} CPUs; {most} threads are used",
             stacklevel=2,
         )
