@@ -90,12 +90,12 @@ def _declared(function: Callable[..., Any]) -> tuple[list[tuple[str, Check]], di
     """The checks of positional arguments in order, and of all by name. None names any other keyword."""
     parameters = inspect.signature(function).parameters.values()
     scope = vars(sys.modules[function.__module__])
-    found = {p.name: _check_of(p.annotation, scope) for p in parameters if p.kind is not p.VAR_KEYWORD}
+    by_name = {p.name: _check_of(p.annotation, scope) for p in parameters if p.kind is not p.VAR_KEYWORD}
     positional = [
-        (p.name, found[p.name]) for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        (p.name, by_name[p.name]) for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    others: dict[Any, Check] = {None: _anything} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {}
-    return positional, found | others
+    extra: dict[Any, Check] = {None: _anything} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {}
+    return positional, by_name | extra
 
 
 def _unknown(function: Callable[..., Any]) -> Check:
@@ -227,7 +227,7 @@ def _mapping(parts: list[Check], who: str, name: str, value: Any) -> None:
 
 
 def _sequence(kind: Any, parts: list[Check]) -> Check:
-    """Of a list, tuple or array. ``parts``: of each element; of a tuple without ``...`` one per element."""
+    """The check of a list, tuple or array. ``parts``: of each element; of a tuple without ``...`` one per element."""
 
     def check(who: str, name: str, value: Any) -> None:
         is_mapping = kind in _ORDERED and isinstance(value, abc.Mapping)

@@ -35,10 +35,10 @@ def changing(flow: Flow, values: list[Array], unknown: list[Array]) -> list[Arra
     bits = differs.view(f"i{differs.itemsize}").astype(np.int64).view(np.uint64) if signed else differs
     bits = np.broadcast_to(bits.astype(np.uint64), unknown[0].shape)
     uncertain = np.bitwise_or.reduce([unknown[k] for k in flow.controls]) if flow.controls else np.uint64(0)
-    found = [np.where(uncertain != 0, ALL, bits)]
+    results = [np.where(uncertain != 0, ALL, bits)]
     if len(op.writes) == 2:  # lop3.or.b32 d|p: the predicate tells whether any bit is set
-        found.append((np.bitwise_or.reduce(unknown) != 0).astype(np.uint64))
-    return found
+        results.append((np.bitwise_or.reduce(unknown) != 0).astype(np.uint64))
+    return results
 
 
 def _unsigned(values: Array) -> Array:
@@ -48,8 +48,8 @@ def _unsigned(values: Array) -> Array:
 
 def _like(unknown: Array, values: Array) -> Array:
     """The unknown bits of values, as unsigned integers of their size."""
-    one = np.uint64(1)
-    return (unknown & one if values.dtype == np.bool_ else unknown).astype(f"u{values.itemsize}")
+    lowest = np.uint64(1)
+    return (unknown & lowest if values.dtype == np.bool_ else unknown).astype(f"u{values.itemsize}")
 
 
 def filled(values: Array, unknown: Array, ones: bool) -> Array:

@@ -51,16 +51,16 @@ class _Reader:
         self.shown = ""  # the nested name that was read last
 
     def accept(self, pattern: str) -> re.Match[str] | None:
-        found = re.compile(pattern).match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        return found
+        match = re.compile(pattern).match(self.text, self.at)
+        if match:
+            self.at = match.end()
+        return match
 
     def expect(self, pattern: str) -> re.Match[str]:
-        found = self.accept(pattern)
-        if found is None:
+        match = self.accept(pattern)
+        if match is None:
             raise _Unread(self.text[self.at :])
-        return found
+        return match
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -157,10 +157,10 @@ class _Reader:
     def arguments(self) -> str:
         """``I {<argument>} E``"""
         self.expect("[IJ]")
-        found = []
+        arguments = []
         while not self.accept("E"):
-            found.append(self.argument())
-        return f"<{', '.join(found)}>"
+            arguments.append(self.argument())
+        return f"<{', '.join(arguments)}>"
 
     def argument(self) -> str:
         if self.accept("(?=J)"):

@@ -35,8 +35,8 @@ _SHIFT = 32  # a mark is the number of the load above the position of its lane, 
 
 def _marks(m: State, registers: list[int]) -> Array | None:
     """The marks of several registers as one, of all bits; None if there are none."""
-    found = [marks[0] for i in registers if (marks := m.undefined.get(i)) is not None]
-    return _marked(np.maximum.reduce(found)) if found else None
+    loads = [marks[0] for i in registers if (marks := m.undefined.get(i)) is not None]
+    return _marked(np.maximum.reduce(loads)) if loads else None
 
 
 def _marked(loads: Array, unknown: Array | np.uint64 = bits.ALL) -> Array:
@@ -47,11 +47,11 @@ def _marked(loads: Array, unknown: Array | np.uint64 = bits.ALL) -> Array:
 
 def _unknown(m: State, registers: list[int | None], width: int) -> Array:
     """The uninitialised bits of a source of so many bits, as uint64."""
-    found, width = np.zeros(m.threads, np.uint64), width // len(registers)
+    unknown, width = np.zeros(m.threads, np.uint64), width // len(registers)
     for k, register in enumerate(registers):
         if register is not None and (marks := m.undefined.get(register)) is not None:
-            found |= (marks[1].view(np.uint64) & np.uint64((1 << width) - 1)) << np.uint64(k * width)
-    return found
+            unknown |= (marks[1].view(np.uint64) & np.uint64((1 << width) - 1)) << np.uint64(k * width)
+    return unknown
 
 
 def _loads(m: State, register: int) -> Array:
@@ -77,8 +77,8 @@ def _report(m: State, pc: int, marks: Array, lanes: Array, use: str) -> None:
     """Report the marked lanes among these, and drop the marks where faults are collected."""
     s, marks = m.sanitizer, marks[0]
     assert s is not None
-    found = np.unique(marks[lanes & m.alive & (marks != 0)])
-    for mark in found.tolist():
+    numbers = np.unique(marks[lanes & m.alive & (marks != 0)])
+    for mark in numbers.tolist():
         load, position = s.loads[(mark - 1) >> _SHIFT], (mark - 1) & ((1 << _SHIFT) - 1)
         user = int(np.flatnonzero(lanes & m.alive & (marks == mark))[0])
 
@@ -88,9 +88,9 @@ def _report(m: State, pc: int, marks: Array, lanes: Array, use: str) -> None:
             return text if store < 0 else f"{text}\n  the value was stored there at {m.program.where(store)}"
 
         m.report("uninitialised read", load.access.pc, int(load.place.lanes[position]), what)
-    if len(found):
+    if len(numbers):
         for register, other in list(m.undefined.items()):
-            _put(m, register, np.where(np.isin(other[0], found), 0, other), m.full(None))
+            _put(m, register, np.where(np.isin(other[0], numbers), 0, other), m.full(None))
 
 
 # -- instructions ---------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def _chosen(m: State, flow: Flow, loads: Array) -> list[Array | None]:
     values = [np.broadcast_to(read(), m.threads) for read in flow.readers]
     sources = zip(flow.operands, flow.op.reads, strict=True)
     unknown = [_unknown(m, registers, BITS[ptx_type]) for registers, ptx_type in sources]
-    found = bits.changing(flow, values, unknown)
-    return [_marked(loads, found[number] >> np.uint64(first)) for number, first in flow.results]
+    changed = bits.changing(flow, values, unknown)
+    return [_marked(loads, changed[number] >> np.uint64(first)) for number, first in flow.results]
 
 
 def together(m: State, pc: int, here: Array, named: Array) -> None:
@@ -199,12 +199,12 @@ def _product(m: State, flow: Flow, here: Array) -> list[Array]:
         loads = [_loads(m, -1 if i is None else i) for i in registers]
         values = [np.where(of != 0, nan, 0).astype(nan.dtype).view(f"u{nan.itemsize}") for of in loads]
         tiles.append([np.ascontiguousarray(v.reshape(-1, WARP)[warps]) for v in values])
-    found = []
+    faults = []
     for result in flow.tile.run(*tiles):
         wrong = np.zeros(here.shape, np.bool_)
         wrong[warps] = result.view(f"u{result.dtype.itemsize}") != 0
-        found.append(wrong.ravel())
-    return found
+        faults.append(wrong.ravel())
+    return faults
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ def loaded_fragments(
     warps: Array,
 ) -> None:
     """Mark the registers of ``ldmatrix``, to which ``load`` distributes rows of 16 bytes."""
-    for found, marks in _new_loads(m):
-        lanes, missing = found.place.lanes, found.bits
+    for unwritten, marks in _new_loads(m):
+        lanes, missing = unwritten.place.lanes, unwritten.bits
         data, of_warp = np.zeros((len(warps), rows, 16), np.uint8), np.zeros(m.threads // WARP, np.int64)
         at = np.searchsorted(place.lanes, lanes)
         data.reshape(-1, 16)[at] = missing[:, None] >> np.arange(16, dtype=np.uint64) & np.uint64(1)

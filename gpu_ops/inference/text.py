@@ -102,10 +102,10 @@ class TextStream:
         """``new`` and what was held back, up to a stop string, or without what may be the beginning of one."""
         self._start, self._read = self._read, len(self._ids)
         text = self._held + new
-        found = [(i + len(word), i) for word in self._stop if (i := text.find(word)) >= 0]
-        if found:
+        ends = [(i + len(word), i) for word in self._stop if (i := text.find(word)) >= 0]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: min(ends)[1]]
         hold = max(
             (n for word in self._stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0
         )
