@@ -6,6 +6,7 @@ A shell's background jobs ignore Ctrl-C, and so do all of their children; a load
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import resource
 import signal
@@ -41,8 +42,16 @@ class LastWords:
     before it, go to files, which outlive the process."""
 
     def __init__(self, config: pytest.Config, folder: Path, worker: str) -> None:
+        stacks, exit_at_once = config.stash[fault_handler_stderr_fd_key], os._exit
         with (folder / f"{worker}.stacks").open("wb") as file:
-            os.dup2(file.fileno(), config.stash[fault_handler_stderr_fd_key])
+            os.dup2(file.fileno(), stacks)
+
+        def exit_with_stacks(status: int, process: int = os.getpid()) -> None:
+            if os.getpid() == process:  # no fork's: execnet ends a worker this way when it loses its pipe
+                faulthandler.dump_traceback(stacks)
+            exit_at_once(status)
+
+        os._exit = exit_with_stacks
         self._file = (folder / f"{worker}.tests").open("w")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_ops import inference, memory, models
 from gpu_ops.__main__ import main
-from gpu_ops.errors import GpuOpsError, OptionError
+from gpu_ops.errors import DTypeError, GpuOpsError, OptionError
 from gpu_ops.inference import command
 from tests.compare import naive_ops
 from tests.test_generate import Bytes
@@ -65,7 +65,7 @@ def test_mistakes(rng):
     cache = inference.cache_for(weights, CONFIG, num_pages=4)
     with pytest.raises(OptionError, match="kv_dtype is for the cache that generate makes"):
         inference.generate(weights, CONFIG, texts, cache=cache, kv_dtype="int8")
-    with pytest.raises(OptionError, match="float8_e4m3fn"):
+    with pytest.raises(DTypeError, match="float8_e4m3fn"):
         inference.cache_for(weights, CONFIG, num_pages=4, dtype="fp8")
     wide = model(dtype=np.float64)
     with pytest.raises(GpuOpsError, match="quantized pages take float16, bfloat16 or float32"):

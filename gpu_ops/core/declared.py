@@ -199,7 +199,8 @@ def _dtype(optional: bool, who: str, name: str, value: Any) -> None:
             raise TypeError
     except Exception as error:
         shown = value if isinstance(value, str) else type(value).__name__
-        raise DTypeError(f"{who}: {name}={shown!r} is no dtype; pass one such as 'float32'") from error
+        dtypes = "'bfloat16' or 'float8_e4m3fn'"
+        raise DTypeError(f"{who}: {name}={shown!r} is no dtype; pass one such as {dtypes}") from error
 
 
 def _instance(kinds: tuple[type, ...], who: str, name: str, value: Any) -> None:
