@@ -31,18 +31,26 @@ STUCK = 300.0  # seconds after which a case counts as hanging; compiling a kerne
 
 
 class Watch:
-    """Ends the process when a case hangs, which no exception would."""
+    """A context in which a case that hangs ends the process, which no exception would."""
 
     def __init__(self) -> None:
         self.case, self.since = "", time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
 
     def begin(self, case: str) -> None:
         self.case, self.since = case, time.monotonic()
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(1)
+        while not self._ended.wait(1):
             if time.monotonic() - self.since > STUCK:
                 say(f"FOUND {self.case}: hangs, more than {STUCK:.0f} s\n  replay: {replay(self.case)}")
                 os._exit(1)
@@ -60,22 +68,23 @@ def fuzz(seed: int, numbers: range | None, seconds: float) -> int:
     """Run cases 0, 1, ... of a seed, or ``numbers`` alone. Returns how many findings there were."""
     start = shown = time.monotonic()
     ran: collections.Counter[str] = collections.Counter()
-    findings, watch = 0, Watch()
+    findings = 0
     number = numbers.start if numbers else 0
     try:
-        while number in numbers if numbers is not None else time.monotonic() - start < seconds:
-            case = f"{seed}:{number}"
-            watch.begin(case)
-            try:
-                ran[run_case(seed, number)] += 1
-            except Finding as finding:
-                findings += 1
-                ran["found"] += 1
-                say(f"FOUND {case} {finding}\n  replay: {replay(case)}")
-            number += 1
-            if time.monotonic() - shown > PROGRESS:
-                shown = time.monotonic()
-                say(f"{shown - start:5.0f} s: {ran.total()} cases, {findings} findings; next {seed}:{number}")
+        with Watch() as watch:
+            while number in numbers if numbers is not None else time.monotonic() - start < seconds:
+                case = f"{seed}:{number}"
+                watch.begin(case)
+                try:
+                    ran[run_case(seed, number)] += 1
+                except Finding as finding:
+                    findings += 1
+                    ran["found"] += 1
+                    say(f"FOUND {case} {finding}\n  replay: {replay(case)}")
+                number += 1
+                if time.monotonic() - shown > PROGRESS:
+                    shown = time.monotonic()
+                    say(f"{shown - start:5.0f} s: {ran.total()} cases, {findings} findings; next {seed}:{number}")
     except KeyboardInterrupt:
         say("interrupted")
     kinds = collections.Counter[str]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -159,6 +160,7 @@ def test_a_call_that_an_interrupt_breaks_is_found(monkeypatch):
 def test_the_command_line(monkeypatch, capsys):
     assert fuzz.main(["--cases", "3", "--seed", "1"]) == 0
     assert "3 cases in" in capsys.readouterr().out
+    assert "watch" not in {thread.name for thread in threading.enumerate()}  # it would end this process later
     monkeypatch.setattr(kinds, "judge_files", lambda draw: "planted")
     monkeypatch.setattr(kinds, "KINDS", ("files",))
     assert fuzz.main(["--case", "1:7"]) == 1
