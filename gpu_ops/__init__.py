@@ -51,7 +51,7 @@ else:
     _PACKAGES = ("distributed", "emulator", "formats", "inference", "memory", "models", "training")
 
     def __getattr__(name: str) -> object:
-        """``gpu_ops.models`` and the like without an import of their own: each loads when it is first named."""
+        """Load a subpackage such as ``gpu_ops.models`` when it is first named."""
         import importlib
 
         if name in _PACKAGES:

@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def stage(line: str) -> str:
-    """What pip does when it prints this line, or nothing."""
+    """Describe the step of pip that prints this line; empty for any other."""
     if match := DOWNLOAD.match(line):
         return f"downloading {match['name']}{match['size'] or ''}"
     return next((words for start, words in STAGES.items() if line.strip().startswith(start)), "")

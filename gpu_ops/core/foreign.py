@@ -68,7 +68,7 @@ _ADVICE = {
 
 
 def meant_by(keyword: str, arguments: Iterable[str]) -> str:
-    """What to write in place of another library's keyword, for an op of these arguments; "" for a keyword that is
+    """Name ours in place of another library's keyword, for an op of these arguments; "" for a keyword that is
     none.
 
     >>> meant_by("attn_mask", ("q", "k", "v", "bias", "block_mask"))

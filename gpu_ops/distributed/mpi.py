@@ -94,7 +94,7 @@ _in_flight: set[_Requests] = set()  # MPI uses their buffers, whether or not any
 
 @dataclass
 class _World:
-    """What all communicators share: the roll call among all ranks, each one's machine, and who has left each."""
+    """State that all communicators share: the roll call, each rank's machine, and who has left each."""
 
     mpi: Any
     hosts: Sequence[str]

@@ -59,7 +59,7 @@ def filled(values: Array, unknown: Array, ones: bool) -> Array:
 
 
 def _compared(flow: Flow, values: list[Array], unknown: list[Array]) -> list[Array]:
-    """The same for ``setp``: whether each of its two results changes."""
+    """Return whether each of the two results of ``setp`` changes."""
     assert flow.op is not None
     run, (ptx_type, *_) = flow.op.run, flow.op.reads
     words, c = flow.words, values[2:]

@@ -211,7 +211,7 @@ def _product(m: State, flow: Flow, here: Array) -> list[Array]:
 
 
 def _new_loads(m: State) -> Iterator[tuple[Absent, Array]]:
-    """What the load that has just run read, and the marks of its lanes."""
+    """Yield what the latest load read, and the marks of its lanes."""
     s = m.sanitizer
     assert s is not None
     if not m.undefined or len(s.loads) >= _LOADS:
@@ -300,7 +300,7 @@ def stored(m: State, pc: int, place: Place, registers: list[int], size: int, fir
 def stored_fragments(
     m: State, pc: int, place: Place, registers: list[int], store: Callable[..., Array], warps: Array
 ) -> None:
-    """The same for ``stmatrix``, where ``store`` makes rows of 16 bytes of the registers."""
+    """Mark memory after ``stmatrix``, where ``store`` makes rows of 16 bytes of the registers."""
     loads = [_loads(m, i).reshape(-1, WARP) for i in registers]
     rows = store([np.where(of[warps] != 0, 0xFFFFFFFF, 0).astype(np.uint32) for of in loads])
     data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 16) != 0

@@ -40,7 +40,7 @@ class Sequence:
     """One sequence. Its table has an entry for each page of tokens; those behind the window are the null page's."""
 
     root: Node
-    """Of the tree in which its prefixes are found."""
+    """Root of the tree in which its prefixes are found."""
     tokens: list[int] = field(default_factory=list)
     pages: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[Node] = field(default_factory=list)
