@@ -13,31 +13,31 @@ from gpu_ops.formats.gguf_writer import write_gguf
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.ops.adamw import adamw_step
-from gpu_ops.ops.attention import attention, attention_backward
-from gpu_ops.ops.attention_decode import attention_decode
-from gpu_ops.ops.attention_merge import attention_merge
-from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
-from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
-from gpu_ops.ops.dropout import dropout, dropout_backward
-from gpu_ops.ops.embedding import embedding, embedding_backward
-from gpu_ops.ops.global_norm import global_norm
-from gpu_ops.ops.layernorm import layernorm, layernorm_backward
-from gpu_ops.ops.linear import linear, linear_backward
-from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
-from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
-from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
-from gpu_ops.ops.rope import rope, rope_backward
-from gpu_ops.ops.rope_append_kv import rope_append_kv
-from gpu_ops.ops.sample import sample
-from gpu_ops.ops.softmax import softmax, softmax_backward
-from gpu_ops.ops.swiglu import swiglu, swiglu_backward
-from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
-from gpu_ops.ops.ternary import ternary_quantize
-from gpu_ops.ops.ternary_linear import TernaryLinear, ternary_matmul_backward
-from gpu_ops.ops.ternary_matmul import ternary_matmul
-from gpu_ops.ops.ternary_model import quantize_model
-from gpu_ops.ops.ternary_pack import ternary_pack, ternary_unpack
+from gpu_ops.ops.attention.decode import attention_decode
+from gpu_ops.ops.attention.dense import attention, attention_backward
+from gpu_ops.ops.attention.merge import attention_merge
+from gpu_ops.ops.attention.varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.gemm.linear import linear, linear_backward
+from gpu_ops.ops.gemm.swiglu import swiglu, swiglu_backward
+from gpu_ops.ops.gemm.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
+from gpu_ops.ops.loss.cross_entropy import cross_entropy, cross_entropy_backward
+from gpu_ops.ops.loss.linear_cross_entropy import linear_cross_entropy
+from gpu_ops.ops.norm.layernorm import layernorm, layernorm_backward
+from gpu_ops.ops.norm.rmsnorm import rmsnorm, rmsnorm_backward
+from gpu_ops.ops.norm.rmsnorm_quant import rmsnorm_quant_int8
+from gpu_ops.ops.rope.rope import rope, rope_backward
+from gpu_ops.ops.rope.rope_append_kv import rope_append_kv
+from gpu_ops.ops.rows.adamw import adamw_step
+from gpu_ops.ops.rows.dropout import dropout, dropout_backward
+from gpu_ops.ops.rows.embedding import embedding, embedding_backward
+from gpu_ops.ops.rows.global_norm import global_norm
+from gpu_ops.ops.rows.softmax import softmax, softmax_backward
+from gpu_ops.ops.sampling.sample import sample
+from gpu_ops.ops.weights.ternary import ternary_quantize
+from gpu_ops.ops.weights.ternary_linear import TernaryLinear, ternary_matmul_backward
+from gpu_ops.ops.weights.ternary_matmul import ternary_matmul
+from gpu_ops.ops.weights.ternary_model import quantize_model
+from gpu_ops.ops.weights.ternary_pack import ternary_pack, ternary_unpack
 
 if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
     from gpu_ops import distributed as distributed

@@ -25,8 +25,8 @@ from gpu_ops.formats.rope_scaling import RopeScaling as RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet as read_bitnet
 from gpu_ops.formats.ternary_files import read_gguf as read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix as TernaryMatrix
-from gpu_ops.ops.ternary_linear import TernaryLinear as TernaryLinear
-from gpu_ops.ops.ternary_model import quantize_model as quantize_model
+from gpu_ops.ops.weights.ternary_linear import TernaryLinear as TernaryLinear
+from gpu_ops.ops.weights.ternary_model import quantize_model as quantize_model
 
 __version__: str
 

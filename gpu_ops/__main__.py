@@ -189,7 +189,9 @@ def show(found: Environment, console: Console) -> None:
         print_table(console, table)
     table = _table("environment variables")
     for name in dict.fromkeys((*VARIABLES, *found.variables)):
-        table.add_row(name, escape(found.variables.get(name, "")) or "[dim]not set[/]", VARIABLES.get(name, ""))
+        table.add_row(
+            name, escape(found.variables.get(name, "")) or "[dim]not set[/]", VARIABLES.get(name, "")
+        )
     print_table(console, table)
 
 
@@ -226,11 +228,15 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
         return 1
     start = time.perf_counter()
     workers = min(jobs or environment().cpu.threads, len(labels))
-    console.print(f"compiling {several(len(labels), 'kernel')}, {workers} at a time; each takes up to half a minute")
+    console.print(
+        f"compiling {several(len(labels), 'kernel')}, {workers} at a time; each takes up to half a minute"
+    )
     console.file.flush()
     failed = _compile_all(labels, workers, console)
     seconds = time.perf_counter() - start
-    console.print(f"{len(labels) - failed} of {several(len(labels), 'kernel')} ready in {seconds:.0f} s: {folder}")
+    console.print(
+        f"{len(labels) - failed} of {several(len(labels), 'kernel')} ready in {seconds:.0f} s: {folder}"
+    )
     return 1 if failed else 0
 
 

@@ -224,7 +224,7 @@ def _nowhere(folder: str) -> str:
 
 def cache_folder() -> Path | None:
     """Where compiled CPU kernels are kept; ``None`` when no folder is writable."""
-    from gpu_ops.kernels.numba_cpu.jit import cache_dir
+    from gpu_ops.kernels.common.cpu.jit import cache_dir
 
     return cache_dir(quiet=True)
 

@@ -18,7 +18,7 @@ from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.presets import find_config
-from gpu_ops.ops.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.quantized_pages import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from gpu_ops.terminal import print_table, waiting
 

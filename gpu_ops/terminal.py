@@ -38,7 +38,9 @@ def print_table(console: Console, table: Table) -> None:
     """
     probe = fixed_console(UNLIMITED, console.file)
     needed = Measurement.get(probe, probe.options, table).minimum
-    for column in table.columns:  # rich counts the longest word of a column that does not wrap, and breaks words
+    for (
+        column
+    ) in table.columns:  # rich counts the longest word of a column that does not wrap, and breaks words
         words = [Measurement.get(probe, probe.options, cell) for cell in (column.header, *column.cells)]
         longest = max(cell.maximum for cell in words)
         column.min_width = longest if column.no_wrap else max(cell.minimum for cell in words)

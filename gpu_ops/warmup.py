@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import pkgutil
 import signal
 import threading
 import time
@@ -79,9 +78,9 @@ def end_with_parent() -> None:
 
 
 def _all_variants() -> list[tuple[Any, Any]]:
-    from gpu_ops.kernels import numba_cpu
-    from gpu_ops.kernels.numba_cpu import jit
+    from gpu_ops.kernels.common.cpu import jit
+    from gpu_ops.kernels.compiler.sources import KERNELS
 
-    for module in pkgutil.iter_modules(numba_cpu.__path__):
-        importlib.import_module(f"{numba_cpu.__name__}.{module.name}")
+    for path in sorted(KERNELS.glob("*/cpu/*.py")):
+        importlib.import_module(f"gpu_ops.kernels.{path.parents[1].name}.cpu.{path.stem}")
     return list(jit.all_variants())

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference.attention import attention
-from gpu_ops.reference.attention_backward import attention_backward
+from gpu_ops.reference.attention.backward import attention_backward
+from gpu_ops.reference.attention.forward import attention
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.build import made_by, normal, torch_view

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import attention as reference
-from gpu_ops.reference.quantized_pages import dequantize
+from gpu_ops.reference.attention import forward as reference
+from gpu_ops.reference.attention.quantized_pages import dequantize
 from perf import attention_peers as peers
 from perf.attention_grids import DECODE_BATCHES, DECODE_LENGTHS, Shape
 from perf.build import calls, made_by, normal

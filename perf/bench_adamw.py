@@ -15,8 +15,8 @@ import functools
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import adamw as reference
 from gpu_ops.reference.precision import Precision
+from gpu_ops.reference.rows import adamw as reference
 from perf.build import backends, made_by, normal, on_host, to_float32, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

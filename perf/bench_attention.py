@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import gpu_ops
-from gpu_ops.reference import attention as reference
+from gpu_ops.reference.attention import forward as reference
 from perf import attention_grids, attention_options, attention_paged
 from perf import attention_peers as peers
 from perf.attention_grids import Shape

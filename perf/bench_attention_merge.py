@@ -15,7 +15,7 @@ import functools
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference.attention_merge import attention_merge as definition
+from gpu_ops.reference.attention.merge import attention_merge as definition
 from perf.build import backends, made_by, normal, to_float32, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

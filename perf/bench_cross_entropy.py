@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import cross_entropy as reference
+from gpu_ops.reference.loss import cross_entropy as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

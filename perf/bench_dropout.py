@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import dropout as reference
+from gpu_ops.reference.rows import dropout as reference
 from perf.build import backends, calls, made_by, normal, to_float32, torch_gradient, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

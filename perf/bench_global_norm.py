@@ -15,7 +15,7 @@ import functools
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import global_norm as reference
+from gpu_ops.reference.rows import global_norm as reference
 from perf.build import calls, made_by, normal, to_float32, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

@@ -11,7 +11,7 @@ if not __package__:  # run as a file: import perf from the repository root
     sys.path[0] += "/.."
 
 import gpu_ops
-from gpu_ops.reference import layernorm as reference
+from gpu_ops.reference.norm import layernorm as reference
 from perf.case import Case, Config
 from perf.norm_cases import HIDDEN, Norm, backward, forward
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import linear as reference
+from gpu_ops.reference.gemm import linear as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

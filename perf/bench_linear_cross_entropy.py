@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import linear_cross_entropy as reference
+from gpu_ops.reference.loss import linear_cross_entropy as reference
 from perf.bench_cross_entropy import naive_backward as naive_gradient
 from perf.build import calls, made_by, normal, to_float32, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import rmsnorm as reference
+from gpu_ops.reference.norm import rmsnorm as reference
 from perf.build import backends, calls, torch_view
 from perf.case import Call, Case, Config, Inputs
 from perf.norm_cases import HIDDEN, Norm, Shape, backward, forward, naive_call, traffic

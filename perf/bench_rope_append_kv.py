@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference.rope_append_kv import rope_append_kv as definition
+from gpu_ops.reference.rope.rope_append_kv import rope_append_kv as definition
 from perf.build import backends, made_by, normal
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import swiglu as reference
-from gpu_ops.reference.swiglu import Activation
+from gpu_ops.reference.gemm import swiglu as reference
+from gpu_ops.reference.gemm.swiglu import Activation
 from perf.build import backends, calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

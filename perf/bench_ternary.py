@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.precision import Precision
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.weights import ternary as reference
+from gpu_ops.reference.weights.ternary_formats import FORMATS
 from perf.build import backends, made_by, normal, on_host, to_float32, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

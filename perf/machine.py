@@ -55,7 +55,7 @@ def available_cores() -> int:
 
 def threads() -> int:
     """Threads that gpu_ops uses on the CPU; the torch peer is set to the same number."""
-    from gpu_ops.kernels.numba_cpu.parallel import thread_count
+    from gpu_ops.kernels.common.cpu.parallel import thread_count
 
     return thread_count()
 

@@ -22,13 +22,13 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.codegen.build import address, load_vector, number, store_vector
-from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_columns, gemm_rows
-from gpu_ops.kernels.numba_cpu.codegen.memory import lanes
-from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, MR, TILES, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.dtype import aligned_empty
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
+from gpu_ops.kernels.common.cpu.codegen.build import address, load_vector, number, store_vector
+from gpu_ops.kernels.common.cpu.codegen.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.common.cpu.codegen.memory import lanes
+from gpu_ops.kernels.common.cpu.codegen.target import DOT_BFLOAT16, MR, TILES, VECTOR_BYTES
+from gpu_ops.kernels.common.cpu.codegen.tiles import TILE, close_tiles, open_tiles
+from gpu_ops.kernels.common.cpu.dtype import aligned_empty
+from gpu_ops.kernels.common.cpu.parallel import claim, launch, thread_count
 from perf.limits import best
 
 Array = np.ndarray[Any, Any]

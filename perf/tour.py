@@ -30,7 +30,8 @@ def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Con
         task = bar.add_task("compiling kernels", total=len(cases))
         if bar.disable:
             console.print(
-                f"compiling the kernels of {several(len(cases), 'case')}, {jobs} at a time ...", highlight=False
+                f"compiling the kernels of {several(len(cases), 'case')}, {jobs} at a time ...",
+                highlight=False,
             )
             console.file.flush()
         start = last = time.perf_counter()

@@ -84,7 +84,9 @@ def fuzz(seed: int, numbers: range | None, seconds: float) -> int:
                 number += 1
                 if time.monotonic() - shown > PROGRESS:
                     shown = time.monotonic()
-                    say(f"{shown - start:5.0f} s: {ran.total()} cases, {findings} findings; next {seed}:{number}")
+                    say(
+                        f"{shown - start:5.0f} s: {ran.total()} cases, {findings} findings; next {seed}:{number}"
+                    )
     except KeyboardInterrupt:
         say("interrupted")
     kinds = collections.Counter[str]()

@@ -108,7 +108,7 @@ PY
 # tested LOG [ARGUMENTS...]: the tests marked gpu, with a line per result in LOG.
 tested() {
     # pytest-benchmark, where it is installed, warns of xdist, and warnings are errors here.
-    local options=(-p tests.report_log -p no:benchmark -m gpu -p no:cacheprovider --continue-on-collection-errors)
+    local options=(-p tests.support.report_log -p no:benchmark -m gpu -p no:cacheprovider --continue-on-collection-errors)
     export GPU_OPS_TEST_LOG="$out/$1"
     shift
     if [[ $dry == 1 ]]; then options+=(--collect-only -q); fi

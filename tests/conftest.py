@@ -18,15 +18,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cupy import FakeCupy
-from processes import ROOT
-from surroundings import keep_last_words, load_hypothesis_profile, restore_signals
 
 from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
 from gpu_ops.core.device import compiler_missing, cuda_missing
 from gpu_ops.core.dispatch import BACKENDS
 from gpu_ops.core.op import forget_calls
+from tests.support.fake_cupy import FakeCupy
+from tests.support.processes import ROOT
+from tests.support.surroundings import keep_last_words, load_hypothesis_profile, restore_signals
 
 restore_signals()
 load_hypothesis_profile()

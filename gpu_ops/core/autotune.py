@@ -95,7 +95,7 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
     >>> import gpu_ops
     >>> print(gpu_ops.autotune("attention", q, k, v, causal=True))  # doctest: +SKIP
     """
-    from gpu_ops.kernels.lower import tuning
+    from gpu_ops.kernels.common import tuning
 
     found = op_named("autotune", op)
     name, bound = found.name, found.binder(*arrays, **options)

@@ -92,7 +92,9 @@ def _declared(function: Callable[..., Any]) -> tuple[list[tuple[str, Check]], di
     scope = vars(sys.modules[function.__module__])
     by_name = {p.name: _check_of(p.annotation, scope) for p in parameters if p.kind is not p.VAR_KEYWORD}
     positional = [
-        (p.name, by_name[p.name]) for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        (p.name, by_name[p.name])
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     extra: dict[Any, Check] = {None: _anything} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {}
     return positional, by_name | extra

@@ -160,13 +160,13 @@ def op(
 ) -> Any:
     """Make a public function of one that binds its arguments.
 
-    ``cuda``: the op has kernels for GPUs. ``kernels``: the module of ``kernels/lower`` that registers its programs.
+    ``cuda``: the op has kernels for GPUs. ``kernels``: the module of ``kernels/`` that registers its programs.
     ``written``, ``dynamic``: see :class:`Op`.
     """
     if binder is None:
         return functools.partial(op, cuda=cuda, kernels=kernels, written=written, dynamic=dynamic)
     if kernels:
-        lower_module(binder.__name__, f"gpu_ops.kernels.lower.{kernels}")
+        lower_module(binder.__name__, f"gpu_ops.kernels.{kernels}")
     made = OPS[binder.__name__] = Op(binder, written, dynamic)
     if cuda:
         WITH_CUDA_KERNELS.append(made.name)

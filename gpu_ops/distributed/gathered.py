@@ -20,7 +20,7 @@ from gpu_ops.distributed.sequence import (
     read_shards,
 )
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.attention.varlen import attention_varlen, attention_varlen_backward
 
 __all__ = ["gathered_attention_varlen", "gathered_attention_varlen_backward"]
 

@@ -22,9 +22,9 @@ from gpu_ops.distributed.sequence import (
     read_shards,
 )
 from gpu_ops.distributed.transport import array_module
-from gpu_ops.ops.attention import attention, attention_backward
-from gpu_ops.ops.attention_merge import attention_merge
-from gpu_ops.ops.attention_options import visible_pairs
+from gpu_ops.ops.attention.dense import attention, attention_backward
+from gpu_ops.ops.attention.merge import attention_merge
+from gpu_ops.ops.attention.options import visible_pairs
 
 __all__ = ["ring_attention", "ring_attention_backward"]
 

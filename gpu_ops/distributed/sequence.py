@@ -13,7 +13,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.call import Call
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.errors import OptionError, ShapeError, UnknownOptionError
-from gpu_ops.ops.attention_options import read_inputs, read_options
+from gpu_ops.ops.attention.options import read_inputs, read_options
 
 __all__ = [
     "ContextOptions",

@@ -11,7 +11,7 @@ from gpu_ops.core.arrays import give
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.sequence import ContextOptions, option_words, read_shards
 from gpu_ops.errors import ShapeError
-from gpu_ops.ops.attention import attention, attention_backward
+from gpu_ops.ops.attention.dense import attention, attention_backward
 
 __all__ = ["UlyssesSaved", "ulysses_attention", "ulysses_attention_backward"]
 

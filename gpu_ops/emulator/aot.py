@@ -21,9 +21,9 @@ from numba.core import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from gpu_ops.kernels.common.cpu.codegen.numba_pipeline import KernelCompiler
+from gpu_ops.kernels.common.cpu.jit import DiskCache, compiling
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
-from gpu_ops.kernels.numba_cpu.codegen.numba_pipeline import KernelCompiler
-from gpu_ops.kernels.numba_cpu.jit import DiskCache, compiling
 
 OUT_OF_BOUNDS, MISALIGNED = 1, 2
 

@@ -21,7 +21,7 @@ from gpu_ops.formats.gguf_blocks import FLOATS
 from gpu_ops.formats.gguf_header import NUMBER_TYPES, STRING, GGUFTensor, read_header
 from gpu_ops.formats.ternary_files import gguf_matrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.weights.ternary_formats import FORMATS
 
 __all__ = ["TERNARY", "GGUFFile"]
 

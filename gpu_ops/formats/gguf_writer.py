@@ -25,7 +25,7 @@ from gpu_ops.formats.gguf_header import (
 )
 from gpu_ops.formats.ternary_blocks import with_embedded_scale
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.weights.ternary_formats import FORMATS
 
 __all__ = ["write_gguf"]
 

@@ -15,7 +15,7 @@ from gpu_ops.core.call_key import PLAIN
 from gpu_ops.core.checks import flag, integer, number, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.rope_scaling_hf import KINDS, scaling_from_hf
-from gpu_ops.reference import rope_scaling as maths
+from gpu_ops.reference.rope import rope_scaling as maths
 
 __all__ = ["BY_LENGTH", "RopeScaling"]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import DTypeError, FormatError
-from gpu_ops.reference.ternary_formats import FORMATS
-from gpu_ops.reference.ternary_layouts import block_scales
+from gpu_ops.reference.weights.ternary_formats import FORMATS
+from gpu_ops.reference.weights.ternary_layouts import block_scales
 
 __all__ = ["dense", "whole_scale", "with_embedded_scale"]
 

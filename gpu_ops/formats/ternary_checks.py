@@ -12,8 +12,8 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from gpu_ops.reference.ternary_formats import TernaryFormat
-from gpu_ops.reference.ternary_layouts import LayoutError, decode, encode
+from gpu_ops.reference.weights.ternary_formats import TernaryFormat
+from gpu_ops.reference.weights.ternary_layouts import LayoutError, decode, encode
 
 __all__ = [
     "check_integers",

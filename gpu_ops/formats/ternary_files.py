@@ -25,7 +25,7 @@ from gpu_ops.formats.files import files_in, opened, path_of, read_part
 from gpu_ops.formats.gguf_header import GGUFTensor, read_header
 from gpu_ops.formats.safetensors import SafetensorsFile, StoredTensor
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
+from gpu_ops.reference.weights.ternary_formats import FORMATS, TernaryFormat
 
 __all__ = ["gguf_matrix", "read_bitnet", "read_gguf"]
 

@@ -33,8 +33,8 @@ from gpu_ops.formats.ternary_checks import (
 from gpu_ops.formats.ternary_packing import repacked
 from gpu_ops.formats.ternary_saved import load_parts, save_parts
 from gpu_ops.kernels.program import Layout
-from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
-from gpu_ops.reference.ternary_layouts import chunk_bitmap, decode
+from gpu_ops.reference.weights.ternary_formats import FORMATS, TernaryFormat
+from gpu_ops.reference.weights.ternary_layouts import chunk_bitmap, decode
 
 __all__ = ["TernaryMatrix"]
 
@@ -230,7 +230,7 @@ class TernaryMatrix:
     @staticmethod
     def describe_formats() -> str:
         """The table of formats, as Markdown."""
-        from gpu_ops.reference.ternary_formats import describe_formats
+        from gpu_ops.reference.weights.ternary_formats import describe_formats
 
         return describe_formats()
 

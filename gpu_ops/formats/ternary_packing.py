@@ -12,12 +12,12 @@ from gpu_ops.core.device import CudaDevice
 from gpu_ops.core.run import Linked, program_of
 from gpu_ops.formats.ternary_checks import on_host
 from gpu_ops.kernels.program import Layout, Spec, lower_module
-from gpu_ops.reference.ternary_formats import TernaryFormat
+from gpu_ops.reference.weights.ternary_formats import TernaryFormat
 
 __all__ = ["repacked", "tile_of", "why_numpy"]
 
 for _op in ("ternary_pack", "ternary_unpack"):
-    lower_module(_op, "gpu_ops.kernels.lower.ternary_pack")
+    lower_module(_op, "gpu_ops.kernels.weights.ternary_pack")
 
 
 def why_numpy(shape: tuple[int, ...], otherwise: str) -> str:

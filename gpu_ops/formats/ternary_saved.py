@@ -13,7 +13,7 @@ from gpu_ops.errors import FormatError, GpuOpsError
 from gpu_ops.formats.files import opened, path_of, write_file
 from gpu_ops.formats.safetensors import SafetensorsFile, header_of
 from gpu_ops.formats.ternary_checks import check_scale, matrix_shape, unpack
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.weights.ternary_formats import FORMATS
 
 __all__ = ["load_parts", "save_parts"]
 

@@ -19,10 +19,10 @@ from gpu_ops.models.passes import last_norm
 from gpu_ops.models.projection import normed, project
 from gpu_ops.models.table import Table, embed, head_logits
 from gpu_ops.models.weights import Block, Llama, check_models
-from gpu_ops.ops.embedding import embedding
-from gpu_ops.ops.rmsnorm import rmsnorm
-from gpu_ops.ops.rope_append_kv import rope_append_kv
-from gpu_ops.ops.swiglu import swiglu
+from gpu_ops.ops.gemm.swiglu import swiglu
+from gpu_ops.ops.norm.rmsnorm import rmsnorm
+from gpu_ops.ops.rope.rope_append_kv import rope_append_kv
+from gpu_ops.ops.rows.embedding import embedding
 
 __all__ = ["cache_for", "check_model", "longest", "next_logits"]
 

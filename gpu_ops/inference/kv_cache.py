@@ -16,7 +16,7 @@ from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, request
 from gpu_ops.inference.step import Step, check_room, empty_step, filled
 from gpu_ops.inference.step_attention import on_device
 from gpu_ops.inference.tree import moves, read_parents, read_paths
-from gpu_ops.ops.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.quantized_pages import QUANTIZED
 from gpu_ops.training.state_arrays import check_device, named_dtype, to_device
 
 __all__ = ["PagedKVCache"]

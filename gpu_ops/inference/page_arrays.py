@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.ops.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.quantized_pages import QUANTIZED
 from gpu_ops.training.state_arrays import zeros
 
 __all__ = ["PageArrays"]

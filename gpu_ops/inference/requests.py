@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gpu_ops.core import checks
-from gpu_ops.ops.sample import sampling_number
+from gpu_ops.ops.sampling.sample import sampling_number
 
 __all__ = ["Request", "Sampling", "Token"]
 

@@ -14,7 +14,7 @@ from gpu_ops.inference.draws import Draws, Row
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.tree import parent_list
-from gpu_ops.reference.sample import adjusted_logits, kept_tokens, random_number, token_weights
+from gpu_ops.reference.sampling.sample import adjusted_logits, kept_tokens, random_number, token_weights
 from gpu_ops.training.state_arrays import StateArray
 
 __all__ = ["probabilities", "verify"]

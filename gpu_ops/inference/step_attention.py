@@ -11,12 +11,12 @@ from gpu_ops.inference.quantized_rows import numbers
 from gpu_ops.inference.sequences import Sequences
 from gpu_ops.inference.step import Step, written
 from gpu_ops.inference.tree import Tree, planted
-from gpu_ops.ops.attention import attention
-from gpu_ops.ops.attention_decode import attention_decode
-from gpu_ops.ops.attention_merge import attention_merge
-from gpu_ops.ops.attention_options import ScoreOptions
-from gpu_ops.ops.attention_varlen import attention_varlen
-from gpu_ops.ops.embedding import embedding
+from gpu_ops.ops.attention.decode import attention_decode
+from gpu_ops.ops.attention.dense import attention
+from gpu_ops.ops.attention.merge import attention_merge
+from gpu_ops.ops.attention.options import ScoreOptions
+from gpu_ops.ops.attention.varlen import attention_varlen
+from gpu_ops.ops.rows.embedding import embedding
 
 __all__ = ["attend", "check_window", "on_device"]
 

@@ -17,7 +17,7 @@ from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import POLICIES, Llama, LlamaConfig, block_forward, loss_and_grads
 from gpu_ops.models.block import recomputed_flops
-from gpu_ops.ops.global_norm import global_norm
+from gpu_ops.ops.rows.global_norm import global_norm
 
 __all__ = ["Estimate", "choose_policies", "estimate"]
 

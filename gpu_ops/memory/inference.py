@@ -17,8 +17,8 @@ from gpu_ops.memory.estimate_call import read_dtype
 from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS, read_size
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import Llama, LlamaConfig, hidden_states
-from gpu_ops.ops.linear import linear
-from gpu_ops.ops.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.quantized_pages import QUANTIZED
+from gpu_ops.ops.gemm.linear import linear
 from gpu_ops.presets import select_preset
 
 __all__ = ["estimate_inference", "fit", "kv_cache_bytes"]

@@ -31,12 +31,12 @@ from gpu_ops.models.block import Sequences
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.tensors import Source, open_folder, read_all, with_prefix
 from gpu_ops.models.weights import check_arrays
-from gpu_ops.ops.attention_varlen import attention_varlen
-from gpu_ops.ops.embedding import embedding
-from gpu_ops.ops.layernorm import layernorm
-from gpu_ops.ops.linear import linear
-from gpu_ops.ops.rmsnorm import rmsnorm
-from gpu_ops.ops.swiglu import swiglu
+from gpu_ops.ops.attention.varlen import attention_varlen
+from gpu_ops.ops.gemm.linear import linear
+from gpu_ops.ops.gemm.swiglu import swiglu
+from gpu_ops.ops.norm.layernorm import layernorm
+from gpu_ops.ops.norm.rmsnorm import rmsnorm
+from gpu_ops.ops.rows.embedding import embedding
 from gpu_ops.training.state_arrays import check_device, named_dtype, to_device, zeros
 
 __all__ = ["Bert", "BertBlock", "bert_states", "load_bert", "sentence_embeddings"]
@@ -174,7 +174,9 @@ def bert_states(
     if types is not None:
         kind = getattr(getattr(types, "dtype", None), "kind", type(types).__name__)
         if kind not in ("i", "u") or types.shape != place.shape:
-            raise ShapeError(f"bert_states: types must be an array of integers of shape {place.shape}, as ids are")
+            raise ShapeError(
+                f"bert_states: types must be an array of integers of shape {place.shape}, as ids are"
+            )
         place = place + types
     place = embedding(place, weights.places)
     x = embedding(ids, weights.embed)

@@ -27,8 +27,8 @@ from gpu_ops.models.elementwise import added, copied
 from gpu_ops.models.offload import fetched, offloaded
 from gpu_ops.models.projection import project, project_backward
 from gpu_ops.models.weights import Block
-from gpu_ops.ops.rope import rope_backward
-from gpu_ops.ops.swiglu import swiglu, swiglu_backward
+from gpu_ops.ops.gemm.swiglu import swiglu, swiglu_backward
+from gpu_ops.ops.rope.rope import rope_backward
 
 __all__ = ["POLICIES", "Saved", "Sequences", "block_backward", "block_forward"]
 

@@ -11,11 +11,11 @@ from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, copied
 from gpu_ops.models.projection import project
 from gpu_ops.models.weights import Block
-from gpu_ops.ops.attention import attention, attention_backward
-from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
-from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
-from gpu_ops.ops.rope import rope
-from gpu_ops.ops.swiglu import swiglu
+from gpu_ops.ops.attention.dense import attention, attention_backward
+from gpu_ops.ops.attention.varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.gemm.swiglu import swiglu
+from gpu_ops.ops.norm.rmsnorm import rmsnorm, rmsnorm_backward
+from gpu_ops.ops.rope.rope import rope
 
 __all__ = ["Run", "Saved", "Sequences"]
 

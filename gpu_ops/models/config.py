@@ -14,7 +14,7 @@ from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.models.config_hf import config_to_hf, options_from_hf
-from gpu_ops.reference.swiglu import Activation
+from gpu_ops.reference.gemm.swiglu import Activation
 
 __all__ = ["PROJECTIONS", "Layer", "LlamaConfig"]
 

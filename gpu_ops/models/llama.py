@@ -14,7 +14,7 @@ from gpu_ops.models.elementwise import softcapped
 from gpu_ops.models.passes import Held, Pass, last_norm
 from gpu_ops.models.table import embed, head_logits, head_loss
 from gpu_ops.models.weights import Llama, check_models
-from gpu_ops.ops.loss_options import LossOptions
+from gpu_ops.ops.loss.options import LossOptions
 
 __all__ = ["check_loss_options", "hidden_states", "logits", "loss", "loss_and_grads"]
 

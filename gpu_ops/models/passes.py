@@ -19,7 +19,7 @@ from gpu_ops.models.elementwise import times
 from gpu_ops.models.offload import prefetch, release
 from gpu_ops.models.table import embed, embed_backward, head_loss
 from gpu_ops.models.weights import Block, Llama
-from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from gpu_ops.ops.norm.rmsnorm import rmsnorm, rmsnorm_backward
 
 __all__ = ["Held", "Part", "Parts", "Pass", "last_norm", "names_of", "part_of", "parts_of"]
 

@@ -19,12 +19,12 @@ from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.elementwise import added
 from gpu_ops.models.weights import Block, Llama
-from gpu_ops.ops.linear import linear, linear_backward
-from gpu_ops.ops.rmsnorm import rmsnorm
-from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
-from gpu_ops.ops.ternary import ternary_quantize
-from gpu_ops.ops.ternary_linear import ternary_matmul_backward
-from gpu_ops.ops.ternary_matmul import ternary_matmul
+from gpu_ops.ops.gemm.linear import linear, linear_backward
+from gpu_ops.ops.norm.rmsnorm import rmsnorm
+from gpu_ops.ops.norm.rmsnorm_quant import rmsnorm_quant_int8
+from gpu_ops.ops.weights.ternary import ternary_quantize
+from gpu_ops.ops.weights.ternary_linear import ternary_matmul_backward
+from gpu_ops.ops.weights.ternary_matmul import ternary_matmul
 
 __all__ = [
     "PROJECTIONS",
@@ -224,7 +224,9 @@ def initial_lora(shapes: Mapping[str, tuple[int, ...]], *, seed: int = 0) -> dic
     seed, found = integer("initial_lora", "seed", seed, low=0), {}
     for i, (name, shape) in enumerate(shapes.items()):
         if len(shape) != 2 or min(shape) < 1:
-            raise ShapeError(f"initial_lora: {name} has shape {tuple(shape)}, expected (rank, in) or (out, rank)")
+            raise ShapeError(
+                f"initial_lora: {name} has shape {tuple(shape)}, expected (rank, in) or (out, rank)"
+            )
         scale = np.float32(math.sqrt(1 / shape[1]) if name.endswith(".a") else 0.0)
         found[name] = np.random.default_rng((seed, i)).standard_normal(shape, np.float32) * scale
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gpu_ops.ops.embedding import embedding, embedding_backward
-from gpu_ops.ops.linear import linear
-from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
+from gpu_ops.ops.gemm.linear import linear
+from gpu_ops.ops.loss.linear_cross_entropy import linear_cross_entropy
+from gpu_ops.ops.rows.embedding import embedding, embedding_backward
 
 __all__ = ["Table", "embed", "embed_backward", "head_logits", "head_loss"]
 

@@ -125,7 +125,7 @@ class BytePairEncoding:
         op = "BytePairEncoding.train"
         most = integer(op, "vocab", vocab, low=256, high=_MOST_VOCAB) - 256
         show = flag(op, "progress", progress)
-        from gpu_ops.kernels.numba_cpu.bpe_learn import Learner
+        from gpu_ops.kernels.text.cpu.bpe_learn import Learner
 
         with visible(f"gpu_ops: counting words for {vocab} tokens") if show else contextlib.nullcontext():
             counts = Counter[bytes]()
@@ -158,7 +158,7 @@ class BytePairEncoding:
             Data that are neither, or a str that UTF-8 cannot hold.
         """
         text = _bytes_of("BytePairEncoding.encode", "data", data)
-        from gpu_ops.kernels.numba_cpu import bpe
+        from gpu_ops.kernels.text.cpu import bpe
 
         if self._table is None:
             self._table = bpe.table_of(self.merges)
@@ -255,7 +255,7 @@ def _cuts(text: bytes, step: int) -> list[int]:
 
 
 def _words(text: bytes) -> Iterator[bytes]:
-    from gpu_ops.kernels.numba_cpu.bpe import split
+    from gpu_ops.kernels.text.cpu.bpe import split
 
     cuts = _cuts(text, _TASK)
     for start, end in pairwise(cuts):

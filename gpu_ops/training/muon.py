@@ -11,7 +11,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap, overlaps_itself
 from gpu_ops.core.arrays import is_read_only, on_cuda
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
-from gpu_ops.ops.linear import linear
+from gpu_ops.ops.gemm.linear import linear
 
 __all__ = ["muon_step", "orthogonalized"]
 

@@ -29,7 +29,7 @@ from gpu_ops.core.arrays import check_writable, on_cuda
 from gpu_ops.core.call_key import extent
 from gpu_ops.core.device import cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError, LossScaleError, OptionError, ShapeError, StateError
-from gpu_ops.ops.global_norm import global_norm
+from gpu_ops.ops.rows.global_norm import global_norm
 
 __all__ = ["GradScaler", "clip_coefficient"]
 

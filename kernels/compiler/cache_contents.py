@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from gpu_ops.kernels.compiler.cache import read_header, root
+from gpu_ops.kernels.compiler.sources import CPU_FOLDER, sources_digest
 
-__all__ = ["CPU", "CUDA", "TUNING", "File", "clear", "contents", "cpu_sources", "sources_digest"]
+__all__ = ["CPU", "CUDA", "TUNING", "File", "clear", "contents", "cpu_sources"]
 
 CPU, CUDA, TUNING = "numba_cpu", "cuda", "tuning"  # folders of the cache
-
-_CPU_KERNELS = Path(__file__).resolve().parents[1] / "numba_cpu"
 
 
 @dataclass(frozen=True)
@@ -49,25 +47,10 @@ def clear(files: Iterable[File]) -> tuple[int, int]:
     return count, nbytes
 
 
-def sources_digest(origin: Path) -> str:
-    """A hash of the .py files of a folder, or of a .cu file and the headers beside it."""
-    include = origin.parent / "include"
-    if origin.suffix == ".cu":
-        files = [origin, *sorted(p for p in include.rglob("[!.]*") if p.is_file())]
-    else:
-        files = sorted(origin.rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(
-            f"{file.relative_to(origin.parent)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
-        )
-    return digest.hexdigest()[:16]
-
-
 @cache
 def cpu_sources() -> str:
     """:func:`sources_digest` of the CPU kernels, once per process: it is their folder's name up to the dash."""
-    return sources_digest(_CPU_KERNELS)
+    return sources_digest(CPU_FOLDER)
 
 
 def _cpu_files(folder: Path) -> Iterator[File]:

@@ -1,6 +1,6 @@
 """Compiles GPU kernels, on any machine, and launches them. The only module that calls a GPU compiler.
 
-A kernel is identified by its content: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/cuda/<stem>.cu``
+A kernel is identified by its content: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/<stem>.cu``
 specialised by ``-D`` macros, a :class:`NumbaKernel` is a Python function with a signature. :func:`compile_kernel`
 compiles either to PTX (and machine code) once, and caches the result in memory and on disk. The key on disk covers
 the source, every file of ``include/``, the flags and the compiler versions, so an edited header never gets a stale
@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import pkgutil
 import re
 import threading
 import time
@@ -27,10 +26,9 @@ from pathlib import Path
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
 from gpu_ops.kernels.compiler.cache import alone, cache_folder, ignore_entry, publish, read_entry
-from gpu_ops.kernels.compiler.cache_contents import CUDA, sources_digest
+from gpu_ops.kernels.compiler.cache_contents import CUDA
 from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
 from gpu_ops.kernels.compiler.kernel import (
-    CUDA_FOLDER,
     CudaKernel,
     NumbaKernel,
     Variant,
@@ -38,8 +36,16 @@ from gpu_ops.kernels.compiler.kernel import (
     spelled,
 )
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
-from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
+from gpu_ops.kernels.compiler.numba_ptx import compile_numba, numba_key
 from gpu_ops.kernels.compiler.progress import compilation
+from gpu_ops.kernels.compiler.sources import (
+    CUDA_FOLDER,
+    KERNELS,
+    NUMBA_FOLDER,
+    cuda_headers,
+    python_sources,
+    sources_digest,
+)
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = [
@@ -82,7 +88,7 @@ def compile_text(
     _check_arch(arch)
 
     def build() -> Compiled:
-        flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
+        flags = (f"-I{CUDA_FOLDER}", *options)
         with compilation(short_label(name), arch, kept=False) as begin:
             begin()
             unit = _run_nvrtc(source, name, arch, flags, {})
@@ -132,7 +138,7 @@ def forget() -> None:
 @functools.cache
 def source_key(*stems: str) -> str:
     """A hash of the sources of CUDA C++ kernels, their headers and the compiler."""
-    trees = [_read_tree(CUDA_FOLDER / f"{stem}.cu") for stem in stems]
+    trees = [_read_tree(KERNELS / f"{stem}.cu") for stem in stems]
     files = sorted({Path(path).name: text for tree in trees for path, text in tree.items()}.items())
     return hashlib.sha256(repr((nvrtc.build_key(), files)).encode()).hexdigest()[:16]
 
@@ -148,13 +154,13 @@ def assemble(compiled: Compiled, arch: str) -> Compiled:
 def all_variants(arch: str) -> Iterator[Variant]:
     """Every kernel of every op, as the op launches it on this architecture.
 
-    An op lists its kernels in ``variants(arch)`` of its module ``kernels/lower/<op>.py``.
+    An op lists its kernels in ``variants(arch)`` of its lowering, ``kernels/<room>/<op>.py``.
     """
-    package = importlib.import_module("gpu_ops.kernels.lower")
-    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg):
-        variants = getattr(importlib.import_module(f"gpu_ops.kernels.lower.{module}"), "variants", None)
-        if variants is not None:
-            yield from variants(arch)
+    for path in sorted(KERNELS.glob("*/*.py"), key=lambda path: path.name):
+        if "\ndef variants(arch" in path.read_text(encoding="utf-8"):
+            yield from importlib.import_module(f"gpu_ops.kernels.{path.parent.name}.{path.stem}").variants(
+                arch
+            )
 
 
 def _once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
@@ -182,7 +188,8 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
         return replace(unit, entry=unit.entries[0])
     path = kernel.folder / f"{kernel.stem}.cu"
     files = _read_tree(path)
-    flags = (f"-I{kernel.folder / 'include'}", *(f"-D{name}={value}" for name, value in kernel.defines))
+    includes = (f"-I{folder}" for folder in dict.fromkeys((path.parent, CUDA_FOLDER)))
+    flags = (*includes, *(f"-D{name}={value}" for name, value in kernel.defines))
     # Entries of one file with the same macros share a compilation.
     unit = _cached(
         kernel.stem + spelled(kernel.defines),
@@ -248,25 +255,24 @@ def _run_numba(kernel: NumbaKernel, arch: str) -> Compiled:
     ptx = compile_numba(kernel.function, kernel.signature, kernel.label, arch)
     seconds = time.perf_counter() - start
     named = map(Path, source_files(ptx))
-    ours = {NUMBA_FOLDER, Path(kernel.function.__code__.co_filename).parent}
-    sources = {str(file): file.read_text() for file in named if file.parent in ours and file.is_file()}
+    ours = {*python_sources(NUMBA_FOLDER), Path(kernel.function.__code__.co_filename)}
+    sources = {str(file): file.read_text() for file in named if file in ours and file.is_file()}
     return Compiled("", ptx, None, "", seconds, sources)
 
 
 def _read_tree(path: Path) -> dict[str, str]:
-    """The text of a .cu file and of every file in the include folder next to it, by path."""
-    include = path.parent / "include"
-    headers = sorted(p for p in include.rglob("[!.]*") if p.is_file())  # skips an editor's hidden files
+    """The text of a .cu file and of every header that it may include, by path."""
+    headers = cuda_headers(path)
     try:
         files = {str(file): file.read_text(encoding="utf-8") for file in (path, *headers)}
     except (OSError, UnicodeDecodeError) as error:
         raise KernelCompileError(f"cannot read the kernel source {path} and its headers: {error}") from error
     for line, name in enumerate(files[str(path)].splitlines(), 1):
         found = re.match(r'\s*#\s*include\s*"([^"]+)"', name)
-        if found and str(include / found.group(1)) not in files:
+        if found and not any(Path(file).name == found.group(1) for file in files):
             raise KernelCompileError(
-                f"{path}:{line}: {found.group(1)!r} is no file of {include}: kernels include from there only, "
-                "since the cache's key covers nothing else"
+                f"{path}:{line}: {found.group(1)!r} is no header of {path.parent} or {CUDA_FOLDER}: kernels include "
+                "from there only, since the cache's key covers nothing else"
             )
     return files
 

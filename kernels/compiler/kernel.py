@@ -6,16 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CUDA_FOLDER", "CudaKernel", "Define", "NumbaKernel", "Variant", "short_label", "spelled"]
+from gpu_ops.kernels.compiler.sources import KERNELS
 
-CUDA_FOLDER = Path(__file__).resolve().parents[1] / "cuda"
+__all__ = ["CudaKernel", "Define", "NumbaKernel", "Variant", "short_label", "spelled"]
 
 Define = tuple[str, str | int]
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers are in ``<folder>/include``.
+    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros.
+
+    For example ``CudaKernel("norm/norm", "rmsnorm_forward")``. Headers are those of the file's folder and of
+    ``kernels/common/cuda``.
 
     Macros also apply to NVRTC's own headers: a name such as ``T``, a template parameter there, breaks them.
     """
@@ -23,7 +26,7 @@ class CudaKernel:
     stem: str
     entry: str
     defines: tuple[Define, ...] = ()
-    folder: Path = field(default=CUDA_FOLDER, repr=False)
+    folder: Path = field(default=KERNELS, repr=False)
     cooperative: bool = False  # blocks wait for each other, so all must be resident
 
     @property
@@ -64,7 +67,18 @@ _FLAGS = frozenset(
     {
         *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "DROPOUT", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA"),
         *("SPLIT", "GATED", "PLAIN", "INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED"),
-        *("EXACT", "SKIP", "A_ALONG_K", "B_ALONG_K", "WIDE_LSE", "DELTA", "PARTS", "WIDE_DOUT", "ONE_K", "MASTER"),
+        *(
+            "EXACT",
+            "SKIP",
+            "A_ALONG_K",
+            "B_ALONG_K",
+            "WIDE_LSE",
+            "DELTA",
+            "PARTS",
+            "WIDE_DOUT",
+            "ONE_K",
+            "MASTER",
+        ),
     }
 )
 _NOTHING = frozenset({"kNone", "kOne", "kPlain", "nothing"})

@@ -17,12 +17,11 @@ import numpy as np
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler.numba_import import name_files_without_a_folder
+from gpu_ops.kernels.compiler.sources import NUMBA_FOLDER, python_sources
 from gpu_ops.kernels.compiler.toolkit import install_hint
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
-__all__ = ["NUMBA_FOLDER", "compile_numba", "numba_cuda", "numba_key"]
-
-NUMBA_FOLDER = Path(__file__).resolve().parents[1] / "numba_cuda"
+__all__ = ["compile_numba", "numba_cuda", "numba_key"]
 
 
 @cache
@@ -88,10 +87,10 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
 
 
 def numba_key(function: Callable[..., None], signature: str) -> str:
-    """Hash of everything that shapes the PTX: all modules of kernels/numba_cuda, what the function uses, versions."""
+    """Hash of everything that shapes the PTX: all modules of this backend, what the function uses, versions."""
     digest = hashlib.sha256()
     own = Path(function.__code__.co_filename)
-    files = [*sorted(NUMBA_FOLDER.rglob("*.py")), *([own] if own.is_file() else [])]
+    files = [*python_sources(NUMBA_FOLDER), *([own] if own.is_file() else [])]
     for path in files:
         digest.update(f"{path}\0".encode() + path.read_bytes())
     for part in _parts(function, set()):

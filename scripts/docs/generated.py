@@ -63,30 +63,19 @@ def directive(module: str, name: str, thing: object) -> str:
     return f".. py:data:: {name}\n   :module: {module}\n\n   {CONSTANTS[name]}"
 
 
-def where(*stems: str) -> str:
-    """The files of an op, by folder: everything about one has its stem."""
+def where(room: str, op: str) -> str:
+    """The folders of an op's room, and its benchmark."""
     folders = {
-        "public function": "gpu_ops/ops",
-        "definition (NumPy)": "reference",
-        "lowering": "kernels/lower",
-        "CUDA C++": "kernels/cuda",
-        "Numba, GPU": "kernels/numba_cuda",
-        "Numba, CPU": "kernels/numba_cpu",
-        "benchmark": "perf",
-        "tests": "tests",
+        "public functions": f"gpu_ops/ops/{room}",
+        "definitions (NumPy)": f"reference/{room}",
+        "lowering, CUDA C++": f"kernels/{room}",
+        "Numba, GPU": f"kernels/{room}/numba_cuda",
+        "Numba, CPU": f"kernels/{room}/cpu",
+        "tests": f"tests/{room}",
+        "benchmark": f"perf/bench_{op}.py",
     }
-    rows = []
-    for title, folder in folders.items():
-        before = {"perf": "bench_", "tests": "test_"}.get(folder, "")
-        files = dict.fromkeys(
-            path
-            for stem in stems
-            for path in sorted((ROOT / folder).glob(f"{before}{stem}*"))
-            if path.is_file() and owner(path.stem.removeprefix(before), stems)
-        )
-        if files:
-            rows.append(f"| {title} | {', '.join(f'`{p.relative_to(ROOT)}`' for p in files)} |")
-    return "\n".join(["| | files |", "|---|---|", *rows])
+    rows = [f"| {title} | `{path}` |" for title, path in folders.items() if (ROOT / path).exists()]
+    return "\n".join(["| | where |", "|---|---|", *rows])
 
 
 OPS = {
@@ -123,24 +112,6 @@ CONSTANTS = {  # a dict has no docstring of its own
     "ARCHES": "Limits of each architecture, by name: ``sm_80``.",
     "PRESETS": "Rows by name.",
 }
-
-STEMS = (
-    *(
-        "linear_cross_entropy",
-        "rmsnorm_quant",
-        "rope_append_kv",
-        "swiglu_mlp",
-        "ternary_pack",
-        "ternary_quantize",
-    ),
-    *("attention_varlen", "attention_decode", "attention_merge"),
-)
-
-
-def owner(name: str, stems: tuple[str, ...]) -> bool:
-    """Whether a file belongs to these stems, and not to a longer one that begins with one of them."""
-    longer = [s for s in STEMS if name.startswith(s) and not any(stem.startswith(s) for stem in stems)]
-    return not longer
 
 
 def contents(name: str) -> str:

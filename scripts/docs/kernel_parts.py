@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 ARCH = "sm_90"  # of the tables: the architecture of the card that the kernels have run on
 MOST = 2  # variants of one entry in a table
-CUDA = ROOT / "kernels" / "cuda"
+KERNELS = ROOT / "kernels"
 RESOURCES: dict[str, list[inspect_kernels.Row]] = {}
 
 
@@ -34,12 +34,12 @@ def kernels(*stems: str) -> str:
 
 def head(stem: str) -> str:
     """The comment at the top of a source file: formula, shapes, layout in memory, macros."""
-    lines = (CUDA / f"{stem}.cu").read_text(encoding="utf-8").splitlines()
+    lines = (KERNELS / f"{stem}.cu").read_text(encoding="utf-8").splitlines()
     comment = [
         line[2:].removeprefix(" ") for line in itertools.takewhile(lambda x: x.startswith("//"), lines)
     ]
     text = "\n".join(comment)
-    return f"`kernels/cuda/{stem}.cu` begins with\n\n```text\n{text}\n```"
+    return f"`kernels/{stem}.cu` begins with\n\n```text\n{text}\n```"
 
 
 def resources(stem: str) -> str:

@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(name, *cost, *(f"{e:.1e}" for e in wrong))
     print_table(make_console(), table)
     if missing := compiler_missing("raw"):
-        print(f"The CUDA C++ kernels were not tried: {missing}. pip install '.[emulator]' brings what they take.")
+        print(
+            f"The CUDA C++ kernels were not tried: {missing}. pip install '.[emulator]' brings what they take."
+        )
     else:
         found, _, same = errors([x[:, :64] for x in inputs], device="emulator", backend="raw")
         good &= same

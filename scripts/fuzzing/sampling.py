@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.reference.sample import random_number
+from gpu_ops.reference.sampling.sample import random_number
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import FLOAT32, FLOAT64, Array
 from scripts.fuzzing.trial import Trial

@@ -1,0 +1,1 @@
+"""Public functions: matrix products: linear, SwiGLU and the gated MLP."""

@@ -1,0 +1,1 @@
+"""Public functions: cross-entropy, alone and fused with the output layer."""

@@ -1,0 +1,228 @@
+"""Cross-entropy of logits with target classes, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.errors import ShapeError
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.loss.options import LossOptions, as_loss, is_number, of_reference
+
+__all__ = ["cross_entropy", "cross_entropy_backward"]
+
+
+@op(cuda=True, kernels="loss.cross_entropy")
+def cross_entropy(
+    logits: Any,
+    targets: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    class_weight: Any = None,
+    reduction: str = "mean",
+    denominator: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+    workspace: Any = None,
+) -> Bound:
+    """Cross-entropy of logits with target classes, a row's loss being ``lse - logits[target]``.
+
+    With u = softcap * tanh(logits / softcap), or the logits, and class weights w, a row with target y has::
+
+        lse  = log(sum(exp(u)))
+        loss = (1 - label_smoothing) * w_y * (lse - u_y) + label_smoothing / vocab * sum(w * (lse - u))
+               + z_loss * lse^2
+
+    Parameters
+    ----------
+    logits : array (..., vocab)
+        float16, bfloat16, float32 or float64.
+    targets : int32 or int64 array (...)
+        The class of each row, in [0, vocab), or ``ignore_index``.
+    ignore_index : int
+        Rows with this target are not read, and count for nothing.
+    label_smoothing : float
+        In [0, 1].
+    z_loss : float
+        Weight of lse^2, at least 0.
+    softcap : float
+        0: no cap.
+    class_weight : array (vocab,), optional
+        float32 (float64 for float64).
+    reduction : str
+        ``"mean"``: the sum over rows, divided by that of w_y. ``"sum"``. ``"none"``: the loss of each row.
+    denominator : number or array without axes, optional
+        What ``"mean"`` divides by instead, such as the count of targets of a whole accumulated batch. An array may be
+        int32, int64, float32 or float64; on a GPU no call waits for it. 0 gives a loss of 0.
+    return_lse : bool
+        Also return lse, which :func:`cross_entropy_backward` takes.
+    out : array, or (loss, lse), optional
+        Receives the results.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
+
+    Returns
+    -------
+    loss : array () or, with ``"none"``, (...), float32 (float64 for float64)
+    lse : array (...), likewise, only with ``return_lse``; -inf in ignored rows
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written. Targets in host memory are checked. On a GPU the check would have to wait for
+        them: there a row whose target is no class has the loss NaN.
+
+    Notes
+    -----
+    A mean over no rows is 0 (in torch NaN). All else is as in torch.nn.functional.cross_entropy, class weights and
+    label smoothing together included. Sums have a fixed order, and the mean is summed in float64. Reads each logit
+    once.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> logits = np.log(np.array([[1.0, 3.0], [1.0, 1.0], [5.0, 5.0]]))
+    >>> gpu_ops.cross_entropy(logits, np.array([1, 0, -100]), reduction="none").round(4)
+    array([0.2877, 0.6931, 0.    ])
+    >>> round(float(gpu_ops.cross_entropy(logits, np.array([1, 0, -100]))), 4)
+    0.4904
+    """
+    options = LossOptions(
+        ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator
+    )
+    call = Call("cross_entropy", device, backend, workspace)
+    x = _read_logits(call, logits)
+    rows, kind = x.shape[:-1], checks.computing_dtype(x.dtype.name)
+    options.read(call, targets, rows, x.shape[-1], "logits")
+    results = {"loss": rows if reduction == "none" else ()}
+    if checks.flag(call.op, "return_lse", return_lse):
+        results["lse"] = rows
+    for item, (name, shape) in enumerate(results.items()):
+        checks.contiguous(call.op, name, call.write(name, shape, kind, out, item=item))
+    return _bind(call, options)
+
+
+@op(cuda=True, kernels="loss.cross_entropy")
+def cross_entropy_backward(
+    dloss: Any,
+    logits: Any,
+    targets: Any,
+    lse: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    class_weight: Any = None,
+    reduction: str = "mean",
+    denominator: Any = None,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+    workspace: Any = None,
+) -> Bound:
+    """Gradient of :func:`cross_entropy` for logits, 0 in rows that are ignored.
+
+    With p = softmax(u), before the derivative of the cap and the factor dloss (/ denominator)::
+
+        du = p * ((1 - label_smoothing) * w_y + label_smoothing / vocab * sum(w) + 2 * z_loss * lse)
+             - label_smoothing / vocab * w - (1 - label_smoothing) * w_y * (class == y)
+
+    Parameters
+    ----------
+    dloss : array like the loss, or a number for a loss without axes
+        Gradient of the loss: float32 (float64 for float64).
+    logits, targets, and every option
+        As in the forward call.
+    lse : array (...)
+        As returned by ``cross_entropy(..., return_lse=True)``: that of all classes. The softmax is divided by the
+        sum of the row's exponentials, not by exp(lse), which is rounded: large logits cost no digits.
+    out : array like logits, optional
+        Receives the gradient. ``out=logits`` works in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
+
+    Returns
+    -------
+    array like logits, rounded once from float32 (float64 for float64)
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written; for targets on a GPU see :func:`cross_entropy`.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> logits, targets = np.log(np.array([[1.0, 3.0], [5.0, 5.0]])), np.array([1, -100])
+    >>> loss, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True)
+    >>> gpu_ops.cross_entropy_backward(1.0, logits, targets, lse)
+    array([[ 0.25, -0.25],
+           [ 0.  ,  0.  ]])
+    """
+    options = LossOptions(
+        ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator
+    )
+    call = Call("cross_entropy_backward", device, backend, workspace)
+    by_value = is_number(dloss) and reduction != "none"
+    given = None if by_value else call.read("dloss", dloss, contiguous=True)
+    x = _read_logits(call, logits)
+    rows = x.shape[:-1]
+    options.read(call, targets, rows, x.shape[-1], "logits")
+    if given is not None:
+        as_loss(call, "dloss", given, rows if reduction == "none" else (), "logits")
+    call.option(dloss=checks.computable(call.op, "dloss", dloss, x.dtype.name) if by_value else None)
+    as_loss(call, "lse", call.read("lse", lse, contiguous=True), rows, "logits")
+    call.write("dlogits", x.shape, x.dtype, out, in_place="logits", rows=True)
+    return _bind(call, options)
+
+
+def _read_logits(call: Call, logits: Any) -> Array:
+    x = call.read("logits", logits, rows=True)
+    checks.float_dtype(call.op, logits=x)
+    if x.ndim == 0:
+        raise ShapeError(f"{call.op}: logits has no axes; expected (..., vocab)")
+    return x
+
+
+def _bind(call: Call, options: LossOptions) -> Bound:
+    x: Array = call.views["logits"]
+    dtype, vocab = x.dtype.name, x.shape[-1]
+    return call.bind(
+        problem=lambda: f"{math.prod(x.shape[:-1])} rows of {vocab} {dtype}, reduction {options.reduction}",
+        unsupported=checks.unsupported(dtype),
+        look=options.look(call, vocab, "logits"),
+        flops=5.0 * x.size,
+    )
+
+
+@lowers("cross_entropy", "reference")
+@lowers("cross_entropy_backward", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.loss import cross_entropy as reference
+
+    def run(views: Mapping[str, Any]) -> None:
+        x, y, lse = views["logits"], views["targets"], views.get("lse")
+        more = of_reference(spec, views)
+        if "dlogits" in views:
+            dloss = views.get("dloss", spec["dloss"])
+            store(views, ("dlogits",), reference.cross_entropy_backward(dloss, x, y, views["lse"], **more))
+        else:
+            results = ("loss",) if lse is None else ("loss", "lse")
+            store(views, results, reference.cross_entropy(x, y, **more, return_lse=lse is not None))
+
+    on.call(run, "NumPy, float64")

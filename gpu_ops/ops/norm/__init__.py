@@ -1,0 +1,1 @@
+"""Public functions: RMSNorm and LayerNorm."""

@@ -1,0 +1,1 @@
+"""Public functions: rotary position embedding."""

@@ -1,0 +1,288 @@
+"""The arguments of ``rope_append_kv``, checked; the hook that looks at lengths, pages, slots and positions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, bounds_of
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Call
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
+from gpu_ops.ops.attention.quantized_pages import check_scales, update_scales
+from gpu_ops.ops.rope.frequencies import Frequencies
+from gpu_ops.ops.rope.options import (
+    Rows,
+    last_on_device,
+    read_positions,
+    rows_and_bounds,
+    widened,
+    widens,
+)
+
+__all__ = ["AppendLook", "CacheArguments", "NormArguments", "PlaceArguments", "read_tokens"]
+
+
+def read_tokens(call: Call, tokens: Mapping[str, Any], *, packed: bool) -> dict[str, Array]:
+    """q, k and v of the new tokens."""
+    leading = "total" if packed else "batch seqlen"
+    arrays = {name: call.read(name, x) for name, x in tokens.items()}
+    for (name, x), heads in zip(arrays.items(), ("nheads", "nheads_kv", "nheads_kv"), strict=True):
+        call.axes.bind(name, x, f"{leading} {heads} head_dim")
+    return arrays
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """The caches and their scales, as given."""
+
+    k_cache: Any
+    v_cache: Any
+    k_scale: Any
+    v_scale: Any
+
+    def update(self, call: Call, dtype: np.dtype[Any], *, paged: bool) -> Array:
+        """The keys' cache. Call it when all inputs are read: a cache may not share memory with them."""
+        given = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        caches = {name: call.update(name, x) for name, x in given.items()}
+        rows = "num_pages page_size" if paged else "batch max_seqlen"
+        for name, cache in caches.items():
+            call.axes.bind(name, cache, f"{rows} nheads_kv head_dim")
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if check_scales(call, caches, scales, dtype, paged=paged):
+            update_scales(call, self.k_scale, self.v_scale)
+        else:
+            for name, cache in caches.items():
+                checks.exactly(call.op, name, cache, cache.shape, dtype)
+        return caches["k_cache"]
+
+
+@dataclass(frozen=True)
+class NormArguments:
+    """Arguments of the norms of q's and k's heads, as given."""
+
+    q_weight: Any
+    k_weight: Any
+    eps: Any
+    weight_offset: Any
+
+    def read(self, call: Call) -> dict[str, Array]:
+        """Both weights, or none."""
+        given = {"q_weight": self.q_weight, "k_weight": self.k_weight}
+        missing = [name for name, weight in given.items() if weight is None]
+        if len(missing) == 1:
+            raise OptionError(f"{call.op}: {missing[0]} is missing; pass q_weight and k_weight, or neither")
+        return (
+            {} if missing else {name: call.read(name, weight, "head_dim") for name, weight in given.items()}
+        )
+
+    def check(self, call: Call, dtype: str) -> None:
+        call.option(
+            eps=checks.epsilon(call.op, self.eps, dtype),
+            weight_offset=checks.computable(call.op, "weight_offset", self.weight_offset, dtype),
+        )
+
+
+@dataclass(frozen=True)
+class PlaceArguments:
+    """Arguments that say where tokens are and where they go, as given."""
+
+    seqused_k: Any
+    block_table: Any
+    slot_mapping: Any
+    positions: Any
+
+    @property
+    def packed(self) -> bool:
+        """Whether the tokens have one axis, with slots."""
+        return self.slot_mapping is not None
+
+    @property
+    def paged(self) -> bool:
+        return self.packed or self.block_table is not None
+
+    def read(self, call: Call) -> Array | None:
+        """Checks shapes and dtypes; the positions, or None: a token's row in its sequence."""
+        if self.packed:
+            self._read_slots(call)
+        else:
+            self._read_lengths(call)
+        if self.positions is None:
+            if self.packed:
+                raise OptionError(
+                    f"{call.op}: slot_mapping says where tokens are kept; pass positions= as well"
+                )
+            return None
+        if isinstance(self.positions, (int, float, np.number)):
+            raise ShapeError(
+                f"{call.op}: positions is the number {self.positions}; pass an array, or seqused_k alone"
+            )
+        return read_positions(call, self.positions, "packed" if self.packed else "bshd")
+
+    def _read_slots(self, call: Call) -> None:
+        if self.seqused_k is not None or self.block_table is not None:
+            raise OptionError(
+                f"{call.op}: slot_mapping says where every token goes; pass it without seqused_k and block_table, "
+                "or those without it"
+            )
+        slots = call.read("slot_mapping", self.slot_mapping)
+        checks.exactly(call.op, "slot_mapping", slots, (call.axes["total"],), np.dtype(np.int64))
+
+    def _read_lengths(self, call: Call) -> None:
+        if self.seqused_k is None:
+            raise OptionError(
+                f"{call.op}: where do the tokens go? Pass seqused_k=, the keys of each sequence that its cache "
+                "holds already, or slot_mapping="
+            )
+        int32 = np.dtype(np.int32)
+        used = call.read("seqused_k", self.seqused_k)
+        checks.exactly(call.op, "seqused_k", used, (call.axes["batch"],), int32)
+        table = call.optional("block_table", self.block_table, "batch max_pages")
+        if table is not None:
+            checks.exactly(call.op, "block_table", table, table.shape, int32)
+
+
+@dataclass(frozen=True)
+class AppendLook:
+    """The hook of ``rope_append_kv``: every new token has a row of its own, and its cos and sin are found."""
+
+    op: str
+    num_pages: int
+    page_size: int
+    seqlen: int
+    """New tokens of each sequence; 0 with slots."""
+    frequencies: Frequencies
+
+    def for_call(self, call: Call, positions: Array | None) -> Look | None:
+        """None where kernels find all they need on the device."""
+        if not call.on_cuda:
+            return self.on_host
+        return self.on_device if self.frequencies.by_length or widens(positions) else None
+
+    def on_host(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        slots, given = views.get("slot_mapping"), views.get("positions")
+        if slots is None:
+            rows = self._new_rows(views["seqused_k"], views.get("block_table"), backend)
+        elif backend != "cpu" or not self._slots_differ(slots):
+            self._check_slots(slots)
+        if given is not None:
+            rows = rows_and_bounds(self.op, given)
+        options, more = self.frequencies.look(backend, *rows)
+        return options, more or widened(given)
+
+    def on_device(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Positions or lengths are read, and waited for, only if the frequencies depend on them."""
+        given, options = views.get("positions"), {}
+        if self.frequencies.by_length:
+            last = last_on_device(self.op, views["seqused_k"] if given is None else given)
+            options = self.frequencies.at(last if given is not None else last + self.seqlen).options
+        return options, widened(given)
+
+    def _new_rows(self, used: Array, table: Array | None, backend: str) -> Rows:
+        """The rows of the new tokens in their sequences, after a look at their places."""
+        steps = self._steps
+        if not len(used) or not self.seqlen:
+            return used[:, None] + steps, 0, -1
+        if backend != "cpu":
+            self._check_used(used, table)
+            rows = used[:, None] + steps
+            return rows, *bounds_of(rows)
+        found = self._find_lengths(used, table)
+        shortest, longest, sound, _ = found[-1].tolist()
+        if not sound or (table is not None and not self._rows_differ(used, table)):
+            self._check_used(used, table)
+        starts = found[:-1, 3:]
+        return starts if self.seqlen == 1 else starts + steps, shortest, longest + self.seqlen - 1
+
+    @functools.cached_property
+    def _steps(self) -> Array:
+        return np.arange(self.seqlen)
+
+    # On the CPU compiled kernels look first; where they find a fault, the functions below say what it is.
+
+    @functools.cached_property
+    @uninterrupted
+    def _find_lengths(self) -> Callable[[Array, Array | None], Array]:
+        from gpu_ops.kernels.common.cpu.lengths import cached
+
+        return cached(seqlen_q=0, new=self.seqlen, page_size=self.page_size, num_pages=self.num_pages)
+
+    @functools.cached_property
+    @uninterrupted
+    def _rows_differ(self) -> Callable[[Array, Array], bool]:
+        from gpu_ops.kernels.common.cpu.lengths import apart
+
+        return apart(self.seqlen, self.page_size)
+
+    @functools.cached_property
+    @uninterrupted
+    def _slots_differ(self) -> Callable[[Array], bool]:
+        from gpu_ops.kernels.common.cpu.lengths import mapped
+
+        return mapped(self.num_pages * self.page_size)
+
+    def _check_slots(self, slots: Array) -> None:
+        count = self.num_pages * self.page_size
+        if slots.size and bounds_of(slots)[1] >= count:
+            beyond = np.flatnonzero(slots >= count)
+            raise OptionError(
+                f"{self.op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {self.num_pages} pages of "
+                f"{self.page_size} have slots in [0, {count}), negative ones store nothing"
+            )
+        if (same := _two_of_one(slots)) is not None:
+            raise OptionError(
+                f"{self.op}: slot_mapping[{same[0]}] and slot_mapping[{same[1]}] are both {slots[same[0]]}; no two "
+                "tokens may share a slot, give one of them its own, or a negative one to store it nowhere"
+            )
+
+    def _check_used(self, used: Array, table: Array | None) -> None:
+        """Every new token has a row in its sequence's cache; with pages the row has a page that no other writes."""
+        op, seqlen, page_size = self.op, self.seqlen, self.page_size
+        capacity = page_size if table is None else page_size * table.shape[1]
+        lengths = used.tolist()
+        if not 0 <= min(lengths) <= max(lengths) <= capacity - seqlen:
+            raise OptionError(
+                f"{op}: seqused_k must lie in [0, {capacity - seqlen}] for {seqlen} new tokens in a cache of "
+                f"{capacity}; got {np.array2string(used, threshold=8)}"
+            )
+        if table is None:
+            return
+        self._check_pages(used, table)
+        rows = used[:, None] + np.arange(seqlen)
+        at = rows // page_size
+        slots = np.take_along_axis(table, at, axis=1) * np.int64(page_size) + rows % page_size
+        if (same := _two_of_one(slots.ravel())) is not None:
+            (b, i), (c, j) = (divmod(token, seqlen) for token in same)
+            page, row = divmod(int(slots[b, i]), page_size)
+            raise OptionError(
+                f"{op}: token {i} of sequence {b} and token {j} of sequence {c} both go to row {row} of page {page}, "
+                f"which is block_table[{b}, {at[b, i]}] and block_table[{c}, {at[c, j]}]; no two new tokens may "
+                "share a row, give the sequences pages of their own"
+            )
+
+    def _check_pages(self, used: Array, table: Array) -> None:
+        if not (table.view(np.uint32) >= self.num_pages).any():  # -1 is large too
+            return
+        end, page = used[:, None] + (self.seqlen - 1), np.arange(table.shape[1])
+        needed = (page >= used[:, None] // self.page_size) & (page <= end // self.page_size)
+        bad = np.argwhere(needed & ((table < 0) | (table >= self.num_pages)))
+        if len(bad):
+            b, i = (int(n) for n in bad[0])
+            raise OptionError(
+                f"{self.op}: block_table[{b}, {i}] is {int(table[b, i])}, not a page in [0, {self.num_pages}), but "
+                f"sequence {b} grows from {int(used[b])} to {int(used[b]) + self.seqlen} keys"
+            )
+
+
+def _two_of_one(slots: Array) -> tuple[int, int] | None:
+    """Indices of two tokens with one slot that is not negative."""
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    same = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    return (int(order[same[0]]), int(order[same[0] + 1])) if len(same) else None

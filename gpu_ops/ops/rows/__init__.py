@@ -1,0 +1,1 @@
+"""Public functions: ops on rows and elements: softmax, dropout, embedding, global_norm, AdamW."""

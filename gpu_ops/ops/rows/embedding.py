@@ -1,0 +1,166 @@
+"""Rows of a table by index, and the gradient of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.errors import ShapeError
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.indices import look_at, read_indices
+
+__all__ = ["embedding", "embedding_backward"]
+
+
+@op(cuda=True, kernels="rows.embedding")
+def embedding(
+    ids: Any,
+    weight: Any,
+    *,
+    scale: float = 1.0,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+    workspace: Any = None,
+) -> Bound:
+    """Rows of a table by index: ``scale * weight[ids]``.
+
+    Parameters
+    ----------
+    ids : int32 or int64 array (...)
+        In [0, num_embeddings).
+    weight : array (num_embeddings, dim)
+        float16, bfloat16, float32 or float64.
+    scale : float
+        Such as sqrt(dim), as in Gemma.
+    out : array (..., dim) in weight's dtype, optional
+        Receives the result.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory for calls that a CUDA graph captures; this op needs none.
+
+    Returns
+    -------
+    array (..., dim) in weight's dtype, rounded once
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written. Indices in host memory are checked. On a GPU the check would have to wait for
+        them: there the row of an index outside the table is NaN.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> gpu_ops.embedding(np.array([2, 0]), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    array([[5., 6.],
+           [1., 2.]])
+    """
+    call = Call("embedding", device, backend, workspace)
+    ids_ = read_indices(call, "ids", ids)
+    table = call.read("weight", weight, "num_embeddings dim")
+    dtype = checks.float_dtype(call.op, weight=table)
+    call.option(scale=checks.computable(call.op, "scale", scale, dtype))
+    call.write("x", (*ids_.shape, table.shape[1]), table.dtype, out, rows=True)
+    return _bind(call, dtype, table.shape)
+
+
+@op(cuda=True, kernels="rows.embedding", written=("dweight",))
+def embedding_backward(
+    dx: Any,
+    ids: Any,
+    num_embeddings: int,
+    *,
+    scale: float = 1.0,
+    dweight: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+    workspace: Any = None,
+) -> Bound:
+    """Gradient of :func:`embedding` for weight: row v is the sum of the rows of ``scale * dx`` whose index is v.
+
+    Parameters
+    ----------
+    dx : array (..., dim)
+        Gradient of the result.
+    ids : int32 or int64 array (...)
+        As in the forward call.
+    num_embeddings : int
+        Rows of the table, less than 2**31.
+    scale : float
+        As in the forward call.
+    dweight : array (num_embeddings, dim), float32 (float64 for float64), optional
+        The gradient is added to it, and it is returned: that of micro-batches, or of a tied output layer.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
+
+    Returns
+    -------
+    dweight : array (num_embeddings, dim), float32 (float64 for float64)
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written. Indices in host memory are checked; on a GPU rows whose index is outside the
+        table are added nowhere.
+
+    Notes
+    -----
+    Sums are float32 (float64) in an order that the indices alone decide: the same bits for any number of threads and
+    in every run. A GPU sorts the indices and adds rows of the same index by tiles of 32, without atomics.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> dx = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> gpu_ops.embedding_backward(dx, np.array([1, 0, 1]), 3)
+    array([[3., 4.],
+           [6., 8.],
+           [0., 0.]])
+    """
+    call = Call("embedding_backward", device, backend, workspace)
+    x = call.read("dx", dx, rows=True)
+    dtype = checks.float_dtype(call.op, dx=x)
+    if x.ndim == 0:
+        raise ShapeError(f"{call.op}: dx has no axes; expected (..., dim)")
+    read_indices(call, "ids", ids, x.shape[:-1])
+    shape = (checks.integer(call.op, "num_embeddings", num_embeddings, low=0, high=2**31 - 1), x.shape[-1])
+    call.option(scale=checks.computable(call.op, "scale", scale, dtype), adds=dweight is not None)
+    kind = checks.computing_dtype(dtype)
+    call.write("dweight", shape, kind, dweight, argument="dweight", added=dweight is not None)
+    return _bind(call, dtype, shape)
+
+
+def _bind(call: Call, dtype: str, table: tuple[int, ...]) -> Bound:
+    ids: Array = call.views["ids"]
+    return call.bind(
+        problem=lambda: f"{ids.size} rows of {table[0]} x {table[1]} {dtype}",
+        unsupported=checks.unsupported(dtype),
+        look=None if call.on_cuda else look_at(call.op, "ids", table[0]),
+        flops=float(ids.size * table[1]),
+    )
+
+
+@lowers("embedding", "reference")
+@lowers("embedding_backward", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.rows import embedding as reference
+
+    def run(views: Mapping[str, Any]) -> None:
+        ids, scale = views["ids"], spec["scale"]
+        if "x" in views:
+            store(views, ("x",), reference.embedding(ids, views["weight"], scale=scale))
+            return
+        given = views["dweight"] if spec["adds"] else None
+        rows = spec.tensor("dweight").shape[0]
+        found = reference.embedding_backward(views["dx"], ids, rows, scale=scale, dweight=given)
+        store(views, ("dweight",), found)
+
+    on.call(run, "NumPy, float64")

@@ -1,0 +1,1 @@
+"""Public functions: sampling of tokens."""

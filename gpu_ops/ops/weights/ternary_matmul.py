@@ -1,0 +1,192 @@
+"""Multiply by packed ternary weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.weights.ternary_planes import bind_product, take_matrix
+
+__all__ = ["ternary_matmul"]
+
+Activations = Literal["int8", "native"]
+
+
+@op(cuda=True, kernels="weights.ternary")
+def ternary_matmul(
+    x: Any,
+    w: TernaryMatrix,
+    *,
+    x_scale: Any = None,
+    activations: str = "int8",
+    out_dtype: Any = None,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+    workspace: Any = None,
+) -> Bound:
+    """``y = x @ W.T`` with packed ternary weights ``W = scale * t``.
+
+    ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
+    ``q = round_half_even(x * s)``; then ``y[n] = scale[n] / s * sum_k t[n, k] * q[k]`` with an exact
+    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider. An int8 x
+    is quantised already: ``y[n] = scale[n] * x_scale * sum_k t[n, k] * x[k]``, with the same exact sum.
+
+    Parameters
+    ----------
+    x : array (..., K), or TernaryMatrix (M, K)
+        float16, bfloat16, float32 or float64; or int8, with ``x_scale``. A ternary x needs no ``activations``: the
+        sums are of trits, by popcount on bit planes. Scales of both are then per tensor or row; no argument lies on
+        a device, so that ``device`` or ``out`` says where to run.
+    w : TernaryMatrix (N, K)
+        Any format; others than w2 are converted at the first call and the result is kept on ``w``. The
+        first call on a CUDA device copies the codes there, and ``w`` keeps the copy as long as it lives:
+        make that call before capturing a graph.
+    x_scale : array (...), (..., 1) or (), optional
+        For an int8 x, and needed there: what one step of its codes stands for, per token or once for all. float32 or
+        float64. ``q, scale, _ = rmsnorm_quant_int8(...)`` gives both.
+    activations : {"int8", "native"}
+        What a float x is multiplied as.
+    out_dtype : dtype, optional
+        Of y for an int8 x: any float dtype; default that of ``x_scale``. Otherwise there is one choice.
+    out : array (..., N), optional
+        y's dtype; may not overlap x, x_scale or w.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
+
+    Returns
+    -------
+    y : array (..., N)
+        x's dtype (float32 for a ternary x, ``out_dtype`` for an int8 one). A token with a NaN or an infinity gives
+        NaN in int8 mode, and so does one whose x_scale is NaN.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
+    codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
+    With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold any;
+    ``explain`` tells. With float activations a GPU skips nothing: a warp reads 2048 neighbours of a row at a time,
+    all of which are zero only where whole rows are. A GPU has fewer popcounts than int8 products on its tensor cores
+    (an H200 a sixteenth, by its data sheet): for many rows and a w that is not sparse, ``x.dequantize()`` is the
+    faster argument there.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
+    >>> gpu_ops.ternary_matmul(np.array([[127.0, 27.0, 1.0]], np.float32), w)
+    array([[50., 14.]], dtype=float32)
+    >>> gpu_ops.ternary_matmul(np.array([[127, 27, 1]], np.int8), w, x_scale=np.array([2.0], np.float32))
+    array([[100.,  28.]], dtype=float32)
+    >>> gpu_ops.ternary_matmul(w, w)
+    array([[ 0.5 , -0.25],
+           [-0.25,  0.5 ]], dtype=float32)
+    """
+    call = Call("ternary_matmul", device, backend, workspace)
+    if not isinstance(w, TernaryMatrix):
+        raise DTypeError(
+            f"{call.op}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
+            "TernaryMatrix(codes, scale, shape, format)"
+        )
+    mode = checks.one_of(call.op, "activations", activations, get_args(Activations))
+    if isinstance(x, TernaryMatrix):
+        _without_scale(call.op, "a TernaryMatrix, which has its own", x_scale)
+        checks.result_dtype(call.op, "out_dtype", out_dtype, np.dtype(np.float32))
+        return bind_product(call, x, w, out)
+    x_ = call.read("x", x, rows=True)
+    n, k = w.shape
+    if x_.ndim == 0 or x_.shape[-1] != k:
+        raise ShapeError(f"{call.op}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    if x_.dtype == np.int8:
+        dtype, to = _given(call, x_, x_scale, mode, out_dtype)
+    else:
+        dtype = checks.float_dtype(call.op, x=x_)
+        _without_scale(call.op, f"{dtype} and quantised in the call; omit it, or pass int8 codes", x_scale)
+        to = checks.result_dtype(call.op, "out_dtype", out_dtype, x_.dtype)
+    take_matrix(call, "w", w)
+    call.write("y", (*x_.shape[:-1], n), to, out, rows=True)
+    tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
+    call.option(k=k, activations=mode)
+    what = f"int8 to {to}" if x_.dtype == np.int8 else f"{dtype}, activations {mode}"
+    return call.bind(
+        problem=f"{tokens} tokens x ({n} x {k}) {w.format}, {what}",
+        unsupported=_unsupported(dtype, mode, k, groups),
+        flops=2.0 * tokens * n * k,
+    )
+
+
+def _given(call: Call, x: Array, x_scale: Any, mode: str, out_dtype: Any) -> tuple[str, np.dtype[Any]]:
+    """The dtype that decides what backends run, and that of y, for an int8 x and its scale."""
+    if x_scale is None:
+        raise OptionError(
+            f"{call.op}: x is int8, so x_scale is needed: what one step stands for, per token, as rmsnorm_quant_int8 "
+            "returns it; for plain integers pass np.ones((), np.float32)"
+        )
+    if mode != "int8":
+        raise OptionError(f"{call.op}: activations={mode!r} is for float x; this x is int8, so omit it")
+    scale = call.read("x_scale", x_scale, contiguous=True)
+    wide = checks.float_dtype(call.op, x_scale=scale)
+    if wide not in ("float32", "float64"):
+        raise DTypeError(
+            f"{call.op}: x_scale is {wide}, expected float32 or float64; cast it: x_scale.astype('f4')"
+        )
+    tokens = x.shape[:-1]
+    if scale.shape not in (tokens, (*tokens, 1), ()):
+        raise ShapeError(
+            f"{call.op}: x_scale has shape {scale.shape}, expected one per token of x, {tokens} or {(*tokens, 1)}, "
+            "or one for all, ()"
+        )
+    to = checks.result_dtype(call.op, "out_dtype", out_dtype, scale.dtype, *checks.FLOAT_DTYPES.values())
+    return "float64" if np.float64 in (scale.dtype, to) else "float32", to
+
+
+def _without_scale(op: str, given: str, x_scale: Any) -> None:
+    if x_scale is not None:
+        raise OptionError(f"{op}: x_scale is for int8 x, and this x is {given}")
+
+
+def _unsupported(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
+    """Known without importing the kernels, so that validation stays cheap."""
+    found = {}
+    if dtype == "float64":
+        found["raw"] = "float64 has Numba kernels only"
+    elif mode == "int8" and k > 1 << 23:
+        found["raw"] = f"K={k}: int32 sums hold 2^23 products of a code and an int8"
+    elif groups > 1 and (k // groups) % 64:
+        found["raw"] = f"group_size {k // groups} is not a multiple of 64"
+    if groups > 1 and (k // groups) % 4:
+        found["numba"] = f"group_size {k // groups} is not a multiple of 4"
+    return found
+
+
+@lowers("ternary_matmul", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.weights.ternary import ternary_matmul
+
+    def run(views: Mapping[str, Any]) -> None:
+        w2 = views["w"].to("w2")
+        how = {
+            "activations": spec["activations"],
+            "x_scale": views.get("x_scale"),
+            "out_dtype": views["y"].dtype,
+        }
+        store(views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, **how))
+
+    on.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")

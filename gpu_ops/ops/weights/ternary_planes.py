@@ -1,0 +1,161 @@
+"""The product of two ternary matrices: which chunks of w are visited.
+
+Where few chunks of 128 weights of w hold anything, the others are skipped. The rule, in order:
+
+1. on the CPU fewer than 16 rows of x       all chunks: skipping has its vector lanes along them
+2. more than a quarter of them occupied     all chunks
+3. else                                     the occupied ones, from lists made once for each w
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.device import HOST, CudaDevice
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.kernels.program import Builder, Spec, lower_module, lowers
+
+__all__ = ["bind_product", "take_matrix"]
+
+lower_module("ternary_product", "gpu_ops.kernels.weights.ternary_planes")
+
+_FEW_ROWS = 16
+_MOST_OCCUPIED = 0.25
+
+
+@dataclass(frozen=True)
+class _Occupied:
+    """The chunks of each row of a matrix that hold a nonzero: row r has chunks[starts[r] : starts[r + 1]]."""
+
+    starts: Array
+    chunks: Array
+    share: float
+    _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+
+    @property
+    def skips(self) -> bool:
+        """Whether so few that the others are skipped."""
+        return self.share <= _MOST_OCCUPIED
+
+    @classmethod
+    def of(cls, w: TernaryMatrix) -> _Occupied:
+        """Made at the first call with ``w``, and kept as long as it lives."""
+        found = _made.get(w)
+        if found is None:
+            bits = np.unpackbits(w.chunk_bitmap(), axis=1, count=-(-w.shape[1] // 128), bitorder="little")
+            rows, chunks = np.nonzero(bits)
+            starts = np.searchsorted(rows, np.arange(len(bits) + 1))
+            share = len(chunks) / max(bits.size, 1)
+            found = _made.setdefault(w, cls(starts.astype(np.int64), chunks.astype(np.int32), share))
+        return found
+
+    def on(self, device: Any) -> tuple[Array, Array]:
+        """Both arrays, where ``device`` reads them."""
+        if not isinstance(device, CudaDevice):
+            return self.starts, self.chunks
+        held = self._on_cuda.get(device.ordinal)
+        if held is None:
+            copies = device.upload(self.starts), device.upload(self.chunks)
+            held = self._on_cuda.setdefault(device.ordinal, copies)
+        return held
+
+
+_made: WeakKeyDictionary[TernaryMatrix, _Occupied] = WeakKeyDictionary()
+
+
+def take_matrix(call: Call, name: str, matrix: TernaryMatrix, *, row_scales: bool = False) -> None:
+    """A ternary argument of a call: itself, and codes and scale where kernels read them, as w2."""
+    convert = _with_row_scales(call.op, name, matrix) if row_scales else matrix.to("w2")
+    call.provide(name, None, name, _itself)
+    call.provide(f"{name}.codes", convert.layouts[0], name, _codes)
+    call.provide(f"{name}.scale", convert.layouts[1], name, _scale)
+    for array in matrix.call_arrays:
+        call.hold(name, array)
+
+
+def _itself(w: TernaryMatrix, device: Any) -> TernaryMatrix:
+    return w
+
+
+def _codes(w: TernaryMatrix, device: Any) -> Array:
+    return w.to("w2").on(device)[0]
+
+
+def _scale(w: TernaryMatrix, device: Any) -> Array:
+    return w.to("w2").on(device)[1]
+
+
+def bind_product(call: Call, x: TernaryMatrix, w: TernaryMatrix, out: Any) -> Bound:
+    """``y = x @ w.T`` in float32: integer sums, then the product of the scales."""
+    (m, k), n = x.shape, w.shape[0]
+    if k != w.shape[1]:
+        raise ShapeError(
+            f"{call.op}: x has shape {x.shape}, expected (M, K={w.shape[1]}) for w of shape {w.shape}"
+        )
+    for name, matrix in (("x", x), ("w", w)):
+        take_matrix(call, name, matrix, row_scales=True)
+    call.provide("w.occupied", None, "w", functools.partial(_occupied, rows=m))
+    call.write("y", (m, n), np.float32, out, rows=True)
+    call.option(k=k)
+    return call.bind(
+        lowered_as="ternary_product",
+        problem=f"({m} x {k}) {x.format} x ({n} x {k}) {w.format}, both ternary",
+        unsupported={"raw": f"K={k} is beyond 31 bits"} if k >> 31 else {},
+        look=_look,
+        flops=2.0 * m * n * k,
+    )
+
+
+def _occupied(w: TernaryMatrix, device: Any, *, rows: int) -> tuple[_Occupied, tuple[Array, Array]] | None:
+    """The chunks of w, and both lists where ``device`` reads them."""
+    if device is HOST and rows < _FEW_ROWS:
+        return None
+    found = _Occupied.of(w.to("w2"))
+    return found, found.on(device)
+
+
+def _look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Whether chunks of w are skipped, which its values decide. Scales of some formats are values, too."""
+    for name in ("x", "w"):
+        _with_row_scales("ternary_matmul", name, views[name])
+    found = views.get("w.occupied")
+    if found is None or backend == "reference":
+        return {}, {}
+    chunks, lists = found
+    share = f"{chunks.share:.1%} of the chunks of w are occupied"
+    if not chunks.skips:
+        return {"share": share}, {}
+    sizes = {"starts": len(chunks.starts), "chunks": len(chunks.chunks)}
+    return {"share": share, **sizes}, dict(zip(("w.starts", "w.chunks"), lists, strict=True))
+
+
+@lowers("ternary_product", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.weights.ternary import ternary_product
+
+    def run(views: Mapping[str, Any]) -> None:
+        a2, w2 = (views[name].to("w2") for name in ("x", "w"))
+        store(views, ("y",), ternary_product(a2.trits(), a2.scale, w2.trits(), w2.scale))
+
+    on.call(run, "NumPy, exact integers")
+
+
+def _with_row_scales(name: str, argument: str, matrix: TernaryMatrix) -> TernaryMatrix:
+    """The matrix in w2, its scale per tensor or row."""
+    w2 = matrix.to("w2")
+    if w2.scale.ndim == 2 and w2.scale.shape[1] > 1:
+        raise OptionError(
+            f"{name}: {argument} has a scale per group of {w2.group_size}; between two ternary matrices sums run "
+            "over all of K, so scales are per tensor or row: ternary_quantize(..., group_size=-1), or pass x as an "
+            "array, x.dequantize()"
+        )
+    return w2

@@ -1,0 +1,112 @@
+"""Gradients of attention by the Numba kernels for GPUs: statistics of the rows, dq, dk and dv, then those of options.
+
+Each sum is one block's in a fixed order, so ``deterministic=True`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.attention.forward_numba import UNLIMITED, score_arrays, sequences_of
+from gpu_ops.kernels.attention.problem import Attention, as_bshd
+from gpu_ops.kernels.compiler.jit import Variant
+from gpu_ops.kernels.program import Builder, Spec, Tensor
+
+__all__ = ["backward", "numba_variants"]
+
+
+def backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
+    from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, select_config
+    from gpu_ops.kernels.attention.numba_cuda.backward_rows import (
+        SINK_THREADS,
+        rounding_kernel,
+        rows_kernel,
+        sinks_kernel,
+    )
+    from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, THREADS
+
+    a, layout = Attention.of(spec), spec["layout"]
+    dout, dq, dk, dv = (as_bshd(spec.tensor(name), layout) for name in ("dout", "dq", "dk", "dv"))
+    if dout.dtype != a.q.dtype:
+        wide_dout, dout = dout, on.empty(dout.shape, a.q.dtype, "dout, rounded")
+        grid = (-(-dout.size // THREADS),)
+        on.launch(rounding_kernel(a.q.dtype.name), grid, (THREADS,), (wide_dout, dout))
+    left, right = a.window(UNLIMITED)
+    masked = left < UNLIMITED or right < UNLIMITED
+    problem = Problem(a.q.dtype.name, a.features(sinks=False), masked)
+    wide = np.float64 if problem.itemsize == 8 else np.float32
+    statistics = on.empty((3, *a.lse_shape), wide, "statistics of rows")
+    sequences = sequences_of(a, on)
+    _, slopes, _, bias, visible, seed = score_arrays(a, with_sinks=False)
+    scale, *numbers = a.numbers.values()
+    scale *= LOG2E if problem.scores.plain else 1.0
+    options = (slopes, bias, visible, seed, scale, *numbers, left, right, a.block_q, a.block_k)
+    common = (statistics, sequences, *options)
+
+    grid = (-(-a.seqlen_q // THREADS) * a.batch * a.nheads,)
+    lse, delta = spec.tensor("lse"), spec.get("delta")
+    dtypes = lse.dtype.name, a.out.dtype.name
+    rows = rows_kernel(problem, a.sinks is not None, *dtypes, delta_given=delta is not None)
+    given = 0 if delta is None else delta if delta.ndim == 3 else delta[None]
+    per_row = given, 0 if a.sinks is None else a.sinks
+    on.launch(rows, grid, (THREADS,), (dout, a.q, a.k, a.out, a.lse, *per_row, *common))
+
+    def tiles(owned: str, length: int, dim: int) -> tuple[Any, tuple[int]]:
+        config = select_config(problem, owned, dim)
+        blocks = -(-length // config.block_m) * a.batch * a.nheads_kv * -(-dim // config.slab)
+        return config, (blocks,)
+
+    grads = dq.dtype.name, spec["accumulate"]
+    config, grid = tiles("queries", a.seqlen_q * a.nheads // a.nheads_kv, a.head_dim)
+    on.launch(queries_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dq, *common))
+    config, grid = tiles("keys", a.seqlen_k, max(a.head_dim, a.head_dim_v))
+    on.launch(keys_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dk, dv, *common))
+
+    dbias, dsinks = spec.get("dbias"), spec.get("dsinks")
+    if dbias is not None:
+        _bias(a, on, problem, dout, dbias, common)
+    if dsinks is not None:
+        on.launch(sinks_kernel(problem.dtype), (a.nheads,), (SINK_THREADS,), (a.sinks, statistics, dsinks))
+
+
+def _bias(
+    a: Attention, on: Builder, problem: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]
+) -> None:
+    from gpu_ops.kernels.attention.numba_cuda.backward_bias import bias_kernel, bias_sum_kernel
+    from gpu_ops.kernels.attention.numba_cuda.backward_config import count_parts, select_config
+    from gpu_ops.kernels.attention.numba_cuda.config import THREADS
+
+    config = select_config(problem, "both")
+    target = dbias[(None,) * (4 - dbias.ndim)]
+    batch, nheads, queries, keys = target.shape
+    sum_queries, sum_keys = queries != a.seqlen_q, keys != a.seqlen_k
+    tiles_q, tiles_k = -(-a.seqlen_q // config.block_m), -(-a.seqlen_k // config.block_n)
+    owned = (batch, nheads, 1 if sum_queries else tiles_q, 1 if sum_keys else tiles_k)
+    blocks = math.prod(owned)
+    units = a.batch * a.nheads * tiles_q * tiles_k // max(blocks, 1)
+    parts = count_parts(blocks, units, on.sms)
+    sums = on.empty((parts * batch, *target.shape[1:]), common[0].dtype, "parts of dbias")
+    arguments = (dout, a.q, a.k, a.v, sums, batch, nheads, *common)
+    on.launch(bias_kernel(config, sum_queries, sum_keys), (blocks * parts,), (THREADS,), arguments)
+    grid = (-(-dbias.size // THREADS),)
+    on.launch(bias_sum_kernel(problem.dtype, dbias.dtype.name), grid, (THREADS,), (sums, target))
+
+
+def numba_variants() -> Iterator[Variant]:
+    """The commonest of the kernels."""
+    from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
+    from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, select_config
+    from gpu_ops.kernels.attention.numba_cuda.backward_rows import rows_kernel
+    from gpu_ops.kernels.attention.numba_cuda.config import THREADS
+
+    dtype = "bfloat16"
+    problem = Problem(dtype, masked=True)
+    yield Variant(rows_kernel(problem, False, "float32", dtype), THREADS)
+    yield Variant(queries_kernel(select_config(problem, "queries", 128), dtype), THREADS)
+    for head_dim in (64, 128):
+        yield Variant(keys_kernel(select_config(problem, "keys", head_dim), dtype), THREADS)

@@ -1,0 +1,1 @@
+"""CPU kernels: see the room's lowering for formulas and shapes."""

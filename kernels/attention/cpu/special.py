@@ -1,0 +1,35 @@
+"""What is not finite in V: it counts wherever a query sees it, however small the weight.
+
+O does not take it, since every rescaling by 0 would make NaN of an infinity. It is noted apart, in two bits per query
+and column, and added to the result at the end.
+"""
+
+import numpy as np
+
+from gpu_ops.kernels.common.cpu.dtype import like
+from gpu_ops.kernels.common.cpu.jit import device_function
+
+PLUS, MINUS = 1, 2  # both are NaN
+
+
+@device_function
+def noted(bits, x):
+    """``bits`` of what has been seen so far, and x."""
+    if x - x == 0:
+        return bits
+    return np.uint8(bits | (PLUS if x == np.inf else MINUS if x == -np.inf else PLUS | MINUS))
+
+
+@device_function
+def with_special(x, bits):
+    """The result x, which is NaN or finite, with what is noted in ``bits``."""
+    if bits & PLUS:
+        x += like(x, np.inf)
+    if bits & MINUS:
+        x -= like(x, np.inf)
+    return x
+
+
+@device_function
+def finite_or_zero(x):
+    return x if x - x == 0 else like(x, 0.0)

@@ -1,0 +1,276 @@
+"""How each backend runs attention forward; here, the launch of the CUDA C++ kernels.
+
+Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous; sequences laid end to
+end have one batch entry. :mod:`.config` says which tiles; the kernels are ``forward_sm80.cu``
+and ``combine.cu``.
+:mod:`.forward_numba` launches their twins, :mod:`.lower_cpu` runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.attention import forward_numba as attention_numba
+from gpu_ops.kernels.attention import lower_cpu as attention_cpu
+from gpu_ops.kernels.attention.config import (
+    MAX_HEAD_DIM,
+    Config,
+    DeviceLimits,
+    Mask,
+    Problem,
+    Tile,
+    configs,
+    select_config,
+)
+from gpu_ops.kernels.attention.problem import Attention
+from gpu_ops.kernels.attention.scores import PLAIN, Features
+from gpu_ops.kernels.attention.shape import ATTENTION_SHAPE, UNLIMITED
+from gpu_ops.kernels.attention.tuning import SPACE
+from gpu_ops.kernels.common.arguments import CODES, DTYPES, address, four_axes, strides_of
+from gpu_ops.kernels.common.tuning import choose
+from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
+from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+
+__all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
+
+_ALIGNMENT = 16  # bytes: of every address and stride; cp.async copies so many, or 8 or 4 of quantized pages
+_MAX_GRID_YZ = 65535
+_COMBINE_ROWS = 4  # per block, a warp each
+
+for _op in ("attention", "attention_varlen", "attention_decode"):
+    lowers(_op, "cpu")(attention_cpu.forward)
+    lowers(_op, "numba")(attention_numba.forward)
+
+
+@lowers("attention", "raw")
+@lowers("attention_varlen", "raw")
+@lowers("attention_decode", "raw")
+def forward(spec: Spec, on: Builder) -> None:
+    """One launch, or two where the keys are divided: the parts, and what combines them."""
+    a = Attention.of(spec)
+    if a.batch * a.seqlen_q == 0:
+        return
+    problem = tile_problem(a)
+    config = choose(on, SPACE, problem, DeviceLimits(on.sms, on.smem_per_block_optin))
+    split = config.num_splits > 1
+    out, lse = a.out, a.lse
+    if split:
+        parts = (config.num_splits, *a.lse_shape)  # packed sequences: one of total_q
+        out = on.empty((*parts, a.head_dim_v), np.float32, "parts of out")
+        lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
+    lengths = (*(*a.cu_seqlens, None, None)[:2], a.seqused_k, a.block_table, a.k_scale, a.v_scale)
+    visible = None if a.visible is None else a.visible.view(np.uint8)
+    scores = (None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
+    arrays = (a.q, a.k, a.v, out, lse, *lengths, *scores)
+    shape = _shape(a, config, out, lse)
+    arguments = (*map(_pointer, arrays), a.with_seed(shape))
+    results: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "WIDE_LSE": _wide_lse(a)}
+    results = {} if split else results
+    reads = _reads(a, config)
+    kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **reads, **results)
+    on.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
+    if lse is not None and split:
+        _combine_parts(a, on, out, lse, shape)
+
+
+def raw_unsupported(spec: Spec) -> str | None:
+    """Why the CUDA C++ kernels cannot run this call; None when they can.
+
+    Arrays that are not aligned are refused and not copied: a cache may be most of the device's memory.
+    """
+    a = Attention.of(spec)
+    itemsize, dims = a.q.itemsize, (a.head_dim, a.head_dim_v)
+    if a.q.dtype.name not in DTYPES:
+        return f"{a.q.dtype.name} has Numba kernels only"
+    most = MAX_HEAD_DIM[itemsize]
+    if max(dims) > most or any(d % 8 for d in dims):
+        return f"head_dim {dims[0]}/{dims[1]}: {a.q.dtype.name} wants multiples of 8 up to {most}"
+    for name, x in (("q", a.q), ("k", a.k), ("v", a.v), ("out", a.out)):
+        if not x.size:
+            continue
+        strides = [stride for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
+        least = _ALIGNMENT // itemsize if x.itemsize == 1 else _ALIGNMENT
+        if math.gcd(least, address(x), *strides) < least:
+            return f"address and strides {x.strides} of {name} are not all multiples of {least} bytes"
+    if max(a.batch, 2 * a.nheads) > _MAX_GRID_YZ:
+        return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
+    return a.raw_positions_unsupported(UNLIMITED)
+
+
+def tile_problem(a: Attention) -> Problem:
+    """What decides between tiles."""
+    left, right = a.window(UNLIMITED)
+    mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
+    own_lengths = a.packed or a.block_table is not None
+    return Problem(
+        a.q.itemsize,
+        a.batch,
+        a.nheads,
+        a.nheads_kv,
+        a.seqlen_q,
+        a.seqlen_k,
+        a.head_dim,
+        a.head_dim_v,
+        mask=mask,
+        window=max(left + right + 1, 1) if mask == "kLocal" and right < UNLIMITED else 0,
+        block_mask=a.visible is not None,
+        varlen=a.packed,
+        paged=a.block_table is not None,
+        quantized=bool(a.codes),
+        num_splits=a.num_splits,
+        dropout=a.dropped > 0,
+        wide_out=a.out.itemsize > a.q.itemsize,
+        lean=a.features().plain and not (mask == "kLocal" and own_lengths),
+    )
+
+
+def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.ndarray[Any, Any]:
+    """The kernel's structure, for these arrays of results: the call's or those of the parts."""
+    shape = np.zeros((), ATTENTION_SHAPE)
+    for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
+        shape[name] = strides_of(x)[:3]
+    if a.k_scale is not None and a.v_scale is not None:
+        shape["k_scale"], shape["v_scale"] = strides_of(a.k_scale), strides_of(a.v_scale)
+    _place(shape, out, lse, config.num_splits > 1)
+    if a.bias is not None:
+        shape["bias"] = strides_of(four_axes(a.bias))
+    if a.visible is not None:
+        shape["block_mask"] = strides_of(four_axes(a.visible))
+    if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
+        shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
+    if a.block_table is not None:
+        shape["block_table_batch"] = strides_of(a.block_table)[0]
+    numbers = {
+        **a.cuda_sizes(UNLIMITED),
+        "page_size": a.k.shape[1],
+        "num_splits": config.num_splits,
+        "scores": a.cuda_numbers(),
+    }
+    for name, value in numbers.items():
+        shape[name] = value
+    return shape
+
+
+def _reads(a: Attention, config: Config) -> dict[str, str | int]:
+    """Macros of the kernel: how it finds the sequences and their keys, and what those are."""
+    whole_tiles = a.k.shape[1] > 0 and a.k.shape[1] % config.tile.block_n == 0
+    return {
+        "PAGE_DTYPE": CODES[a.codes] if a.codes else DTYPES[a.q.dtype.name],
+        "VARLEN": int(a.packed),
+        "SEQUSED_K": int(a.seqused_k is not None),
+        "PAGED": 0 if a.block_table is None else 1 + int(whole_tiles),
+    }
+
+
+def _wide_lse(a: Attention) -> int:
+    return int(a.lse_dtype == np.float64)
+
+
+def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **more: str | int) -> CudaKernel:
+    tile = config.tile
+    defines: dict[str, str | int] = {
+        **dict.fromkeys(("DTYPE", "PAGE_DTYPE", "OUT"), DTYPES[dtype]),
+        "HEAD_DIM": config.head_dim,
+        "HEAD_DIM_V": config.head_dim_v,
+        "VALUE_PARTS": config.value_parts,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "WARPS_M": tile.warps_m,
+        "WARPS_N": tile.warps_n,
+        "ONE_K": int(tile.one_k),
+        "MASK": mask,
+        **scores.macros(dtype),
+        **dict.fromkeys(("VARLEN", "SEQUSED_K", "PAGED", "WIDE_LSE"), 0),
+        **more,
+        "PACK_GQA": int(config.pack_gqa),
+        "SPLIT": int(config.num_splits > 1),
+    }
+    return CudaKernel("attention/forward_sm80", "attention_forward", tuple(defines.items()))
+
+
+def _combine_parts(a: Attention, on: Builder, parts: Tensor, lse_parts: Tensor, shape: Any) -> None:
+    shape = shape.copy()
+    _place(shape, a.out, a.lse, False)
+    shape["out_split"], shape["lse_split"] = parts[0].size, lse_parts[0, 0].size
+    shape["seqlen_q"] = a.q.shape[1]
+    rows = math.prod(a.lse_shape)
+    arrays = (parts, lse_parts, a.sinks, a.out, a.lse)
+    kernel = _combine(a.out.dtype.name, a.sinks is not None, _wide_lse(a))
+    grid, block = (-(-rows // _COMBINE_ROWS), 1, 1), (32 * _COMBINE_ROWS, 1, 1)
+    on.launch(kernel, grid, block, (*map(_pointer, arrays), np.int64(rows), shape[()]))
+
+
+def _combine(dtype: str, sinks: bool, wide_lse: int = 0) -> CudaKernel:
+    defines: dict[str, str | int] = {"DTYPE": DTYPES[dtype], "SINKS": int(sinks), "WIDE_LSE": wide_lse}
+    return CudaKernel("attention/combine", "attention_combine", tuple(defines.items()))
+
+
+def _place(shape: Any, out: Tensor, lse: Tensor | None, split: bool) -> None:
+    """Where out and lse lie: parts (num_splits, batch, nheads, seqlen_q), of lse two, or those of the caller."""
+    strides = strides_of(out)
+    if split:
+        shape["out_split"], batch, head, row = strides[:4]
+    else:
+        batch, row, head = strides[:3]
+    shape["out"] = batch, row, head
+    if lse is not None:
+        *of_split, shape["lse_batch"], shape["lse_head"], _ = strides_of(lse)
+        shape["lse_split"] = of_split[-1] if split else 0
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """The commonest of the kernels, decoding from pages among them, then of their Numba twins.
+
+    All tiles and options would be thousands; each takes one to five seconds, and a call compiles what it needs.
+    """
+    if int(arch[3:].rstrip("af")) < 80:
+        return  # sm_75 has neither bfloat16 nor cp.async
+    limits = DeviceLimits(100, smem_per_block_optin(arch))
+    shapes: tuple[tuple[str, int, Mask, int], ...] = (
+        ("bfloat16", 64, "kCausal", 4096),
+        ("bfloat16", 128, "kCausal", 4096),
+        ("bfloat16", 256, "kNone", 4096),
+        ("float32", 128, "kCausal", 4096),
+        ("float16", 128, "kNone", 1),
+    )
+    for dtype, head_dim, mask, seqlen_q in shapes:
+        itemsize = 4 if dtype == "float32" else 2
+        config = select_config(
+            Problem(itemsize, 4, 32, 8, seqlen_q, 4096, head_dim, head_dim, mask=mask), limits
+        )
+        decode = seqlen_q == 1
+        kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
+        yield Variant(kernel, config.threads, config.shared_bytes)
+    ragged = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", varlen=True, num_splits=1)
+    config = select_config(ragged, limits)
+    kernel = _kernel(config, "bfloat16", "kCausal", PLAIN, VARLEN=1)
+    yield Variant(kernel, config.threads, config.shared_bytes)
+    for codes, seqlen_q, mask in (("s8", 1, "kNone"), ("e4m3", 1, "kNone"), ("e4m3", 4096, "kCausal")):
+        packed = {"VARLEN": 1} if seqlen_q > 1 else {}
+        paged = Problem(2, 4, 32, 8, seqlen_q, 4096, 128, 128, mask=mask, paged=True, quantized=True)
+        config = select_config(replace(paged, varlen=bool(packed), num_splits=len(packed)), limits)
+        kernel = _kernel(config, "bfloat16", mask, PLAIN, SEQUSED_K=1, PAGED=1, PAGE_DTYPE=codes, **packed)
+        yield Variant(kernel, config.threads, config.shared_bytes)
+    one_k = (Tile(128, 32, 4, one_k=True), 128), (Tile(64, 64, 4, one_k=True), 256)
+    for tile, head_dim in ((Tile(128, 128, 4), 64), *one_k):
+        problem = Problem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)
+        for _, config in configs(problem, limits, measured=True):  # autotune measures them
+            if config.tile == tile and not config.pack_gqa:
+                kernel = _kernel(config, "bfloat16", "kCausal", PLAIN)
+                yield Variant(kernel, config.threads, config.shared_bytes)
+    trained = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", dropout=True)
+    config = select_config(trained, limits)
+    kernel = _kernel(config, "bfloat16", "kCausal", Features(dropout="number"))
+    yield Variant(kernel, config.threads, config.shared_bytes)
+    yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
+    yield from attention_numba.numba_variants()
+
+
+def _pointer(array: Tensor | None) -> Tensor | np.uint64:
+    return np.uint64(0) if array is None else array

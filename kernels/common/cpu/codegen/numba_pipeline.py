@@ -1,0 +1,165 @@
+"""Numba pipelines: kernels, and device functions, which are compiled only inside a kernel.
+
+Numba optimises every function that it compiles and makes machine code of it, although the code of a callee is then
+linked into its caller and compiled there once more. For a kernel made of fifty functions three levels deep that was
+half of the compile time. A *device function* stays LLVM IR: the IR of all that a kernel reaches is linked into the
+kernel, and compiled once.
+
+Numba tells functions of the same name and signature apart by a number, counted per process. Machine code from the
+disk cache comes from several processes, and of two functions with one symbol the first that is loaded would serve
+both: silu in a kernel that is to compute gelu. So what a kernel calls is internal to it, and kernels have names of
+their own (jit.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpu_ops.kernels.common.cpu.codegen.numba_api import (
+    AnnotateTypes,
+    Compiler,
+    CompilerBase,
+    FixupArgs,
+    GenericRewrites,
+    IRLegalization,
+    IRProcessing,
+    JITCodeLibrary,
+    Linkage,
+    NativeLowering,
+    NoPythonBackend,
+    NopythonTypeInference,
+    PassManager,
+    PreLowerStripPhis,
+    ReconstructSSA,
+    TranslateByteCode,
+    njit,
+    types,
+)
+
+
+class KernelLibrary(JITCodeLibrary):
+    """Code of which only the entry is visible outside."""
+
+    def _finalize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+        super()._finalize_final_module()
+
+
+class KernelCompiler(Compiler):
+    """For ``numba.njit(pipeline_class=...)``."""
+
+    def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
+        if library is None:
+            library = KernelLibrary(target.codegen(), "kernel")
+            library.enable_object_caching()
+        super().__init__(typing, target, library, *state)
+
+
+class _DeviceLibrary(JITCodeLibrary):
+    """Unoptimised IR, to be linked into a kernel."""
+
+    @property
+    def codegen(self) -> _DeviceLibrary:
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """The environment holds Python objects, of which only code that runs by itself has a use."""
+
+    def _optimize_functions(self, module: Any) -> None: ...
+
+    def finalize(self) -> None:
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.external:
+                function.linkage = (
+                    Linkage.linkonce_odr
+                )  # several kernels may hold a copy, none has to keep it
+        self._finalized = True
+
+    def _get_module_for_linking(self) -> Any:
+        """With all device functions that it reaches, each once. Only a kernel's library asks for this."""
+        reached = [self]
+        for library in reached:
+            if isinstance(library, _DeviceLibrary):
+                reached += [
+                    other for other in dict.fromkeys(library._linking_libraries) if other not in reached
+                ]
+        module = self._final_module.clone()
+        for library in reached[1:]:
+            device = isinstance(library, _DeviceLibrary)
+            module.link_in(
+                library._final_module if device else library._get_module_for_linking(), preserve=True
+            )
+        return module
+
+
+class _NoinlineLibrary(_DeviceLibrary):
+    """The same, never inlined into a caller."""
+
+    def add_ir_module(self, module: Any) -> None:
+        for function in module.functions:
+            if not function.is_declaration:
+                function.attributes.add("noinline")
+        super().add_ir_module(module)
+
+
+class _Passes(PassManager):
+    """Without the checks of each pass's result."""
+
+    _ENFORCING = False
+
+
+# The passes of Numba's that a device function needs: it has no closures, ``with`` or branches on constants.
+_FRONT = (
+    TranslateByteCode,
+    FixupArgs,
+    IRProcessing,
+    GenericRewrites,
+    ReconstructSSA,
+    NopythonTypeInference,
+    PreLowerStripPhis,
+)
+_BACK = AnnotateTypes, NativeLowering, NoPythonBackend
+
+
+class DeviceCompiler(CompilerBase):
+    """For ``numba.njit(pipeline_class=...)``."""
+
+    library_class = _DeviceLibrary
+
+    def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
+        super().__init__(typing, target, library or self.library_class(target.codegen(), "device"), *state)
+
+    def define_pipelines(self) -> Any:
+        # IRLegalization inserts the deletions that release references
+        legalise = (IRLegalization,) if self.state.flags.nrt else ()
+        passes = _Passes("device")
+        for each in (*_FRONT, *legalise, *_BACK):
+            passes.add_pass(each, each.__name__)
+        passes.finalize()
+        return [passes]
+
+
+class NoinlineCompiler(DeviceCompiler):
+    """A function that stays one in the kernel."""
+
+    library_class = _NoinlineLibrary
+
+
+def njit_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit(**options)`` that compiles no further version for an argument that is a constant."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = njit(**options)(function)
+        fold = dispatcher._compiler.fold_argument_types
+
+        def fold_argument_types(*given: Any) -> tuple[Any, tuple[Any, ...]]:
+            signature, arguments = fold(*given)
+            return signature, tuple(types.unliteral(each) for each in arguments)
+
+        dispatcher._compiler.fold_argument_types = fold_argument_types
+        return dispatcher
+
+    return decorate

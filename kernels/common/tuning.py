@@ -1,0 +1,142 @@
+"""Measured choices: what ``gpu_ops.autotune`` found out, kept between processes, and looked up by a launch.
+
+An op that can run a problem in several ways describes them in a :class:`Space`, and its lowering calls
+:func:`choose`. The answer is the fastest way measured for such a problem on this card with these kernels. Where
+nothing was measured, or the measured way is not possible, it is the choice of the op's own model. A measured choice
+is a JSON file in the folder ``tuning`` of the cache, read once per process; delete it to forget it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.kernels.compiler.cache import cache_folder, read_file, write_whole
+from gpu_ops.kernels.compiler.cache_contents import TUNING
+from gpu_ops.kernels.compiler.jit import source_key
+from gpu_ops.kernels.compiler.words import warn
+from gpu_ops.kernels.program import Builder
+
+__all__ = ["Asked", "Space", "choose", "forget", "keep"]
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The ways to run the problems of one kernel."""
+
+    name: str
+    sources: tuple[str, ...]
+    """Its ``kernels/<stem>.cu``: what was measured with others does not count."""
+    bucket: Callable[[Any], str]
+    """Problems of one text share a measured choice."""
+    model: Callable[[Any, Any], Any]
+    """(problem, limits of the device) to the way that is taken when nothing was measured."""
+    candidates: Callable[[Any, Any], Mapping[str, Any]]
+    """(problem, limits) to the ways worth measuring, by a label that means the same for every problem of a bucket."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A choice that the lowering of a call made."""
+
+    space: Space
+    problem: Any
+    limits: Any
+    card: str
+    measured: str | None
+    """The label of the measured choice that was taken; None: the model's."""
+
+    @property
+    def bucket(self) -> str:
+        return self.space.bucket(self.problem)
+
+    def candidates(self) -> Mapping[str, Any]:
+        return self.space.candidates(self.problem, self.limits)
+
+    def model(self) -> Any:
+        return self.space.model(self.problem, self.limits)
+
+
+_winners: dict[tuple[str, str, str], str | None] = {}  # by (space, card, bucket): what was read, or found
+
+
+def choose(on: Builder, space: Space, problem: Any, limits: Any) -> Any:
+    """How to run a problem: the candidate that is being measured, else what was measured, else the model's choice.
+
+    What was asked is appended to ``on.asked``.
+    """
+    config, measured = _choose(space, problem, limits, on.card)
+    on.asked.append(Asked(space, problem, limits, on.card, measured))
+    if on.candidate is not None:
+        return space.candidates(problem, limits)[on.candidate]
+    if measured is not None:
+        on.note(f"tuned: {measured}, the fastest that autotune() measured")
+    return config
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(space: Space, problem: Any, limits: Any, card: str) -> tuple[Any, str | None]:
+    if card:
+        bucket = space.bucket(problem)
+        key = (space.name, card, bucket)
+        if key not in _winners:
+            _winners[key] = _read(space, card, bucket)
+        winner = _winners[key]
+        if winner is not None:
+            config = space.candidates(problem, limits).get(winner)
+            if config is not None:  # else the kernel has lost this way, or never had it for this problem
+                return config, winner
+    return space.model(problem, limits), None
+
+
+def keep(asked: Asked, winner: str, microseconds: Mapping[str, float]) -> Path | None:
+    """Take ``winner`` from now on, and in later processes. Returns its file, None where none can be written."""
+    space, card, bucket = asked.space, asked.card, asked.bucket
+    _winners[space.name, card, bucket] = winner
+    _choose.cache_clear()
+    folder = cache_folder(TUNING)
+    if folder is None:  # it has warned
+        return None
+    entry = {**_identity(space, card, bucket), "winner": winner, "microseconds": dict(microseconds)}
+    path = folder / _file_name(space, card, bucket)
+    try:
+        write_whole(path, json.dumps(entry, indent=1).encode())
+    except OSError as error:
+        warn(f"gpu_ops: the measured choice {path} is not kept: {error}", stacklevel=3)
+        return None
+    return path
+
+
+def forget() -> None:
+    """Drop what this process has read and found, so that files are read again."""
+    _winners.clear()
+    _choose.cache_clear()
+
+
+def _read(space: Space, card: str, bucket: str) -> str | None:
+    name = _file_name(space, card, bucket)
+    content = read_file(TUNING, name)
+    if content is None:
+        return None
+    try:
+        entry = json.loads(content)
+        identity = _identity(space, card, bucket)
+        # Otherwise it was measured with other sources, or another compiler.
+        return str(entry["winner"]) if identity.items() <= entry.items() else None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        warn(f"gpu_ops: ignoring the measured choice {name}: {error!r}", stacklevel=2)
+        return None
+
+
+def _identity(space: Space, card: str, bucket: str) -> dict[str, str]:
+    return {"kernel": space.name, "card": card, "problems": bucket, "sources": source_key(*space.sources)}
+
+
+def _file_name(space: Space, card: str, bucket: str) -> str:
+    digest = hashlib.sha256(f"{card}\0{bucket}".encode()).hexdigest()[:16]
+    return f"{space.name}-{digest}.json"

@@ -1,0 +1,1 @@
+"""Kernels and lowering: matrix products: linear, SwiGLU and the gated MLP."""

@@ -1,0 +1,1 @@
+"""Kernels and lowering: cross-entropy, alone and fused with the output layer."""

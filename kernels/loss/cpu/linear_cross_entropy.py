@@ -1,0 +1,79 @@
+"""Cross-entropy of a linear layer on the CPU, a chunk of rows at a time: :mod:`.gemm` and :mod:`.cross_entropy`.
+
+logits     x w^T + bias, float32 from the accumulators       once per chunk: w is read where it lies
+dlogits    in x's dtype, over the logits                     by the kernel of the losses
+dx         dlogits w                                         of dlogits, panels of one block at a time
+dweight    dlogits^T x, added up in place
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.common.cpu.packing import pack, packed, panel_bytes
+from gpu_ops.kernels.gemm.cpu import linear
+from gpu_ops.kernels.gemm.cpu.gemm import matmul
+from gpu_ops.kernels.gemm.cpu.linear import spans
+from gpu_ops.kernels.gemm.cpu.memory import private_bytes
+from gpu_ops.kernels.loss.cpu import cross_entropy
+
+Array = np.ndarray[Any, Any]
+
+# of dlogits, packed at a time for dx: 1 MiB of float32. Half of either is up to 10 % slower, all at once as fast
+ROWS, CLASSES = 512, 512
+
+
+def scratch_bytes(
+    rows: int, vocab: int, hidden: int, *, dtype: np.dtype[Any], wide: np.dtype[Any], grads: bool
+) -> int:
+    """What a chunk of so many rows takes: its logits, and the most of any product."""
+    logits, (of_x, _, of_dweight) = (
+        rows * vocab * wide.itemsize,
+        linear.scratch_bytes(rows, vocab, hidden, dtype.name),
+    )
+    if not grads:
+        return logits + of_x
+    part, classes, kind = min(rows, ROWS), min(vocab, CLASSES), packed(dtype.name)
+    of_dx = panel_bytes(classes, part, kind) + private_bytes(hidden, part, classes, kind, trans_a=True)
+    of_dx += part * hidden * wide.itemsize if dtype != wide else 0
+    return logits + max(of_x, of_dx, of_dweight)
+
+
+class Chunks:
+    """The loss, lse and gradients of runs of rows; all of them share the memory of their logits."""
+
+    def __init__(self, weight: Array, bias: Array | None, logits: Array, options: tuple[Array, Any]) -> None:
+        """logits (rows of a chunk, vocab); options: class weights and numbers for the kernels of the losses."""
+        self.weight, self.logits, self.options = weight, logits, options
+        self.bias = None if bias is None else bias.astype(logits.dtype)
+
+    def forward(self, x: Array, targets: Array, loss: Array, lse: Array) -> None:
+        logits, (class_weight, numbers) = self._logits_of(x), self.options
+        cross_entropy.forward(logits, targets, class_weight, loss, lse, numbers)
+
+    def forward_backward(self, dloss: Array, x: Array, targets: Array, loss: Array, lse: Array) -> Array:
+        """Gives dlogits, which stay until the next chunk."""
+        logits, (class_weight, numbers) = self._logits_of(x), self.options
+        dlogits = logits.view(x.dtype)[:, : logits.shape[1]]
+        cross_entropy.forward_backward(dloss, logits, targets, class_weight, loss, lse, dlogits, numbers)
+        return dlogits
+
+    def _logits_of(self, x: Array) -> Array:
+        logits = self.logits[: len(x)]
+        linear.forward(x, self.weight, self.bias, None, logits)
+        return logits
+
+    def backward_input(self, dlogits: Array, dx: Array) -> None:
+        """By blocks of a fixed size, so that the bits are the same for any chunk."""
+        kind, vocab = packed(dx.dtype.name), len(self.weight)
+        for r in spans(len(dx), ROWS):
+            part = dx[r]
+            total = part if dx.dtype == self.logits.dtype else np.empty(part.shape, self.logits.dtype)
+            for v in spans(vocab, CLASSES):
+                panels = pack(dlogits[r, v], kind, trans=True)
+                ends = {"first": v.start == 0, "last": v.stop == vocab}
+                matmul(self.weight[v], panels, part, trans_a=True, trans_out=True, total=total, **ends)
+                del panels  # before the next are made
+            del total

@@ -1,0 +1,345 @@
+"""How each backend runs cross-entropy: the loss of rows, their sum, and the gradient.
+
+The factor of the gradient and the sum of class weights take a launch of their own before the gradient's, the mean one
+after the losses: no value is read on the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.common import arguments
+from gpu_ops.kernels.common.arguments import DTYPES, KINDS, as_line, as_rows, float32, rows_of
+from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+
+__all__ = ["NUMBA", "RAW", "Kernels", "Rows", "Total", "factor_cpu", "factors", "options_cpu", "variants"]
+
+_TWIN_THREADS, _TOTAL_THREADS = 256, 512
+_VECS = 4  # vectors of a row for a thread, before a row gets more threads
+# As structs in cross_entropy.cu.
+_OPTIONS = np.dtype(
+    [("ignore_index", "i8"), ("wide", "i4"), ("weighted", "i4")]
+    + [(name, "f4") for name in ("own", "others", "z_loss", "softcap")]
+)
+_NUMBER = np.dtype([("value", "f8"), ("kind", "i4"), ("unused", "i4")])
+_COUNT, _ROWS = 5, 6  # further kinds: the sum of the targets' weights, the sum of the rows' losses
+
+
+# ---- CPU ---------------------------------------------------------------------------------------------------------
+
+
+@lowers("cross_entropy", "cpu")
+def forward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.loss.cpu import cross_entropy
+
+    shape, options_of, reduction = rows_of(spec, "logits").shape, options_cpu(spec), spec["reduction"]
+
+    def run(views: Mapping[str, Any]) -> None:
+        loss, targets = views["loss"], as_line(views["targets"]).astype(np.int64, copy=False)
+        weight, options = options_of(views)
+        rows = as_line(loss) if reduction == "none" else np.empty(len(targets), loss.dtype)
+        lse = as_line(views["lse"]) if "lse" in views else np.empty(len(targets), loss.dtype)
+        if rows.size:
+            cross_entropy.forward(as_rows(views["logits"]), targets, weight, rows, lse, options)
+        if reduction != "none":
+            loss[...] = np.sum(rows, dtype=np.float64) * factor_cpu(spec, views, targets)
+
+    on.call(run, cross_entropy.config(*shape), row_scratch(spec) + factor_scratch(spec))
+
+
+@lowers("cross_entropy_backward", "cpu")
+def backward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.loss.cpu import cross_entropy
+
+    shape, options_of, reduction = rows_of(spec, "logits").shape, options_cpu(spec), spec["reduction"]
+    number = spec["dloss"]
+
+    def run(views: Mapping[str, Any]) -> None:
+        if not views["logits"].size:
+            return
+        lse, targets = as_line(views["lse"]), as_line(views["targets"]).astype(np.int64, copy=False)
+        weight, options = options_of(views)
+        dloss = views["dloss"] if number is None else number
+        if reduction == "none":
+            dloss = as_line(dloss)
+        else:
+            factor = float(dloss) * factor_cpu(spec, views, targets)
+            dloss = np.broadcast_to(np.asarray(factor, lse.dtype), lse.shape)
+        rows = (as_rows(views["logits"]), targets, lse, weight, as_rows(views["dlogits"]))
+        cross_entropy.backward(dloss, *rows, options)
+
+    on.call(run, cross_entropy.config(*shape), target_scratch(spec) + factor_scratch(spec))
+
+
+def row_scratch(spec: Spec) -> int:
+    """Bytes of what the CPU keeps of each row during a call: its target as int64; its loss and lse, if not wanted."""
+    numbers = int(spec["reduction"] != "none") + int(spec.get("lse") is None)
+    return target_scratch(spec) + spec.tensor("targets").size * _like_loss(spec).itemsize * numbers
+
+
+def target_scratch(spec: Spec) -> int:
+    targets = spec.tensor("targets")
+    return 0 if targets.dtype == np.int64 else 8 * targets.size
+
+
+def factor_scratch(spec: Spec) -> int:
+    """Bytes that :func:`factor_cpu` takes for its own duration."""
+    if spec["reduction"] != "mean" or spec.get("denominator") is not None or spec["denominator"] is not None:
+        return 0
+    weight = spec.get("class_weight")
+    return spec.tensor("targets").size * (1 if weight is None else 1 + 8 + weight.itemsize)
+
+
+def options_cpu(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+    """From a call's arrays to class weights, or one number in their place, and the numbers of the kernels."""
+    from gpu_ops.kernels.loss.cpu.cross_entropy import Options
+
+    weighted = spec.get("class_weight") is not None
+    numbers = (*_shares(spec), float(spec["vocab"]), spec["z_loss"], spec["softcap"])
+    options = Options(spec["ignore_index"], weighted, *numbers)
+    stand_in = np.ones(1, _like_loss(spec).dtype)
+
+    def find(views: Mapping[str, Any]) -> tuple[Any, Any]:
+        if not weighted:
+            return stand_in, options
+        weight = views["class_weight"]
+        return weight, options._replace(weight_sum=float(np.sum(weight, dtype=np.float64)))
+
+    return find
+
+
+def factor_cpu(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
+    """What the sum over rows is multiplied by."""
+    if spec["reduction"] != "mean":
+        return 1.0
+    count = views.get("denominator", spec["denominator"])
+    if count is None:
+        kept, weight = targets != spec["ignore_index"], views.get("class_weight")
+        count = np.count_nonzero(kept) if weight is None else np.sum(weight[targets[kept]], dtype=np.float64)
+    return 1.0 / float(count) if count else 0.0
+
+
+# ---- GPUs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Logits (rows, vocab), and what belongs to each row. ``loss`` and ``lse`` are one where lse is not asked for."""
+
+    logits: Tensor
+    targets: Tensor
+    loss: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Total:
+    """What ``cross_entropy_total`` divides: arrays, or stand-ins for them; numbers, and the kinds of what counts."""
+
+    above: Tensor
+    below: Tensor
+    above_value: float
+    below_value: float
+    above_kind: int
+    below_kind: int
+
+    @classmethod
+    def of(cls, spec: Spec, above: Tensor, above_kind: int, above_value: float = 0.0) -> Total:
+        array, value, kind = spec.get("denominator"), 1.0, KINDS[""]
+        if array is not None:
+            kind = KINDS[array.dtype.name]
+        elif spec["reduction"] == "mean":
+            given = spec["denominator"]
+            value, kind = (0.0, _COUNT) if given is None else (given, kind)
+        return cls(above, above if array is None else array, above_value, value, above_kind, kind)
+
+    @classmethod
+    def of_losses(cls, spec: Spec, losses: Tensor) -> Total:
+        return cls.of(spec, losses, _ROWS)
+
+    @classmethod
+    def of_gradient(cls, spec: Spec, stand_in: Tensor) -> Total:
+        dloss = spec.get("dloss")
+        if dloss is None or spec["reduction"] == "none":
+            return cls.of(spec, stand_in, KINDS[""], spec["dloss"] or 0.0)
+        return cls.of(spec, dloss, KINDS[dloss.dtype.name])
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How a backend launches them. ``backward`` takes rows, dlogits, dloss of each and the shared factors."""
+
+    forward: Callable[[Spec, Builder, Rows], None]
+    backward: Callable[[Spec, Builder, Rows, Tensor, Tensor, Tensor], None]
+    total: Callable[[Spec, Builder, Total, Tensor], None]
+
+
+def factors(spec: Spec, on: Builder, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """What the gradients of rows are multiplied by: dloss of each row, or the first of the second array for all.
+
+    That array, where a launch has to find it: this factor, and the sum of the class weights.
+    """
+    dloss, weighted = spec.get("dloss"), spec.get("class_weight") is not None
+    each = spec["reduction"] == "none" and dloss is not None
+    needed = not each or (weighted and spec["label_smoothing"])
+    found = on.empty((2 if needed else 0,), _like_loss(spec).dtype, "factors")
+    if needed:
+        kernels.total(spec, on, Total.of_gradient(spec, found), found)
+    return found if dloss is None or not each else dloss.ravel(), found
+
+
+def _forward(spec: Spec, on: Builder, kernels: Kernels) -> None:
+    x, loss, lse = rows_of(spec, "logits"), spec.tensor("loss"), spec.get("lse")
+    each = (loss if spec["reduction"] == "none" else on.empty((len(x),), loss.dtype, "row losses")).ravel()
+    if len(x):
+        targets = spec.tensor("targets").ravel()
+        kernels.forward(spec, on, Rows(x, targets, each, each if lse is None else lse.ravel()))
+    if spec["reduction"] != "none":
+        kernels.total(spec, on, Total.of_losses(spec, each), loss)
+
+
+def _backward(spec: Spec, on: Builder, kernels: Kernels) -> None:
+    x, targets, lse = rows_of(spec, "logits"), spec.tensor("targets").ravel(), spec.tensor("lse").ravel()
+    if x.size:
+        dloss, shared = factors(spec, on, kernels)
+        kernels.backward(spec, on, Rows(x, targets, lse, lse), rows_of(spec, "dlogits"), dloss, shared)
+
+
+def _like_loss(spec: Spec) -> Tensor:
+    """An array in the dtype of losses."""
+    lse = spec.get("lse")
+    return spec.tensor("loss") if lse is None else lse
+
+
+def _weight(spec: Spec) -> Tensor:
+    """Class weights, or a stand-in that is not read."""
+    weight = spec.get("class_weight")
+    return _like_loss(spec).ravel() if weight is None else weight
+
+
+def _forward_raw(spec: Spec, on: Builder, rows: Rows) -> None:
+    x, loss, lse = rows.logits, rows.loss, rows.lse
+    plain = not spec["softcap"] and not spec["label_smoothing"]
+    arrays = (rows.targets, _weight(spec), x, loss, lse, np.int32(lse is not loss), _raw_options(spec))
+    _launch_rows(on, "forward", (x,), arrays, plain)
+
+
+def _backward_raw(
+    spec: Spec, on: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+) -> None:
+    x, step = rows.logits, np.int64(dloss is not shared)
+    plain = not spec["softcap"] and not (spec["label_smoothing"] and spec.get("class_weight") is not None)
+    known = rows.targets, _weight(spec), dloss, shared[1:], rows.lse
+    _launch_rows(on, "backward", (x, dlogits), (*known, x, dlogits, step, _raw_options(spec)), plain)
+
+
+def _total_raw(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
+    targets = spec.tensor("targets")
+    numbers = (
+        np.array((value, kind, 0), _NUMBER)[()]
+        for value, kind in ((t.above_value, t.above_kind), (t.below_value, t.below_kind))
+    )
+    sums_weights = np.int32(result.size > 1 and spec.get("class_weight") is not None)
+    args = (targets, _weight(spec), t.above, t.below, result, *numbers, sums_weights, _raw_options(spec))
+    sizes = np.int64(targets.size), np.int64(spec["vocab"])
+    on.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (*args, *sizes))
+
+
+def _forward_numba(spec: Spec, on: Builder, rows: Rows) -> None:
+    from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
+
+    x, targets, loss, lse = rows.logits, rows.targets, rows.loss, rows.lse
+    arrays = (targets, _weight(spec), x, loss, lse, np.int32(lse is not loss))
+    kernel = twins.forward(x.dtype.name, targets.dtype.name)
+    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
+
+
+def _backward_numba(
+    spec: Spec, on: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+) -> None:
+    from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
+
+    x, targets, step = rows.logits, rows.targets, np.int32(dloss is not shared)
+    arrays = (targets, _weight(spec), dloss, shared, rows.lse, x, dlogits, step)
+    kernel = twins.backward(x.dtype.name, targets.dtype.name, dlogits.dtype.name)
+    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
+
+
+def _total_numba(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
+    from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
+
+    targets = spec.tensor("targets").ravel()
+    kernel = twins.total(result.dtype.name, targets.dtype.name, t.below.dtype.name)
+    numbers = (
+        np.float64(t.above_value),
+        np.float64(t.below_value),
+        np.int32(t.above_kind),
+        np.int32(t.below_kind),
+    )
+    arrays = (targets, _weight(spec), t.above.ravel(), t.below.ravel(), result.ravel())
+    weighted = spec.get("class_weight") is not None
+    options = np.int64(spec["ignore_index"]), np.int32(weighted), np.int64(spec["vocab"])
+    on.launch(kernel, (1, 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *numbers, *options))
+
+
+RAW = Kernels(_forward_raw, _backward_raw, _total_raw)
+NUMBA = Kernels(_forward_numba, _backward_numba, _total_numba)
+for _backend, _kernels in (("raw", RAW), ("numba", NUMBA)):
+    lowers("cross_entropy", _backend)(partial(_forward, kernels=_kernels))
+    lowers("cross_entropy_backward", _backend)(partial(_backward, kernels=_kernels))
+
+
+def _raw_options(spec: Spec) -> Any:
+    wide, weighted = spec.tensor("targets").itemsize == 8, spec.get("class_weight") is not None
+    numbers = map(float32, (*_shares(spec), spec["z_loss"], spec["softcap"]))
+    return np.array((spec["ignore_index"], wide, weighted, *numbers), _OPTIONS)[()]
+
+
+def _numba_options(spec: Spec) -> tuple[Any, ...]:
+    numbers = map(np.float64, (*_shares(spec), spec["z_loss"], spec["softcap"]))
+    return np.int64(spec["ignore_index"]), np.int32(spec.get("class_weight") is not None), *numbers
+
+
+def _shares(spec: Spec) -> tuple[float, float]:
+    """Of the target's class, and of every class."""
+    smoothing = spec["label_smoothing"]
+    return 1.0 - smoothing, smoothing / max(spec["vocab"], 1)
+
+
+def _launch_rows(
+    on: Builder, which: str, arrays: tuple[Tensor, ...], args: tuple[Any, ...], plain: bool
+) -> None:
+    """``arrays``: those of ``args`` that are (rows, cols), the logits first."""
+    (rows, cols), dtype = arrays[0].shape, arrays[0].dtype
+    vec = 16 // dtype.itemsize
+    threads, rows_per_block = arguments.row_threads(cols, vec * _VECS)
+    access = vec if arguments.alignment(arrays, rows) == 16 and cols % vec == 0 else 1
+    kernel = _kernel(which, dtype.name, access, plain, arrays[-1].dtype.name)
+    args = (*args, np.int64(rows), np.int64(cols), *map(arguments.row_stride, arrays))
+    on.launch(kernel, (-(-rows // rows_per_block), 1, 1), (threads, rows_per_block, 1), args)
+
+
+def _kernel(which: str, dtype: str, access: int, plain: bool, gradient: str) -> CudaKernel:
+    narrower = (("GRADIENT", DTYPES[gradient]),) if gradient != dtype else ()
+    defines = (("DTYPE", DTYPES[dtype]), *narrower, ("ACCESS", access), ("PLAIN", int(plain)))
+    return CudaKernel("loss/cross_entropy", f"cross_entropy_{which}", defines)
+
+
+_TOTAL = _kernel("total", "float32", 1, True, "float32")
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every CUDA C++ kernel that is launched."""
+    yield Variant(_TOTAL, _TOTAL_THREADS)
+    for dtype, aligned, plain in itertools.product(DTYPES, (True, False), (True, False)):
+        access = (4 if dtype == "float32" else 8) if aligned else 1
+        yield Variant(_kernel("forward", dtype, access, plain, dtype), arguments.ROW_THREADS)
+        for gradient in DTYPES if dtype == "float32" else (dtype,):
+            yield Variant(_kernel("backward", dtype, access, plain, gradient), arguments.ROW_THREADS)

@@ -1,0 +1,164 @@
+"""How each backend runs the cross-entropy of a linear layer: a chunk of rows at a time, in the memory of its logits.
+
+logits     x weight^T + bias                 float32, by the products of :mod:`.gemm`
+losses     and dlogits, over the logits      by :mod:`.cross_entropy`: rounded to the dtype of the products
+dx         dlogits weight
+dweight    (+)= dlogits^T x                  float32, in place; dbias likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.common.arguments import as_line, as_rows, rows_of
+from gpu_ops.kernels.gemm.args import Operand, linear, product
+from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
+from gpu_ops.kernels.gemm.linear import Multiply, SumRows, sum_rows_numba, sum_rows_raw
+from gpu_ops.kernels.loss import cross_entropy as losses
+from gpu_ops.kernels.loss.cross_entropy import Rows, Total
+from gpu_ops.kernels.program import Builder, Spec, lowers
+
+__all__ = ["chunks"]
+
+# Of logits: on the CPU what its last cache holds, on a GPU what its memory has to spare beside a model.
+_CPU_BYTES, _GPU_BYTES = 16 << 20, 128 << 20
+# Rows: below the least the products, which read the weight once per chunk, wait for memory; 1024 rows fill a GPU.
+_CPU_ROWS, _GPU_ROWS = (64, 1024), (1024, 1 << 31)
+_STEP = 64  # rows
+_MOST_CHUNKS = 256  # a program for a GPU holds the launches of each
+
+
+def chunks(spec: Spec, nbytes: int, least: int, most: int) -> Iterator[slice]:
+    """The rows of each chunk; by default of about equal length, whose logits take up to ``nbytes``."""
+    rows, chunk = rows_of(spec, "x").shape[0], spec["chunk"]
+    if not chunk:
+        row_bytes = max(spec["vocab"], 1) * spec.tensor("loss").itemsize
+        by_bytes = max(nbytes // row_bytes // _STEP * _STEP, least)
+        parts = max(1, -(-rows // min(by_bytes, most)))
+        chunk = -(-rows // (parts * _STEP)) * _STEP
+    chunk = max(chunk, -(-rows // _MOST_CHUNKS), 1)
+    for start in range(0, rows, chunk):
+        yield slice(start, min(start + chunk, rows))
+
+
+def _has_logits(spec: Spec, on: Builder) -> bool:
+    """Whether there are any. Gradients are zero otherwise, and those that are added to stay as they are."""
+    if rows_of(spec, "x").shape[0] and spec["vocab"]:
+        return True
+    for name in ("dx", "dweight", "dbias"):
+        if spec.get(name) is not None and name not in spec["added"]:
+            on.zero(spec.tensor(name))
+    return False
+
+
+# ---- CPU ---------------------------------------------------------------------------------------------------------
+
+
+@lowers("linear_cross_entropy", "cpu")
+def _cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.common.cpu.dtype import aligned_empty
+    from gpu_ops.kernels.gemm.cpu import linear as sums
+    from gpu_ops.kernels.loss.cpu.linear_cross_entropy import Chunks, scratch_bytes
+
+    parts, options_of = list(chunks(spec, _CPU_BYTES, *_CPU_ROWS)), losses.options_cpu(spec)
+    reduction = spec["reduction"]
+    longest = max((c.stop - c.start for c in parts), default=0)
+    wide, grads, added = spec.tensor("loss").dtype, spec.get("dx") is not None, spec["added"]
+    has_logits = _has_logits(spec, on)
+
+    def run(views: Mapping[str, Any]) -> None:
+        x, targets = as_rows(views["x"]), as_line(views["targets"]).astype(np.int64, copy=False)
+        loss = as_line(views["loss"]) if reduction == "none" else np.empty(len(x), wide)
+        lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), wide)
+        factor = losses.factor_cpu(spec, views, targets)
+        logits = aligned_empty((longest, spec["vocab"]), wide)
+        of = Chunks(views["weight"], views.get("bias"), logits, options_of(views))
+        dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
+        for c in parts:
+            if dloss is None or not has_logits:
+                of.forward(x[c], targets[c], loss[c], lse[c])
+                continue
+            dlogits = of.forward_backward(dloss[c], x[c], targets[c], loss[c], lse[c])
+            of.backward_input(dlogits, as_rows(views["dx"])[c])
+            if "dweight" in views:
+                sums.backward_weight(dlogits, x[c], views["dweight"], add=c.start > 0 or "dweight" in added)
+            if "dbias" in views:
+                sums.sum_rows(dlogits, views["dbias"], add=c.start > 0 or "dbias" in added)
+        if reduction != "none":
+            views["loss"][...] = np.sum(loss, dtype=np.float64) * factor
+
+    kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": wide, "grads": grads}
+    scratch = scratch_bytes(longest, *spec.tensor("weight").shape, **kinds)
+    on.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
+
+
+def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: Any) -> Any:
+    dloss = views.get("dloss", spec["dloss"])
+    if np.ndim(dloss):
+        return as_line(dloss)
+    return np.broadcast_to(np.asarray(float(dloss) * factor, like.dtype), like.shape)
+
+
+# ---- GPUs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Backend:
+    losses: losses.Kernels
+    multiply: Multiply
+    sum_rows: SumRows
+
+
+def _gpu(spec: Spec, on: Builder, by: _Backend) -> None:
+    x, loss, lse, grads = rows_of(spec, "x"), spec.tensor("loss"), spec.get("lse"), spec.get("dx") is not None
+    of_rows = loss if spec["reduction"] == "none" else on.empty(x.shape[:1], loss.dtype, "row losses")
+    if lse is None:
+        lse = on.empty(x.shape[:1], loss.dtype, "lse of rows") if grads else of_rows
+    all_rows = Rows(x, spec.tensor("targets").ravel(), of_rows.ravel(), lse.ravel())
+    parts = list(chunks(spec, _GPU_BYTES, *_GPU_ROWS))
+    if _has_logits(spec, on):
+        _launch_chunks(spec, on, by, all_rows, parts)
+    elif len(x):
+        by.losses.forward(spec, on, replace(all_rows, logits=x[:, :0]))
+    if spec["reduction"] != "none":
+        by.losses.total(spec, on, Total.of_losses(spec, all_rows.loss), loss)
+
+
+def _launch_chunks(spec: Spec, on: Builder, by: _Backend, rows: Rows, parts: list[slice]) -> None:
+    weight, bias, dx, dbias = (spec.get(name) for name in ("weight", "bias", "dx", "dbias"))
+    x, wide, added = rows.logits, rows.loss.dtype, spec["added"]
+    assert weight is not None
+    given = row = None if bias is None else bias[None]
+    if given is not None and given.dtype != wide:  # the sum of one row
+        row = on.empty(given.shape, wide, "wide bias")
+        by.sum_rows(on, given, row, False)
+    logits = on.empty((max(c.stop - c.start for c in parts), len(weight)), wide, "logits")
+    dloss, shared = losses.factors(spec, on, by.losses) if dx is not None else (rows.loss, rows.loss)
+    for c in parts:
+        loss, z = rows.loss[c], logits[: c.stop - c.start]
+        part = Rows(z, rows.targets[c], loss, loss if rows.lse is rows.loss else rows.lse[c])
+        by.multiply(on, linear(Operand(x[c]), Operand(weight), z, residual=None, bias=row))
+        by.losses.forward(spec, on, part)
+        if dx is None:
+            continue
+        dz = z if z.dtype == x.dtype else z.view(x.dtype)[:, : len(weight)]
+        by.losses.backward(spec, on, part, dz, dloss if dloss is shared else dloss[c], shared)
+        dweight, later = spec.get("dweight"), c.start > 0
+        by.multiply(on, product(Operand(dz), Operand(weight, True), rows_of(spec, "dx")[c]))
+        if dweight is not None:
+            total = dweight if later or "dweight" in added else None
+            by.multiply(on, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
+        if dbias is not None:
+            by.sum_rows(on, dz, dbias[None], later or "dbias" in added)
+
+
+for _name, _backend in (
+    ("raw", _Backend(losses.RAW, launch_raw, sum_rows_raw)),
+    ("numba", _Backend(losses.NUMBA, launch_numba, sum_rows_numba)),
+):
+    lowers("linear_cross_entropy", _name)(partial(_gpu, by=_backend))

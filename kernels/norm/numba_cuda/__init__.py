@@ -1,0 +1,1 @@
+"""Readable twins of the CUDA C++ kernels, for Numba: see the room's lowering for formulas and shapes."""

@@ -1,0 +1,1 @@
+"""Kernels and lowering: rotary position embedding."""

@@ -1,0 +1,1 @@
+"""Kernels and lowering: ops on rows and elements: softmax, dropout, embedding, global_norm, AdamW."""

@@ -1,0 +1,278 @@
+"""Sampling on the CPU: one task is a run of rows. ``reference/sampling/sample.py`` defines weights, order and number.
+
+A row is read by blocks that stay in the first cache, once to find its maximum, three times (float64: six) for each of
+top_k and top_p, and up to twice to draw. Weights are integers, so that sums have no order.
+
+The edge of what top_k and top_p keep is found digit by digit of the logits' order-preserving bits, from the highest.
+Bins hold how many tokens, or what weight, each digit has. The bin in which the sum from above reaches its goal is
+that of the edge, and the next digit is looked at only where those before are the edge's. Of tokens with the edge's
+own logit the first ones are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.common.cpu.dtype import bits, like, read_row
+from gpu_ops.kernels.common.cpu.jit import Kernel, compute, device_function, kernel, read, types, write
+from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
+from gpu_ops.kernels.common.cpu.philox import philox4x32
+from gpu_ops.kernels.loss.cpu import cross_entropy
+from gpu_ops.kernels.loss.cpu.cross_entropy import LANES, loss_of_row
+from gpu_ops.kernels.sampling.cpu.sample_block import (
+    Cut,
+    Room,
+    Row,
+    Scale,
+    count_kept,
+    count_near,
+    drop,
+    fill,
+    fill_keys,
+    key_of,
+    largest,
+    of_key,
+    total_of,
+    weigh,
+)
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 2048  # columns: 64 KB of scratch
+GROUP = 64  # keys of which none is looked at alone where none has the digits that are known
+DIGIT = 11  # bits
+BINS = 1 << DIGIT
+PASSES = 8  # as many as a row's elements cost those of other ops
+DOMAIN = np.uint32(0xFFFFFFFE)
+HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+
+def config(rows: int, vocab: int) -> str:
+    return f"{items_per_task(rows, PASSES * vocab)} rows per task"
+
+
+def sample(
+    logits: Array,
+    by_token: list[Array | None],
+    tokens: Array,
+    logprob: Array | None,
+    options: list[Array],
+    exp2: Array,
+    bits_of_weights: int,
+    own: bool,
+) -> None:
+    """logits (rows, vocab). ``by_token``: bias and counts, likewise or (1, vocab).
+
+    ``options``: arrays of one number, or one for each row. ``own``: rows have their own seeds, and do not
+    count their numbers in.
+    """
+    rows, vocab = logits.shape
+    chunk = items_per_task(rows, PASSES * vocab)
+    kinds: tuple[Any, ...] = (exp2.dtype, np.int32)
+    given = [np.empty((1, 0), t) if x is None else x for x, t in zip(by_token, kinds, strict=True)]
+    logprob = np.empty(0, exp2.dtype) if logprob is None else logprob
+    lines = [x.reshape(-1) for x in options]
+    arrays = bits(logits), *given, tokens, logprob, *lines, exp2
+    launch(SAMPLE[logits.dtype], -(-rows // chunk), chunk, *arrays, bits_of_weights, own)
+
+
+@device_function
+def add_to_bins(room, n, start, cut, prefix, above, shift, first, by_weight):
+    mask = np.int64((1 << (above - shift)) - 1)
+    for group in range(0, n, GROUP):
+        end = min(group + GROUP, n)
+        if not first and count_near(room.keys, group, end, prefix, above) == 0:
+            continue
+        for j in range(group, end):
+            key = np.int64(room.keys[j])
+            if (key > cut.key or (key == cut.key and start + j <= cut.last)) and (
+                first or key >> above == prefix
+            ):
+                digit = (key >> shift) + BINS // 2 if first else (key >> shift) & mask
+                room.bins[digit] += room.weights[j] if by_weight else 1
+
+
+@device_function
+def index_of(row, key, before, room):
+    """Of the token with this key before which so many others have it."""
+    vocab = len(row.logits)
+    for start in range(0, vocab, BLOCK):
+        n = min(BLOCK, vocab - start)
+        fill(row, start, n, room.z)
+        fill_keys(room.z, n, room.keys)
+        tied = count_near(room.keys, 0, n, key, 0)
+        if tied <= before:
+            before -= tied
+            continue
+        for j in range(n):
+            if room.keys[j] == key:
+                if before == 0:
+                    return start + j
+                before -= 1
+    return vocab
+
+
+@device_function
+def narrowed(row, scale, cut, need, share, room):
+    """The cut that keeps the first ``need`` tokens of what ``cut`` keeps; 0: those with this share of its weight."""
+    vocab, by_weight = len(row.logits), need == 0
+    above = 8 * room.z.itemsize
+    shift, first, prefix, before, tied = above - DIGIT, True, 0, 0, 0
+    while True:
+        room.bins[:] = 0
+        for start in range(0, vocab, BLOCK):
+            n = min(BLOCK, vocab - start)
+            fill(row, start, n, room.z)
+            fill_keys(room.z, n, room.keys)
+            if count_kept(room.keys, n, start, cut) == 0:
+                continue
+            if by_weight and (first or count_near(room.keys, 0, n, prefix, above) > 0):
+                weigh(n, scale, room)
+            add_to_bins(room, n, start, cut, prefix, above, shift, first, by_weight)
+        if need == 0:
+            need = max(np.int64(math.ceil(np.float64(share) * np.float64(total_of(room.bins, BINS)))), 1)
+        digit = BINS - 1
+        while before + room.bins[digit] < need:
+            before += room.bins[digit]
+            digit -= 1
+        tied = room.bins[digit]
+        prefix = digit - BINS // 2 if first else prefix << (above - shift) | digit
+        if shift == 0:
+            break
+        above, shift, first = shift, max(shift - DIGIT, 0), False
+    each = 1
+    if by_weight:
+        room.z[0] = of_key(prefix, row.repetition)
+        weigh(1, scale, room)
+        each = room.weights[0]
+    ties = (need - before + each - 1) // each
+    if ties * each < tied:
+        return Cut(prefix, index_of(row, prefix, ties - 1, room))
+    return Cut(prefix, cut.last if prefix == cut.key else vocab)
+
+
+@device_function
+def drawn(row, scale, cut, least, number, room):
+    """The token in whose part of the kept weights the number falls, as a share of 2^64."""
+    vocab, total, before, last = len(row.logits), 0, 0, False
+    target = 0
+    while True:
+        for start in range(0, vocab, BLOCK):
+            n = min(BLOCK, vocab - start)
+            fill(row, start, n, room.z)
+            fill_keys(room.z, n, room.keys)
+            if count_kept(room.keys, n, start, cut) == 0:
+                continue
+            weigh(n, scale, room)
+            drop(room.weights, room.keys, n, start, cut, least)
+            block = total_of(room.weights, n)
+            if last and before + block > target:
+                j = 0
+                while before + room.weights[j] <= target:
+                    before += room.weights[j]
+                    j += 1
+                return start + j
+            before += block
+        total, before, last = before, 0, True
+        target = np.int64(high_product(number, np.uint64(total)))
+
+
+@device_function
+def high_product(a, b):
+    """The upper 64 bits of a product."""
+    a0, a1, b0, b1 = a & LOW, a >> HALF, b & LOW, b >> HALF
+    middle, other = a1 * b0 + (a0 * b0 >> HALF), a0 * b1
+    return a1 * b1 + (middle >> HALF) + ((middle & LOW) + other >> HALF)
+
+
+@device_function
+def random_number(seed, step, row, words):
+    words[0, 0], words[1, 0] = np.uint32(step), np.uint32(step >> HALF)
+    words[2, 0], words[3, 0] = np.uint32(row), DOMAIN
+    philox4x32(words[0], words[1], words[2], words[3], 1, np.uint32(seed), np.uint32(seed >> HALF))
+    return np.uint64(words[0, 0]) | np.uint64(words[1, 0]) << HALF
+
+
+@device_function
+def place_of(x, r):
+    """Of row r where all rows may share one."""
+    return r if len(x) > 1 else 0
+
+
+@device_function
+def of_row(x, r):
+    return x[place_of(x, r)]
+
+
+@device_function
+def top_key(row, room):
+    vocab = len(row.logits)
+    top = np.int64(key_of(like(row.repetition, -np.inf)))
+    for start in range(0, vocab, BLOCK):
+        n = min(BLOCK, vocab - start)
+        fill(row, start, n, room.z)
+        fill_keys(room.z, n, room.keys)
+        top = max(top, np.int64(largest(room.keys, n)))
+    return top
+
+
+def _kernel() -> Kernel:
+    def sample(
+        state, n_tasks, chunk, logits, bias, counts, tokens, logprob, temperature, top_k, top_p, min_p,
+        repetition, frequency, presence, seed, step, exp2, bits_of_weights, own,
+    ):  # fmt: skip
+        one, vocab = exp2[len(exp2) - 1], logits.shape[1]
+        line = np.full(BLOCK, one)
+        keys, weights, bins = np.full(BLOCK, key_of(one)), np.empty(BLOCK, np.int64), np.empty(BINS, np.int64)
+        room = Room(line, line.copy(), line.copy(), line.copy(), weights, keys, bins)
+        space = cross_entropy.Room(room.z, room.part, np.full(LANES, one))
+        whole = cross_entropy.Options(-1, False, one, one - one, one, one - one, one - one)
+        words = np.zeros((4, 1), np.uint32)
+        lowest, highest = np.int64(key_of(like(one, -np.inf))), np.int64(key_of(like(one, np.inf)))
+        task = claim(state)
+        while task < n_tasks:
+            for r in range(task * chunk, min((task + 1) * chunk, len(tokens))):
+                penalties = of_row(repetition, r), of_row(frequency, r), of_row(presence, r)
+                t, k, p, least = of_row(temperature, r), of_row(top_k, r), of_row(top_p, r), of_row(min_p, r)
+                factors = like(one, penalties[0]), like(one, penalties[1]), like(one, penalties[2])
+                added, seen = read_row(bias, (place_of(bias, r),)), read_row(counts, (place_of(counts, r),))
+                row = Row(read_row(logits, (r,)), added, seen, *factors)
+                top = top_key(row, room)
+                token = -1
+                if lowest < top < highest:
+                    if t == 0:
+                        token = index_of(row, top, 0, room)
+                    else:
+                        factor = like(one, 1.4426950408889634) / like(one, t)
+                        factor = factor if factor < np.inf else np.finfo(np.float32).max
+                        scale = Scale(of_key(top, one), like(one, factor), exp2, bits_of_weights)
+                        cut = Cut(lowest, vocab)
+                        if 0 < k < vocab:
+                            cut = narrowed(row, scale, cut, np.int64(k), p, room)
+                        if p < 1:
+                            cut = narrowed(row, scale, cut, 0, p, room)
+                        smallest = np.int64(math.ceil(np.float64(least) * np.float64(1 << bits_of_weights)))
+                        number = random_number(of_row(seed, r), of_row(step, r), 0 if own else r, words)
+                        token = drawn(row, scale, cut, smallest, number, room)
+                tokens[r] = token
+                if len(logprob):
+                    logprob[r] = like(one, np.nan)
+                    if token >= 0:
+                        logprob[r] = -loss_of_row(row.logits, token, row.bias, whole, space)[0]
+            task = claim(state)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        c = compute(t)
+        number, counter = read("float32", 1), read("uint64", 1)
+        options = number, read("int32", 1), number, number, number, number, number, counter, counter
+        matrices = read(t, 2), read(c.name, 2), read("int32", 2)
+        results = write("int32", 1), write(c.name, 1)
+        return types.int64, *matrices, *results, *options, read(c.name, 1), types.int64, types.boolean
+
+    return kernel(signature)(sample)
+
+
+SAMPLE = _kernel()

@@ -1,0 +1,1 @@
+"""CPU kernels for text: byte-pair encoding."""

@@ -1,0 +1,229 @@
+"""The mathematics of attention on ``(batch, nheads, seqlen, head_dim)`` arrays in float64.
+
+The public forward and backward functions both start from :func:`softmax_rows`. Keys that a query does not see
+contribute nothing, whatever they hold: a NaN behind a mask stays behind it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gpu_ops.reference.attention.dropout import dropout_mask, rounded_dropout
+from gpu_ops.reference.attention.mask import BlockMaskLike, alibi_bias, visible_keys
+from gpu_ops.reference.precision import Array, Steps
+
+__all__ = [
+    "DenseOptions",
+    "Options",
+    "Rows",
+    "WeightOptions",
+    "matmul_visible",
+    "repeat_heads",
+    "sequences",
+    "softmax_rows",
+    "sum_groups",
+    "takes",
+    "to_bhsd",
+    "weigh_values",
+]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of all attention functions: what decides the scores."""
+
+    causal: bool = False
+    """Query ``i`` sees keys up to ``i + offset``; offset is seqlen_k - seqlen_q (bottom-right aligned) by default."""
+    window_size: tuple[int, int] = (-1, -1)
+    """(left, right): keys visible around that diagonal; -1 is unlimited."""
+    softmax_scale: float | None = None
+    """Factor on ``q k^T``; ``head_dim ** -0.5`` when None."""
+    softcap: float = 0.0
+    """If > 0, scores become ``softcap * tanh(score / softcap)``."""
+    sinks: Array | None = None
+    """(nheads,) one logit per head, which counts in the denominator only."""
+    alibi_slopes: Array | None = None
+    """(nheads,) or (batch, nheads): adds ``-slope * |i + offset - j|``."""
+
+    def scale(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def of_sequence(self, b: int) -> Options:
+        """The options of sequence ``b``: ALiBi slopes may be (batch, nheads)."""
+        slopes = self.alibi_slopes
+        return self if slopes is None or slopes.ndim == 1 else replace(self, alibi_slopes=slopes[b])
+
+
+@dataclass(frozen=True)
+class WeightOptions(Options):
+    """Those of training: also what happens to the weights after the softmax."""
+
+    dropout_p: float = 0.0
+    """Each weight is 0 with this probability, else divided by 1 - dropout_p; see ``attention_dropout.py``."""
+    seed: Any = None
+    """What decides which, with dropout: an integer from 0 to 2**64 - 1."""
+
+
+@dataclass(frozen=True)
+class DenseOptions(WeightOptions):
+    """Those of sequences of one length: also what is laid out by query and key."""
+
+    bias: Array | None = None
+    """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks."""
+    block_mask: BlockMaskLike | None = None
+    """Object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen."""
+    q_start: int | None = None
+    """Position of the first query; with ``k_start``, of the first key, ``offset = q_start - k_start`` (None: 0)."""
+    k_start: int | None = None
+
+    def offset(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Query ``i`` is aligned with key ``i + offset``."""
+        if self.q_start is None and self.k_start is None:
+            return seqlen_k - seqlen_q
+        return (self.q_start or 0) - (self.k_start or 0)
+
+
+def takes(options: type[Options]) -> Callable[[F], F]:
+    """Decorate a function of ``**options``: its signature lists the fields of ``options``."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        fields = inspect.signature(options).parameters.values()
+        listed = [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
+        parameters = [*list(own.parameters.values())[:-1], *listed]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One softmax row per query; all fields are float64, ``visible`` is bool."""
+
+    probs: Array  # (batch, nheads, seqlen_q, seqlen_k); 0 where not visible
+    kept: Array | float  # factors of probs: with dropout 0 or 1 / (1 - dropout_p), else 1.0
+    sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
+    lse: Array  # (batch, nheads, seqlen_q)
+    visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
+    seen: Array  # the same; visible, and the score is above -inf
+    slope: Array | float  # d score / d (softmax_scale * q.k): with softcap 1 - tanh(s / softcap)**2, else 1.0
+
+
+def sequences(cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[tuple[int, slice, slice]]:
+    """The number of each packed sequence, its rows of q and its rows of k and v."""
+    for b in range(len(cu_seqlens_q) - 1):
+        q_begin, q_end, k_begin, k_end = map(int, (*cu_seqlens_q[b : b + 2], *cu_seqlens_k[b : b + 2]))
+        yield b, slice(q_begin, q_end), slice(k_begin, k_end)
+
+
+def to_bhsd(x: Array, layout: str) -> Array:
+    """Swap the axes seqlen and heads of a "bshd" array. Its own inverse."""
+    return x.swapaxes(1, 2) if layout == "bshd" else x
+
+
+def repeat_heads(x: Array, nheads: int) -> Array:
+    """GQA / MQA: query head ``h`` reads key head ``h // (nheads // nheads_kv)``."""
+    return np.repeat(x, nheads // x.shape[1], axis=1)
+
+
+def sum_groups(x: Array, nheads_kv: int) -> Array:
+    """The adjoint of :func:`repeat_heads`."""
+    batch, nheads, seqlen, head_dim = x.shape
+    return np.asarray(x.reshape(batch, nheads_kv, nheads // nheads_kv, seqlen, head_dim).sum(axis=2))
+
+
+def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) -> Array:
+    """``weights @ values``, where a row of ``values`` counts only for the rows that see it.
+
+    ``weights`` is 0 where not visible, which is enough for finite values. Since ``0 * NaN`` is not 0, rows of
+    ``values`` with a NaN or an infinity are added one by one, under the mask.
+    """
+    finite = np.asarray(np.isfinite(values).all(axis=-1, keepdims=True))
+    result = steps.matmul(weights, np.where(finite, values, 0.0))
+    for j in np.flatnonzero(~finite.all(axis=(0, 1))):
+        term = weights[..., j, None] * np.where(finite, 0.0, values)[..., j, None, :]
+        result = result + np.where(visible[..., j, None], term, 0.0)
+    return result
+
+
+def weigh_values(rows: Rows, values: Array, steps: Steps) -> Array:
+    """``probs @ values``, after dropout. A value that is not finite counts wherever it is seen, however small its
+    weight is: weights are positive, and only when rounded 0, which times infinity would be NaN.
+    """
+    finite = np.isfinite(values)
+    result = steps.matmul(steps.step(rows.probs * rows.kept), np.where(finite, values, 0.0))
+    for j in np.flatnonzero(~finite.all(axis=(0, 1, 3))):
+        term = np.where(finite, 0.0, values)[..., None, j, :]
+        result = result + np.where(rows.seen[..., j, None], term, 0.0)
+    return result
+
+
+def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: int = 0) -> Rows:
+    """Scores, masks and softmax. ``k`` has as many heads as ``q``; ``sequence``: the number of the first sequence.
+
+    ``s = softcap(softmax_scale * q.k) + ALiBi + bias``, masked entries -inf; then
+    ``lse = ln(sum exp(s) + exp(sink))`` and ``probs = exp(s - lse)``.
+    """
+    step = steps.step
+    shape = (*q.shape[:3], k.shape[2])
+    dense = options if isinstance(options, DenseOptions) else DenseOptions()
+    bias = None if dense.bias is None else steps.load(dense.bias)
+    seqlen_q, seqlen_k = shape[2:]
+    offset = dense.offset(seqlen_q, seqlen_k)
+    visible = visible_keys(
+        shape,
+        causal=options.causal,
+        window_size=options.window_size,
+        offset=offset,
+        bias=bias,
+        block_mask=dense.block_mask,
+    )
+
+    scores = step(step(steps.matmul(q, k.swapaxes(-1, -2))) * options.scale(q.shape[-1]))
+    slope: Array | float = 1.0
+    if options.softcap > 0:
+        tanh = step(np.tanh(step(scores / options.softcap)))
+        scores = step(options.softcap * tanh)
+        slope = step(1.0 - tanh * tanh)
+    if options.alibi_slopes is not None:
+        scores = step(scores + step(alibi_bias(steps.load(options.alibi_slopes), seqlen_q, seqlen_k, offset)))
+    if bias is not None:
+        scores = step(scores + bias)
+    scores = np.where(visible, scores, -np.inf)
+
+    # The sink is one more logit per row: a column without a value.
+    sinks = np.full(shape[1], -np.inf) if options.sinks is None else steps.load(options.sinks)
+    sink = sinks[None, :, None]
+    row_max = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
+    row_max = step(np.where(row_max == -np.inf, 0.0, row_max))  # nothing visible: avoid -inf - -inf
+    numerator = step(np.exp(step(scores - row_max[..., None])))
+    sink_numerator = step(np.exp(step(sink - row_max)))
+    row_sum = step(numerator.sum(axis=-1) + sink_numerator)
+    divisor = np.where(row_sum == 0.0, 1.0, row_sum)
+    return Rows(
+        probs=np.where(visible, step(numerator / divisor[..., None]), 0.0),
+        kept=_kept(shape, options, sequence),
+        sink_probs=step(sink_numerator / divisor),
+        lse=step(row_max + step(np.log(row_sum))),
+        visible=visible,
+        seen=scores != -np.inf,
+        slope=slope,
+    )
+
+
+def _kept(shape: tuple[int, int, int, int], options: Options, sequence: int) -> Array | float:
+    """Dropout acts after the softmax: ``lse`` and ``probs`` know nothing of it."""
+    if not isinstance(options, WeightOptions) or options.dropout_p == 0:
+        return 1.0
+    dense = options if isinstance(options, DenseOptions) else DenseOptions()
+    starts = {"q_start": dense.q_start or 0, "k_start": dense.k_start or 0}
+    kept = dropout_mask(shape, options.dropout_p, options.seed, first_sequence=sequence, **starts)
+    return np.asarray(kept / (1.0 - rounded_dropout(options.dropout_p)))

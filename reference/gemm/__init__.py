@@ -1,0 +1,1 @@
+"""NumPy references: matrix products: linear, SwiGLU and the gated MLP."""

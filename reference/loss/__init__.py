@@ -1,0 +1,1 @@
+"""NumPy references: cross-entropy, alone and fused with the output layer."""

@@ -1,0 +1,138 @@
+"""Cross-entropy of logits with target classes, over the last axis.
+
+Label smoothing: Szegedy et al., arXiv:1512.00567. z-loss: PaLM, arXiv:2204.02311, section 5. softcap: Gemma 2,
+arXiv:2408.00118.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.reference.precision import Array, Precision, Steps, steps
+
+__all__ = ["cross_entropy", "cross_entropy_backward"]
+
+
+def cross_entropy(
+    logits: Array,
+    targets: Array,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    class_weight: Array | None = None,
+    reduction: str = "mean",
+    denominator: Any = None,
+    return_lse: bool = False,
+    precision: Precision = "rounded",
+) -> Any:
+    """The loss and, with ``return_lse``, the log of each row's softmax denominator; float32 (float64 for float64).
+
+    With u = softcap * tanh(logits / softcap), or logits, and weights w of classes, a row with target y has::
+
+        lse  = log(sum(exp(u)))
+        loss = (1 - label_smoothing) * w_y * (lse - u_y) + label_smoothing / vocab * sum(w * (lse - u))
+               + z_loss * lse^2
+
+    ``"mean"`` divides the sum over rows by ``denominator``, or by the sum of w_y over the rows that count. A row
+    whose target is ``ignore_index`` is not read: its loss is 0, its lse -inf. A mean over no rows is 0.
+    """
+    p = steps(precision, logits.dtype)
+    kept = targets != ignore_index
+    w, w_y = _weights(p, class_weight, logits.shape[-1], targets, kept)
+    u, _ = _capped(p, logits, softcap)
+    with np.errstate(invalid="ignore", divide="ignore"):  # inf - inf, log(0)
+        row_max, _, row_sum = _exponentials(p, u)
+        log_sum = p.step(np.log(row_sum))
+        lse = p.step(row_max + log_sum)
+        nll = p.step(p.step(row_max - u) + log_sum)  # lse - u without the rounding of lse
+        loss = p.step((1.0 - label_smoothing) * w_y * _at(nll, targets, kept))
+        if label_smoothing:
+            loss = p.step(loss + label_smoothing / max(len(w), 1) * p.step(np.sum(w * nll, axis=-1)))
+        if z_loss:  # 0 times an lse^2 that overflows would be NaN
+            loss = p.step(loss + z_loss * p.step(lse[..., 0] * lse[..., 0]))
+    rows = np.where(kept, loss, 0.0)
+    if reduction != "none":
+        rows = p.step(np.sum(rows) * _factor(reduction, denominator, w_y))
+    found = p.store(rows, np.float32)
+    return (found, p.store(np.where(kept, lse[..., 0], -np.inf), np.float32)) if return_lse else found
+
+
+def cross_entropy_backward(
+    dloss: Any,
+    logits: Array,
+    targets: Array,
+    lse: Array,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    class_weight: Array | None = None,
+    reduction: str = "mean",
+    denominator: Any = None,
+    precision: Precision = "rounded",
+) -> Array:
+    """Gradient of :func:`cross_entropy` for logits, from that of the loss; 0 in rows that are ignored.
+
+    The softmax is that of the logits; ``lse``, which is rounded, enters the gradient of the z-loss alone.
+    """
+    p = steps(precision, logits.dtype)
+    kept = targets != ignore_index
+    w, w_y = _weights(p, class_weight, logits.shape[-1], targets, kept)
+    u, slope = _capped(p, logits, softcap)
+    with np.errstate(invalid="ignore"):  # inf - inf, 0 / 0
+        _, weights, row_sum = _exponentials(p, u)
+        share = p.step(weights / row_sum)
+        own, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
+        du = p.step(
+            share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w
+        )
+        hit = np.arange(len(w)) == np.where(kept, targets, -1)[..., None]
+        dlogits = p.step(p.step(du - own * hit) * slope)
+        factor = np.broadcast_to(p.load(dloss) * _factor(reduction, denominator, w_y), targets.shape)
+        return p.store(np.where(kept[..., None], dlogits * factor[..., None], 0.0))
+
+
+def _weights(
+    p: Steps, class_weight: Array | None, vocab: int, targets: Array, kept: Array
+) -> tuple[Array, Array]:
+    """Of each class, and of the target of each row; 0 in rows that are ignored."""
+    w = np.ones(vocab) if class_weight is None else p.load(class_weight)
+    return w, _at(np.broadcast_to(w, (*targets.shape, vocab)), targets, kept)
+
+
+def _at(x: Array, targets: Array, kept: Array) -> Array:
+    """The element of each row that its target names; 0 in rows that are ignored."""
+    if not x.size:
+        return np.zeros(targets.shape)
+    found = np.take_along_axis(x, np.where(kept, targets, 0)[..., None].astype(np.int64), axis=-1)
+    return np.where(kept, found[..., 0], 0.0)
+
+
+def _exponentials(p: Steps, u: Array) -> tuple[Array, Array, Array]:
+    """The maximum of each row (0 if that is -inf), the exponentials relative to it, and their sum."""
+    row_max = np.max(u, axis=-1, initial=-np.inf, keepdims=True)
+    row_max = np.where(row_max == -np.inf, 0.0, row_max)
+    weights = p.step(np.exp(p.step(u - row_max)))
+    return row_max, weights, p.step(np.sum(weights, axis=-1, keepdims=True))
+
+
+def _capped(p: Steps, logits: Array, softcap: float) -> tuple[Array, Any]:
+    """The logits that enter the softmax, and their derivatives."""
+    z = p.load(logits)
+    if not softcap:
+        return z, 1.0
+    t = p.step(np.tanh(p.step(z / softcap)))
+    return p.step(softcap * t), p.step(1.0 - p.step(t * t))
+
+
+def _factor(reduction: str, denominator: Any, w_y: Array) -> float:
+    """What the sum over rows is multiplied by."""
+    if reduction != "mean":
+        return 1.0
+    count = float(np.sum(w_y) if denominator is None else denominator)
+    return 1.0 / count if count else 0.0

@@ -1,0 +1,1 @@
+"""NumPy references: RMSNorm and LayerNorm."""

@@ -1,0 +1,113 @@
+"""LayerNorm: ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)**2) + eps)``.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, equations 3 and 4. The variance divides by N,
+not N - 1. Everything is computed wide, and the result is rounded once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_ops.reference.norm.rmsnorm import reciprocal_rms
+from gpu_ops.reference.precision import Array, Precision, steps
+
+__all__ = ["layernorm", "layernorm_backward"]
+
+
+def layernorm(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Array | None = None,
+    return_sum: bool = True,
+    return_stats: bool = False,
+    precision: Precision = "rounded",
+) -> Array | tuple[Array, ...]:
+    """LayerNorm over the last axis, after an optional residual add.
+
+    Parameters
+    ----------
+    x : (..., columns)
+    weight : (columns,)
+    bias : (columns,), optional
+    eps : added to the variance
+    residual : (..., columns), optional
+        The norm is then of ``s = x + residual``, rounded to x's dtype.
+    return_sum : with a residual, also return s
+    return_stats : also return the mean and rstd of s, which the backward needs
+
+    Returns
+    -------
+    y [, s] [, mean, rstd]
+        y and s in x's shape and dtype; mean and rstd ``(...,)`` float32 (float64 for float64 inputs).
+    """
+    p = steps(precision, x.dtype)
+    s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
+    wide = p.load(s)  # normalise the rounded s, which the next layers see
+    mean = p.step(np.mean(wide, axis=-1, keepdims=True))
+    centered = p.step(wide - mean)
+    rstd = reciprocal_rms(centered, eps, p)
+    y = p.step(p.step(centered * rstd) * p.load(weight))
+    if bias is not None:
+        y = p.step(y + p.load(bias))
+    results = [p.store(y)]
+    if residual is not None and return_sum:
+        results.append(s)
+    if return_stats:
+        results += [p.store(statistic[..., 0], np.float32) for statistic in (mean, rstd)]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def layernorm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
+    *,
+    dresidual: Array | None = None,
+    dweight: Array | None = None,
+    dbias: Array | None = None,
+    precision: Precision = "rounded",
+) -> tuple[Array, ...]:
+    """Gradients of :func:`layernorm`.
+
+    With ``n = (x - mean) * rstd``, ``m = dy * weight`` and means over the N columns of a row::
+
+        dx = rstd * (m - mean(m) - n * mean(m * n))  [+ dresidual]
+        dweight = sum over rows of dy * n
+        dbias = sum over rows of dy
+
+    Parameters
+    ----------
+    dy : (..., columns), gradient of y
+    x : (..., columns), the tensor that was normalised: s if the forward added a residual
+    weight : (columns,)
+    mean, rstd : (...,), from the forward
+    dresidual : (..., columns), optional: gradient that reaches s from its other uses
+
+    Returns
+    -------
+    dx, dweight, dbias
+        dx in x's dtype: the gradient of s, and so of both x and the residual.
+        dweight, dbias ``(columns,)`` float32 (float64 for float64 inputs), added to those given.
+    """
+    p = steps(precision, x.dtype)
+    dy64, r = p.load(dy), p.load(rstd)[..., None]
+    n = p.step(p.step(p.load(x) - p.load(mean)[..., None]) * r)
+    m = p.step(dy64 * p.load(weight))
+    mean_m = p.step(np.mean(m, axis=-1, keepdims=True))
+    mean_mn = p.step(np.mean(m * n, axis=-1, keepdims=True))
+    dx = p.step(r * p.step(p.step(m - mean_m) - p.step(n * mean_mn)))
+    if dresidual is not None:
+        dx = p.step(dx + p.load(dresidual))
+    cols = x.shape[-1]
+    sums = (
+        (p.step(p.step(dy64 * n).reshape(-1, cols).sum(axis=0)), dweight),
+        (p.step(dy64.reshape(-1, cols).sum(axis=0)), dbias),
+    )
+    return p.store(dx), *(
+        p.store(total if given is None else p.load(given) + total, np.float32) for total, given in sums
+    )

@@ -1,0 +1,1 @@
+"""NumPy references: ops on rows and elements: softmax, dropout, embedding, global_norm, AdamW."""

@@ -1,0 +1,1 @@
+"""NumPy references: packed weights: ternary formats."""

@@ -1,0 +1,166 @@
+"""attention, attention_varlen and attention_decode where every two options meet, on the emulator and on a GPU.
+
+Every level of a factor meets every level of every other one in some case. The inputs may be views of arrays whose
+other entries are NaN, and so is all of a cache that is not in use. A third of ``FEW`` runs by default; the rest, and
+``MANY`` with the field's odd shapes and all widths of heads, are slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.core.device import compiler_missing
+from gpu_ops.reference.attention import forward as reference
+from tests.attention import test_decode as decode
+from tests.attention import test_paged as paged
+from tests.attention import test_varlen as varlen
+from tests.attention.cases import SHAPES, SHAPES_SLOW, assert_lse, make, pairwise
+from tests.support.compare import assert_close
+
+FEW = {
+    "backend": ("raw", "numba"),
+    "form": ("dense", "varlen", "cache", "pages", "varlen pages"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "seqlens": ((37, 70), (70, 37), (5, 130)),
+    "head_dim": (64, 40, 128),
+    "head_dim_v": ("same", 32),
+    "heads": ((2, 1), (2, 2), (3, 1)),
+    "causal": (False, True),
+    "window_size": ((-1, -1), (20, 0), (9, 30)),
+    "softcap": (0.0, 2.0),
+    "alibi": (None, "heads", "batch_heads"),
+    "sinks": (False, True),
+    "bias": (None, "full", "keys", "masks"),
+    "block_mask": (None, "shared", "each"),
+    "layout": ("bshd", "bhsd"),
+    "num_splits": (0, 1, 3),
+    "view": ("whole", "wide"),
+    "out": ("new", "given"),
+}
+MANY = FEW | {
+    "backend": ("raw",),
+    "seqlens": (*SHAPES, *SHAPES_SLOW),
+    "head_dim": (32, 40, 64, 72, 80, 96, 128, 160, 192, 256),
+    "head_dim_v": ("same", 32, 128, 200),
+    "heads": ((2, 1), (2, 2), (3, 1), (4, 2)),
+    "window_size": ((-1, -1), (20, 0), (9, 30), (-1, 4), (0, 0), (150, 33)),
+}
+SOME = MANY | {"backend": ("numba",), "seqlens": SHAPES[::2], "head_dim": (40, 96, 256)}
+ONLY_DENSE = ("bias", "block_mask", "layout")
+
+
+def applicable(row):
+    """The row without the options that its form does not have."""
+    drop = () if row["form"] == "dense" else ONLY_DENSE
+    if row["form"] not in ("cache", "pages"):
+        drop = (*drop, "num_splits")
+    return row | {name: FEW[name][0] for name in drop}
+
+
+def cases(factors):
+    return [
+        pytest.param(row, id="-".join(str(level).replace(" ", "") for level in row.values()))
+        for row in pairwise(factors, allowed=applicable)
+    ]
+
+
+FEW_CASES, MANY_CASES = cases(FEW), cases(MANY) + cases(SOME)
+DEVICES = [
+    pytest.param("emulator", marks=pytest.mark.skipif(bool(compiler_missing("raw")), reason="no compiler")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def wide(x):
+    """The same numbers, in the middle of an array of NaNs."""
+    around = np.full((*(n + 1 for n in x.shape[:-1]), x.shape[-1] + 16), np.nan, x.dtype)
+    view = around[(*(slice(n) for n in x.shape[:-1]), slice(8, 8 + x.shape[-1]))]
+    view[...] = x
+    return view
+
+
+def problem(row):
+    """(public function, its reference, arrays, options of both, options of the first, shape of out)."""
+    head_dim = row["head_dim"]
+    head_dims = (head_dim, head_dim if row["head_dim_v"] == "same" else row["head_dim_v"])
+    same = ("dtype", "heads", "sinks", "alibi", "causal", "window_size", "softcap")
+    settings = {name: row[name] for name in same} | {"head_dims": head_dims}
+    seqlen_q, seqlen_k = row["seqlens"]
+    long = seqlen_q * seqlen_k > 2**17
+    if row["form"] == "dense":
+        settings |= {name: row[name] for name in ONLY_DENSE} | {"heads": (1, 1) if long else row["heads"]}
+        p = make(**settings, seqlens=row["seqlens"], batch=1 if long else 2, blocks=(16, 32))
+        return gpu_ops.attention, reference.attention, p.arrays, p.options, {}, p.dout.shape
+    lengths = ((seqlen_q, seqlen_k),) if long else ((seqlen_q, seqlen_k), (0, 5), (7, 0), (3, 11))
+    if row["form"] == "varlen pages":
+        arrays, options = paged.make(lengths=lengths, **settings)
+        ops = gpu_ops.attention_varlen, reference.attention_varlen
+        return *ops, arrays, options, {}, (*arrays[0].shape[:2], head_dims[1])
+    if row["form"] == "varlen":
+        (dout, *arrays), offsets, options, longest = varlen.make(lengths=lengths, **settings)
+        more = longest if row["view"] == "wide" else {}
+        ops = gpu_ops.attention_varlen, reference.attention_varlen
+        return *ops, (*arrays, *offsets), options, more, dout.shape
+    arrays, options = decode.make(
+        used=(seqlen_k, 0, 1, seqlen_k // 2)[: 2 if long else 4],
+        seqlen_q=seqlen_q % 17 + 1,
+        page_size=16 if row["form"] == "pages" else None,
+        **settings,
+    )
+    ops = gpu_ops.attention_decode, reference.attention_decode
+    return *ops, arrays, options, {"num_splits": row["num_splits"]}, (*arrays[0].shape[:3], head_dims[1])
+
+
+def check(row, device):
+    op, by_reference, arrays, options, more, shape = problem(row)
+    if row["view"] == "wide":
+        arrays = [wide(x) if x.ndim > 2 else x for x in arrays]
+    out = np.full(shape, np.nan, arrays[0].dtype) if row["out"] == "given" else None
+    got, lse = op(*arrays, **options, **more, out=out, return_lse=True, device=device, backend=row["backend"])
+    assert out is None or got is out
+    exact, naive = (
+        by_reference(*arrays, **options, return_lse=True, precision=p) for p in ("float64", "naive")
+    )
+    assert_close(got, exact[0], naive[0], got.dtype, what="out")
+    assert_lse(lse, exact[1], got.dtype, options.get("softcap"))
+
+
+def by_default(rows):
+    """Every sixth row runs by default, the others are slow: on the emulator each compiles a kernel of its own."""
+    return [
+        p if i % 6 == 0 else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
+        for i, p in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("row", by_default(FEW_CASES))
+def test_options(row, device):
+    check(row, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("row", MANY_CASES)
+def test_shapes_and_options(row, device):
+    check(row, device)
+
+
+@pytest.mark.parametrize("factors", [FEW, MANY, SOME], ids=["few", "many", "some"])
+def test_the_cases_cover_every_pair(factors):
+    """All but those of an option and a form that does not have it."""
+    assert len(FEW_CASES) + len(MANY_CASES) >= 300
+    rows = [p.values[0] for p in FEW_CASES + MANY_CASES]
+    seen = {(a, row[a], b, row[b]) for row in rows for a in row for b in row}
+    first = {name: levels[0] for name, levels in factors.items()}
+    for a, b in itertools.combinations(factors, 2):
+        for i, j in itertools.product(factors[a], factors[b]):
+            if (a, i, b, j) in seen:
+                continue
+            for form in factors["form"]:
+                row = applicable({**first, "form": form, a: i, b: j})
+                assert (row[a], row[b]) != (i, j), f"{a}={i} never meets {b}={j}"

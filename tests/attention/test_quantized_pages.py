@@ -1,0 +1,265 @@
+"""Pages of int8 and e4m3 on every backend: what rope_append_kv writes and attention reads, against the reference."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpu_ops
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.reference.attention import forward as reference
+from gpu_ops.reference.attention.quantized_pages import dequantize, quantize
+from gpu_ops.reference.rope.rope_append_kv import rope_append_kv
+from tests.attention.cases import DTYPES, assert_lse
+from tests.attention.test_paged import make as make_paged
+from tests.support.compare import assert_close
+
+DEVICES = ("cpu", "emulator", "cuda")
+CODES = {"int8": np.int8, "uint8": np.uint8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+MIXED = ((5, 90), (0, 7), (40, 60), (1, 1), (1, 130), (9, 0))
+
+
+def quick_on_emulator(raw):
+    """Numba compiles for seconds, a kernel for most tests; the CUDA C++ kernels take one."""
+    if raw:
+        return {"test_attention": {"codes": ["int8", "uint8"], "lengths": [MIXED, ((3, 77), (3, 3))]}}
+    return {
+        "test_new_tokens": {"dtype": ["bfloat16"], "codes": ["uint8"], "norm": [True]},
+        "test_attention": {"dtype": ["bfloat16"], "codes": ["int8"], "lengths": [MIXED]},
+        "*": None,
+    }
+
+
+def new_tokens(dtype, codes, norm=True, head_dim=40):
+    """The arguments of rope_append_kv for 7 tokens in pages of 4; one is padding."""
+    rng = np.random.default_rng(0)
+    native = DTYPES[dtype]
+    q = rng.standard_normal((7, 4, head_dim)).astype(native)
+    k, v = rng.standard_normal((2, 7, 2, head_dim)).astype(native)
+    v[0, 0], v[1, 1, 3], v[2, 0, 1] = 0, np.nan, -np.inf
+    v[3] = (v[3] * 1e-3).astype(native)
+    pages, scales = np.zeros((2, 5, 4, 2, head_dim), CODES[codes]), np.full((2, 5, 4, 2), 7, np.float32)
+    slots = rng.permutation(20)[:7]
+    slots[-1] = -1
+    options = {"slot_mapping": slots, "positions": rng.integers(0, 500, 7), "rotary_dim": 24}
+    options |= {"k_scale": scales[0], "v_scale": scales[1]}
+    if norm:
+        options |= {name: rng.standard_normal(head_dim).astype(native) for name in ("q_weight", "k_weight")}
+    return (q, k, v, *pages), options
+
+
+# ---- the scheme ------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["int8", "uint8"]), st.integers(0, 2**32 - 1), st.floats(-30, 30))
+@settings(max_examples=60)
+def test_error_of_an_element(codes, seed, exponent):
+    rng = np.random.default_rng(seed)
+    x = np.exp(rng.normal(exponent, 3, (5, 33))) * rng.choice([-1, 0, 1], (5, 33))
+    x = x.astype(np.float32)
+    found, scale = quantize(x, CODES[codes])
+    error, scale = np.abs(dequantize(found, scale) - x), scale[:, None].astype(np.float64)
+    bound = scale / 2 if codes == "int8" else np.maximum(np.abs(x) / 16, scale / 1024)
+    assert (error <= bound * (1 + 1e-5)).all()  # x / scale is rounded to float32 first
+
+
+def test_rows_without_a_scale():
+    tiny = np.float32(1e-37)
+    x = np.array([[0, 0], [-0.0, 0], [tiny, 0], [np.nan, 1], [1, np.inf]], np.float32)
+    for codes in ("int8", "uint8"):
+        found, scale = quantize(x, CODES[codes])
+        np.testing.assert_array_equal(scale, [0, 0, 0, np.nan, np.nan])
+        assert not found.any()
+
+
+def test_numbers_of_e4m3_are_those_of_ml_dtypes():
+    codes = np.arange(256, dtype=np.uint8)
+    want = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(dequantize(codes[:, None], np.ones(256, np.float32))[:, 0], want)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_new_tokens(dtype, codes, norm, backend):
+    (q, k, v, *pages), options = new_tokens(dtype, codes, norm)
+    written = [*pages, options["k_scale"], options["v_scale"]]
+    before = [x.copy() for x in written]
+    want_q, *want = rope_append_kv(q, k, v, *pages, **options)
+    got_q = gpu_ops.rope_append_kv(q, k, v, *pages, **options, **backend)
+    kept = options["slot_mapping"][:-1]
+    for x, then in zip(written, before, strict=True):
+        untouched = np.ones(20, bool)
+        untouched[kept] = False
+        rows = (x.reshape(20, -1), then.reshape(20, -1))
+        np.testing.assert_array_equal(*[row[untouched].view(np.uint8) for row in rows])
+    np.testing.assert_allclose(
+        got_q.astype(float), want_q.astype(float), atol=0.04 if dtype == "bfloat16" else 4e-3
+    )
+    np.testing.assert_array_equal(pages[1].view(np.uint8), want[1].view(np.uint8))
+    np.testing.assert_array_equal(options["v_scale"], want[3])
+    np.testing.assert_allclose(options["k_scale"], want[2], rtol=2e-6)
+    exact = rope_append_kv(q, k, v, *np.zeros((2, 5, 4, 2, 40)), precision="float64", **no_scales(options))[1]
+    place = np.divmod(kept, 4)
+    scale = options["k_scale"][place][..., None]
+    error = np.abs(dequantize(pages[0], options["k_scale"])[place] - exact[place])
+    bound = scale / 2 if codes == "int8" else np.maximum(np.abs(exact[place]) / 16, scale / 1024)
+    assert (error <= bound * 1.0001).all()
+
+
+def no_scales(options):
+    return {name: x for name, x in options.items() if name not in ("k_scale", "v_scale")}
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def make(dtype, codes, lengths=MIXED, page_size=8, **settings):
+    """attention_varlen's arguments; the scales of what is not in use are NaN."""
+    (q, k, v, cu), options = make_paged(lengths=lengths, page_size=page_size, dtype=dtype, **settings)
+    (k, options["k_scale"]), (v, options["v_scale"]) = (quantize(x, CODES[codes]) for x in (k, v))
+    return (q, k, v, cu), options
+
+
+def check(backend, arrays, options):
+    q, k, v, cu = arrays
+    exact, naive = (
+        reference.attention_varlen(*arrays, **options, return_lse=True, precision=precision)
+        for precision in ("float64", "naive")
+    )
+    out, lse = gpu_ops.attention_varlen(*arrays, **options, return_lse=True, **backend)
+    assert out.dtype == q.dtype
+    assert_close(out, exact[0], naive[0], q.dtype)
+    assert_lse(lse, exact[1], q.dtype, options.get("softcap"))
+    queries = np.diff(cu)
+    if len(set(queries.tolist())) == 1:
+        batch = q.reshape(len(queries), queries[0], *q.shape[1:])
+        out = gpu_ops.attention_decode(batch, k, v, **options, **backend)
+        assert_close(out.reshape(exact[0].shape), exact[0], naive[0], q.dtype)
+
+
+def test_the_reference_is_attention_over_the_numbers():
+    (q, k, v, cu), options = make("float32", "uint8", causal=True)
+    found = reference.attention_varlen(q, k, v, cu, **options, precision="float64")
+    numbers = [dequantize(x, scale) for x, scale in ((k, options["k_scale"]), (v, options["v_scale"]))]
+    want = reference.attention_varlen(q, *numbers, cu, **no_scales(options), precision="float64")
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("lengths", [MIXED, ((1, 300), (1, 17), (1, 0)), ((3, 77), (3, 3))], ids=str)
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_attention(dtype, codes, lengths, backend):
+    check(backend, *make(dtype, codes, lengths, causal=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"heads": (4, 1), "head_dims": (128, 128), "lengths": ((1, 700), (1, 64))},
+        {"heads": (3, 3), "head_dims": (24, 8), "window_size": (20, 0), "page_size": 7},
+        {"softcap": 2.0, "sinks": True, "alibi": "batch_heads", "page_size": 1},
+        {"lengths": ()},
+        {"lengths": ((4, 0), (0, 0))},
+    ],
+    ids=str,
+)
+def test_options(settings, backend):
+    check(backend, *make("float32", "uint8", **settings))
+
+
+def test_a_head_that_is_nan_shows_where_it_is_seen(backend):
+    (q, k, v, cu), options = make("float32", "int8", lengths=((3, 40), (40, 50), (1, 9)), causal=True)
+    table = options["block_table"]
+    options["v_scale"][table[0, 39 // 8], 39 % 8, 0] = np.nan  # the last query of the first sequence sees it
+    options["k_scale"][table[1, 49 // 8], 49 % 8, 1] = np.nan
+    options["v_scale"][table[2, 0], 3, 0] = np.nan
+    out = gpu_ops.attention_varlen(q, k, v, cu, **options, **backend)
+    assert np.argwhere(np.isnan(out).all(axis=2)).tolist() == [
+        [2, 0],
+        [2, 1],
+        [42, 2],
+        [42, 3],
+        [43, 0],
+        [43, 1],
+    ]
+    assert np.isnan(out).sum() == 6 * out.shape[2]
+
+
+def test_a_code_of_e4m3_that_is_nan(backend):
+    (q, k, v, cu), options = make("float32", "uint8", lengths=((2, 40),), causal=True)
+    v[options["block_table"][0, 39 // 8], 39 % 8, 0, 5] = 0xFF
+    out = gpu_ops.attention_varlen(q, k, v, cu, **options, **backend)
+    assert np.argwhere(np.isnan(out)).tolist() == [[1, 0, 5], [1, 1, 5]]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------
+
+
+def decode(**changes):
+    (q, k, v, _), options = make("float32", "int8", lengths=((1, 9), (1, 3)))
+    arrays = {"q": q[:, None], "k_cache": k, "v_cache": v, **options, **changes}
+    return gpu_ops.attention_decode(**{name: x for name, x in arrays.items() if x is not None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k_scale": None}, OptionError, "k_cache is int8 and k_scale is missing"),
+        ({"k_scale": None, "v_scale": None}, OptionError, "pass k_scale= and v_scale="),
+        (
+            {"block_table": None}
+            | {name: np.zeros((2, 16, 2, 32), np.int8) for name in ("k_cache", "v_cache")},
+            OptionError,
+            "a quantized cache lies in pages: pass block_table=",
+        ),
+        ({"v_cache": np.zeros((6, 8, 2, 32), np.uint8)}, DTypeError, "v_cache is uint8 but k_cache is int8"),
+        (
+            {"v_cache": np.zeros((6, 8, 2, 32), np.float32)},
+            DTypeError,
+            "v_cache is float32 but k_cache is int8",
+        ),
+        ({"k_scale": np.ones((6, 8, 2))}, DTypeError, "k_scale is float64, expected float32"),
+        ({"v_scale": np.ones((6, 8, 3), np.float32)}, ShapeError, "nheads_kv is 3 here but 2"),
+        ({"q": np.zeros((2, 1, 4, 32))}, DTypeError, "q is float64, and quantized pages take"),
+        ({"q": np.zeros((2, 1, 4, 32), np.int8)}, DTypeError, "q is int8; allowed"),
+    ],
+)
+def test_mistakes(changes, error, message):
+    for _ in range(2):
+        with pytest.raises(error, match=message.replace("(", r"\(")):
+            decode(**changes)
+
+
+def test_scales_of_pages_that_are_not_quantized():
+    (q, k, v, cu), options = make_paged(lengths=((1, 9),))
+    scale = np.ones(k.shape[:3], np.float32)
+    with pytest.raises(
+        OptionError, match="k_scale is for pages of int8, float8_e4m3fn, uint8, and k is float32"
+    ):
+        gpu_ops.attention_varlen(q, k, v, cu, **options, k_scale=scale, v_scale=scale)
+
+
+def test_mistakes_of_new_tokens():
+    (*arrays,), options = new_tokens("float32", "int8")
+    scale = options["k_scale"]
+    frozen = scale.copy()
+    frozen.flags.writeable = False
+    for _ in range(2):
+        with pytest.raises(OptionError, match="v_scale is missing"):
+            gpu_ops.rope_append_kv(*arrays, **{**options, "v_scale": None})
+        with pytest.raises(ShapeError, match="v_scale shares memory with k_scale"):
+            gpu_ops.rope_append_kv(*arrays, **{**options, "v_scale": scale})
+        with pytest.raises(ShapeError, match="k_scale is read-only"):
+            gpu_ops.rope_append_kv(*arrays, **{**options, "k_scale": frozen})
+    rows = {"seqused_k": np.zeros(1, np.int32), **{name: options[name] for name in ("k_scale", "v_scale")}}
+    with pytest.raises(OptionError, match="lies in pages"):
+        gpu_ops.rope_append_kv(*[x[None, :4] for x in arrays[:3]], *[x[:1] for x in arrays[3:]], **rows)
+    assert not arrays[3].any()
+    assert (scale == 7).all()

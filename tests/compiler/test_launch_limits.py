@@ -1,0 +1,236 @@
+"""Every launch of every op is one that CUDA takes, whatever the shape: blocks, grids, shared memory.
+
+Calls are bound and lowered, not run, on arrays that claim to be as large as they like.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.core.device import compiler_missing
+from gpu_ops.core.dispatch import has_cuda_kernels
+from gpu_ops.core.run import Prepared
+from gpu_ops.errors import DeviceError, GpuOpsError
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.kernels.compiler.device_limits import RESERVED
+from gpu_ops.kernels.compiler.kernel import CudaKernel
+from gpu_ops.kernels.program import Builder, Launch, LaunchTooLarge, Limits
+from gpu_ops.preset_report import card_limits
+from gpu_ops.presets import PRESETS
+from gpu_ops.reference.weights.ternary_formats import FORMATS
+from tests.support.calls import DTYPES, call
+from tests.support.laws import NAMES
+
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications
+MAX_BLOCK, MAX_THREADS = (1024, 1024, 64), 1024
+MAX_GRID = (2**31 - 1, 65535, 65535)
+
+CARDS = [p for p in PRESETS.values() if p.arch.has_bfloat16]
+
+ANY = (1, 2, 7, 97, 1000, 4096, 65535, 65536, 70001, 2**20 + 1, 2**31 - 1, 2**31 + 8)
+SIZES = {
+    **dict.fromkeys(("batch", "nheads_kv"), (1, 2, 3, 128, 65536, 70001)),
+    **dict.fromkeys(("seqlen", "seqlen_q", "seqlen_k", "rows"), ANY),
+    "group": (1, 2, 3, 8, 128),
+    **dict.fromkeys(("head_dim", "head_dim_v"), (8, 16, 40, 64, 96, 128, 256, 512)),
+    **dict.fromkeys(
+        ("cols", "width", "hidden", "hidden_out", "ffn", "N"), (1, 2, 8, 97, 4096, 65537, 2**20, 2**31 + 8)
+    ),
+    "K": (256, 320, 4096, 65536 * 4),
+    "seqlen_new": (1, 2, 97, 4096),
+    "max_seqlen": (4096, 65536, 2**20),
+    "total": (1, 97, 65536, 2**31 - 2),
+    "page_size": (1, 16, 256, 4096),
+    "bytes": (1,),
+}
+MOST_INTEGERS = 1 << 18  # whose values are looked at, so that they are there
+MOST_BYTES = 1 << 52
+
+
+ADDRESSES = itertools.count(1)
+
+
+def claimed(shape, dtype):
+    """An array of this shape without its memory, at an address of its own; nothing may read it."""
+    place = {"shape": tuple(shape), "typestr": f"|V{np.dtype(dtype).itemsize}", "version": 3}
+    place["data"] = (1 + next(ADDRESSES) % 1023 << 52, False)
+    return np.asarray(SimpleNamespace(__array_interface__=place)).view(dtype)
+
+
+def sizes_for(rng):
+    """A size for each name; few are large at a time."""
+    found = {name: values[int(rng.integers(min(4, len(values))))] for name, values in SIZES.items()}
+    for name in rng.choice(list(SIZES), 3, replace=False):
+        found[name] = SIZES[name][int(rng.integers(len(SIZES[name])))]
+    found["nheads"] = found["nheads_kv"] * found.pop("group")
+    found["packed"], found["pages"] = 2 * found["cols"], -(-found["max_seqlen"] // found["page_size"])
+    found["gate_up"] = 2 * found["ffn"]
+    found["num_pages"] = found["batch"] * found["pages"]
+    found["seqlen_new"] = min(found["seqlen_new"], found["max_seqlen"])
+    return found
+
+
+def values_of(name, shape, sizes):
+    """Integers that a call looks at."""
+    if name.startswith("cu_seqlens"):
+        return np.array([0, sizes["total"] // 3, sizes["total"]], np.int32)
+    if math.prod(shape) > MOST_INTEGERS:
+        return None
+    if name == "seqused_k":
+        return np.full(shape, sizes["max_seqlen"] - sizes["seqlen_new"], np.int32)
+    if name == "slot_mapping":
+        return np.full(shape, -1, np.int64)
+    if name == "block_table":
+        return np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    return np.zeros(shape, np.int64)
+
+
+def enlarged(one, sizes):
+    """The call with arrays of these sizes; None where integers would be too many to be there, or bytes for any."""
+    heads = ("batch", "nheads", "seqlen_q") if "batch" in one.axes.get("q", ()) else ("nheads", "total")
+    axes = {"lse": heads, "out": one.axes.get("q", ()), **one.axes}
+    changes = {}
+    for name, x in {**one.arrays, **one.options}.items():
+        if isinstance(x, TernaryMatrix):
+            changes[name] = claimed_matrix(x, sizes["rows" if name == "x" else "N"], sizes["K"])
+            if changes[name] is None:
+                return None
+        elif isinstance(x, np.ndarray):
+            shape = tuple(int(a) if a.isdigit() else sizes[a] for a in axes.get(name, ()))
+            if name not in axes and not name.startswith("cu_seqlens"):
+                return None
+            if name in axes and not shape:
+                changes[name] = x  # a number, which a call may look at
+            elif x.dtype.kind == "i" and x.dtype.itemsize > 1:  # int8 are numbers or trits
+                changes[name] = values_of(name, shape, sizes)
+            elif math.prod(shape) * x.itemsize < MOST_BYTES:
+                changes[name] = claimed(shape, x.dtype)
+            if changes.get(name) is None:
+                return None
+    return one.having(**changes)
+
+
+def claimed_matrix(w, n, k):
+    group = {0: (), 1: (n,), 2: (n, k // 64)}[w.scale.ndim]
+    if math.prod(group) > MOST_INTEGERS:
+        return None
+    codes = claimed(FORMATS["w2"].packed_shape((n, k)), np.uint8)  # what kernels read as it is
+    return TernaryMatrix._trusted(codes, np.ones(group, np.float32), (n, k), "w2")
+
+
+def programs(one, backend):
+    """What would run on each card."""
+    op = getattr(gpu_ops, one.op).op
+    args, kwargs = tuple(one.arrays.values()), {**one.options, "device": "emulator", "backend": backend}
+    bound = op.bind(args, kwargs)
+    made = Prepared(bound, op.parameters, args, kwargs)
+    values = bound.look(made.views(bound, args, kwargs), made.backend)[0] if bound.look else {}
+    for card in CARDS:
+        yield card, made.program(values, card_limits(card))
+
+
+def attempt(one, kernels):
+    """Launches with their cards, or how the call is refused by name."""
+    try:
+        found = programs(one, kernels)
+        return [
+            (card, step) for card, program in found for step in program.steps if isinstance(step, Launch)
+        ], ""
+    except GpuOpsError as error:
+        return [], str(error)
+
+
+def check(launch, card):
+    """One launch, as cuLaunchKernel sees it."""
+    grid, block = (*launch.grid, 1, 1)[:3], (*launch.block, 1, 1)[:3]
+    assert all(1 <= n <= most for n, most in zip(block, MAX_BLOCK, strict=True)), launch
+    assert math.prod(block) <= MAX_THREADS, launch
+    assert all(1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)), launch
+    assert launch.shared <= card.arch.smem_per_block_optin, launch
+    if launch.cooperative:
+        shared = card.arch.smem_per_sm // (launch.shared + RESERVED)
+        assert math.prod(grid) <= card.sms * min(shared, card.arch.max_threads_per_sm // math.prod(block)), (
+            launch
+        )
+
+
+FROM_VALUES = (
+    "ternary_pack",
+    "ternary_unpack",
+    "ternary_matmul both",
+    "attention mask",
+    "attention_backward mask",
+    "sample arrays",
+    "softmax mask",
+)
+WITH_KERNELS = [n for n in NAMES if has_cuda_kernels(n.split()[0]) and n not in FROM_VALUES]
+TRIES = 24
+TOO_LARGE = "more than a GPU launches at once"
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("kernels", ["raw", "numba"])
+def test_launches(name, kernels):
+    if missing := compiler_missing(kernels):
+        pytest.skip(missing)
+    rng, launches = np.random.default_rng(5), 0
+    for i in range(TRIES):
+        sizes = sizes_for(rng)
+        if name.startswith("rope"):  # its positions are there
+            sizes["seqlen"] = min(sizes["seqlen"], MOST_INTEGERS)
+        if "mlp" in name:  # one launch per so many rows
+            sizes |= {axis: min(sizes[axis], 1000) for axis in ("batch", "rows", "ffn", "hidden")}
+        one = enlarged(call(name, DTYPES[i % (3 if kernels == "raw" else 4)]), sizes)
+        if one is None:
+            continue
+        found, refusal = attempt(one, kernels)
+        for card, step in found:
+            check(step, card)
+        launches += len(found)
+        assert TOO_LARGE not in refusal or max(x.size for x in one.inputs.values()) > 2**33, refusal
+    assert launches
+
+
+@pytest.mark.skipif(
+    compiler_missing("numba") is not None, reason="needs numba-cuda (pip install '.[emulator]')"
+)
+def test_a_grid_that_no_gpu_takes_is_refused():
+    """Before anything is allocated or written."""
+    q, kv = claimed((2, 1 << 38, 2, 64), np.float32), claimed((2, 4, 2, 64), np.float32)
+    with pytest.raises(DeviceError, match=rf"^attention: attention_forward.*{TOO_LARGE}; split the arrays"):
+        str(gpu_ops.explain("attention", q, kv, kv, device="emulator", backend="numba"))
+
+
+LONG = 2**31 + 8
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        ("linear", [(LONG, 8), (16, 8)]),
+        ("linear", [(2, 8), (LONG, 8)]),
+        ("linear", [(2, LONG), (2, LONG)]),
+        ("linear_backward", [(LONG, 8), (LONG, 8), (8, 8)]),
+        ("swiglu_mlp", [(1, 8), (8, 8), (8, 8), (LONG, 8)]),
+        ("rmsnorm", [(2, LONG), (LONG,)]),
+        ("layernorm", [(2, LONG), (LONG,)]),
+    ],
+)
+def test_sizes_that_32_bits_do_not_hold_are_refused(op, shapes):
+    arrays = [claimed(shape, np.float16) for shape in shapes]
+    with pytest.raises(
+        DeviceError, match=rf"^{op}: a size of 2\^31 or more .* the raw kernels.*; split the arrays"
+    ):
+        str(gpu_ops.explain(op, *arrays, device="emulator", backend="raw"))
+
+
+@pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 65536, 1), (1, 1, 65536), (2**31,), (1, 2**16)])
+def test_grids_beyond_an_axis(grid):
+    with pytest.raises(LaunchTooLarge, match=r"x.* would take .* blocks"):
+        Builder(Limits()).launch(CudaKernel("x", "x", ()), grid, (32, 1, 1), ())

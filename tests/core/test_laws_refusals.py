@@ -1,0 +1,221 @@
+"""Laws of refused calls: the right type of error, in words that help, and no array changed."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+import gpu_ops
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from tests.support.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, Call, call
+from tests.support.laws import (
+    WITH_OUT,
+    every_other,
+    filled,
+    given_out,
+    law_call,
+    outcome,
+    outs_like,
+    read_only,
+    refused,
+    sharing,
+    takes_one,
+    unaligned,
+    with_result,
+)
+
+with_out = pytest.mark.parametrize("name", WITH_OUT)
+
+
+def results_of(name):
+    """The call, and arrays that its results fit into."""
+    one = law_call(name)
+    return one, outs_like(one, outcome(one), filled)
+
+
+@with_out
+def test_out_shares_memory_with_an_input(name):
+    """One element is enough, whichever input and whichever result. No input is allowed but by being out itself."""
+    one, outs = results_of(name)
+    for i, out in enumerate(outs):
+        for key, x in one.inputs.items():
+            moved, overlapping = sharing(x, out)
+            wrong = with_result(one.having(**{key: moved}), outs, i, overlapping)
+            refused(wrong, ShapeError, f"shares memory with {key}")
+
+
+@with_out
+def test_out_is_an_input_that_is_still_read(name):
+    one, outs = results_of(name)
+    allowed = IN_PLACE.get(one.op, ()) if name != "swiglu packed" else ()
+    for i, out in enumerate(outs):
+        for key, x in one.inputs.items():
+            fits = (x.shape, x.dtype) == (out.shape, out.dtype)
+            if fits and (key not in allowed or allowed.index(key) != i):
+                refused(with_result(one, outs, i, x), ShapeError, f"shares memory with {key}")
+
+
+@pytest.mark.parametrize("name", [n for n in WITH_OUT if n.split()[0] in IN_PLACE and n not in OPTIONAL])
+def test_in_place_is_the_same_elements_in_the_same_order(name):
+    one, outs = results_of(name)
+    keys = [key for key in IN_PLACE[one.op] if key in one.arrays]
+    for i, key in enumerate(keys):
+        x = one.arrays[key]
+        memory = np.concatenate([x, x[:1]])
+        shifted = with_result(one.having(**{key: memory[:-1]}), outs, i, memory[1:])
+        refused(shifted, ShapeError, "shares memory with")
+        if x.ndim in (2, 4):  # the rows of others have to follow each other
+            refused(with_result(one, outs, i, x[::-1]), ShapeError, "shares memory with")
+
+
+@with_out
+def test_results_share_memory_with_each_other(name):
+    one, outs = results_of(name)
+    for i in range(1, len(outs)):
+        if (outs[i].shape, outs[i].dtype) == (outs[i - 1].shape, outs[i - 1].dtype):
+            twice = with_result(one, outs, i, outs[i - 1])
+            refused(twice, ShapeError, "shares memory with")
+        first, second = sharing(outs[i - 1], outs[i])
+        refused(
+            with_result(with_result(one, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
+            ShapeError,
+            "shares memory with",
+        )
+
+
+@with_out
+def test_out_overlaps_itself(name):
+    """Rows that share elements, as a broadcast array's do: only the last one written would remain."""
+    one, outs = results_of(name)
+    rows = [i for i, x in enumerate(outs) if x.ndim > 1]
+    for i in rows:
+        shared = as_strided(outs[i], outs[i].shape, (0, *outs[i].strides[1:]))
+        refused(with_result(one, outs, i, shared), ShapeError, "share memory with each other")
+
+
+@with_out
+def test_out_is_read_only_unaligned_or_of_another_kind(name):
+    one, outs = results_of(name)
+    for i, out in enumerate(outs):
+        other = np.float16 if out.dtype == np.float64 else np.float64
+        for wrong, error, message in (
+            (read_only(out), ShapeError, "is read-only"),
+            (unaligned(out), ShapeError, "is not aligned"),
+            (
+                every_other(out) if out.ndim else read_only(out),
+                ShapeError,
+                "contiguous" if out.ndim else "is read",
+            ),
+            (filled(out[:-1]) if out.ndim else filled(out[None]), ShapeError, "has shape"),
+            (out[None], ShapeError, "has shape"),
+            (np.zeros(out.shape, other), DTypeError, f"is {np.dtype(other)}"),
+        ):
+            if out.itemsize == 1 and message == "is not aligned":
+                continue
+            refused(with_result(one, outs, i, wrong), error, message)
+
+
+OF_ROWS = {
+    "cross_entropy": {"reduction": "none", "return_lse": True},
+    "layernorm": {"return_stats": True},
+    "rmsnorm": {"return_rstd": True},
+    "rmsnorm_quant_int8": {},
+}
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_places_for_numbers_of_rows_have_gaps(op):
+    """Kernels write them one after the other."""
+    arrays = {"cross_entropy": ((2, 3, 8), None), "layernorm": ((2, 3, 8), (8,), (8,))}
+    shapes = arrays.get(op, ((2, 3, 8), (8,)))
+    given = [np.zeros((2, 3), np.int64) if s is None else np.ones(s, np.float32) for s in shapes]
+    one = Call(op, dict(zip("abc", given, strict=False)), OF_ROWS[op])
+    outs = [np.empty_like(x) for x in one()]
+    for i, x in enumerate(outs):
+        if x.ndim == 2:
+            gaps = np.zeros((2, 6), x.dtype)[:, :3]
+            refused(one.having(out=(*outs[:i], gaps, *outs[i + 1 :])), ShapeError, "must be C-contiguous")
+
+
+@with_out
+def test_out_is_no_array(name):
+    one, outs = results_of(name)
+    keyword, _ = OUT[one.op]
+    for mistake in (3, "out", 2.5, object()):
+        if takes_one(one):
+            refused(one.having(**{keyword: mistake}), DTypeError, "not an array")
+        else:
+            refused(one.having(**{keyword: mistake}), OptionError, f"{keyword} must be")
+            refused(one.having(**{keyword: (mistake,) * len(outs)}), DTypeError, "not an array")
+    if not takes_one(one):
+        refused(one.having(**{keyword: outs[0]}), OptionError, "; got ndarray")
+        refused(one.having(**{keyword: tuple(outs[:-1])}), OptionError, f"got tuple of {len(outs) - 1}")
+        refused(one.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
+
+
+@pytest.mark.parametrize("name", [*sorted(WRITTEN), *(f"{op} added" for op in ADDED)])
+def test_arguments_that_are_written_are_checked_like_out(name):
+    one = law_call(name)
+    for key, x in one.written.items():
+        for wrong, message in (
+            (read_only(x), f"{key} is read-only"),
+            (unaligned(x), "aligned"),
+            (x[:-1], "shape"),
+        ):
+            refused(one.having(**{key: wrong}), ShapeError, message)
+    for (first, x), (second, y) in itertools.combinations(one.written.items(), 2):
+        if x.shape == y.shape:
+            for changed in ({first: y}, {second: x}):
+                refused(one.having(**changed), ShapeError, f"{second} shares memory with {first}")
+    for key, x in one.written.items():
+        for source, given in one.inputs.items():
+            if given.dtype != x.dtype:
+                continue  # integers that say where tokens go are not compared with the caches
+            moved, overlapping = sharing(given, x)
+            refused(one.having(**{source: moved, key: overlapping}), ShapeError, "shares memory with")
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------------
+
+
+FLOATS = [
+    (op, name) for op in OPS for name, x in call(op).arrays.items() if getattr(x, "dtype", None) == np.float32
+]
+
+
+# One float array alone sets the dtype; lse is float64 where that is asked for.
+SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o == op]) > 1 and name != "lse"]
+
+
+@pytest.mark.parametrize(("op", "name"), SEVERAL)
+def test_any_array_of_another_float_dtype(op, name):
+    """No silent promotion, whichever argument is the odd one out."""
+    one = law_call(op)
+    odd = np.dtype(np.float16 if name.startswith("lse") else np.float64)  # lse may be float64 beside anything
+    refused(one.having(**{name: one.arrays[name].astype(odd)}), DTypeError, f"{name} is {odd}")
+
+
+@pytest.mark.parametrize(("op", "name"), [one for one in FLOATS if one[0] != "global_norm"])
+def test_any_array_with_an_axis_too_many(op, name):
+    """An extra axis is never broadcast away; where leading axes are free, ``out`` must have them too."""
+    one = call(op)
+    if op in OUT:
+        one = one.having(**given_out(one, outs_like(one, outcome(one), filled)))
+    refused(one.having(**{name: one.arrays[name][None, None]}), ShapeError, "shape")
+
+
+def test_the_table_of_outs_is_complete():
+    options = {
+        op: [
+            n
+            for n, p in inspect.signature(getattr(gpu_ops, op)).parameters.items()
+            if p.kind is p.KEYWORD_ONLY
+        ]
+        for op in OPS
+    }
+    takes_out = {op for op, names in options.items() if {"out", "grads"} & set(names)}
+    assert takes_out == set(OUT)

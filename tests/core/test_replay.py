@@ -1,0 +1,188 @@
+"""Replay: a later call of the same shapes, dtypes and options is computed and judged as the first one was.
+
+Every test has sizes of its own, so that its first call is the first of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.core.op import forget_calls
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from tests.support.calls import DTYPES, call
+from tests.support.laws import (
+    FIRST_OF_OPS,
+    NAMES,
+    WITH_OUT,
+    apart,
+    assert_same,
+    filled,
+    given_out,
+    outcome,
+    outs_like,
+    python_calls,
+    quick,
+    read_only,
+    refused,
+    runs,  # noqa: F401 - conftest.py asks it
+    sharing,
+    unaligned,
+    viewed,
+    with_result,
+)
+
+DEVICES = ("cpu", "emulator", "cuda")
+each_name = pytest.mark.parametrize("name", NAMES)
+AXES = ("batch", "seqlen", "seqlen_q", "seqlen_new", "total", "rows", "cols", "N")
+
+
+def is_slow(given):
+    """On the CPU each call of the table runs in one dtype by default."""
+    of_its_own = DTYPES[NAMES.index(given["name"]) % len(DTYPES)]
+    return given["backend"]["device"] == "cpu" and given["dtype"] != of_its_own
+
+
+def quick_on_emulator(raw):
+    return {"test_computes_what_a_first_call_does": {**quick(raw), "name": FIRST_OF_OPS}}
+
+
+def sized(name, n, dtype=np.float32, seed=7):
+    """A call with ``n`` of everything that may be any number."""
+    return call(name, dtype, seed, **dict.fromkeys(AXES, n), max_seqlen=28)
+
+
+def same_memory_order(found, want):
+    return [x.strides for x in found] == [x.strides for x in want]
+
+
+@each_name
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
+    """With these numbers again, with others, and behind a view."""
+    one, other = sized(name, 13, dtype), sized(name, 13, dtype, seed=8)
+    first = outcome(one, **backend)
+    later = outcome(other, **backend)
+    again = outcome(one, **backend)
+    assert_same(again, first)
+    assert same_memory_order(again, first)
+    moved = (
+        [outcome(viewed(x, apart), **backend) for x in (one, other)] if backend["backend"] != "raw" else []
+    )
+    for name_, value in backend.items():  # chosen another way, a call is a first one again
+        monkeypatch.setenv(f"GPU_OPS_{name_.upper()}", value)
+    fresh = outcome(other)
+    assert_same(later, fresh)
+    assert same_memory_order(later, fresh)
+    for found, want in zip(moved, (first, fresh), strict=False):
+        assert_same(found, want, "behind a view")
+
+
+@each_name
+def test_a_later_call_does_less(name):
+    """Validation and planning are not repeated; the least of a few, as an import or a collection may come between."""
+    sized(name, 6)()  # imports and compiles
+    one = sized(name, 17)
+    forget_calls()  # two names can be one call in float32
+    first = python_calls(one)
+    later = min(python_calls(one) for _ in range(3))
+    assert later <= 0.7 * first
+
+
+@each_name
+def test_arrays_are_let_go(name):
+    one = sized(name, 18)
+    arrays = (*one.inputs.values(), *one.written.values())
+    alive = [weakref.ref(x) for x in arrays]
+    one()
+    one()
+    del one, arrays
+    if any(x() is not None for x in alive):  # in a cycle, perhaps: a collection takes a second here
+        gc.collect()
+    assert not [x for x in alive if x() is not None]
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------
+
+
+def with_value(index, value):
+    def change(x):
+        x = x.copy()
+        x[index] = value
+        return x
+
+    return change
+
+
+def two_alike(x):
+    x = x.copy()
+    x[2] = x[5] = 3
+    return x
+
+
+VALUES = [
+    ("attention_decode", "seqused_k", with_value(0, 29), OptionError),
+    ("attention_decode", "seqused_k", with_value(-1, -1), OptionError),
+    ("attention_decode paged", "seqused_k", with_value(0, 29), OptionError),
+    ("attention_decode paged", "block_table", lambda x: np.full_like(x, -1), OptionError),
+    ("attention_decode paged", "block_table", lambda x: np.full_like(x, 999), OptionError),
+    ("attention_varlen", "cu_seqlens_q", with_value(0, 1), OptionError),
+    ("attention_varlen lse", "cu_seqlens_q", with_value(1, 15), OptionError),
+    ("attention_varlen", "cu_seqlens_k", with_value(-1, 13), OptionError),
+    ("attention_varlen_backward", "cu_seqlens_k", with_value(-1, 15), OptionError),
+    ("attention_varlen used", "seqused_k", with_value(-1, 99), OptionError),
+    ("attention_varlen pages", "seqused_k", with_value(0, 29), OptionError),
+    ("attention_varlen pages", "block_table", lambda x: np.full_like(x, -1), OptionError),
+    ("attention_varlen pages", "block_table", lambda x: np.full_like(x, 999), OptionError),
+    ("rope positions", "positions", with_value((0, 0), 2**60), OptionError),
+    ("rope packed yarn", "positions", with_value(0, -(2**60)), OptionError),
+    ("rope_append_kv", "seqused_k", with_value(0, 28), OptionError),
+    ("rope_append_kv", "seqused_k", with_value(0, -1), OptionError),
+    ("rope_append_kv pages", "block_table", lambda x: np.full_like(x, -1), OptionError),
+    ("rope_append_kv slots", "slot_mapping", with_value(1, 9999), OptionError),
+    ("rope_append_kv slots", "slot_mapping", two_alike, OptionError),
+    ("ternary_quantize", "w", with_value((0, 0), np.nan), OptionError),
+    ("ternary_pack", "trits", with_value((0, 0), 2), gpu_ops.errors.FormatError),
+    ("ternary_unpack", "packed", with_value((0, 0), 255), gpu_ops.errors.FormatError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change", "error"), VALUES, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_values_are_judged_every_time(name, key, change, error):
+    one = sized(name, 14)
+    given = one.arrays.get(key, one.options.get(key))
+    wrong = one.having(**{key: change(given)})
+    first = refused(wrong, error, key if key.endswith(("k", "q")) else "")
+    for _ in range(2):
+        one()
+        assert refused(wrong, error, "") == first
+
+
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_out_is_judged_every_time(name):
+    """A mistake, a call that is right, and the mistake again: the same answer."""
+    one = sized(name, 15)
+    outs = outs_like(one, outcome(sized(name, 15), backend="reference"), filled)
+    wrongs = [(with_result(one, outs, 0, read_only(outs[0])), ShapeError)]
+    if outs[0].itemsize > 1:
+        wrongs.append((with_result(one, outs, 0, unaligned(outs[0])), ShapeError))
+    wrongs.append((with_result(one, outs, 0, outs[0].astype(np.uint32)), DTypeError))
+    for key, x in one.written.items():
+        others = [y for other, y in one.written.items() if other != key]
+        taken = [y for y in others if (y.dtype, y.shape) == (x.dtype, x.shape)]
+        for bad in (read_only(x), *taken, *(y[::-1] for y in taken)):
+            wrongs.append((one.having(**{key: bad}), ShapeError))
+    for key, x in one.inputs.items():
+        moved, overlapping = sharing(x, outs[0])
+        wrongs.append((with_result(one.having(**{key: moved}), outs, 0, overlapping), ShapeError))
+    for wrong, error in wrongs:
+        first = refused(wrong, error, "")
+        for _ in range(2):
+            one.having(**given_out(one, outs))()
+            assert refused(wrong, error, "") == first

@@ -1,0 +1,103 @@
+"""Law: a call after any other gives the bits, or raises the error, that it gives or raises in a fresh process.
+
+``forget_calls`` stands for the fresh process. Both calls are small changes of one valid call: the second would often
+be taken for the first if remembered calls were found by too little.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from gpu_ops.core.op import forget_calls
+from gpu_ops.errors import GpuOpsError
+from tests.support.calls import DTYPES, OPS, call, results
+from tests.support.laws import NAMES, outcome
+from tests.support.second_calls import ENVIRONMENT, all_arrays, pair, pick
+
+SIGNATURE = re.compile(r"(missing|takes|multiple values|required positional)")
+
+
+def answer(one, held, environment, monkeypatch):
+    """What a call gives, bit by bit, or how it fails; and what its arrays hold then. ``held``: what they hold now."""
+    for x, then in held:
+        if x.flags.writeable:
+            x[...] = then
+    given = all_arrays(one)
+    value, error = attempt(one, environment, monkeypatch)
+    if error is not None:
+        for x, then in held:
+            assert x.tobytes() == then.tobytes(), f"written to, then {error!r}"
+        signature = type(error) is TypeError and SIGNATURE.search(str(error))
+        assert signature or isinstance(error, GpuOpsError), repr(error)
+        return type(error), str(error)
+    arrays = results(tuple(value) if isinstance(value, list) else value)
+    own = [i for r in arrays for i, x in enumerate(all_arrays(one)) if r is x]
+    found = [(type(x), x.dtype, x.shape, x.strides, x.tobytes()) for x in map(np.asanyarray, arrays)]
+    return type(value), found, own, [x.tobytes() for x in given]
+
+
+def attempt(one, environment, monkeypatch):
+    """What a call returns, or raises."""
+    with np.errstate(all="ignore"), monkeypatch.context() as variables:
+        for name, setting in environment.items():
+            variables.setenv(name, setting)
+        try:
+            return one(), None
+        except Exception as error:
+            return None, error
+
+
+@functools.cache
+def results_of(name, dtype):
+    """The results of a call of the table, for their shapes."""
+    return outcome(call(name, dtype, seed=3), backend="reference")
+
+
+def run_pairs(count, seed, monkeypatch):
+    """``count`` pairs; how many second calls ran, and how many raised."""
+    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
+        monkeypatch.delenv(name, raising=False)
+    tally = collections.Counter()
+    for i in range(count):
+        rng = np.random.default_rng((seed, i))
+        name, dtype = NAMES[i % len(NAMES)], pick(rng, DTYPES) if rng.random() < 0.3 else DTYPES[0]
+        one = call(name, dtype, seed=3)
+        backend = "reference" if dtype != DTYPES[0] or rng.random() < 0.6 else pick(rng, ("numba", None))
+        one = one.having(backend=backend) if backend else one
+        with np.errstate(all="ignore"):
+            first, second = pair(one, rng, results_of(name, dtype))
+        variables = pick(rng, ENVIRONMENT), pick(rng, ENVIRONMENT)
+        if rng.random() < 0.8:
+            variables = variables[1], variables[1]
+        held = [(x, x.copy()) for x in (*all_arrays(first), *all_arrays(second))]
+        what = f"pair {i} of seed {seed}: {name} {dtype}, {backend}"
+        try:
+            forget_calls()
+            alone = answer(second, held, variables[1], monkeypatch)
+            forget_calls()
+            answer(first, held, variables[0], monkeypatch)
+            after = answer(second, held, variables[1], monkeypatch)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error
+        assert after == alone, what
+        tally["raised" if isinstance(alone[1], str) else "ran"] += 1
+        tally[name.split()[0]] += 1
+    return tally
+
+
+def test_a_second_call_is_judged_like_a_first(monkeypatch):
+    tally = run_pairs(3000, 1, monkeypatch)
+    assert tally["ran"] > 500
+    assert tally["raised"] > 300
+    assert set(OPS) <= set(tally)
+
+
+@pytest.mark.slow
+def test_a_second_call_is_judged_like_a_first_at_length(monkeypatch):
+    for seed in range(2, 22):
+        run_pairs(1000, seed, monkeypatch)

@@ -1,0 +1,147 @@
+"""What the host waits for, and the order of streams, on a stand-in for CuPy and its driver (fake_driver.py)."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import RopeScaling
+from gpu_ops.core import device as devices
+from gpu_ops.errors import DeviceError
+from tests.support.calls import call
+from tests.support.compilers import needs_nvrtc
+from tests.support.cuda_cases import CASES, case_id
+from tests.support.fake_cupy import FakeArray, ForeignArray
+
+pytestmark = needs_nvrtc
+
+# What asks no question of the device. Without these the host waits once per call, and the docstrings say so.
+WITHOUT_CHECKS = {"ternary_pack": {"check": False}, "ternary_unpack": {"strict": False}}
+SCALE_ON_HOST = ("ternary_quantize",)  # its result holds its scale in host memory
+
+
+def there(x, ordinal=0):
+    return FakeArray(x.copy(), ordinal) if isinstance(x, np.ndarray) else x
+
+
+def of(one):
+    return one.having(**{name: there(x) for name, x in {**one.arrays, **one.options}.items()})
+
+
+def uploads(device):
+    """The device's own stream for constants; the host waits for copies there, never for a caller's work."""
+    return device._uploads and device._uploads.ptr
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[0] not in SCALE_ON_HOST], ids=map(case_id, CASES)
+)
+def test_the_host_waits_for_nothing_that_is_queued(cupy, case):
+    op, form, kernels = case
+    one = of(call(op).having(**form, **WITHOUT_CHECKS.get(op, {})))
+    one(backend=kernels)
+    assert {stream for _, stream in cupy.waits} <= {uploads(devices.cuda_device(0))}
+    cupy.waits.clear()
+    one(backend=kernels)
+    assert cupy.waits == []
+
+
+def test_checks_that_ask_the_device_are_options(cupy, rng):
+    trits = rng.integers(-1, 2, (4, 256)).astype(np.int8)
+    packed = gpu_ops.ternary_pack(there(trits), "w2")
+    gpu_ops.ternary_unpack(packed, trits.shape, "w2")
+    assert len(cupy.waits) == 2
+    trits[0, 0] = 5
+    assert gpu_ops.ternary_pack(there(trits), "w2", check=False).shape == packed.shape
+    with pytest.raises(gpu_ops.errors.FormatError, match=r"trits\[0, 0\] is 5"):
+        gpu_ops.ternary_pack(trits, "w2", check=False, device="cuda")
+
+
+ROPE = {"theta": 1e4, "backend": "raw"}
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8], ids=str)
+def test_rope_with_positions_on_the_device(cupy, rng, dtype):
+    q, positions = there(rng.standard_normal((1, 5, 2, 8), np.float32)), there(np.arange(5, dtype=dtype))
+    scaling = RopeScaling.dynamic(2.0, 64)
+    for options in ({}, {"scaling": scaling, "seqlen": 100}):
+        gpu_ops.rope(q, positions=positions, **options, **ROPE)
+        cupy.waits.clear()
+        gpu_ops.rope(q, positions=positions, **options, **ROPE)
+        assert cupy.waits == []
+    gpu_ops.rope(q, positions=positions, scaling=scaling, **ROPE)
+    assert ("copy to the host", 0) in cupy.waits, "their largest decides, and seqlen= is not given"
+
+
+def test_arrays_of_numba_come_and_go_without_a_wait(cupy, rng, monkeypatch):
+    class NumbaArray(ForeignArray):
+        __module__ = "numba.cuda"
+
+    given = []
+    cuda = SimpleNamespace(as_cuda_array=lambda x, sync=True: given.append(sync) or x)
+    monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(cuda=cuda))
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64,)))
+    for _ in range(2):
+        gpu_ops.rmsnorm(NumbaArray(x, stream=77), NumbaArray(weight, stream=77), backend="raw")
+    assert given == [False, False]
+    assert cupy.waits == []
+
+
+def late(cupy, stream, array, values):
+    """``values`` come into an array by work of a stream that is still to be done."""
+    with cupy.cuda.Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, stream))):
+        cupy.run(lambda: np.copyto(array, values))
+
+
+def test_a_call_follows_the_streams_that_its_arrays_name(cupy, rng):
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64,)))
+    want = gpu_ops.rmsnorm(x, weight, device="emulator")
+    for _ in range(2):  # the way of the call key too
+        a, b = np.zeros_like(x), np.zeros_like(weight)
+        cupy.deferred = True
+        late(cupy, 77, a, x)
+        late(cupy, 5, b, weight)
+        y = gpu_ops.rmsnorm(ForeignArray(a, stream=77), ForeignArray(b, stream=5), backend="raw")
+        assert cupy.waits == []
+        cupy.wait("the test", 77)
+        np.testing.assert_array_equal(y.host, want)
+        cupy.deferred = False
+        cupy.waits.clear()
+
+
+def test_constants_are_there_for_every_stream(cupy, rng):
+    q = rng.standard_normal((1, 5, 2, 8), np.float32)
+    want = gpu_ops.rope(q, device="emulator", **ROPE)
+    cupy.deferred = True
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    results = []
+    for stream in streams:
+        with stream:
+            results.append(gpu_ops.rope(there(q), **ROPE))
+    cupy.wait("the test", streams[1].ptr)  # the first stream, which needed the constant first, is not done
+    np.testing.assert_array_equal(results[1].host, want)
+
+
+def test_a_team_of_blocks_that_does_not_fit_is_refused(cupy, rng):
+    x, weight = there(np.ones((1, 40000), np.float32)), there(np.ones(40000, np.float32))
+    devices.cuda_device(0)  # its programs are for 56 SMs
+    cupy.sms = 1
+    with pytest.raises(DeviceError, match=r"rmsnorm_forward: its \d+ blocks wait for each other"):
+        gpu_ops.rmsnorm(x, weight, backend="raw")
+    assert cupy.launched == []
+
+
+@pytest.mark.parametrize("what", ["empty", "asnumpy", "int"])
+def test_a_capture_refuses_what_a_driver_refuses(cupy, what):
+    x = there(np.ones(3, np.float32))
+    refused = {
+        "empty": lambda: cupy.empty(3, np.uint8),
+        "asnumpy": lambda: cupy.asnumpy(x),
+        "int": lambda: int(x),
+    }
+    with cupy.capture(), pytest.raises(RuntimeError, match="StreamCaptureUnsupported"):
+        refused[what]()

@@ -1,0 +1,212 @@
+"""Matrix products by cuBLAS: which they are, and how they are asked for; a stand-in reads the same arguments.
+
+It proves nothing about cuBLAS or CuPy themselves; the tests marked ``gpu`` do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.core import device as devices
+from gpu_ops.kernels.gemm import cublas as gemm_library
+from gpu_ops.kernels.gemm.args import Operand, product
+from gpu_ops.kernels.program import Builder, Layout, Limits, Tensor
+from gpu_ops.presets import PRESETS
+from gpu_ops.reference.gemm import swiglu as reference
+from gpu_ops.reference.loss.linear_cross_entropy import linear_cross_entropy
+from gpu_ops.reference.tolerance import GRADIENT
+from tests.rows.row_cases import close
+from tests.support.compare import random
+from tests.support.compilers import needs_nvrtc
+from tests.support.fake_cupy import FakeArray
+
+pytestmark = needs_nvrtc
+
+TYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
+
+
+class FakeCublas:
+    """cublasGemmEx over host memory: column-major matrices of these leading dimensions."""
+
+    CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F = 0, 1, 68
+
+    def __init__(self):
+        self.calls = []
+
+    def gemmEx(self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo):
+        assert (handle, compute, algo) == (7, self.CUBLAS_COMPUTE_32F, -1)
+        left = matrix(a, at, lda, *((k, m) if ta else (m, k)))
+        right = matrix(b, bt, ldb, *((n, k) if tb else (k, n)))
+        out = matrix(c, ct, ldc, m, n)
+        alpha, beta = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
+        wide = (x.astype(np.float32) for x in (left.T if ta else left, right.T if tb else right))
+        product = alpha * np.matmul(*wide)
+        out[...] = (product + beta * out.astype(np.float32)) if beta else product
+        self.calls.append((n, m, k, "NT"[tb] + "NT"[ta]))
+
+
+def matrix(address, kind, leading, rows, cols):
+    assert leading >= rows
+    dtype = np.dtype(TYPES[kind])
+    size = ((cols - 1) * leading + rows) * dtype.itemsize
+    flat = np.frombuffer((ctypes.c_char * size).from_address(address), np.uint8).view(dtype)
+    return np.lib.stride_tricks.as_strided(flat, (rows, cols), (dtype.itemsize, leading * dtype.itemsize))
+
+
+@pytest.fixture
+def cublas(cupy):
+    """A card of sm_90 with CuPy and cuBLAS; its kernels run on the emulator."""
+    library = FakeCublas()
+    cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
+    cupy.cuda.cublas = library
+    device = devices.cuda_device(0)
+    device.limits = replace(device.limits, arch="sm_90", preset="sm_90")
+    return library
+
+
+TOKENS, HIDDEN, FFN, HIDDEN_OUT = 136, 144, 288, 128
+
+
+def make(rng, dtype=np.float16):
+    shapes = (TOKENS, HIDDEN_OUT), (TOKENS, HIDDEN), (FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN_OUT, FFN)
+    return [random(rng, shape, dtype, shape[1] ** -0.5) for shape in shapes]
+
+
+def test_forward(cublas, rng):
+    _, *arguments = make(rng)
+    y = gpu_ops.swiglu_mlp(*map(FakeArray, arguments)).host
+    assert cublas.calls == [
+        (TOKENS, FFN, HIDDEN, "NT"),
+        (TOKENS, FFN, HIDDEN, "NT"),
+        (TOKENS, HIDDEN_OUT, FFN, "NT"),
+    ]
+    want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
+    close(y, want, naive, np.dtype(np.float16), what="y")
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_backward(cublas, blocks, monkeypatch, rng):
+    if blocks > 1:
+        monkeypatch.setattr("gpu_ops.kernels.gemm.swiglu_mlp.SCRATCH", 1)
+        monkeypatch.setattr("gpu_ops.kernels.gemm.swiglu_mlp.FFN", 128)
+        monkeypatch.setattr("gpu_ops.kernels.gemm.swiglu_mlp._MULTIPLE", 8)
+        monkeypatch.setattr("gpu_ops.kernels.gemm.cublas._MIN_ROWS", 64)
+    inputs = make(rng)
+    got = gpu_ops.swiglu_mlp_backward(*map(FakeArray, inputs))
+    assert len(cublas.calls) == 8 * blocks
+    assert {call[3] for call in cublas.calls} == {"NT", "NN", "TN"}
+    wants, naives = (reference.swiglu_mlp_backward(*inputs, precision=p) for p in ("float64", "naive"))
+    for g, want, naive in zip(got, wants, naives, strict=True):
+        close(g.host, want, naive, np.dtype(np.float16), GRADIENT)
+
+
+def test_gate_and_up_are_kept(cublas, rng):
+    """Products go to where they are kept, and are not computed again."""
+    dy, *arguments = make(rng)
+    given = list(map(FakeArray, arguments))
+    y, gate_up = gpu_ops.swiglu_mlp(*given, keep="gate_up")
+    assert len(cublas.calls) == 3
+    got = gpu_ops.swiglu_mlp_backward(FakeArray(dy), *given, gate_up=gate_up)
+    assert len(cublas.calls) == 3 + 6
+    wants, naives = (
+        (
+            *reference.swiglu_mlp(*arguments, keep="gate_up", precision=p),
+            *reference.swiglu_mlp_backward(dy, *arguments, precision=p),
+        )
+        for p in ("float64", "naive")
+    )
+    for g, want, naive in zip((y, gate_up, *got), wants, naives, strict=True):
+        close(g.host, want, naive, np.dtype(np.float16), GRADIENT)
+
+
+def test_explain_says_so(cublas, rng):
+    _, *arguments = map(FakeArray, make(rng))
+    plan = str(gpu_ops.explain("swiglu_mlp", *arguments))
+    assert f"cublasGemmEx: {TOKENS} x {FFN} x {HIDDEN}, NT" in plan
+    assert "swiglu_forward" in plan
+    assert "cuBLAS multiplies by wgmma" in plan
+    assert not cublas.calls
+
+
+@pytest.mark.parametrize(
+    ("taken", "changes"),
+    [
+        (True, {}),
+        (True, {"preset": "sm_100"}),
+        (True, {"preset": "H100 SXM"}),
+        (True, {"preset": "H200"}),
+        (False, {"card": ""}),
+        (False, {"dtype": np.float32}),
+        (True, {"dtype": np.float32, "preset": "RTX 4090"}),
+        (False, {"dtype": np.float16, "preset": "RTX 4090"}),
+        (False, {"dtype": np.float32, "preset": "A100-80"}),
+        (False, {"preset": "sm_80"}),
+        (False, {"preset": "sm_120"}),
+        (False, {"rows": 127}),
+        (False, {"offset": 1}),
+    ],
+    ids=str,
+)
+def test_the_rules(taken, changes):
+    given = {"preset": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
+    on = Builder(Limits(card=given["card"], preset=given["preset"]))
+    x, w = (
+        Tensor.of(name, Layout.contiguous((rows, 72), given["dtype"]))[:, given["offset"] :][:, :64]
+        for name, rows in (("x", given["rows"]), ("w", 128))
+    )
+    out = Tensor.of("out", Layout.contiguous((given["rows"], 128), given["dtype"]))
+    assert gemm_library.takes(on, product(Operand(x), Operand(w), out)) is taken
+
+
+def test_the_rows_follow_from_the_presets():
+    """Tensor cores that mma.sync does not fill, and multiply-adds that beat a third of TF32."""
+    for name, preset in PRESETS.items():
+        want = {"float16", "bfloat16"} if preset.arch.name in ("sm_90", "sm_100") else set()
+        peaks = preset.peaks
+        if peaks.tf32 and peaks.tf32 / 3 < peaks.float32:
+            want.add("float32")
+        row = gemm_library._LIBRARY.get(name, {})
+        assert set(row) == want, name
+        if "float32" in want:
+            figures = f"{peaks.float32:.3g} TFLOPS against {peaks.tf32 / 3:.3g} TFLOPS by 3 x TF32"
+            assert figures in row["float32"], name
+
+
+def test_float32_on_geforce(cublas, rng):
+    """By multiply-adds; the emulator's kernels add the activation."""
+    devices.cuda_device(0).limits = replace(devices.cuda_device(0).limits, arch="sm_86", preset="RTX 3090 Ti")
+    _, *arguments = make(rng, np.float32)
+    there = list(map(FakeArray, arguments))
+    plan = str(gpu_ops.explain("swiglu_mlp", *there))
+    assert plan.count("cuBLAS multiplies by float32 multiply-adds, 40 TFLOPS against 13.3 TFLOPS") == 1
+    y = gpu_ops.swiglu_mlp(*there).host
+    assert len(cublas.calls) == 3
+    want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
+    close(y, want, naive, np.dtype(np.float32), what="y")
+
+
+def test_logits_with_a_bias(cublas, rng):
+    """float32 sums of 16-bit products, to which the bias is added in place; dlogits lie over them."""
+    x, weight = (
+        random(rng, (TOKENS, HIDDEN), np.float16),
+        random(rng, (FFN, HIDDEN), np.float16, HIDDEN**-0.5),
+    )
+    targets, bias = rng.integers(0, FFN, TOKENS), random(rng, (FFN,), np.float16)
+    options = {"grads": True, "dloss": 64.0}
+    arrays = map(FakeArray, (x, weight, targets))
+    got = gpu_ops.linear_cross_entropy(*arrays, bias=FakeArray(bias), **options)
+    assert [call[3] for call in cublas.calls] == ["NT", "NN", "TN"]
+    want, naive = (
+        linear_cross_entropy(x, weight, targets, bias=bias, **options, precision=p)
+        for p in ("float64", "naive")
+    )
+    assert float(got[0].host) == pytest.approx(float(want[0]), rel=1e-6)
+    for g, w, n in zip(got[1:], want[1:], naive[1:], strict=True):
+        close(g.host, w, n, np.dtype(np.float16), GRADIENT)

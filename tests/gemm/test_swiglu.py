@@ -1,0 +1,212 @@
+"""SwiGLU and GeGLU: one body over the backends, against the reference in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpu_ops
+from gpu_ops.reference.gemm import swiglu as reference
+from gpu_ops.reference.tolerance import GRADIENT
+from tests.rows.row_cases import close, emulator_dtypes
+from tests.support.compare import random
+
+DEVICES = ("cpu", "emulator", "cuda")
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
+BOUNDED = ACTIVATIONS[:3]  # whose slopes end at 1
+SHAPES = [(7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
+
+
+def quick_on_emulator(raw):
+    return {"*": {"dtype": emulator_dtypes(raw)}}
+
+
+def check_forward(y, gate, up, activation):
+    assert isinstance(y, np.ndarray)
+    assert y.dtype == gate.dtype
+    with np.errstate(over="ignore"):
+        want, naive = (
+            reference.swiglu(gate, up, activation=activation, precision=p) for p in ("float64", "naive")
+        )
+    close(y, want, naive, gate.dtype, what="y")
+
+
+def check_backward(got, dy, gate, up, activation):
+    with np.errstate(over="ignore"):
+        want, naive = (
+            reference.swiglu_backward(dy, gate, up, activation=activation, precision=p)
+            for p in ("float64", "naive")
+        )
+    if up is None:
+        got, want, naive = [got], [want], [naive]
+    for name, g, w, n in zip(("dgate", "dup"), got, want, naive, strict=False):
+        assert g.dtype == gate.dtype
+        close(g, w, n, gate.dtype, GRADIENT, what=name)
+
+
+# the reference's erfc is a Python loop, so gelu takes the smaller sizes
+@pytest.mark.parametrize(
+    ("activation", "shape"),
+    [(a, s) for a in ACTIVATIONS for s in SHAPES if a != "gelu" or math.prod(s) < 50_000],
+    ids=str,
+)
+def test_forward_and_backward(backend, dtype, shape, activation, rng):
+    gate, up, dy = random(rng, shape, dtype, 3), random(rng, shape, dtype), random(rng, shape, dtype)
+    check_forward(gpu_ops.swiglu(gate, up, activation=activation, **backend), gate, up, activation)
+    got = gpu_ops.swiglu_backward(dy, gate, up, activation=activation, **backend)
+    check_backward(got, dy, gate, up, activation)
+
+
+def test_single_elements(backend, dtype, rng):
+    """Eight arrays of one: alone, where textbook code happens to be exact, it would be no yardstick."""
+    gate, up, dy = (random(rng, (8,), dtype) for _ in range(3))
+    ones = [slice(i, i + 1) for i in range(8)]
+    y = np.concatenate([gpu_ops.swiglu(gate[i], up[i], **backend) for i in ones])
+    check_forward(y, gate, up, "silu")
+    gradients = zip(*(gpu_ops.swiglu_backward(dy[i], gate[i], up[i], **backend) for i in ones), strict=True)
+    check_backward([np.concatenate(g) for g in gradients], dy, gate, up, "silu")
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 246), (2, 2, 16386)], ids=str)
+def test_packed_equals_split(backend, dtype, shape, rng):
+    packed = random(rng, shape, dtype, 2)
+    half = shape[-1] // 2
+    gate, up = packed[..., :half], packed[..., half:]
+    dy = random(rng, gate.shape, dtype)
+    y = gpu_ops.swiglu(packed, **backend)
+    assert y.tobytes() == gpu_ops.swiglu(gate, up, **backend).tobytes()
+    dpacked = gpu_ops.swiglu_backward(dy, packed, **backend)
+    assert dpacked.shape == packed.shape
+    dgate, dup = gpu_ops.swiglu_backward(dy, gate, up, **backend)
+    assert dpacked.tobytes() == np.concatenate([dgate, dup], axis=-1).tobytes()
+    check_backward(dpacked, dy, packed, None, "silu")
+
+
+@pytest.mark.parametrize("activation", BOUNDED)
+def test_limits(backend, dtype, activation):
+    largest = float(np.finfo(np.float32).max) if dtype != np.float16 else 65504.0
+    large = np.array([-np.inf, -largest, -1000.0, 1000.0, largest, np.inf, np.nan], np.float64).astype(dtype)
+    with np.errstate(over="ignore"):
+        values = np.tile(large, 40)  # long enough for vector code and its remainder
+        large = values.astype(np.float64)
+    ones = np.ones_like(values)
+    y = gpu_ops.swiglu(values, ones, activation=activation, **backend).astype(np.float64)
+    np.testing.assert_array_equal(y, np.where(large < 0, -0.0, large))
+    assert np.signbit(y[large < 0]).all()
+    dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation=activation, **backend)
+    np.testing.assert_array_equal(dgate.astype(np.float64), np.where(np.isnan(large), np.nan, large > 0))
+    np.testing.assert_array_equal(dup.astype(np.float64), y)
+    dy = np.full_like(values, min(largest, 1e30))[large == -1000]  # dy * up overflows where act' is 0
+    dgate, dup = gpu_ops.swiglu_backward(dy, values[large == -1000], dy, activation=activation, **backend)
+    assert not dgate.any()
+    assert not dup.any()
+
+
+def test_relu2_is_exact(backend, dtype, rng):
+    limits = [-np.inf, -60000, -0.0, 5e3, np.inf, np.nan]
+    values = np.concatenate([np.tile(limits, 40), 4 * rng.standard_normal(200)]).astype(dtype)
+    ones = np.ones_like(values)
+    with np.errstate(over="ignore"):
+        y = gpu_ops.swiglu(values, ones, activation="relu2", **backend)
+        dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation="relu2", **backend)
+    positive = np.maximum(values.astype(np.float64 if dtype == np.float64 else np.float32), 0)
+    with np.errstate(over="ignore"):
+        for found, want in ((y, positive * positive), (dgate, 2 * positive), (dup, positive * positive)):
+            np.testing.assert_array_equal(found.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("activation", BOUNDED)
+def test_accuracy_over_the_whole_range(backend, activation):
+    """float32 against float64 on a fine grid: two units in the last place of the largest value below 4."""
+    gate = np.linspace(-30, 30, 20_001).astype(np.float32)
+    ones = np.ones_like(gate)
+    options = {"activation": activation, **backend}
+    y = gpu_ops.swiglu(gate, ones, **options).astype(np.float64)
+    want = reference.swiglu(gate, ones, activation=activation, precision="float64")
+    assert np.abs(y - want).max() <= 4 * 2.0**-24 * 30
+    assert np.abs(y - want)[np.abs(gate) < 4].max() <= 2 * 2.0**-22
+    dgate, _ = gpu_ops.swiglu_backward(ones, gate, ones, **options)
+    want, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
+    assert np.abs(dgate - want).max() < 1e-6
+    if backend["backend"] == "raw":
+        return
+    gate = gate.astype(np.float64)
+    y = gpu_ops.swiglu(gate, np.ones_like(gate), **options)
+    want = reference.swiglu(gate, np.ones_like(gate), activation=activation)
+    np.testing.assert_allclose(y, want, rtol=1e-13, atol=1e-16)
+
+
+@settings(max_examples=25)
+@given(
+    a=st.floats(-4, 4, width=32),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),
+    seed=st.integers(0, 2**31),
+    activation=st.sampled_from(ACTIVATIONS),
+)
+def test_linear_in_up_and_in_dy(a, shape, seed, activation):
+    """y(gate, up + a v) = y(gate, up) + a y(gate, v); likewise both gradients in dy."""
+    rng = np.random.default_rng(seed)
+    gate, up, v = (rng.standard_normal(shape) for _ in range(3))
+
+    def forward(u):
+        return gpu_ops.swiglu(gate, u, activation=activation)
+
+    def backward(dy):
+        return np.stack(gpu_ops.swiglu_backward(dy, gate, up, activation=activation))
+
+    for f in (forward, backward):
+        np.testing.assert_allclose(f(up + a * v), f(up) + a * f(v), rtol=1e-10, atol=1e-10)
+
+
+def test_gelu_symmetry(backend, dtype, rng):
+    """gelu(g) - gelu(-g) = g exactly holds for both forms of gelu; for silu as well."""
+    gate = random(rng, (1, 500), dtype)
+    ones = np.ones_like(gate)
+    for activation in BOUNDED:
+        plus, minus = (
+            gpu_ops.swiglu(g, ones, activation=activation, **backend).astype(np.float64)
+            for g in (gate, -gate)
+        )
+        resolution = (
+            float(np.finfo(np.float64).eps)
+            if dtype == np.float64
+            else float(np.spacing(np.ones(1, dtype))[0])
+        )
+        np.testing.assert_allclose(plus - minus, gate.astype(np.float64), atol=8 * resolution)
+
+
+@pytest.mark.peers
+def test_torch_agrees():
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: pip install torch (CPU build) runs this"
+    )
+    generator = torch.Generator().manual_seed(0)
+    gate, up, dy = (torch.randn(9, 77, generator=generator, dtype=torch.float64) for _ in range(3))
+    functional = torch.nn.functional
+    acts = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+        "relu2": lambda g: functional.relu(g).square(),
+    }
+    for activation, act in acts.items():
+        g, u = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        (act(g) * u).backward(dy)
+        y = gpu_ops.swiglu(gate, up, activation=activation)
+        assert isinstance(y, torch.Tensor)
+        torch.testing.assert_close(y, act(gate) * up, rtol=1e-12, atol=1e-13)
+        dgate, dup = gpu_ops.swiglu_backward(dy, gate, up, activation=activation)
+        torch.testing.assert_close(dgate, g.grad, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(dup, u.grad, rtol=1e-12, atol=1e-13)
+    y = gpu_ops.swiglu(gate.bfloat16(), up.bfloat16())
+    assert y.dtype == torch.bfloat16
+
+
+def test_explain_tells_what_runs():
+    plan = str(gpu_ops.explain("swiglu", np.ones((3, 8), np.float32), activation="gelu"))
+    assert "3 rows of 4 float32, gelu" in plan
+    assert "backend numba" in plan

@@ -1,0 +1,88 @@
+"""Promises of surroundings.py: tests run the same in a background job and on a loaded machine, and a test process
+that dies says how."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.processes import PATIENCE, ROOT
+
+CONFTEST = """
+import pytest
+from tests.support.surroundings import keep_last_words, restore_signals
+restore_signals()
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    keep_last_words(config)
+"""
+
+TESTS = """
+import os, signal, subprocess, sys, time, pytest
+def test_an_interrupt_arrives():
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_child_is_interrupted(number):
+    child = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1, stderr=-1)
+    child.stdout.readline()
+    child.send_signal(number)
+    child.communicate()
+    assert child.returncode == -number
+def test_that_crashes():
+    os.abort()
+def test_that_is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# a shell's background job, and a program that blocks the signals of the threads it starts
+STARTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals (Linux, macOS)")
+def test_a_run_in_the_background_whose_processes_die(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_run.py").write_text(TESTS)
+    options = ("-q", "-n", "1", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, *options, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert "2 failed, 3 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+    crashed, killed = done.stdout.split("a test process died")[1:]
+    assert "ended by SIGABRT" in crashed
+    assert 'test_run.py", line 15 in test_that_crashes' in crashed
+    assert "ended by SIGKILL, which the kernel sends when memory runs out" in killed
+    assert "test_run.py::test_that_is_killed, after a peak of " in killed
+
+
+def test_examples_may_take_any_time(monkeypatch):
+    """A clock that moves on by ten seconds each time it is read is a machine with much else to do."""
+    seen = []
+
+    @settings(max_examples=20, database=None)
+    @given(st.lists(st.integers()))
+    def check(x):
+        seen.append(x)
+
+    monkeypatch.setattr(time, "perf_counter", map(float, itertools.count(0, 10)).__next__)
+    check()
+    assert len(seen) >= 10

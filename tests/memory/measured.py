@@ -1,0 +1,173 @@
+"""What calls, training steps and inference take by tracemalloc, beside the estimates: a line of JSON for each.
+
+A process of its own, ``python -m tests.memory.measured NAME ...``: ``NUMBA_NUM_THREADS`` says how many threads have
+memory of their own, and how many of several take part in a call depends on how soon they wake.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+
+import gpu_ops
+from gpu_ops import inference, memory, models, training
+
+CONFIG = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=3, nheads=4, nheads_kv=2)
+WIDE = replace(CONFIG, hidden=256, ffn=688, vocab=512)
+# all biases, heads that are normalised, an MLP that is not gated by silu, a window
+FAMILY = replace(
+    CONFIG,
+    hidden=128,
+    ffn=512,
+    biases=("qkv", "o", "gate_up", "down"),
+    qk_norm=True,
+    activation="gelu_tanh",
+    window=64,
+)
+NORMS = replace(FAMILY, sub_norms=True, post_norms=True, activation="relu2", tied=True)
+CONFIGS = {"llama": CONFIG, "wide": WIDE, "family": FAMILY, "norms": NORMS}
+SHAPES = {"short": (4, 128), "long": (1, 512)}
+
+# A training step: family, shape, dtype, policy, optimizer.
+STEPS = [
+    *(("llama", "short", "float32", policy, "adamw") for policy in models.POLICIES),
+    *(("llama", "long", "bfloat16", policy, None) for policy in ("none", "norms", "layer")),
+    *(("family", "short", "bfloat16", policy, "adamw") for policy in ("none", "mlp", "attention")),
+    *(("family", "long", "float32", policy, None) for policy in ("none", "attention", "layer")),
+    *(("norms", "short", "float32", policy, None) for policy in ("none", "layer")),
+    ("wide", "short", "float32", "mlp", None),
+    ("wide", "long", "float16", "layer", "adamw"),
+]
+ALL_STEPS = [
+    (family, shape, dtype, policy, optimizer)
+    for family in CONFIGS
+    for shape in SHAPES
+    for dtype in ("float32", "bfloat16", "float16", "float64")
+    for policy in models.POLICIES
+    for optimizer in ("adamw", None)
+]
+# Inference: family, batch, tokens in the cache, tokens of the prompt, dtype.
+PROMPTS = [
+    ("llama", 4, 128, None, "float32"),
+    ("llama", 2, 512, 256, "bfloat16"),
+    ("family", 2, 256, None, "bfloat16"),
+    ("wide", 1, 512, None, "float32"),
+    ("wide", 8, 64, 16, "float16"),
+]
+HEADS, ROWS, SQUARE, TARGETS = (1, 1024, 4, 64), (8192, 256), (256, 256), ((65536,), "int32")
+HALF, LSE = (HEADS, "bfloat16"), ((1, 4, 1024), "float32")
+KEYS = ((1, 4096, 2, 64), (1, 4096, 2, 64))
+CALLS = {
+    "attention": ((HEADS, HEADS, HEADS), {"causal": True}),
+    "attention in bfloat16": ((HALF, HALF, HALF), {"causal": True}),
+    "attention of few queries": (((1, 4, 64, 64), *KEYS), {}),
+    "attention of few queries and heads": (((8, 24, 4, 64), *(((8, 4096, 2, 64),) * 2)), {}),
+    "attention_backward": ((*(HEADS,) * 5, LSE), {"causal": True}),
+    "attention_backward in bfloat16": ((*(HALF,) * 5, LSE), {"causal": True}),
+    "attention_backward of one KV head": ((HEADS, HEADS, *((1, 1024, 1, 64),) * 2, HEADS, LSE), {}),
+    "cross_entropy": (((65536, 16), TARGETS), {}),
+    "cross_entropy_backward": ((((), "float32"), (65536, 16), TARGETS, ((65536,), "float32")), {}),
+    "embedding": ((((1, 8192), "int64"), SQUARE), {}),
+    "layernorm": ((ROWS, (256,), (256,)), {"return_stats": True}),
+    "linear": (((512, 256), SQUARE), {"bias": ((256,), "float32")}),
+    "linear_backward": (((512, 256), (512, 256), SQUARE), {}),
+    "linear_cross_entropy": (((2048, 64), (256, 64), ((2048,), "int32")), {"grads": True}),
+    "rmsnorm": ((ROWS, (256,)), {"residual": (ROWS, "float32")}),
+    "rope": ((HEADS, HEADS), {}),
+    "softmax": ((ROWS,), {"mask": (ROWS, "bool")}),
+    "swiglu_mlp": (((512, 256), (688, 256), (688, 256), (256, 688)), {}),
+    "swiglu_mlp_backward": (((512, 256), (512, 256), (688, 256), (688, 256), (256, 688)), {}),
+}
+
+
+def step(family, shape, dtype, policy, optimizer):
+    """The estimate, and a function that makes a model's state and takes a step."""
+    config, (batch, seqlen) = CONFIGS[family], SHAPES[shape]
+    kind, shapes = np.dtype(dtype), config.shapes()
+    sizes = {"batch": batch, "seqlen": seqlen, "dtype": kind, "policy": policy}
+    ids = np.zeros((batch, seqlen), np.int32)
+
+    def run():
+        if optimizer is None:
+            wide = np.float64 if kind == np.float64 else np.float32
+            params = {n: np.zeros(shape, kind) for n, shape in shapes.items()}
+            grads = {n: np.zeros(shape, wide) for n, shape in shapes.items()}
+            buffers = list(grads.values())
+            if kind != wide:
+                masters = [np.zeros(shape, wide) for shape in shapes.values()]
+                assert masters
+        else:
+            flat = training.FlatParams.from_shapes(shapes, dtype=kind, device="cpu")
+            params, grads, buffers = flat.params, flat.grads, flat.buffers["grads"]
+        weights, into = models.Llama.of(params, config), models.Llama.of(grads, config)
+        models.loss_and_grads(ids, ids, weights, config, grads=into, policy=policy)
+        gpu_ops.global_norm(buffers)
+        if optimizer is not None:
+            flat.step(lr=1e-3)
+
+    return memory.estimate(config, **sizes, optimizer=optimizer).peak, run
+
+
+def prompt(family, batch, seqlen, tokens, dtype):
+    """The same for a model that reads a prompt, with a KV cache allocated."""
+    config, kind = CONFIGS[family], np.dtype(dtype)
+    found = memory.estimate_inference(config, batch=batch, seqlen=seqlen, prompt=tokens, dtype=kind)
+    ids = np.zeros((batch, tokens or seqlen), np.int32)
+
+    def run():
+        weights = models.Llama.of({n: np.zeros(s, kind) for n, s in config.shapes().items()}, config)
+        heads = config.nlayers, config.nheads_kv, config.head_dim
+        cache = inference.PagedKVCache(*heads, num_pages=batch * seqlen // 16, dtype=kind)
+        states = models.hidden_states(ids, weights, config)
+        gpu_ops.linear(states[:, -1], weights.lm_head)
+        return cache
+
+    return found.peak, run
+
+
+def call(name):
+    """The same for one call, without its arguments."""
+    op, (shapes, options) = name.split()[0], CALLS[name]
+    found = memory.estimate_call(op, *shapes, **options)
+    given = [array_of(x) for x in shapes]
+    named = {n: array_of(x) if isinstance(x, tuple) else x for n, x in options.items()}
+    return found.peak - found.state, lambda: getattr(gpu_ops, op)(*given, **named)
+
+
+def array_of(shape):
+    """As an estimate is given it: a shape, or a shape and a dtype."""
+    return np.zeros(*(shape if shape and isinstance(shape[0], tuple) else (shape, "float32")))
+
+
+MAKERS = {
+    **{" ".join(map(str, ("step", *case))): (step, case) for case in ALL_STEPS},
+    **{" ".join(map(str, ("prompt", *case))): (prompt, case) for case in PROMPTS},
+    **{f"call {name}": (call, (name,)) for name in CALLS},
+}
+CHOSEN = [name for name, (make, case) in MAKERS.items() if make is not step or case in STEPS]
+
+
+def peak_of(run):
+    """The most bytes that a second run holds."""
+    run()
+    tracemalloc.start()
+    run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def main():
+    gpu_ops.memory_pool.POOL.limit = 0  # so that NumPy allocates, which tracemalloc sees
+    for name in sys.argv[1:]:
+        make, case = MAKERS[name]
+        estimated, run = make(*case)
+        print(json.dumps({"name": name, "estimated": estimated, "measured": peak_of(run)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Models from folders: shards, casts, and what does not hold the model of its config is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpu_ops import models
+from gpu_ops.errors import FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
+from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
+from gpu_ops.models import LlamaConfig
+from tests.formats.test_file_mutations import mutant
+from tests.formats.test_files import POINTER
+
+CONFIG = LlamaConfig(vocab=31, hidden=24, ffn=20, nlayers=2, nheads=4, nheads_kv=2)
+
+
+def made(config=CONFIG, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in config.shapes().items()}
+    return models.Llama.of(arrays, config)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved model."""
+    models.save(tmp_path, made(), CONFIG)
+    return tmp_path
+
+
+def same(a, b):
+    a, b = a.arrays(), b.arrays()
+    return a.keys() == b.keys() and all(
+        x.dtype == b[n].dtype and x.tobytes() == b[n].tobytes() for n, x in a.items()
+    )
+
+
+def tensors(path):
+    with path.open("rb") as file:
+        contents = SafetensorsFile("test", path, file)
+        return {name: contents.read(name) for name in contents.tensors}
+
+
+def write(path, arrays):
+    names = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+    header = header_of({n: (names[x.dtype], x.shape) for n, x in arrays.items()}, {})
+    path.write_bytes(header + b"".join(x.tobytes() for x in arrays.values()))
+
+
+def shard(folder):
+    """Two files and their index in place of one."""
+    arrays = tensors(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(arrays)
+    listed = {n: f"model-0000{1 + (i >= 7)}-of-00002.safetensors" for i, n in enumerate(names)}
+    for file in set(listed.values()):
+        write(folder / file, {n: arrays[n] for n in names if listed[n] == file})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    return listed
+
+
+def configured(folder, **entries):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def test_rows_are_joined_in_order(folder):
+    stored, layer = tensors(folder / "model.safetensors"), models.load(folder)[0].layers[1]
+    at = "model.layers.1."
+    joined = [stored[f"{at}self_attn.{x}_proj.weight"] for x in "qkv"]
+    assert [x.shape[0] for x in joined] == [24, 12, 12]
+    np.testing.assert_array_equal(layer.qkv, np.concatenate(joined))
+    joined = [stored[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up")]
+    np.testing.assert_array_equal(layer.gate_up, np.concatenate(joined))
+
+
+def test_shards(folder):
+    shard(folder)
+    assert same(models.load(folder)[0], made())
+
+
+def test_loading_takes_the_models_memory_and_a_piece(tmp_path):
+    config = LlamaConfig(vocab=4096, hidden=1024, ffn=1024, nlayers=2, nheads=8)
+    models.save(tmp_path, made(config, np.float16), config)
+    tracemalloc.start()
+    models.load(tmp_path, dtype="bfloat16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * config.parameters + 3 * 2**24
+
+
+def test_an_output_layer_beside_a_tied_table(folder):
+    """Files have one where it is a copy."""
+    arrays = tensors(folder / "model.safetensors")
+    configured(folder, tie_word_embeddings=True)
+    with pytest.raises(FormatError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        models.load(folder)
+    write(
+        folder / "model.safetensors", arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"].copy()}
+    )
+    weights, config = models.load(folder)
+    assert config.tied
+    assert weights.lm_head is weights.embed
+
+
+def renamed(arrays, prefix):
+    """As other packages write the tensors of a model."""
+    return {n.replace("model.", prefix, 1) if n.startswith("model.") else n: x for n, x in arrays.items()}
+
+
+@pytest.mark.parametrize("prefix", ["model.", "", "model.model."])
+@pytest.mark.parametrize("head", ["none", "alone", "a copy"])
+def test_a_tied_model_by_the_names_of_other_packages(head, prefix, folder):
+    arrays = tensors(folder / "model.safetensors")
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    for name in {"none": ["lm_head.weight"], "alone": ["model.embed_tokens.weight"]}.get(head, ()):
+        del arrays[name]
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    write(folder / "model.safetensors", renamed(arrays | inv_freq, prefix))
+    configured(folder, tie_word_embeddings=True)
+    weights, config = models.load(folder)
+    assert config.tied
+    right = made()
+    right.lm_head = right.embed
+    assert same(weights, right)
+
+
+def test_a_base_model_has_no_output_layer(folder):
+    arrays = tensors(folder / "model.safetensors")
+    del arrays["lm_head.weight"]
+    write(folder / "model.safetensors", renamed(arrays, ""))
+    with pytest.raises(FormatError, match=r"no 'lm_head.weight', .* set tie_word_embeddings"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("table", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("head", [np.float64, np.float16, ml_dtypes.bfloat16])
+def test_the_head_of_a_tied_model_in_another_dtype(head, table, folder):
+    """A copy of the table is one; what was rounded is used as it is stored, as in transformers 5."""
+    arrays = tensors(folder / "model.safetensors")
+    embed = "model.embed_tokens.weight"
+    exact = np.random.default_rng(0).standard_normal(arrays[embed].shape)
+    configured(folder, tie_word_embeddings=True)
+    few = exact.astype(ml_dtypes.float8_e4m3fn)  # which all dtypes hold
+    write(
+        folder / "model.safetensors", arrays | {embed: few.astype(table), "lm_head.weight": few.astype(head)}
+    )
+    weights, config = models.load(folder)
+    assert config.tied
+    assert weights.embed.dtype == table
+    stored = arrays | {embed: exact.astype(table), "lm_head.weight": exact.astype(head)}
+    write(folder / "model.safetensors", stored)
+    if {head, table} == {np.float16, ml_dtypes.bfloat16}:  # neither is the other, rounded
+        with pytest.raises(FormatError, match="differs from"):
+            models.load(folder)
+    elif head != table:
+        weights, config = models.load(folder, dtype=np.float32)
+        assert not config.tied
+        np.testing.assert_array_equal(weights.lm_head, exact.astype(head).astype(np.float32))
+        np.testing.assert_array_equal(weights.embed, exact.astype(table).astype(np.float32))
+
+
+def test_frequencies_in_early_files_are_computed_anew(folder):
+    arrays = tensors(folder / "model.safetensors")
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    write(folder / "model.safetensors", arrays | inv_freq)
+    assert same(models.load(folder)[0], made())
+
+
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+DAMAGED = {
+    "missing": (lambda a: a.pop(O_PROJ), FormatError, f"no '{O_PROJ}', of shape (24, 24)"),
+    "no head": (lambda a: a.pop("lm_head.weight"), FormatError, "set tie_word_embeddings"),
+    "shape": (
+        lambda a: a.update({O_PROJ: np.zeros((24, 23), np.float32)}),
+        ShapeError,
+        f"model.safetensors: {O_PROJ} has shape (24, 23), and (24, 24) by the config",
+    ),
+    "extra": (
+        lambda a: a.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(24, np.float32)}),
+        FormatError,
+        "'model.layers.0.self_attn.q_proj.bias' is no part",
+    ),
+    "a layer more": (
+        lambda a: a.update({"model.layers.2.mlp.up_proj.weight": np.zeros((20, 24), np.float32)}),
+        FormatError,
+        "'model.layers.2.mlp.up_proj.weight' is no part of a 2-layer model",
+    ),
+    "dtype": (
+        lambda a: a.update({O_PROJ: np.zeros((24, 24), np.int8)}),
+        FormatError,
+        f"{O_PROJ} is I8; F16, BF16, F32, F64 are loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_another_model_than_the_configs_is_refused(name, folder):
+    change, kind, words = DAMAGED[name]
+    arrays = tensors(folder / "model.safetensors")
+    change(arrays)
+    write(folder / "model.safetensors", arrays)
+    with pytest.raises(kind, match=re.escape(words)):
+        models.load(folder)
+
+
+def test_numbers_that_the_dtype_cannot_hold(tmp_path):
+    weights = made()
+    weights.layers[1].down[3, 4] = 1e6
+    weights.layers[0].down[3, 4] = np.inf  # stays what it is
+    models.save(tmp_path, weights, CONFIG)
+    with pytest.raises(OptionError, match=r"layers\.1\.mlp\.down_proj\.weight holds numbers beyond"):
+        models.load(tmp_path, dtype="float16")
+    assert np.isinf(models.load(tmp_path, dtype="bfloat16")[0].layers[0].down[3, 4])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda m, i: m.clear(), FormatError, "weight_map is no object with an entry"),
+        (lambda m, i: i.pop("weight_map"), FormatError, "is no index"),
+        (lambda m, i: m.update({O_PROJ: "../model.safetensors"}), FormatError, "in the same folder"),
+        (lambda m, i: m.update({O_PROJ: 3}), FormatError, "in the same folder"),
+        (lambda m, i: m.update({O_PROJ: "other.safetensors"}), MissingFileError, "other.safetensors"),
+        (lambda m, i: m.update(z="model-00001-of-00002.safetensors"), FormatError, "there is no 'z'"),
+    ],
+)
+def test_an_index_that_is_wrong(change, kind, words, folder):
+    index = {"weight_map": shard(folder)}
+    change(index["weight_map"], index)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(kind, match=words):
+        models.load(folder)
+
+
+def test_a_tensor_in_two_shards(folder):
+    shard(folder)
+    first, second = sorted(folder.glob("model-*"))
+    arrays = tensors(first)
+    name = next(iter(arrays))
+    write(second, tensors(second) | {name: arrays[name]})
+    with pytest.raises(FormatError, match=f"{name!r} is in {first.name} as well"):
+        models.load(folder)
+
+
+def test_folders_that_are_none(folder, tmp_path):
+    with pytest.raises(MissingFileError, match=r"No such file or directory: '.*missing'"):
+        models.load(tmp_path / "missing")
+    with pytest.raises(FormatError, match=r"config\.json cannot be read as a GGUF file"):
+        models.load(folder / "config.json")
+    (folder / "empty").mkdir()
+    with pytest.raises(MissingFileError, match=r"config\.json"):
+        models.load(folder / "empty")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        MissingFileError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"
+    ):
+        models.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
+        ({"num_hidden_layers": 60000}, "60000 layers, and the files 21 tensors"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"model_type": "mistral", "sliding_window": "7"}, "sliding_window"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": [1, 2]}, "layer_types has 1"),
+        ({"vocab_size": 1 << 62}, r"embed_tokens.weight has shape \(31, 24\)"),
+    ],
+)
+def test_configs_that_are_refused(entries, words, folder):
+    configured(folder, **entries)
+    with pytest.raises(GpuOpsError, match=words):
+        models.load(folder)
+
+
+def test_options(folder):
+    with pytest.raises(OptionError, match="dtype"):
+        models.load(folder, dtype="int8")
+    with pytest.raises(OptionError, match="dtype"):
+        models.load(folder, dtype=np.int32)
+    with pytest.raises(OptionError, match="device"):
+        models.load(folder, device="tpu")
+    assert isinstance(models.load(folder, device="emulator")[0].embed, np.ndarray)
+
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.safetensors.index.json", SHARD])
+def test_a_pointer_of_git_lfs_is_named(file, folder):
+    if file != "model.safetensors":
+        shard(folder)
+    (folder / file).write_bytes(POINTER)
+    with pytest.raises(FormatError, match=rf"{file} is a pointer of git LFS, .*'git lfs pull'"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+def test_damaged_files_are_refused_or_read_soundly(file, folder):
+    if file.endswith("index.json"):
+        shard(folder)
+    whole = (folder / file).read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        (folder / file).write_bytes(mutant(whole, rng))
+        try:
+            weights, config = models.load(folder)
+        except GpuOpsError:
+            refused += 1
+        else:
+            models.Llama.of(weights.arrays(), config)
+    assert refused > 100

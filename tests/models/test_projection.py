@@ -1,0 +1,248 @@
+"""LoRA adapters on float and ternary bases, and ternary weights in training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import inference, models
+from gpu_ops.errors import OptionError
+from gpu_ops.models import projection
+from gpu_ops.models.projection import Codes, Int8Input, normed, project, project_backward
+from tests.models.test_block import CONFIG, made, tokens
+
+RANK = 3
+
+
+BIASED = dataclasses.replace(CONFIG, biases=("qkv", "o", "gate_up", "down"))
+
+
+def adapters(seed=0):
+    """With b as after some steps: zero, it would hide a."""
+    shapes = models.lora_shapes(CONFIG, RANK)
+    found = {name: x.astype(np.float64) for name, x in models.initial_lora(shapes, seed=seed).items()}
+    rng = np.random.default_rng(seed)
+    return {n: 0.1 * rng.standard_normal(x.shape) if n.endswith(".b") else x for n, x in found.items()}
+
+
+def test_adapters_start_as_their_base():
+    arrays, _ = made()
+    base = models.Llama.of(arrays, CONFIG)
+    start = models.initial_lora(models.lora_shapes(CONFIG, RANK))
+    tuned = models.with_lora(base, {name: x.astype(np.float64) for name, x in start.items()})
+    ids = tokens((1, 6))
+    assert np.array_equal(models.logits(ids, tuned, CONFIG), models.logits(ids, base, CONFIG))
+
+
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_gradients_of_adapters_by_finite_differences(policy):
+    arrays, _ = made()
+    base = models.Llama.of(arrays, CONFIG)
+    pairs = adapters()
+    ids, targets = tokens((2, 5)), tokens((2, 5), 2)
+    grads = {name: np.zeros_like(x) for name, x in pairs.items()}
+    before = {name: x.copy() for name, x in arrays.items()}
+    tuned = models.with_lora(base, pairs)
+    into = models.lora_grads(base, grads)
+    models.loss_and_grads(ids, targets, tuned, CONFIG, grads=into, policy=policy)
+    assert all(np.array_equal(arrays[name], x) for name, x in before.items())
+    rng = np.random.default_rng(3)
+    for name, x in pairs.items():
+        direction = rng.standard_normal(x.shape)
+        direction /= np.linalg.norm(direction)
+        ends = []
+        for sign in (1, -1):
+            moved = models.with_lora(base, pairs | {name: x + sign * 1e-5 * direction})
+            ends.append(float(models.loss(ids, targets, moved, CONFIG)))
+        assert abs((ends[0] - ends[1]) / 2e-5 - np.vdot(grads[name], direction)) < 1e-8, name
+
+
+def test_an_adapter_merges_into_its_base():
+    rng = np.random.default_rng(0)
+    x, base = rng.standard_normal((4, 8)), rng.standard_normal((6, 8))
+    lora = models.Lora(base, rng.standard_normal((RANK, 8)), rng.standard_normal((6, RANK)))
+    np.testing.assert_allclose(gpu_ops.linear(x, models.merged(lora)), project(x, lora), rtol=1e-12)
+
+
+def test_adapters_on_a_ternary_base():
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((5, 64)), rng.standard_normal((5, 16))
+    packed = gpu_ops.ternary_quantize(rng.standard_normal((16, 64)))
+    lora = models.Lora(packed, rng.standard_normal((RANK, 64)), rng.standard_normal((16, RANK)))
+    residual = rng.standard_normal((5, 16))
+    y = project(x, lora, residual)
+    right = gpu_ops.ternary_matmul(x, packed) + residual + x @ lora.a.T @ lora.b.T
+    np.testing.assert_allclose(y, right, rtol=1e-12, atol=1e-12)
+    grad = models.Lora(None, np.zeros_like(lora.a), np.zeros_like(lora.b))
+    dx = project_backward(dy, x, lora, grad)
+    whole = packed.dequantize().astype(np.float64) + lora.b @ lora.a
+    np.testing.assert_allclose(dx, dy @ whole, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(grad.a, (dy @ lora.b).T @ x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(grad.b, dy.T @ (x @ lora.a.T), rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_weight_has_no_gradient():
+    rng = np.random.default_rng(0)
+    x, weight, dy = (rng.standard_normal(shape) for shape in ((5, 8), (6, 8), (5, 6)))
+    np.testing.assert_allclose(project_backward(dy, x, weight, None), dy @ weight, rtol=1e-12)
+
+
+def test_latent_weights_learn_through_ternary_ones():
+    """The loss of a ternary model goes down, and its gradient is that of the weights it multiplies by."""
+    rng = np.random.default_rng(0)
+    latent = models.Latent(rng.standard_normal((16, 64)))
+    x, dy = rng.standard_normal((5, 64)), rng.standard_normal((5, 16))
+    grad = np.ones((16, 64))
+    dx = project_backward(dy, x, latent, grad)
+    right = gpu_ops.ternary_matmul_backward(dy, x, latent.quantized())
+    assert np.array_equal(dx, right[0])
+    assert np.array_equal(grad, 1 + right[1])
+
+    arrays, _ = made()
+    ternary = models.with_latent(models.Llama.of(arrays, CONFIG))
+    ids, targets = tokens((4, 16)), tokens((4, 16), 2)
+    losses = []
+    for _ in range(30):
+        grads = {name: np.zeros_like(x) for name, x in arrays.items()}
+        into = models.Llama.of(grads, CONFIG)
+        losses.append(float(models.loss_and_grads(ids, targets, ternary, CONFIG, grads=into)))
+        for name, g in grads.items():
+            arrays[name] -= 0.3 * g
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_mistakes_are_typed():
+    arrays, _ = made()
+    base = models.Llama.of(arrays, CONFIG)
+    with pytest.raises(OptionError, match=r"1 of 17 adapters belong to no projection"):
+        models.with_lora(base, adapters() | {"layers.9.qkv.a": np.zeros(1)})
+    with pytest.raises(OptionError, match="gateup"):
+        models.lora_shapes(CONFIG, RANK, ["gateup"])
+    with pytest.raises(OptionError, match="rank"):
+        models.lora_shapes(CONFIG, 0)
+
+
+@pytest.mark.parametrize("kind", ["array", "frozen", "lora", "ternary"])
+def test_gradients_of_biases(kind):
+    """The same whatever the weight is, and whether it is trained."""
+    rng = np.random.default_rng(0)
+    weight, bias = rng.standard_normal((6, 8)), rng.standard_normal(6)
+    x, dy = rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5, 6))
+    base = weight
+    if kind == "lora":
+        weight = models.Lora(weight, rng.standard_normal((RANK, 8)), rng.standard_normal((6, RANK)))
+    if kind == "ternary":
+        weight = models.Latent(weight, "native")
+    residual = rng.standard_normal((2, 5, 6))
+    plain = project(x, weight)
+    np.testing.assert_allclose(
+        project(x, weight, bias, residual), plain + bias + residual, rtol=1e-12, atol=1e-12
+    )
+    dbias = np.ones(6)
+    grad = None if kind in ("frozen", "lora") else np.zeros_like(base)
+    dx = project_backward(dy, x, weight, grad, dbias)
+    np.testing.assert_allclose(dbias, 1 + dy.sum((0, 1)), rtol=1e-12)
+    np.testing.assert_array_equal(dx, project_backward(dy, x, weight, None))
+
+
+def test_adapters_on_a_model_with_biases():
+    """The biases are the base's, frozen or not."""
+    arrays, zeros = made(BIASED)
+    base, pairs = models.Llama.of(arrays, BIASED), adapters()
+    tuned = models.with_lora(base, pairs)
+    ids, targets = tokens((2, 5)), tokens((2, 5), 2)
+    whole = models.Llama.of(zeros, BIASED)
+    grads = {name: np.zeros_like(x) for name, x in pairs.items()}
+    into = models.lora_grads(base, grads)
+    for layer, biases in zip(into.layers, whole.layers, strict=True):
+        layer.qkv_bias, layer.down_bias = biases.qkv_bias, biases.down_bias
+    models.loss_and_grads(ids, targets, tuned, BIASED, grads=into)
+    merged = models.Llama.of(arrays, BIASED)
+    merged.layers = [
+        dataclasses.replace(
+            plain, **{part: models.merged(getattr(layer, part)) for part in ("qkv", "o", "gate_up", "down")}
+        )
+        for plain, layer in zip(base.layers, tuned.layers, strict=True)
+    ]
+    found = {name: x.copy() for name, x in zeros.items() if name.endswith(("qkv_bias", "down_bias"))}
+    for x in zeros.values():
+        x[...] = 0
+    models.loss_and_grads(ids, targets, merged, BIASED, grads=whole)
+    for name, x in found.items():
+        np.testing.assert_allclose(x, zeros[name], rtol=1e-10, atol=1e-13)
+
+
+def ternary_model(dtype, config=BIASED):
+    """And its twin whose projections take int8 from the norms."""
+    arrays = models.initial_weights(config, std=0.3)
+    arrays = {n: x if x.ndim > 1 else x + 0.1 * np.sin(np.arange(x.size)) for n, x in arrays.items()}
+    weights = models.Llama.of({n: x.astype(dtype) for n, x in arrays.items()}, config)
+    for layer in weights.layers:
+        for part in models.config.PROJECTIONS:
+            setattr(layer, part, gpu_ops.ternary_quantize(getattr(layer, part)))
+    return weights, models.with_int8_input(weights)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_int8_from_the_norm_is_what_project_multiplies(dtype):
+    rng = np.random.default_rng(1)
+    x, norm = rng.standard_normal((5, 32)).astype(dtype), rng.standard_normal(32).astype(dtype)
+    bias, residual = (rng.standard_normal(n).astype(dtype) for n in (24, (5, 24)))
+    w = gpu_ops.ternary_quantize(rng.standard_normal((24, 32)).astype(np.float32))
+    codes = normed(x, norm, Int8Input(w), eps=1e-3)
+    q, scale, _ = gpu_ops.rmsnorm_quant_int8(x, norm, eps=1e-3)
+    assert isinstance(codes, Codes)
+    np.testing.assert_array_equal(codes.q, q)
+    y = project(codes, Int8Input(w), bias, residual)
+    assert y.dtype == dtype
+    want = gpu_ops.ternary_matmul(q, w, x_scale=scale, out_dtype=dtype)
+    np.testing.assert_array_equal(y, want + bias + residual)
+    # of floats, as the matrix alone
+    np.testing.assert_array_equal(normed(x, norm, w, eps=1e-3), gpu_ops.rmsnorm(x, norm, eps=1e-3))
+    np.testing.assert_array_equal(project(x, Int8Input(w), bias), project(x, w, bias))
+    dy = rng.standard_normal((5, 24)).astype(dtype)
+    np.testing.assert_array_equal(
+        project_backward(dy, x, Int8Input(w), None), project_backward(dy, x, w, None)
+    )
+
+
+def test_inference_takes_int8_where_the_weights_ask_for_it(monkeypatch):
+    """Twice a layer, and the logits stay within the rounding to int8; nothing changes for a plain TernaryMatrix."""
+    plain, given = ternary_model(np.float32)
+    calls = []
+
+    def counted(*arrays, **options):
+        calls.append(arrays[0].shape)
+        return gpu_ops.rmsnorm_quant_int8(*arrays, **options)
+
+    monkeypatch.setattr(projection, "rmsnorm_quant_int8", counted)
+
+    def logits(weights):
+        cache = inference.cache_for(weights, BIASED, lengths=[9])
+        text = cache.add()
+        found = []
+        for ids in ([3, 1, 4, 1, 5, 9, 2], [6]):  # a prompt, then a token
+            found.append(inference.next_logits(weights, BIASED, cache, cache.reserve({text: ids})))
+            cache.commit()
+        return np.concatenate(found)
+
+    want = logits(plain)
+    assert not calls
+    found = logits(given)
+    assert [rows for rows, _ in calls] == [7] * 2 * BIASED.nlayers + [1] * 2 * BIASED.nlayers
+    assert np.linalg.norm(found - want) < 0.02 * np.linalg.norm(want)
+    assert not np.array_equal(found, want)
+    ids = tokens((1, 6))
+    np.testing.assert_array_equal(models.logits(ids, given, BIASED), models.logits(ids, plain, BIASED))
+
+
+def test_int8_input_wants_packed_weights():
+    arrays, _ = made()
+    with pytest.raises(OptionError, match=r"layers.0.qkv is ndarray, not a TernaryMatrix"):
+        models.with_int8_input(models.Llama.of(arrays, CONFIG))
+    with pytest.raises(OptionError, match="gate"):
+        models.with_int8_input(ternary_model(np.float32)[0], ("gate",))

@@ -1,0 +1,80 @@
+"""eps of norms may be 0 or tiny: a row of zeros gives 0 on every backend, and its neighbours what they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import reference
+from tests.support.calls import DTYPES, call
+from tests.support.laws import law_call, outcome
+
+DEVICES = ("cpu", "emulator", "cuda")
+OPS = ("rmsnorm sum", "rmsnorm llama", "layernorm sum", "rmsnorm_quant_int8 sum", "rope_append_kv pages")
+each_name = pytest.mark.parametrize("name", OPS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+
+
+def quick_on_emulator(raw):
+    """CUDA C++ once per op; Numba, which compiles for seconds, once."""
+    few = {"dtype": [DTYPES[1]], "eps": [0.0]} if raw else {"dtype": [DTYPES[0]], "eps": [0.0]}
+    return {"*": few if raw else {**few, "name": OPS[:1], "op": ["layernorm"]}}
+
+
+def with_zeros(name, dtype):
+    """A call whose second row, or sequence, is zeros; the bias of layernorm too."""
+    one = law_call(name, dtype, rows=3, cols=40, width=40)
+    for key in ("x", "residual", "q", "k"):
+        if key in one.inputs:
+            one.inputs[key][(1, ...)] = 0
+    if "bias" in one.inputs:
+        one.inputs["bias"][...] = 0
+    return one
+
+
+@pytest.mark.parametrize("eps", [0.0, 5e-324, 1e-300, 1e-80, 2.0**-149, 1e-40])
+@each_name
+@each_dtype
+def test_a_row_of_zeros_gives_zeros(name, dtype, eps, backend):
+    one = with_zeros(name, dtype)
+    found = outcome(one, eps=eps, **backend)
+    want = outcome(with_zeros(name, dtype), eps=1e-30 if dtype != np.float16 else eps, **backend)
+    for f, w in zip(found, want, strict=True):
+        assert not np.isnan(f.astype(np.float64)).any()
+        is_statistic = f.ndim < one.arrays[next(iter(one.arrays))].ndim
+        if not is_statistic:  # 1e-30 changes no bit of the other rows
+            np.testing.assert_array_equal(f, w)
+    assert (found[0][1] == 0).all()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-300])
+@pytest.mark.parametrize("op", ["rmsnorm", "layernorm"])
+@each_dtype
+def test_the_gradient_of_a_row_of_zeros(op, dtype, eps, backend):
+    """rstd is finite, so that a gradient of 0, as padding has it, stays 0."""
+    x = law_call(op, dtype, rows=3, cols=40).arrays["x"]
+    x[1] = 0
+    weight = np.ones(40, dtype)
+    statistics = {"return_rstd": True} if op == "rmsnorm" else {"return_stats": True}
+    _, *found = getattr(gpu_ops, op)(x, weight, eps=eps, **statistics, **backend)
+    assert all(np.isfinite(f).all() for f in found)
+    dy = np.ones_like(x)
+    dy[1] = 0
+    dx, *_ = getattr(gpu_ops, f"{op}_backward")(dy, x, weight, *found, **backend)
+    assert (dx[1] == 0).all()
+    assert np.isfinite(dx.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("precision", ["rounded", "float64", "naive"])
+def test_the_definition_itself(precision):
+    x, weight = np.zeros((2, 4), np.float32), np.ones(4, np.float32)
+    assert (reference.rmsnorm.rmsnorm(x, weight, eps=0.0, precision=precision) == 0).all()
+    assert (reference.layernorm.layernorm(x, weight, eps=0.0, precision=precision) == 0).all()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_eps_is_a_number_from_0_on(name):
+    for wrong in (-1e-300, float("nan"), float("inf"), np.float32(-1), "0", None):
+        with pytest.raises(gpu_ops.errors.OptionError, match=r"eps must be"):
+            call(name).having(eps=wrong)()

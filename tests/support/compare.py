@@ -1,0 +1,48 @@
+"""Assertions that name the worst index and both values."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import pkgutil
+
+import numpy as np
+import pytest
+
+from gpu_ops import reference
+from gpu_ops.reference.tolerance import FORWARD, error_report, tolerance
+
+
+def assert_close(actual, reference, naive, dtype, factor=FORWARD, what="result"):
+    """``actual`` obeys the tolerance rule of gpu_ops.reference.tolerance; float32 also MAE < 1e-5.
+
+    ``reference``: precision="float64"; ``naive``: precision="naive"; ``dtype``: of the inputs.
+    """
+    actual = np.asarray(actual)
+    problem = error_report(actual, reference, tolerance(reference, naive, dtype, factor))
+    assert problem is None, f"{what}: {problem}"
+    if np.dtype(dtype) == np.float32 and factor == FORWARD and actual.size:
+        want = np.asarray(reference, np.float64)
+        finite = np.isfinite(want)
+        if finite.any():
+            error = np.abs(actual.astype(np.float64)[finite] - want[finite])
+            scale = max(1.0, float(np.abs(want[finite]).max()))  # 1e-5 is meant for values of order one
+            assert error.mean() < 1e-5 * scale, f"{what}: mean absolute error {error.mean():.3g}"
+
+
+@contextlib.contextmanager
+def naive_ops():
+    """Ops run on the backend "reference", which is naive_t here: a model's textbook code, the same on any CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPU_OPS_BACKEND", "reference")
+        for module in pkgutil.walk_packages(reference.__path__, f"{reference.__name__}."):
+            for _, function in inspect.getmembers(importlib.import_module(module.name), inspect.isfunction):
+                if (function.__kwdefaults__ or {}).get("precision") == "rounded":
+                    patch.setitem(function.__kwdefaults__, "precision", "naive")
+        yield
+
+
+def random(rng, shape, dtype, scale=1.0):
+    """Normal values rounded to ``dtype``."""
+    return (scale * rng.standard_normal(shape)).astype(dtype)

@@ -1,0 +1,74 @@
+"""For tests that compile GPU kernels: which compilers this machine has, and a folder of kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.compiler import jit, nvrtc, toolkit
+
+ARCH_LIST = ("sm_80", "sm_90a", "sm_120")  # one of each PTX dialect and cubin format
+
+
+def _has_nvrtc():
+    try:
+        return nvrtc.version() >= (12, 0)
+    except KernelCompileError:
+        return False
+
+
+def _ptxas_reads_the_compilers_ptx():
+    try:
+        toolkit.assemble(jit.compile_text('extern "C" __global__ void k() {}', "sm_80").ptx, "sm_80")
+    except KernelCompileError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="no NVRTC: pip install '.[emulator]'")
+needs_numba_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="no numba-cuda: pip install '.[emulator]'"
+)
+needs_ptxas = pytest.mark.skipif(
+    not _ptxas_reads_the_compilers_ptx(),
+    reason="no ptxas for this NVRTC's PTX: pip install '.[emulator]' (CUDA 13: nvidia-cuda-nvcc)",
+)
+
+SCALE = """
+#include "scale.cuh"
+extern "C" __global__ void scale(ELEMENT* y, const ELEMENT* x, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = scaled(x[i], FACTOR);
+}
+extern "C" __global__ void negate(ELEMENT* y, int n) {
+    if (threadIdx.x < n) y[threadIdx.x] = -y[threadIdx.x];
+}
+"""
+SCALE_HEADER = """
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+template <typename V> __device__ V scaled(V x, int factor) {
+    return x * V(factor);
+}
+"""
+
+
+def scale_tree(folder):
+    """A folder of kernels: scale.cu and the header it includes."""
+    write(folder, "scale.cu", SCALE)
+    write(folder, "scale.cuh", SCALE_HEADER)
+    return folder
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def scale(folder, entry="scale", kind="float", factor=2):
+    return jit.CudaKernel("scale", entry, (("ELEMENT", kind), ("FACTOR", factor)), folder)

@@ -1,0 +1,52 @@
+"""A pytest plugin, ``-p tests.support.report_log``: results as they come, and the few tests that tell the most.
+
+``GPU_OPS_TEST_LOG``: a file that gets a JSON line per test, so that a run that is cut off keeps what it found.
+``GPU_OPS_TEST_FIRST=1``: of each file one test per backend; of test_gpu.py and test_gpu_models.py all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+BACKENDS = ("cuda-raw", "cuda-numba")
+
+
+def pytest_configure(config):
+    path = os.environ.get("GPU_OPS_TEST_LOG")
+    if path and not hasattr(config, "workerinput"):  # with xdist: in the process that hears of all tests
+        config.pluginmanager.register(_Log(path))
+
+
+class _Log:
+    def __init__(self, path):
+        self._path = Path(path)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.passed:
+            return
+        line = {
+            "test": report.nodeid,
+            "outcome": report.outcome,
+            "seconds": report.duration,
+            "properties": dict(report.user_properties),
+            "message": "" if report.passed else report.longreprtext[-2000:],
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("GPU_OPS_TEST_FIRST") != "1":
+        return
+    chosen, seen = [], set()
+    for item in items:
+        if item.get_closest_marker("slow"):
+            continue
+        backend = next((b for b in BACKENDS if b in item.name), "")
+        if item.path.name in ("test_gpu.py", "test_gpu_models.py") or (item.path, backend) not in seen:
+            seen.add((item.path, backend))
+            chosen.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
