@@ -7,5 +7,5 @@
 # rest is built, and the exit status is 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh docs emulator mpi
+scripts/setup.sh docs plot emulator mpi
 exec .venv/bin/python -m scripts.docs.build "$@"

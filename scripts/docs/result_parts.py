@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from perf import runs
 from perf.machine import label
+from perf.pictures import draw_all
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PICTURES = ROOT / "build" / "pictures"  # drawn by the build, from perf/results
 
 
 def results() -> str:
@@ -61,9 +64,16 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
+def draw_pictures() -> None:
+    """Draw all saved runs, with matplotlib."""
+    shutil.rmtree(PICTURES, ignore_errors=True)
+    for _ in draw_all([ROOT / "perf" / "results"], PICTURES, general=True):
+        pass
+
+
 def pictures(*words: str) -> str:
-    """The pictures under ``perf`` whose names contain one of the words; nothing where there are none."""
-    found = sorted((ROOT / "perf").rglob("*.svg"))
+    """The pictures that :func:`draw_pictures` drew and whose names contain one of the words."""
+    found = sorted(PICTURES.rglob("*.svg"))
     chosen = [path for path in found if any(word in path.stem for word in words)]
     return "\n\n".join(
         f"![{path.stem.replace('-', ' ').replace('_', ' ')}](/{path.relative_to(ROOT)})" for path in chosen

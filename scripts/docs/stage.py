@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from scripts.docs import generated, snippets
+from scripts.docs import generated, result_parts, snippets
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -88,10 +88,10 @@ class Stage:
         return self._source(path.relative_to(ROOT).as_posix(), match["text"], name)
 
     def _image(self, path: Path, text: str, name: str) -> str:
-        copy = self.folder / "pictures" / path.name
+        copy = self.folder / "pictures" / f"{path.parent.name}-{path.name}"  # each machine has a speed.svg
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-        return f"![{text}](/pictures/{path.name})"
+        return f"![{text}](/pictures/{copy.name})"
 
     def _code(self, match: re.Match[str], name: str) -> str:
         path = ROOT / match["path"]
@@ -116,6 +116,8 @@ def stage(folder: Path, *, run: bool) -> list[str]:
     if run:
         print("docs: compiling the kernels that pages show", flush=True)
         generated.compile_kernels()  # forks, so before there are threads
+        print("docs: drawing the benchmark results", flush=True)
+        result_parts.draw_pictures()
     start = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {pool.submit(page_text, file, run): name for name, file in site.files.items()}
