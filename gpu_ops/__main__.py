@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpu_ops import __version__
+from gpu_ops.cli.terminal import make_console, print_table, run_command, waiting
 from gpu_ops.environment import VARIABLES, Environment, environment
 from gpu_ops.kernels.compiler.words import several
-from gpu_ops.terminal import make_console, print_table, run_command, waiting
 
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
 
@@ -99,8 +99,8 @@ def memory(options: argparse.Namespace) -> int:
     """Print what a model takes; 1 where no card has room, 2 with a line on stderr for what makes no sense."""
     from dataclasses import fields
 
+    from gpu_ops.cli.memory_report import Question, show_memory
     from gpu_ops.errors import GpuOpsError
-    from gpu_ops.memory_report import Question, show_memory
 
     try:
         asked = Question(**{f.name: getattr(options, f.name) for f in fields(Question)})
@@ -112,8 +112,8 @@ def memory(options: argparse.Namespace) -> int:
 
 def presets(card: str | None) -> int:
     """Print all presets, or one with the kernels that typical calls would launch; 1 when there is none."""
+    from gpu_ops.cli.preset_report import show_card, show_cards
     from gpu_ops.errors import OptionError
-    from gpu_ops.preset_report import show_card, show_cards
 
     console = make_console()
     try:
@@ -202,9 +202,9 @@ def _table(title: str) -> Table:
 
 def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
     """Compile the chosen variants in parallel processes, with a line for each; 1 when one fails."""
+    from gpu_ops.cli.warmup import variants
     from gpu_ops.environment import cache_folder
     from gpu_ops.errors import DeviceError
-    from gpu_ops.warmup import variants
 
     console = make_console()
     try:
@@ -246,8 +246,8 @@ def _compile_all(labels: list[str], workers: int, console: Console) -> int:
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+    from gpu_ops.cli.warmup import compile_variant, in_processes
     from gpu_ops.kernels.compiler.kernel import short_label
-    from gpu_ops.warmup import compile_variant, in_processes
 
     failed = 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -20,10 +20,10 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import inference, models
+from gpu_ops.core.state_arrays import to_device
 from gpu_ops.inference.captured import Graphs
 from gpu_ops.models.projection import PROJECTIONS
 from gpu_ops.reference.precision import Precision
-from gpu_ops.training.state_arrays import to_device
 from perf.case import DTYPES, Call, Case, Config, Inputs, device_of
 
 CONFIG = models.LlamaConfig(vocab=32000, hidden=768, ffn=2048, nlayers=12, nheads=12, nheads_kv=4, tied=True)

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gpu_ops.cli.terminal import make_console, run_command, waiting
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.terminal import make_console, run_command, waiting
 from perf import comm, compare, emulate, limits, machine, pictures, plan, report, roofline, runs
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case

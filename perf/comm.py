@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from gpu_ops.cli.terminal import print_table, waiting
 from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.kernels.compiler.words import several
-from gpu_ops.terminal import print_table, waiting
 from perf import machine
 from perf.report import make_table
 

@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpu_ops import emulator
+from gpu_ops.cli.terminal import print_table
 from gpu_ops.emulator import Profile
 from gpu_ops.emulator.counts import SECTOR
 from gpu_ops.errors import GpuOpsError, KernelCompileError
 from gpu_ops.kernels.compiler import cubin, toolkit
 from gpu_ops.presets import select_preset
-from gpu_ops.terminal import print_table
 from perf.case import Case
 from perf.report import make_table, short_dtype
 

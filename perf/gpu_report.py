@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_ops.cli.terminal import run_command
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import DevicePreset, select_preset
-from gpu_ops.terminal import run_command
 from perf import pictures, roofline, runs
 from perf.attention_grids import Shape
 from perf.runs import Row

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from gpu_ops.cli.terminal import make_console, print_table
 from gpu_ops.core.checks import one_of
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.models.presets import PRESETS, find_config
-from gpu_ops.terminal import make_console, print_table
 from perf import plan_anchors
 from perf.plan_cluster import KINDS, WHO, Cluster
 from perf.plan_search import Found, least_memory, room, search

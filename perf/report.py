@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from gpu_ops.cli.terminal import UNLIMITED, fixed_console, print_table
 from gpu_ops.kernels.compiler.words import several
-from gpu_ops.terminal import UNLIMITED, fixed_console, print_table
 from perf.compare import Comparison
 from perf.harness import Result
 from perf.limits import Limits

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from gpu_ops.cli.terminal import print_table
 from gpu_ops.kernels.attention.config import Config, DeviceLimits, Problem, select_config
 from gpu_ops.kernels.attention.shape import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
-from gpu_ops.terminal import print_table
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
 from perf.case import DTYPES
 from perf.report import make_table, short_dtype

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gpu_ops.cli.warmup import in_processes
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.compiler.words import several
-from gpu_ops.warmup import in_processes
 from perf.case import Case, Config, find_case, make_inputs
 from perf.harness import Result
 from perf.machine import label

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.terminal import run_command
+from gpu_ops.cli.terminal import run_command
 from perf.attention_grids import Shape
 from perf.build import normal
 from perf.case import DTYPES

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from gpu_ops.cli.terminal import make_console, print_table
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import cubin, jit, progress, toolkit
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.presets import ARCHES
-from gpu_ops.terminal import make_console, print_table
 from scripts import issue_gate
 
 PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.state_arrays import zeros
 from gpu_ops.distributed.buckets import Bucket
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.training.flat import FlatParams
-from gpu_ops.training.state_arrays import zeros
 
 __all__ = ["Gradients", "Weights"]
 

@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import cuda_missing
+from gpu_ops.core.state_arrays import to_device
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
 from gpu_ops.distributed.sequence import sequence_positions
 from gpu_ops.errors import DeviceError, ShapeError
 from gpu_ops.models.block import Sequences
-from gpu_ops.training.state_arrays import to_device
 
 __all__ = ["ContextParallel"]
 

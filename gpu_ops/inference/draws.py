@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.state_arrays import StateArray, to_device
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.ops.sampling.sample import sample
-from gpu_ops.training.state_arrays import StateArray, to_device
 
 __all__ = ["Draws", "Row"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.state_arrays import zeros
 from gpu_ops.ops.attention.quantized_pages import QUANTIZED
-from gpu_ops.training.state_arrays import zeros
 
 __all__ = ["PageArrays"]
 

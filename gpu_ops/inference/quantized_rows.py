@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from gpu_ops.core.arrays import cast, on_cuda
-from gpu_ops.training.state_arrays import to_device
+from gpu_ops.core.state_arrays import to_device
 
 __all__ = ["numbers"]
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, on_cuda
+from gpu_ops.core.state_arrays import StateArray
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.draws import Draws, Row
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.tree import parent_list
 from gpu_ops.reference.sampling.sample import adjusted_logits, kept_tokens, random_number, token_weights
-from gpu_ops.training.state_arrays import StateArray
 
 __all__ = ["probabilities", "verify"]
 

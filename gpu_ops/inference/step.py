@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu_ops.core.state_arrays import to_device
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.inference.sequences import Plan, Sequences
-from gpu_ops.training.state_arrays import to_device
 
 if TYPE_CHECKING:
     from gpu_ops.inference.cascade import Cascade

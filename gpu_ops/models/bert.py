@@ -23,6 +23,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import on_cuda
 from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.core.state_arrays import check_device, named_dtype, to_device, zeros
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.files import path_of
 from gpu_ops.kernels.compiler.progress import visible
@@ -37,7 +38,6 @@ from gpu_ops.ops.gemm.swiglu import swiglu
 from gpu_ops.ops.norm.layernorm import layernorm
 from gpu_ops.ops.norm.rmsnorm import rmsnorm
 from gpu_ops.ops.rows.embedding import embedding
-from gpu_ops.training.state_arrays import check_device, named_dtype, to_device, zeros
 
 __all__ = ["Bert", "BertBlock", "bert_states", "load_bert", "sentence_embeddings"]
 

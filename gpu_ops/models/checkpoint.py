@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.core.state_arrays import StateArray, check_device, named_dtype, to_device
 from gpu_ops.errors import FormatError, OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.formats.safetensors import header_of
@@ -43,7 +44,6 @@ from gpu_ops.models.tensors import (
     with_stored_prefix,
 )
 from gpu_ops.models.weights import Llama, check_models
-from gpu_ops.training.state_arrays import StateArray, check_device, named_dtype, to_device
 
 __all__ = ["load", "save"]
 

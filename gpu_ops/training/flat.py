@@ -14,9 +14,9 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.device import cuda_missing
 from gpu_ops.core.out_of_memory import out_of_memory
+from gpu_ops.core.state_arrays import StateArray, named_dtype, zeros
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rows.adamw import adamw_step
-from gpu_ops.training.state_arrays import StateArray, named_dtype, zeros
 
 __all__ = ["FlatParams"]
 

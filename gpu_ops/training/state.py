@@ -16,11 +16,11 @@ import numpy as np
 
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.core.state_arrays import StateArray, check_device, to_device
 from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, write_file
 from gpu_ops.formats.safetensors import MOST_HEADER, NUMPY_DTYPES, SafetensorsFile, header_of
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.training.state_arrays import StateArray, check_device, to_device
 
 __all__ = ["is_state", "load_state", "read_meta", "save_state"]
 

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_ops.terminal import run_command
+from gpu_ops.cli.terminal import run_command
 from perf.pictures import draw_all
 
 HERE = Path(__file__).resolve().parent

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from gpu_ops.cli.preset_report import card_limits
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
 from gpu_ops.kernels.compiler import jit
 from gpu_ops.kernels.compiler.kernel import CudaKernel, short_label
 from gpu_ops.kernels.program import Launch, lower
-from gpu_ops.preset_report import card_limits
 from gpu_ops.presets import PRESETS
 from scripts import inspect_kernels
 

@@ -29,8 +29,8 @@ from rich.table import Table
 
 import gpu_ops
 from gpu_ops import memory, models
+from gpu_ops.cli.terminal import make_console, print_table
 from gpu_ops.reference.tolerance import tolerance
-from gpu_ops.terminal import make_console, print_table
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import gpu_ops
 from gpu_ops import memory, models, training
-from gpu_ops.terminal import make_console
+from gpu_ops.cli.terminal import make_console
 
 TINY = {"hidden": 32, "ffn": 48, "nlayers": 1, "nheads": 2, "nheads_kv": 1}
 SMALL = {"hidden": 256, "ffn": 688, "nlayers": 4, "nheads": 4, "nheads_kv": 2}

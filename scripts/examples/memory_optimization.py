@@ -21,7 +21,7 @@ from rich.table import Table
 
 import gpu_ops
 from gpu_ops import memory, models, training
-from gpu_ops.terminal import make_console, print_table
+from gpu_ops.cli.terminal import make_console, print_table
 
 TINY = {"hidden": 64, "ffn": 96, "nlayers": 2, "nheads": 2, "nheads_kv": 1}
 SMALL = {"hidden": 256, "ffn": 688, "nlayers": 8, "nheads": 4, "nheads_kv": 2}

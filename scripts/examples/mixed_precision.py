@@ -22,7 +22,7 @@ from rich.table import Table
 
 import gpu_ops
 from gpu_ops import models, training
-from gpu_ops.terminal import make_console, print_table
+from gpu_ops.cli.terminal import make_console, print_table
 
 DTYPES = ("float32", "bfloat16", "float16")
 TINY = {"hidden": 32, "ffn": 48, "nlayers": 1, "nheads": 2, "nheads_kv": 1}

@@ -22,9 +22,9 @@ from rich.table import Table
 
 import gpu_ops
 from gpu_ops import memory
+from gpu_ops.cli.terminal import make_console, print_table
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.reference.tolerance import FORWARD, GRADIENT, tolerance
-from gpu_ops.terminal import make_console, print_table
 
 Array = np.ndarray[Any, Any]
 FACTORS = {"out": FORWARD, "dq": GRADIENT, "dk": GRADIENT, "dv": GRADIENT}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from llvmlite.binding import Linkage
 
-from gpu_ops import warmup
+from gpu_ops.cli import warmup
 from gpu_ops.kernels.common.cpu import jit
 from gpu_ops.kernels.common.cpu.codegen import numba_pipeline
 from gpu_ops.kernels.common.cpu.jit import FLOATS, Kernel

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
+from gpu_ops.cli.preset_report import card_limits
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.core.run import Prepared
@@ -21,7 +22,6 @@ from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.kernels.compiler.device_limits import RESERVED
 from gpu_ops.kernels.compiler.kernel import CudaKernel
 from gpu_ops.kernels.program import Builder, Launch, LaunchTooLarge, Limits
-from gpu_ops.preset_report import card_limits
 from gpu_ops.presets import PRESETS
 from gpu_ops.reference.weights.ternary_formats import FORMATS
 from tests.support.calls import DTYPES, call

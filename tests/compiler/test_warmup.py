@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from gpu_ops.warmup import in_processes
+from gpu_ops.cli.warmup import in_processes
 
 
 def test_an_interrupt_ends_them_at_once():

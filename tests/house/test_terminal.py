@@ -12,7 +12,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from gpu_ops import terminal
+from gpu_ops.cli import terminal
 from perf import report
 
 WORDS = "measured between words that are long"

@@ -249,7 +249,7 @@ def test_steps_of_fixed_shapes_stay_where_they_are():
     ],
 )
 def test_wrong_sizes(error, message, options, monkeypatch):
-    monkeypatch.setattr("gpu_ops.training.state_arrays.cuda_missing", lambda: "none here")
+    monkeypatch.setattr("gpu_ops.core.state_arrays.cuda_missing", lambda: "none here")
     with pytest.raises(error, match=message):
         cache_of(**options)
 

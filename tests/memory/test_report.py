@@ -7,7 +7,8 @@ import json
 import pytest
 
 from gpu_ops import __main__ as cli
-from gpu_ops import memory, memory_report, models
+from gpu_ops import memory, models
+from gpu_ops.cli import memory_report
 from gpu_ops.presets import PRESETS
 from tests.support.processes import python
 

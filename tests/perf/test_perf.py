@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from gpu_ops.terminal import make_console
+from gpu_ops.cli.terminal import make_console
 from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, runs, stats
 from perf.attention_grids import Shape
 from perf.case import Config

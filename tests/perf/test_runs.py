@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from gpu_ops.terminal import make_console
+from gpu_ops.cli.terminal import make_console
 from perf import compare, harness, report, runs
 from perf.case import Config
 from tests.perf.case import FAST, LIMITS, square_case

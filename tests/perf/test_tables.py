@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gpu_ops.terminal import make_console
+from gpu_ops.cli.terminal import make_console
 from perf import cli, report, tour
 from perf.accuracy import Error
 from perf.case import Config
@@ -24,7 +24,7 @@ MACHINE = {"cpu": "a processor", "threads": 2, "device": "cpu"}
 # Prints the tables of every quick case on a terminal that it makes narrow itself.
 TABLES = """
 import fcntl, struct, sys, termios
-from gpu_ops.terminal import make_console
+from gpu_ops.cli.terminal import make_console
 from perf import cli, report
 from perf.case import Config
 from tests.perf.test_tables import result

@@ -265,7 +265,7 @@ def test_cuda_arrays_are_copied_through_the_host(dtype, cupy, tmp_path, rng):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the message is of a machine without a GPU")
 def test_no_gpu_is_said_before_the_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpu_ops.training.state_arrays.cuda_missing", lambda: "none here")
+    monkeypatch.setattr("gpu_ops.core.state_arrays.cuda_missing", lambda: "none here")
     save_state(tmp_path / "s", {"w": np.ones(3)})
     with pytest.raises(DeviceError, match=r"load_state: device='cuda', .*: none here"):
         load_state(tmp_path / "s", device="cuda")

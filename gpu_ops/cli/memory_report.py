@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gpu_ops.cli.terminal import print_table, waiting
 from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
@@ -20,7 +21,6 @@ from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.presets import find_config
 from gpu_ops.ops.attention.quantized_pages import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
-from gpu_ops.terminal import print_table, waiting
 
 __all__ = ["Question", "show_memory"]
 

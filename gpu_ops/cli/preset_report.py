@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gpu_ops.cli.terminal import print_table
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.program import Launch, Limits, lower
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
-from gpu_ops.terminal import print_table
 
 __all__ = ["card_limits", "kernel_rows", "show_card", "show_cards"]
 

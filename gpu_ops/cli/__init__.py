@@ -1,0 +1,1 @@
+"""The commands of ``python -m gpu_ops``: tables, reports, compiling ahead, terminals."""
