@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.defaults import DEFAULTS, default
+
 __all__ = ["ANY_NUMBER", "INTEGERS", "PLAIN", "array_key", "call_key", "describes", "extent"]
 
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
@@ -31,9 +33,9 @@ class _AnyFloat:
 
 ANY_NUMBER: dict[type, Any] = dict.fromkeys(INTEGERS, _AnyInteger()) | dict.fromkeys(_FLOATS, _AnyFloat())
 """Placeholders by type, for numbers that are not part of the call key."""
+_VARIABLES = ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH", "GPU_OPS_SANITIZE")
 _ENVIRONMENT = tuple(
-    os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
-    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH", "GPU_OPS_SANITIZE")
+    os.environ.encodekey(name) if hasattr(os.environ, "_data") else name for name in _VARIABLES
 )
 
 _describe: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {}
@@ -126,6 +128,8 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
 
 def _environment() -> tuple[Any, ...]:
     """The variables, read from the dictionary behind ``os.environ``: the mapping itself takes 1 us for each."""
+    if DEFAULTS.get() is not None:
+        return tuple([default(name) for name in _VARIABLES])
     data = getattr(os.environ, "_data", None)
     found = os.environ if data is None else data
     return tuple([found.get(name) for name in _ENVIRONMENT])

@@ -28,6 +28,7 @@ from typing import Any
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.checks import one_of
+from gpu_ops.core.defaults import default
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.compiler.numba_import import numba_disabled
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
@@ -202,4 +203,4 @@ def _setting(name: str, argument: Any) -> tuple[str, str | None]:
     if argument is not None:
         return name, argument
     variable = f"GPU_OPS_{name.upper()}"
-    return variable, os.environ.get(variable) or None
+    return variable, default(variable) or None

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.arrays import as_bits
+from gpu_ops.core.defaults import DEFAULTS, default
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, Launch, Limits, Memset, Tensor
 from gpu_ops.presets import ARCHES, select_preset
@@ -37,8 +38,8 @@ class EmulatorDevice:
     on_host = True
 
     def __init__(self) -> None:
-        wanted = os.environ.get("GPU_OPS_ARCH")
-        preset = select_preset(None if wanted else _DEFAULT_ARCH)
+        wanted = default("GPU_OPS_ARCH")
+        preset = select_preset(_DEFAULT_ARCH if not wanted else wanted if DEFAULTS.get() else None)
         self._preset = preset.name
         self.limits = Limits(preset.arch.name, preset.sms, preset.arch.smem_per_block_optin, "", preset.name)
         mode = os.environ.get("GPU_OPS_SANITIZE", "")

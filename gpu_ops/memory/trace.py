@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.allocator import use_allocator
+from gpu_ops.core.defaults import default, use_defaults
 from gpu_ops.core.device import cuda_missing, current_device
 from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
 from gpu_ops.presets import select_preset
@@ -56,8 +55,7 @@ class Trace:
     ----------
     device : str, optional
         ``"cpu"``, the default, or a card of the presets such as ``"H100 SXM"``: its kernels' workspaces are planned,
-        without the card. ``"cuda"`` is the card at hand. ``GPU_OPS_DEVICE`` and ``GPU_OPS_ARCH``, variables of the
-        process, are set to it while the trace is entered: let no other thread call ops meanwhile.
+        without the card. ``"cuda"`` is the card at hand. Calls of other threads are not traced.
 
     Notes
     -----
@@ -167,9 +165,8 @@ class _Reserved:
         self._trace.goes(self._buffer)
 
 
-@contextlib.contextmanager
-def _running_on(device: str | None) -> Iterator[None]:
-    """The variables that make ops choose a device, and its kernels' programs."""
+def _running_on(device: str | None) -> AbstractContextManager[None]:
+    """A context in which ops choose the programs of a device, without it."""
     chosen = {"GPU_OPS_DEVICE": "cpu"}
     if device == "cuda":
         if missing := cuda_missing():
@@ -181,18 +178,9 @@ def _running_on(device: str | None) -> Iterator[None]:
         preset = select_preset(device)  # OptionError for a card that is not known
         backend = "numba" if preset.arch.compute_capability < (8, 0) else "raw"
         chosen = {"GPU_OPS_DEVICE": "emulator", "GPU_OPS_BACKEND": backend, "GPU_OPS_ARCH": str(device)}
-    elif os.environ.get("GPU_OPS_BACKEND") == "raw":
+    elif default("GPU_OPS_BACKEND") == "raw":
         raise OptionError(
             "memory.Trace: GPU_OPS_BACKEND=raw does not run on the CPU; unset it, or pass a card, such as "
             "device='H100 SXM'"
         )
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return use_defaults(chosen)

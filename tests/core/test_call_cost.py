@@ -20,7 +20,7 @@ from tests.support.fake_cupy import FakeArray
 
 PACKAGE = Path(gpu_ops.__file__).parent
 COUNTED = (PACKAGE, PACKAGE.parent / "kernels")
-NOT_COUNTED = {"numba_cpu", "emulator"}
+NOT_COUNTED = {"cpu", "emulator"}
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions until Python 3.11 only
 
 # The most calls of our functions: (on the CPU, on a GPU), two above what was counted.
