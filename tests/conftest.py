@@ -24,6 +24,7 @@ from gpu_ops.core import dispatch
 from gpu_ops.core.device import compiler_missing, cuda_missing
 from gpu_ops.core.dispatch import BACKENDS
 from gpu_ops.core.op import forget_calls
+from tests.support.choice import chosen_items
 from tests.support.fake_cupy import FakeCupy
 from tests.support.processes import ROOT
 from tests.support.surroundings import keep_last_words, load_hypothesis_profile, restore_signals
@@ -71,6 +72,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
     dropped = [item for item in items if _is_raw_float64(item) or not _applies(item)]
     _drop(config, items, dropped)
+    default = [
+        item for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("full"))
+    ]
+    chosen = chosen_items(default)
+    for item in default:
+        if id(item) not in chosen:
+            item.add_marker(pytest.mark.full)
     if cuda_missing():
         _collapse(config, items, "gpu", "needs a CUDA device; scripts/gpu_check.sh runs it")
     if not any(map(find_spec, ("torch", "jax", "transformers"))):
