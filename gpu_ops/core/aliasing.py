@@ -1,4 +1,4 @@
-"""Overlap and layout of arrays, from shapes, strides and addresses alone: alike on every device."""
+"""Overlap and layout of arrays, from shapes, strides and addresses alone; the same on every device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 __all__ = ["is_row_major", "overlap", "overlaps_itself", "same_memory"]
 
-Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
+Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which has the same attributes
 
 
 def is_row_major(x: Array) -> bool:
@@ -54,7 +54,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 
 def overlaps_itself(x: Array) -> bool:
-    """Whether two elements may have a byte in common: not if every axis steps over all that smaller steps reach."""
+    """Whether two elements may share a byte; False if every axis steps past all bytes that smaller steps reach."""
     if not x.size or x.ndim == 0:
         return False
     reach = x.itemsize

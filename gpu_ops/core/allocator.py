@@ -1,7 +1,7 @@
-"""Who allocates the results and workspaces of calls: the device, or an allocator that a thread has put in its place.
+"""Allocators of results and workspaces: the device's own, or one that a thread has installed instead.
 
 :class:`gpu_ops.memory.Trace` allocates nothing and lets nothing run; :class:`gpu_ops.memory.Arena` hands out places
-in one buffer; :class:`gpu_ops.memory.Pool` counts what the device allocates. None is seen by the ops.
+in one buffer; :class:`gpu_ops.memory.Pool` counts what the device allocates. Ops do not see the difference.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ __all__ = ["IN_USE", "Allocator", "allocator", "empty_like", "new_array", "use_a
 
 
 class Allocator(Protocol):
-    """Takes the place of a device's own allocations in one thread."""
+    """Replacement for a device's own allocations in one thread."""
 
     runs: bool
-    """Whether calls run; False: they are validated, lowered and allocated for, no more."""
+    """Whether calls run; False: they are only validated, lowered and allocated for."""
     on_gpu: bool
-    """Whether the arrays are those of a GPU, planned or real."""
+    """Whether the arrays are on a GPU, planned or real."""
     from_device: bool
-    """Whether the memory is the device's, so that another allocator may take its place for a while."""
+    """Whether the memory is the device's, so that another allocator may replace this one for a while."""
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
-        """A result or a workspace, uninitialised. ``device``: who would have allocated it."""
+        """Return an uninitialised result or workspace. ``device``: the one that would have allocated it."""
 
     def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
-        """Around the steps of a call: what its functions on the CPU allocate themselves meanwhile."""
+        """Context around the steps of a call. ``nbytes``: what its CPU functions allocate themselves meanwhile."""
 
 
 IN_USE: dict[int, Allocator] = {}
-"""By thread. Almost always empty; testing it is cheaper than calling :func:`allocator`."""
+"""Allocators by thread id. Almost always empty; testing it is cheaper than calling :func:`allocator`."""
 
 
 def allocator() -> Allocator | None:
-    """The allocator of this thread; None: the device's own."""
+    """Return the allocator of this thread; None: the device's own."""
     return IN_USE.get(threading.get_ident())
 
 
@@ -50,17 +50,17 @@ def allocator() -> Allocator | None:
 def use_allocator(one: Allocator) -> Iterator[None]:
     """Allocate from ``one`` in this thread."""
     thread = threading.get_ident()
-    before = IN_USE.get(thread)
-    if before is not None and not before.from_device:
+    previous = IN_USE.get(thread)
+    if previous is not None and not previous.from_device:
         raise OptionError("memory: a trace or an arena is in use in this thread already; leave it first")
     IN_USE[thread] = one
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del IN_USE[thread]
         else:
-            IN_USE[thread] = before
+            IN_USE[thread] = previous
 
 
 def empty_like(x: Any, label: str) -> Any:
@@ -69,8 +69,8 @@ def empty_like(x: Any, label: str) -> Any:
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any], label: str, *, on_host: bool = False) -> Any:
-    """An uninitialised array, of NumPy or on the current CUDA device, from the allocator of this thread."""
-    device, instead = devices.current_device("cpu" if on_host else "cuda"), allocator()
-    if instead is not None:
-        return instead.allocate(shape, dtype, label, device)
+    """An uninitialised array, NumPy's or on the current CUDA device, from the allocator of this thread."""
+    device, current = devices.current_device("cpu" if on_host else "cuda"), allocator()
+    if current is not None:
+        return current.allocate(shape, dtype, label, device)
     return device.empty(shape, dtype, label)

@@ -10,7 +10,7 @@ __all__ = ["AnyArray", "ArrayT", "NumPyT", "SupportsCudaArrayInterface", "Suppor
 
 
 class SupportsDLPack(Protocol):
-    """An array that DLPack exchanges. A property of any type, as libraries annotate the method differently."""
+    """An array that DLPack exchanges. The property is ``Any`` because libraries annotate the method differently."""
 
     @property
     def __dlpack__(self) -> Any: ...
@@ -26,7 +26,7 @@ class SupportsCudaArrayInterface(Protocol):
 AnyArray: TypeAlias = SupportsDLPack | SupportsCudaArrayInterface
 
 ArrayT = TypeVar("ArrayT", bound=AnyArray)
-"""An array of the caller's library. Of NumPy also its dtype and number of axes, which the result then shares."""
+"""An array of the caller's library. A NumPy array also fixes the result's dtype and number of axes."""
 
 NumPyT = TypeVar("NumPyT", bound=np.ndarray[Any, np.dtype[Any]])
-"""The same of NumPy alone, beside results of another dtype or number of axes."""
+"""A NumPy array whose call also returns results of another dtype or number of axes."""

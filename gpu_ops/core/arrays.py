@@ -41,25 +41,25 @@ _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 13)  # device memory; managed memory
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FOREIGN_ERRORS = Exception
-"""What methods of other libraries' arrays raise: they may be anything, and raise anything."""
+"""Errors that methods of other libraries' arrays raise: any exception."""
 _HOST_LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _CUPY = {"cupy": "cupy"}
 
 
 def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
-    """A NumPy view of an array in host memory, and the library whose array it is; None for NumPy."""
+    """A NumPy view of an array in host memory, and the array's library; None for NumPy."""
     if isinstance(x, np.ndarray):
         # without the module, or while a thread imports it, there is no masked array
         if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
             raise DTypeError(f"{op}: {name} is a masked array; fill it first: {name}.filled(value)")
         return np.asarray(x), None
     if not _has(x, "__dlpack__"):
-        kind = f"a number of type {type(x).__name__}" if isinstance(x, np.number) else type(x).__name__
+        description = f"a number of type {type(x).__name__}" if isinstance(x, np.number) else type(x).__name__
         other = f"pass a NumPy array or an object with __dlpack__ (for a list: numpy.asarray({name}))"
-        raise DTypeError(f"{op}: {name} is {kind}, not an array; {in_place_of_array(x) or other}")
+        raise DTypeError(f"{op}: {name} is {description}, not an array; {in_place_of_array(x) or other}")
     try:
-        kind_of_device, number = x.__dlpack_device__()
-        device = int(kind_of_device), int(number)
+        device_type, device_id = x.__dlpack_device__()
+        device = int(device_type), int(device_id)
     except FOREIGN_ERRORS as error:  # torch's meta tensors, for one
         raise DeviceError(f"{op}: {name} has no data that can be shared: {error!r}") from error
     if device[0] != _DLPACK_CPU:
@@ -80,7 +80,7 @@ def from_dlpack(x: Any, library: str | None) -> Array:
     """A NumPy view of an array of another library."""
     if library == "torch":
         remember_torch()
-        x = x.detach()  # torch exports no leaf, though grad mode is off
+        x = x.detach()  # torch does not export a leaf that requires grad, even with grad mode off
         if x.dtype == sys.modules["torch"].bfloat16:
             return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(_BFLOAT16)
     if library == "jax":
@@ -89,7 +89,7 @@ def from_dlpack(x: Any, library: str | None) -> Array:
 
 
 def give(x: Array, library: str | None) -> Any:
-    """``x`` in the caller's library, sharing memory where that library can."""
+    """Return ``x`` in the caller's library, sharing memory where that library can."""
     if library is None:
         return x
     module = sys.modules[library]
@@ -103,13 +103,13 @@ def give(x: Array, library: str | None) -> Any:
 
 
 def library_of(x: Any, roots: Mapping[str, str]) -> str | None:
-    """The library whose array ``x`` is, or is a subclass of; ``roots``: by the first word of its modules' names."""
-    words = (kind.__module__.partition(".")[0] for kind in type(x).__mro__)
+    """Library of the array ``x`` or of its base classes. ``roots``: libraries by a module name's first word."""
+    words = (base.__module__.partition(".")[0] for base in type(x).__mro__)
     return next((roots[word] for word in words if word in roots), None)
 
 
 def remember_torch() -> None:
-    """Calls with torch tensors have a key of their own from the first tensor on."""
+    """Give calls with torch tensors their own key, from the first tensor on."""
     torch = sys.modules["torch"]
 
     @describes(torch.Tensor)
@@ -122,7 +122,7 @@ def remember_torch() -> None:
 
 
 def check_shareable(name: str, x: Any) -> None:
-    """TypeError for a torch tensor that is more than its bits: a view of them would drop the rest silently."""
+    """Raise TypeError for a torch tensor that is more than its bits: a view of them would drop the rest silently."""
     if _is_tracked(x):
         raise TypeError(
             f"gpu_ops does not track gradients; call {name}.detach(), or compute under torch.no_grad()"
@@ -137,7 +137,7 @@ def check_shareable(name: str, x: Any) -> None:
 
 
 def _is_tracked(x: Any) -> bool:
-    """Whether torch would record what is done with ``x``: not under ``no_grad``, nor inside ``autograd.Function``."""
+    """Whether torch would track operations on ``x``: not under ``no_grad`` or inside ``autograd.Function``."""
     if not getattr(x, "requires_grad", False):
         return False
     torch = sys.modules.get("torch")
@@ -145,16 +145,16 @@ def _is_tracked(x: Any) -> bool:
 
 
 def as_bits(x: Array) -> Array:
-    """Unsigned integers of the same bytes for bfloat16 and float8, which CuPy and the emulator do not know."""
+    """View bfloat16 and float8, which CuPy and the emulator do not know, as unsigned integers of the same size."""
     return x.view(np.dtype(f"u{x.dtype.itemsize}")) if x.dtype.kind == "V" else x
 
 
 def cast(x: Any, dtype: npt.DTypeLike) -> Any:
-    """``x`` in another float dtype, rounded to nearest even; ``x`` itself if it has it."""
+    """Cast ``x`` to another float dtype, rounded to nearest even; ``x`` itself if it has that dtype."""
     dtype = np.dtype(dtype)
     if isinstance(x, np.ndarray) or x.dtype == dtype or _BFLOAT16 not in (x.dtype, dtype):
         return x.astype(dtype, copy=False)
-    # CuPy has no casts of bfloat16: by the bits of float32
+    # CuPy has no casts of bfloat16, so go through the bits of float32
     if x.dtype == _BFLOAT16:
         return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(dtype, copy=False)
     bits = x.astype(np.float32, copy=False).view(np.uint32)
@@ -164,23 +164,23 @@ def cast(x: Any, dtype: npt.DTypeLike) -> Any:
 
 
 def as_rows(x: Array) -> Array:
-    """``x`` as (rows, last axis): a view where the strides allow, else a copy (inputs only)."""
+    """Reshape ``x`` to (rows, last axis): a view where the strides allow, else a copy (inputs only)."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def bounds_of(x: Array) -> tuple[int, int]:
-    """The smallest and the largest of the integers in an array, which is not empty."""
+    """Minimum and maximum of a nonempty array of integers."""
     if x.size > 256 or not isinstance(x, np.ndarray):
         return int(x.min()), int(x.max())
-    numbers = x.ravel().tolist()  # Python is faster with few
+    numbers = x.ravel().tolist()  # Python is faster for few elements
     return min(numbers), max(numbers)
 
 
 def on_cuda(x: Any) -> bool:
-    """Whether ``x`` says that it lies on a CUDA device."""
-    if library_of(x, _CUPY):  # it would ask the driver about its address
+    """Whether ``x`` reports that it is on a CUDA device."""
+    if library_of(x, _CUPY):  # its protocol methods would query the driver about the address
         return True
-    if hasattr(type(x), "__dlpack_device__"):  # torch: asking for the other protocol can raise
+    if hasattr(type(x), "__dlpack_device__"):  # torch: reading the other protocol's attribute can raise
         try:
             return int(x.__dlpack_device__()[0]) in _DLPACK_CUDA
         except FOREIGN_ERRORS:  # torch's meta tensors, for one
@@ -211,14 +211,14 @@ def is_read_only(x: Any, view: Any) -> bool:
 
 
 def store(views: Mapping[str, Array], names: Sequence[str], results: Any) -> None:
-    """Copy results, an array or a sequence of them, into the arrays of these names."""
-    found = results if isinstance(results, (tuple, list)) else [results]
-    for name, x in zip(names, found, strict=True):
+    """Copy results, an array or a sequence of arrays, into the views of these names."""
+    arrays = results if isinstance(results, (tuple, list)) else [results]
+    for name, x in zip(names, arrays, strict=True):
         views[name][...] = x
 
 
 def check_writable(op: str, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
-    """Refuse an array that kernels cannot write results to. ``else_``: what the caller could do instead."""
+    """Refuse an array that kernels cannot write results to. ``else_``: text of the caller's alternative."""
     if view.dtype != np.dtype(dtype):
         raise DTypeError(f"{op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
     if is_read_only(out, view):

@@ -1,4 +1,4 @@
-"""``autotune``: measure the ways to run a problem on this GPU, and keep the fastest for later."""
+"""``autotune``: measure the candidate configurations of a problem on this GPU and keep the fastest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Tuning", "autotune"]
 
 _TUNABLE = ("attention", "attention_varlen", "attention_decode")
 _TIE = 1.01  # times the least time: closer than that, the model decides
-_NEAR = 1.5  # times the least time of the first measurement: slower candidates are not measured again
-_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 7, 30, 0.5  # of the fastest candidate
+_NEAR = 1.5  # times the least time of the first measurement; slower candidates are not measured again
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 7, 30, 0.5  # rounds, and seconds spent on the fastest candidate
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What :func:`autotune` measured; printable."""
+    """Result of :func:`autotune`: measured times and the winner; printable."""
 
     op: str
     problem: str
@@ -32,7 +32,7 @@ class Tuning:
     bucket: str
     """The problems that the winner is used for."""
     seconds: Mapping[str, float]
-    """Median of one call by candidate, the model's favourites first."""
+    """Median seconds of one call by candidate, in the model's order of preference."""
     failed: Mapping[str, str]
     """Candidates that could not run, and why."""
     winner: str
@@ -70,7 +70,7 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
     op : str or function
         A public op, or its name.
     arrays, options
-        As given to that op; the arrays lie on a CUDA device.
+        Arguments of that op; the arrays are on a CUDA device.
 
     Returns
     -------
@@ -97,8 +97,8 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
     """
     from gpu_ops.kernels.common import tuning
 
-    found = op_named("autotune", op)
-    name, bound = found.name, found.binder(*arrays, **options)
+    entry = op_named("autotune", op)
+    name, bound = entry.name, entry.binder(*arrays, **options)
     if name not in _TUNABLE:
         raise OptionError(
             f"autotune: {name} has nothing to choose: shapes decide its launch; {', '.join(_TUNABLE)} have"
@@ -112,14 +112,14 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
             f"autotune: the arrays of {name} are in host memory; it measures on a GPU: copy them there first "
             "(cupy.asarray(q), q.cuda())"
         )
-    prepared = Prepared(bound, found.parameters, arrays, options)
+    prepared = Prepared(bound, entry.parameters, arrays, options)
     limits = prepared.limits()
-    asked = lower(bound.spec, prepared.backend, limits)[1].asked
-    if not asked:
+    choices = lower(bound.spec, prepared.backend, limits)[1].asked
+    if not choices:
         raise OptionError(
             f"autotune: {name} with backend {prepared.backend!r} has nothing to choose: shapes decide its launch"
         )
-    ways = asked[-1].candidates()
+    ways = choices[-1].candidates()
 
     def link(label: str) -> Linked:
         return prepared.link(lower(bound.spec, prepared.backend, limits, label)[0])
@@ -134,12 +134,12 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
         raise DeviceError(f"autotune: no way to run {name} works here; {_first_of(failed)}")
     fastest = min(seconds.values())
     winner = next(label for label in ways if seconds.get(label, math.inf) <= _TIE * fastest)
-    path = tuning.keep(asked[-1], winner, {label: round(1e6 * s, 2) for label, s in seconds.items()})
+    path = tuning.keep(choices[-1], winner, {label: round(1e6 * s, 2) for label, s in seconds.items()})
     forget_calls()
-    model = next(label for label, config in ways.items() if config == asked[-1].model())
+    model = next(label for label, config in ways.items() if config == choices[-1].model())
     problem = bound.problem if isinstance(bound.problem, str) else bound.problem()
     device = str(prepared.device)
-    return Tuning(name, problem, device, asked[-1].bucket, seconds, failed, winner, model, path)
+    return Tuning(name, problem, device, choices[-1].bucket, seconds, failed, winner, model, path)
 
 
 def _first_of(failed: Mapping[str, str]) -> str:
@@ -149,7 +149,7 @@ def _first_of(failed: Mapping[str, str]) -> str:
 def _measure(
     op: str, labels: list[str], link: Callable[[str], Linked], run: Callable[[Linked], None]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """(seconds by candidate, why by candidate that cannot run)."""
+    """Return (seconds by candidate, reason by candidate that cannot run)."""
     import statistics
 
     from gpu_ops.kernels.compiler.progress import steps
@@ -168,10 +168,10 @@ def _measure(
         return min(timed(label) for _ in range(3))
 
     def attempt(measure: Callable[[str], float], label: str) -> float | None:
-        """None for a candidate that fails: then it is out."""
+        """Return None for a candidate that fails; it is then dropped."""
         try:
             return measure(label)
-        except Exception as error:  # of the compiler, the driver or the allocator
+        except Exception as error:  # from the compiler, the driver or the allocator
             failed[label] = str(error).partition("\n")[0] or type(error).__name__
             return None
 
@@ -190,15 +190,15 @@ def _measure(
                     del first[label], samples[label]
                 else:
                     samples[label].append(seconds)
-    return first | {label: statistics.median(some) for label, some in samples.items()}, failed
+    return first | {label: statistics.median(times) for label, times in samples.items()}, failed
 
 
 class Stopwatch:
-    """Seconds that the current device spends on a call, on CuPy's current stream.
+    """Timer of calls: seconds that the current device spends on one, on CuPy's current stream.
 
     Before the call the device fills more memory than the L2 cache holds, for twice as long as it took to enqueue the
-    previous call, and reads it. So the call starts with a cold cache, which has nothing to write back, and does not
-    wait for the host.
+    previous call, and reads it. The call then starts with a cold cache that has nothing to write back, and does
+    not wait for the host.
     """
 
     def __init__(self) -> None:

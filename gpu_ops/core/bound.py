@@ -1,4 +1,4 @@
-"""A validated call: what :meth:`gpu_ops.core.call.Call.bind` gives and :mod:`gpu_ops.core.run` runs."""
+"""Validated calls: :meth:`gpu_ops.core.call.Call.bind` returns one and :mod:`gpu_ops.core.run` runs it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Finish", "Look", "Make", "Output", "Source", "as_integer"]
 
 Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
-"""A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
+"""A hook that reads values: (the call's arrays, backend) -> (options that depend on them, further views)."""
 
 
 Make: TypeAlias = Callable[[Any, Any], Any]
-"""What a kernel reads, of what is no array itself: (argument, device) to it."""
+"""A function that makes the array or number that kernels read from an argument: (argument, device) -> value."""
 
 
 Finish: TypeAlias = Callable[[dict[str, Any], Any, Callable[[str], Any]], Any]
-"""Makes what a call returns: (arrays by name, device, name to result in the caller's library)."""
+"""A function that makes the return value: (arrays by name, device, name -> result in the caller's library)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a later call of the same key finds an array."""
+    """Location of an array in the arguments of a later call with the same key."""
 
     argument: str
     item: int | str | None = None
     """An index into the argument, or an attribute of it."""
     make: Make | None = None
-    """For what is no array itself."""
+    """For an argument that is not itself an array."""
     default: Any = None
-    """In place of an argument that is not given."""
+    """Value of an argument that is not passed."""
 
     @classmethod
     def named(cls, name: str) -> Source:
-        """``x`` is an argument, ``x.part`` an attribute of it, ``x[1]`` an item."""
+        """Parse a name: ``x`` is an argument, ``x.part`` an attribute of it, ``x[1]`` an item."""
         argument, bracket, index = name.partition("[")
         if bracket:
             return cls(argument, int(index[:-1]))
@@ -50,17 +50,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Output:
-    """A result, or an array that is needed like one."""
+    """A result, or a hidden array that is allocated like one."""
 
     name: str
     layout: Layout
     source: Source | None
-    """The caller's array for it; None: it is allocated."""
+    """Location of the caller's array for it; None: it is allocated."""
     returned: bool
     alias: str | None
-    """The input that it is, in place."""
+    """Name of the input that it overwrites in place."""
     axes: tuple[int, ...] | None = None
-    """Allocated with its axes in this order, slowest first."""
+    """Order of its axes in newly allocated memory, slowest first."""
 
 
 @dataclass
@@ -71,15 +71,15 @@ class Bound:
     spec: Spec
     choice: Choice
     views: dict[str, Any]
-    """The call's arrays by name, results that the caller gave included."""
+    """The call's arrays by name, including results that the caller passed."""
     sources: dict[str, Source]
     copied: frozenset[str]
-    """Inputs whose last axis was not contiguous; kernels read a copy."""
+    """Inputs whose layout kernels cannot read; kernels read a copy."""
     outputs: tuple[Output, ...]
     updated: tuple[str, ...]
-    """Inputs that are changed in place, and results that are added to what the caller's arrays hold."""
+    """Inputs that are changed in place, and results that are added to the contents of the caller's arrays."""
     given: dict[str, Any]
-    """The caller's own objects for results, by argument."""
+    """The caller's objects for results, by argument."""
     problem: str | Callable[[], str]
     finish: Finish | None
     look: Look | None
@@ -89,5 +89,5 @@ class Bound:
 
 
 def as_integer(value: Any, device: Any) -> int:
-    """What :meth:`Call.number` makes of an argument; a later call may pass on the argument itself."""
+    """Convert an argument of :meth:`Call.number`; a later call may pass on the argument itself."""
     return int(value)

@@ -1,4 +1,4 @@
-"""``bind``: from an op's arguments to a :class:`Bound` call: views by name and a hashable spec, all validated.
+"""``Call``: turns an op's arguments into a validated :class:`Bound` call, views by name and a hashable spec.
 
 An op describes its call to a :class:`Call`, argument by argument, and ends with :meth:`Call.bind`::
 
@@ -8,8 +8,8 @@ An op describes its call to a :class:`Call`, argument by argument, and ends with
     call.option(eps=checks.number(...))
     return call.bind(problem=..., unsupported=...)
 
-Nothing is allocated or written before ``bind`` has returned. What is checked is checked on shapes, dtypes, strides
-and addresses alone, and so alike on every device.
+Nothing is allocated or written before ``bind`` has returned. Checks read shapes, dtypes, strides and addresses
+only, so they are the same on every device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Call:
         self, op: str, device: str | None = None, backend: str | None = None, workspace: Any = None
     ) -> None:
         self.op, self.axes = op, Axes(op)
-        self.kernels = op  # the op whose kernels run; another one where a function calls it
+        self.kernels = op  # the op whose kernels run; differs where one function calls another op
         self._device, self._backend, self._workspace = device, backend, workspace
         self._emulated = is_emulated(device)
         self._library: str | None = None
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the caller's arrays lie on a CUDA device."""
+        """Whether the caller's arrays are on a CUDA device."""
         return self._cuda is not None
 
     @property
@@ -73,10 +73,10 @@ class Call:
     def read(
         self, name: str, x: Any, axes: str | None = None, *, rows: bool = False, contiguous: bool = False
     ) -> Array:
-        """A read-only view of ``x``, its last axis contiguous, or a copy that is. ``axes`` names its axes.
+        """A read-only view of ``x``, or a copy if its last axis is not contiguous. ``axes`` names its axes.
 
-        ``rows``: its leading axes merge into one as well; ``contiguous``: all its axes. ``name``: see
-        :meth:`Source.named`. The emulator, as a GPU would, gets a copy of a misaligned array.
+        ``rows`` requires that the leading axes also merge into one; ``contiguous`` requires all axes contiguous.
+        ``name``: see :meth:`Source.named`. A misaligned array is copied for the emulator, as for a GPU.
         """
         view = self._view(name, x)
         native(self.op, name, view)
@@ -95,20 +95,21 @@ class Call:
         return view
 
     def optional(self, name: str, x: Any, axes: str | None = None, *, rows: bool = False) -> Array | None:
-        """:meth:`read`, or None for an argument that was not given."""
+        """:meth:`read`, or None for an argument that was not passed."""
         return None if x is None else self.read(name, x, axes, rows=rows)
 
     def provide(
         self, name: str, layout: Layout | None, argument: str, make: Make, default: Any = None
     ) -> None:
-        """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` (None: the emulator)
-        reads it. Without a layout it is for the hook, or a number. ``default``: the argument where none is given."""
+        """Declare an input held by an argument. ``make(argument, device)`` returns it in memory that ``device``
+        (None: the emulator) reads. Without a layout it is a number, or meant for the hook. ``default``: the argument
+        if none is passed."""
         self._sources[name] = Source(argument, make=make, default=default)
         if layout is not None:
             self._provided[name] = layout
 
     def number(self, name: str, argument: str) -> None:
-        """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
+        """Declare an integer that varies between calls of one program: a view for hooks and ``Dynamic`` arguments."""
         self._sources[name] = Source(argument, make=as_integer)
 
     def update(
@@ -120,7 +121,7 @@ class Call:
         self._check_apart(name, view, None, "")
         if axes is not None:
             self.axes.bind(name, view, axes)
-        self._views[name] = view  # so that what is written later may not overlap it
+        self._views[name] = view  # arrays written later may not overlap it
         self._sources[name] = source or Source(name)
         self._updated.append(name)
         return view
@@ -140,12 +141,12 @@ class Call:
         item: int | None = None,
         added: bool = False,
     ) -> Array | None:
-        """A result; the caller's array for it is checked, and a view of it returned.
+        """Declare a result; check the caller's array for it and return a view of that array.
 
-        ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
-        else is written. ``item``: its place where ``out`` is a tuple of all results; otherwise ``out`` is the first.
+        ``out`` may not share memory with another written array or with an input, unless it is exactly the input named
+        ``in_place``. ``item``: its index where ``out`` is a tuple of all results; otherwise ``out`` is the first.
         ``rows``: its leading axes merge into one without a copy. ``axes``: the order of a new array's axes in memory.
-        ``added``: to what ``out`` holds.
+        ``added``: the result is added to the contents of ``out``.
         """
         self._updated += [name] * added
         label, source = argument, Source(argument)
@@ -171,19 +172,20 @@ class Call:
         labels: Sequence[str] = (),
         added: bool = False,
     ) -> list[Array]:
-        """:meth:`write` for several results by name, which the caller gives as one tuple.
+        """:meth:`write` for several results by name, which the caller passes as one tuple.
 
-        An empty list when the caller gave none. ``labels``: what messages call them. ``added``: to what they hold.
+        Returns an empty list when the caller passed none. ``labels``: their names in messages. ``added``: results are
+        added to the contents of the caller's arrays.
         """
         labels = tuple(labels or results)
         if out is not None and (
             not isinstance(out, (tuple, list)) or len(out) != len(labels) or any(o is None for o in out)
         ):
-            given = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
-            count = {2: "two", 3: "three", 4: "four", 5: "five"}[len(labels)]
+            length = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+            expected = {2: "two", 3: "three", 4: "four", 5: "five"}[len(labels)]
             raise OptionError(
-                f"{self.op}: {argument} must be {count} arrays, ({', '.join(labels)}); "
-                f"got {type(out).__name__}{given}"
+                f"{self.op}: {argument} must be {expected} arrays, ({', '.join(labels)}); "
+                f"got {type(out).__name__}{length}"
             )
         views = []
         for i, (name, (shape, dtype)) in enumerate(results.items()):
@@ -203,7 +205,7 @@ class Call:
         return views
 
     def option(self, **options: Any) -> None:
-        """What decides the computation beside the arrays; hashable."""
+        """Add options of the computation; their values are hashable."""
         self._options.update(options)
 
     def bind(
@@ -216,12 +218,12 @@ class Call:
         look: Look | None = None,
         flops: float = 0.0,
     ) -> Bound:
-        """The call: device and backend chosen, the spec made.
+        """Return the bound call: choose device and backend, make the spec.
 
         ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
         backends that cannot run this problem, and why; a function of the spec is called for GPU devices only.
-        ``finish`` makes what is returned of the arrays by name. ``look``: values that the program depends on, looked
-        at in every call.
+        ``finish`` makes the return value from the arrays by name. ``look`` reads, in every call, values that the
+        program depends on.
         """
         for argument, names in self._items.items():
             if len(self._given[argument]) != len(names) or any(x is None for x in self._given[argument]):
@@ -253,7 +255,7 @@ class Call:
     def _unsupported(
         self, unsupported: Mapping[str, str] | Callable[[Spec], Mapping[str, str]] | None
     ) -> Mapping[str, str] | Callable[[bool], Mapping[str, str]] | None:
-        """As :func:`choose` takes it."""
+        """Return ``unsupported`` in the form that :func:`choose` takes."""
         if not callable(unsupported):
             return unsupported
         return lambda copies: unsupported(self._spec(True, copies))
@@ -302,7 +304,7 @@ class Call:
         return view
 
     def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> bool:
-        """Refuse memory that is read or written elsewhere; whether ``view`` is exactly the input ``in_place``."""
+        """Refuse memory that is read or written elsewhere; return whether ``view`` is the input ``in_place``."""
         alias = False
         written = ((self._labels[n], x) for n, x in self._written.items())
         for other, x in (*self._views.items(), *self._held, *written):
@@ -317,7 +319,7 @@ class Call:
         return alias
 
     def hold(self, name: str, x: Array) -> None:
-        """Host memory of an argument, which results may not overlap."""
+        """Record host memory of an argument, which results may not overlap."""
         self._held.append((name, x))
 
     def _view(self, name: str, x: Any) -> Array:

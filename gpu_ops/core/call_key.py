@@ -1,7 +1,8 @@
 """The cache key of a call: shapes, strides, dtypes and options, in about 2 us.
 
-Calls with equal keys are validated alike, so a later one goes straight to the program of the first.
-Values that decide nothing (lengths, pages, positions) are not in the key; an op's hook looks at them every time.
+Validation gives the same result for calls with equal keys, so a later call goes straight to the program of the first.
+Values that do not select the program (lengths, pages, positions) are not in the key; an op's hook reads them in
+every call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["ANY_NUMBER", "INTEGERS", "PLAIN", "array_key", "call_key", "describe
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
 PLAIN: set[type] = {bool, np.bool_, *INTEGERS, *_FLOATS, str, np.str_, type(None)}
-"""Types of options that are their value; hashable."""
+"""Types of options whose key is their value; hashable."""
 
 
 class _AnyInteger:
@@ -42,7 +43,7 @@ _describe: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {}
 
 
 def describes(kind: type) -> Callable[[Callable[[Any], tuple[Any, ...] | None]], Any]:
-    """Register what tells two arrays of a library apart; None: never remembered."""
+    """Register a function that returns the key of a library's array; None: its calls are not cached."""
 
     def register(function: Callable[[Any], tuple[Any, ...] | None]) -> Any:
         _describe[kind] = function
@@ -52,7 +53,7 @@ def describes(kind: type) -> Callable[[Callable[[Any], tuple[Any, ...] | None]],
 
 
 def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What decides how a call is validated and run; None where only validation itself can tell.
+    """Key of everything that validating and running a call depend on; None where only validation itself can tell.
 
     ``written``: the arguments that receive results, by position or name.
     """
@@ -63,32 +64,32 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
         return None
     on_emulator = (device or environment[0]) not in (None, "cpu", b"cpu", "cuda", b"cuda")
     for x in (*args, *kwargs.values()):
-        kind = type(x)
-        if kind is np.ndarray:
+        cls = type(x)
+        if cls is np.ndarray:
             shape = x.shape
             if not shape and x.dtype.kind in "UT":  # a word, such as a format's name: its value decides
                 return None
             key += (x.dtype, shape, x.strides)
             if on_emulator:
                 key.append(x.__array_interface__["data"][0] % 16)
-        elif kind in PLAIN:
-            key += (kind, x)  # the type too: 1 == 1.0 == True
+        elif cls in PLAIN:
+            key += (cls, x)  # the type too: 1 == 1.0 == True
         else:
-            described = _described(kind, x)
+            described = _described(cls, x)
             if described is None:
                 return None
             key += described
             if on_emulator:
-                inside = x if kind is tuple or kind is list else (x,)
-                key += [i.__array_interface__["data"][0] % 16 for i in inside if isinstance(i, np.ndarray)]
+                items = x if cls is tuple or cls is list else (x,)
+                key += [i.__array_interface__["data"][0] % 16 for i in items if isinstance(i, np.ndarray)]
     results: list[Any] = []
-    for where in written:
-        if type(where) is int:
-            given = args[where] if where < len(args) else None
+    for argument in written:
+        if type(argument) is int:
+            result = args[argument] if argument < len(args) else None
         else:
-            given = kwargs.get(where)  # type: ignore[arg-type]
-        if given is not None:
-            results += given if type(given) is tuple else (given,)
+            result = kwargs.get(argument)  # type: ignore[arg-type]
+        if result is not None:
+            results += result if type(result) is tuple else (result,)
     if results:
         places = _places(results, (*args, *kwargs.values()))
         if places is None:
@@ -98,7 +99,7 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
 
 
 def array_key(x: Any) -> tuple[Any, ...] | None:
-    """What tells an array apart that an argument holds; None: never remembered."""
+    """Key of an array held by an argument; None: its calls are not cached."""
     if type(x) is np.ndarray:
         return x.dtype, x.shape, x.strides
     describe = _describe.get(type(x))
@@ -120,36 +121,38 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     describe = _describe.get(kind)
     if describe is not None:
         return describe(x)
-    if kind is type or isinstance(x, np.dtype):  # of a result
+    if kind is type or isinstance(x, np.dtype):  # a result's dtype
         return kind, x
-    says = x.call_key if hasattr(kind, "call_key") else None  # the class's: an object may answer to any name
-    return None if says is None else (kind, says)
+    key = (
+        x.call_key if hasattr(kind, "call_key") else None
+    )  # look on the class: an object may answer to any name
+    return None if key is None else (kind, key)
 
 
 def _environment() -> tuple[Any, ...]:
-    """The variables, read from the dictionary behind ``os.environ``: the mapping itself takes 1 us for each."""
+    """Variables read from the dictionary behind ``os.environ``; the mapping itself takes 1 us for each."""
     if DEFAULTS.get() is not None:
         return tuple([default(name) for name in _VARIABLES])
     data = getattr(os.environ, "_data", None)
-    found = os.environ if data is None else data
-    return tuple([found.get(name) for name in _ENVIRONMENT])
+    variables = os.environ if data is None else data
+    return tuple([variables.get(name) for name in _ENVIRONMENT])
 
 
 def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
-    """For each array that receives results, which of the arguments' arrays it is.
+    """For each array that receives results, the indices of the arguments' arrays that are the same object.
 
-    None: it is no array, read-only or misaligned, or may share memory with an array that it is not.
+    None: one is not an array, is read-only or misaligned, or may share memory with another array.
     """
     arrays: list[Any] = []
     for x in arguments:
-        kind = type(x)
-        if kind is np.ndarray:
+        cls = type(x)
+        if cls is np.ndarray:
             arrays.append(x)
-        elif kind in PLAIN:
+        elif cls in PLAIN:
             continue
-        elif kind is tuple or kind is list:
+        elif cls is tuple or cls is list:
             arrays += [i for i in x if type(i) not in PLAIN]
-        elif hasattr(kind, "call_arrays"):
+        elif hasattr(cls, "call_arrays"):
             arrays += x.call_arrays
         else:
             arrays.append(x)
@@ -176,7 +179,7 @@ def _place_on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
 
 
 def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None:
-    """``arrays`` may include some in host memory, which arguments hold."""
+    """:func:`_places` for arrays of other libraries. Arguments may hold some ``arrays`` in host memory."""
     if not all([type(x) in _describe for x in results]):
         return None
     if not all([type(x) in _describe or type(x) is np.ndarray for x in arrays]):
@@ -194,7 +197,7 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
 
 
 def extent(x: Any) -> tuple[int, int]:
-    """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
+    """Start and end address of a NumPy, CuPy or torch array."""
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
         steps = tuple([stride * itemsize for stride in x.stride()])
@@ -207,7 +210,7 @@ def extent(x: Any) -> tuple[int, int]:
 
 @functools.lru_cache(4096)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """The first byte of an array and the one after its last, relative to its first element; kept."""
+    """Offsets of an array's first byte and of its end, relative to its first element; cached."""
     if 0 in shape:
         return 0, 0
     reach = [stride * (n - 1) for stride, n in zip(strides, shape, strict=True)]

@@ -1,6 +1,6 @@
 """Validation helpers that every op shares: named axes, dtypes, options.
 
-Each raises a typed error that says what was given, what is allowed and what to do next.
+Each raises a typed error that states the value received, the values allowed and what to do next.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
-# Largest size of an option, by the dtype of arrays; its reciprocal is the least size of one that kernels divide by.
+# Largest magnitude of an option, by the dtype of arrays. Its reciprocal is the least magnitude of a divisor.
 _LARGEST = {name: 1e308 if name == "float64" else 1e38 for name in FLOAT_DTYPES}
 
-_NO_NUMBERS = (bool, np.timedelta64)  # though bool is an int to Python, and a time an integer to NumPy
+_NO_NUMBERS = (bool, np.timedelta64)  # bool is an int to Python, and a time an integer to NumPy
 
 
 class Axes:
@@ -66,7 +66,7 @@ class Axes:
         return self._sizes[axis]
 
     def set(self, axis: str, size: int, origin: str) -> None:
-        """Name a length that no array's shape holds."""
+        """Set an axis length that no array's shape contains."""
         self._sizes[axis], self._origin[axis] = size, origin
 
     def bind(self, name: str, x: Array, axes: str) -> None:
@@ -94,7 +94,7 @@ class Axes:
 
 
 def exactly(op: str, name: str, x: Array, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> None:
-    """``x`` has this shape and, when given, this dtype."""
+    """Require that ``x`` has exactly this shape and, unless None, this dtype."""
     if x.shape != shape:
         raise ShapeError(f"{op}: {name} has shape {x.shape}, expected exactly {shape}")
     if dtype is not None and x.dtype != dtype:
@@ -102,7 +102,7 @@ def exactly(op: str, name: str, x: Array, shape: tuple[int, ...], dtype: np.dtyp
 
 
 def native(op: str, name: str, x: Array) -> None:
-    """The bytes of ``x`` are in this machine's order."""
+    """Require that the bytes of ``x`` are in this machine's order."""
     if not x.dtype.isnative:
         raise DTypeError(
             f"{op}: {name} is byte-swapped ({x.dtype.str}); "
@@ -111,15 +111,15 @@ def native(op: str, name: str, x: Array) -> None:
 
 
 def contiguous(op: str, name: str, out: Array | None) -> None:
-    """A place for a number per row: kernels write them without gaps. None: no place was given."""
+    """Require a C-contiguous array for one number per row: kernels write without gaps. None: no array was passed."""
     if out is not None and not out.flags.c_contiguous:
         raise ShapeError(f"{op}: out {name} must be C-contiguous; pass numpy.empty({out.shape}, ...)")
 
 
 def float_dtype(op: str, **arrays: Array | None) -> str:
-    """The one float dtype that all arrays share, by name; ``None`` entries are skipped."""
-    given = {name: x.dtype for name, x in arrays.items() if x is not None}
-    (first, dtype), *rest = given.items()
+    """Name of the float dtype that all arrays share; ``None`` entries are skipped."""
+    dtypes = {name: x.dtype for name, x in arrays.items() if x is not None}
+    (first, dtype), *rest = dtypes.items()
     name = next((n for n, d in FLOAT_DTYPES.items() if d == dtype), None)
     if name is None:
         hint = f"cast it first, for example {first}.astype(np.float32)"
@@ -134,37 +134,37 @@ def float_dtype(op: str, **arrays: Array | None) -> str:
 
 
 def computing_dtype(dtype: str) -> np.dtype[Any]:
-    """What ``dtype`` is computed in, and the dtype of lse, rstd and the like: float64 for float64, else float32."""
+    """Dtype that kernels compute ``dtype`` in, also of lse, rstd and the like: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def result_dtype(
     op: str, name: str, value: Any, default: np.dtype[Any], *others: np.dtype[Any]
 ) -> np.dtype[Any]:
-    """The dtype of a result: ``default``, or one of ``others`` if ``value`` asks for it."""
+    """The dtype of a result: ``default``, or one of ``others`` if ``value`` requests it."""
     if value is None:
         return default
     allowed = dict.fromkeys((default, *others))
-    found: np.dtype[Any] | None = None
+    dtype: np.dtype[Any] | None = None
     with contextlib.suppress(TypeError):
-        found = np.dtype(value)
-    if found is None or isinstance(value, np.ndarray) or found not in allowed:
+        dtype = np.dtype(value)
+    if dtype is None or isinstance(value, np.ndarray) or dtype not in allowed:
         raise DTypeError(f"{op}: {name} must be {' or '.join(map(str, allowed))} here, got {value!r}")
-    return found
+    return dtype
 
 
 def one_of(
     op: str, name: str, value: Any, allowed: Iterable[str], *, meant: Mapping[str, str] | None = None
 ) -> str:
-    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``.
+    """Return ``value`` if it is one of ``allowed``, else raise an error that suggests the nearest or ``meant`` one.
 
-    A 0-d array of a string counts as the string: np.load gives it for one that was saved in an .npz file.
+    A 0-d array of a string counts as the string: np.load returns one for a string saved in an .npz file.
     """
     allowed = tuple(allowed)
     if isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "UT":
         value = value.item()
     if isinstance(value, str) and value in allowed:
-        return str(value)  # not NumPy's, which is one too
+        return str(value)  # np.str_ is a str too
     word = str(value)
     near = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -187,7 +187,7 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     if not math.isfinite(result) or result < low or result <= above:
         bound = f" and > {above:g}" if above > -math.inf else f" and >= {low:g}" if low > -math.inf else ""
         raise OptionError(f"{op}: {name} must be finite{bound}, got {value!r}")
-    return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
+    return result + 0.0  # -0.0 becomes 0.0: programs are looked up by equality
 
 
 def computable(
@@ -195,7 +195,7 @@ def computable(
 ) -> float:
     """A number that is finite in the dtype that kernels compute in for arrays of ``dtype``.
 
-    ``divides``: kernels divide by it unless it is 0, so that its reciprocal is finite as well.
+    ``divides``: kernels divide by it unless it is 0, so its reciprocal must be finite as well.
     """
     result = number(op, name, value, low=low)
     largest = _LARGEST[dtype]
@@ -210,7 +210,7 @@ def computable(
 
 
 def scalar(op: str, name: str, value: Any, dtype: str) -> None:
-    """A number that kernels can compute with, also in a NumPy array (). Others are checked where they are used."""
+    """Check a number, or a NumPy array of shape (), that kernels compute with. Other arrays are checked at use."""
     if isinstance(value, np.ndarray) and not value.ndim:
         value = value[()]
     if isinstance(value, np.generic) or not hasattr(value, "dtype"):
@@ -218,7 +218,7 @@ def scalar(op: str, name: str, value: Any, dtype: str) -> None:
 
 
 def epsilon(op: str, value: Any, dtype: str) -> float:
-    """``eps`` of a norm, ``>= 0``, but at least the smallest number of the dtype that ``dtype`` is computed in.
+    """``eps`` of a norm, ``>= 0``, raised to at least the smallest positive number of the computing dtype.
 
     1 / sqrt(0) would make NaN of a row of zeros.
     """
@@ -238,7 +238,7 @@ def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int
 
 
 def window(op: str, value: Any) -> tuple[int, int]:
-    """``window_size``: how far a query sees to either side, -1 for no limit."""
+    """``window_size``: number of keys a query sees to the left and to the right, -1 for no limit."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise OptionError(f"{op}: window_size must be (left, right), -1 for no limit; got {value!r}")
     left, right = (integer(op, f"window_size[{i}]", side) for i, side in enumerate(value))
@@ -249,19 +249,19 @@ def window(op: str, value: Any) -> tuple[int, int]:
 
 
 def instance(op: str, name: str, value: Any, *kinds: type) -> None:
-    """``value`` is of one of these classes."""
+    """Require that ``value`` is an instance of one of these classes."""
     if not isinstance(value, kinds):
-        words = " or ".join(kind.__name__ for kind in kinds)
+        words = " or ".join(cls.__name__ for cls in kinds)
         raise OptionError(f"{op}: {name} must be a {words}, got {type(value).__name__}")
 
 
 def flag(op: str, name: str, value: Any) -> bool:
-    """A real bool: a string or an array here is a mistake that truthiness would hide."""
+    """A bool; a string or an array here is a mistake that truthiness would hide."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise OptionError(f"{op}: {name} must be True or False, got {type(value).__name__} {value!r}")
 
 
 def unsupported(dtype: str) -> dict[str, str]:
-    """Backends without this dtype, for ops whose CUDA C++ kernels take all but float64."""
+    """Backends that do not support this dtype, for ops whose CUDA C++ kernels take all but float64."""
     return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}

@@ -1,17 +1,17 @@
-"""CUDA arrays of any library as CuPy views, and results back in that library. Imported when one arrives.
+"""CUDA arrays of any library as CuPy views, and results back in that library. Imported at the first CUDA array.
 
 ==================  ========================================  ======================================
-library             comes in by                               the call runs on
+library             imported by                               the call runs on
 ==================  ========================================  ======================================
 CuPy                itself                                    CuPy's current stream
 torch               DLPack; bfloat16 as 16-bit integers       torch's current stream
-Numba, others       ``__cuda_array_interface__``              the stream the array names, if any
+Numba, others       ``__cuda_array_interface__``              the stream that the array names, if any
 JAX, others         DLPack                                    CuPy's current stream
 ==================  ========================================  ======================================
 
-No copy is made, and the host waits for nothing. The first array of a call decides the device, the stream and the
-library of the results; that stream waits on the device for the streams that other arrays name. Work that the caller
-enqueues afterwards on it sees the results. A Numba array names its stream: ``copy_to_host`` runs there, and a kernel
+No copy is made, and the host does not wait. The first array of a call decides the device, the stream and the
+library of the results. That stream waits, on the device, for the streams that other arrays name. Work that the caller
+enqueues on it afterwards sees the results. A Numba array names its stream: ``copy_to_host`` runs there, and a kernel
 on another stream has to wait for it.
 """
 
@@ -63,12 +63,12 @@ class CudaArrays:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """CuPy's current device and stream are those of the call."""
+        """Make the call's device and stream CuPy's current ones."""
         with self._cupy.cuda.Device(self.ordinal), self._stream or contextlib.nullcontext():
             yield
 
     def view(self, name: str, x: Any) -> Any:
-        """A CuPy view of ``x``, which must lie on the device of the first array."""
+        """A CuPy view of ``x``, which must be on the device of the first array."""
         with self.active(), self._import_errors(name, x):
             view = self._import(x, self._stream)
             self._follow(x)
@@ -99,15 +99,15 @@ class CudaArrays:
         interface = dict(x.__cuda_array_interface__)
         if interface.get("mask") is not None:
             raise TypeError("it has a mask")
-        bits = interface["typestr"][1:] == "V2"  # what bfloat16 is to NumPy without ml_dtypes
+        bits = interface["typestr"][1:] == "V2"  # bfloat16 as NumPy without ml_dtypes sees it
         interface |= {"typestr": "<u2"} if bits else {}
-        interface |= {"stream": None}  # else the host would wait for it; _follow does without
-        # keeps what it is given alive
+        interface |= {"stream": None}  # else the host would wait for it; _follow does not
+        # the view keeps x alive
         view = self._cupy.asarray(SimpleNamespace(owner=x, __cuda_array_interface__=interface))
         return view.view(_BFLOAT16) if bits else view
 
     def _follow(self, x: Any) -> None:
-        """Let the current stream wait, on the device, for the one that ``x`` names. DLPack has done so."""
+        """Make the current stream wait, on the device, for the stream that ``x`` names. DLPack already does so."""
         if isinstance(x, self._cupy.ndarray) or hasattr(type(x), "__dlpack_device__"):
             return
         other, cuda = self._stream_of(x), self._cupy.cuda
@@ -118,7 +118,7 @@ class CudaArrays:
         cuda.get_current_stream().wait_event(event)
 
     def _stream_of(self, x: Any) -> Any:
-        """The stream that the owner of ``x`` works on; None for CuPy's current one."""
+        """The stream that the owner of ``x`` uses; None for CuPy's current stream."""
         if isinstance(x, self._cupy.ndarray):
             return None
         if library_of(x, _LIBRARIES) == "torch":
@@ -158,7 +158,7 @@ class _StreamAt:
 
 @functools.cache
 def _remember(cupy: Any) -> None:
-    """Calls with CuPy arrays have a key of their own from the first array on."""
+    """Give calls with CuPy arrays their own key, from the first array on."""
 
     @describes(cupy.ndarray)
     def describe(x: Any) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ def _remember(cupy: Any) -> None:
 
 
 def give_cuda(x: Any, library: str) -> Any:
-    """A CuPy array in another library, sharing memory."""
+    """Convert a CuPy array to another library, sharing memory."""
     if library == "torch":
         torch = sys.modules["torch"]
         if x.dtype == _BFLOAT16:
@@ -176,5 +176,5 @@ def give_cuda(x: Any, library: str) -> Any:
         return sys.modules["jax"].numpy.from_dlpack(x)
     from numba import cuda
 
-    # It names CuPy's current stream, on which it is being made: what runs there, or waits for it, sees the result.
+    # The array names CuPy's current stream, which computes it: work that runs there or waits for it sees the result.
     return cuda.as_cuda_array(x.view(np.uint16) if x.dtype == _BFLOAT16 else x, sync=False)

@@ -1,8 +1,9 @@
 """Arguments of public functions, checked against their annotations before the body runs.
 
-:func:`publish` ends a public package: it checks the arguments of what ``__all__`` names, and answers an unknown name
-with the nearest one. Only precise annotations are checked: ``int`` (of 64 bits), ``float`` (finite), ``bool``,
-``str``, classes, dtypes, and sequences, tuples and mappings of them. ``Any`` is left to the body, as arrays are.
+A public package ends with a call of :func:`publish`. It checks the arguments of everything in ``__all__``, and
+suggests the nearest name for an unknown one. Only precise annotations are checked: ``int`` (of 64 bits), ``float``
+(finite), ``bool``, ``str``, classes, dtypes, and sequences, tuples and mappings of them. Arguments annotated ``Any``
+and arrays are left to the body.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, UnknownOptionEr
 
 __all__ = ["publish"]
 
-Check = Callable[[str, str, Any], object]  # function, argument, value: raises what the caller sees
+Check = Callable[[str, str, Any], object]  # function, argument, value; raises the caller's error
 _ANYTHING = (Any, object, inspect.Parameter.empty)
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = (abc.Sequence, abc.Collection, abc.Iterable, list, tuple)
@@ -49,8 +50,8 @@ def publish(package: dict[str, Any]) -> None:
 
 
 def _check_class(kind: type) -> None:
-    """Check the constructor and the public methods, but those that ``checks_itself`` names: a pass calls them often,
-    and their bodies refuse what does not fit. A record without ``__post_init__`` takes what it is given."""
+    """Check the constructor and the public methods, except those named in ``checks_itself``: they are called often,
+    and their bodies check. A dataclass without ``__post_init__`` accepts any values."""
     plain = hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "__post_init__")
     for name, value in list(vars(kind).items()):
         if name in getattr(kind, "checks_itself", ()):
@@ -65,7 +66,7 @@ def _check_class(kind: type) -> None:
 
 
 def checked(function: Callable[..., Any], who: str) -> Any:
-    """``function``, which raises a typed error for an argument that does not fit its annotation."""
+    """Wrap ``function`` to raise a typed error for an argument that does not fit its annotation."""
     if hasattr(function, "declared"):
         return function
     declared: list[tuple[list[tuple[str, Check]], dict[str, Check]]] = []
@@ -87,7 +88,7 @@ def checked(function: Callable[..., Any], who: str) -> Any:
 
 
 def _declared(function: Callable[..., Any]) -> tuple[list[tuple[str, Check]], dict[Any, Check]]:
-    """The checks of positional arguments in order, and of all by name. None names any other keyword."""
+    """Checks of positional arguments in order, and of all by name. The key None matches any other keyword."""
     parameters = inspect.signature(function).parameters.values()
     scope = vars(sys.modules[function.__module__])
     by_name = {p.name: _check_of(p.annotation, scope) for p in parameters if p.kind is not p.VAR_KEYWORD}
@@ -118,9 +119,9 @@ def _anything(who: str, name: str, value: Any) -> None:
 
 
 def _check_of(annotation: Any, scope: dict[str, Any]) -> Check:
-    """The check of one annotation, whose names are in ``scope``."""
+    """Check of one annotation, whose names are in ``scope``."""
     if isinstance(annotation, str):
-        if annotation.removesuffix(" | None") == "npt.DTypeLike":  # a union, of which None may be a part
+        if annotation.removesuffix(" | None") == "npt.DTypeLike":  # a union that may include None
             return functools.partial(_dtype, annotation.endswith("None"))
         annotation = eval(annotation, scope)
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
@@ -144,16 +145,16 @@ def _check_of(annotation: Any, scope: dict[str, Any]) -> Check:
         return functools.partial(_mapping, [_check_of(part, scope) for part in parts])
     if origin is abc.Callable:
         return _callable
-    kind = origin or annotation
-    if not inspect.isclass(kind) or kind in _ANYTHING:
+    cls = origin or annotation
+    if not inspect.isclass(cls) or cls in _ANYTHING:
         return _anything
-    if getattr(kind, "_is_protocol", False) and not getattr(kind, "_is_runtime_protocol", False):
+    if getattr(cls, "_is_protocol", False) and not getattr(cls, "_is_runtime_protocol", False):
         return _anything
-    return functools.partial(_instance, (kind,))
+    return functools.partial(_instance, (cls,))
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether an annotation is a class whose instances are what it means."""
+    """Whether an annotation is a class that only its instances satisfy."""
     special = (int, float, bool, *_ANYTHING)
     return inspect.isclass(part) and typing.get_origin(part) is None and part not in (*special, *_SEQUENCES)
 
@@ -210,8 +211,8 @@ def _instance(kinds: tuple[type, ...], who: str, name: str, value: Any) -> None:
         return
     if kinds == (str,):
         _refuse(who, name, "a string", value)
-    words = " or ".join(kind.__name__ for kind in kinds)
-    remedy = "".join(f"; {kind.made_by}" for kind in kinds if hasattr(kind, "made_by"))
+    words = " or ".join(cls.__name__ for cls in kinds)
+    remedy = "".join(f"; {cls.made_by}" for cls in kinds if hasattr(cls, "made_by"))
     raise OptionError(f"{who}: {name} must be a {words}, got {type(value).__name__}{remedy}")
 
 
@@ -230,7 +231,7 @@ def _mapping(parts: list[Check], who: str, name: str, value: Any) -> None:
 
 
 def _sequence(kind: Any, parts: list[Check]) -> Check:
-    """The check of a list, tuple or array. ``parts``: of each element; of a tuple without ``...`` one per element."""
+    """Check of a list, tuple or array. ``parts``: one check for all elements, or one per element of a fixed tuple."""
 
     def check(who: str, name: str, value: Any) -> None:
         is_mapping = kind in _ORDERED and isinstance(value, abc.Mapping)
@@ -238,7 +239,7 @@ def _sequence(kind: Any, parts: list[Check]) -> Check:
             _refuse(who, name, "a sequence", value)
         if isinstance(value, np.ndarray) and (not value.ndim or (kind is tuple and value.ndim != 1)):
             _refuse(who, name, "a sequence", value)
-        if not hasattr(value, "__len__"):  # an iterator, which a look would use up
+        if not hasattr(value, "__len__"):  # an iterator, which a check would exhaust
             if kind in (abc.Iterable, list, tuple):
                 return
             _refuse(who, name, "a sequence", value)

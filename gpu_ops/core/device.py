@@ -1,7 +1,7 @@
 """Devices that run programs: the CPU, a CUDA device through CuPy, and the emulator.
 
 A :class:`Device` knows its limits, allocates, and turns each step of a program into a function of the call's arrays
-by name. Nothing else of the library asks where it runs.
+by name. No other part of the library depends on where it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Step: TypeAlias = "Callable[[Views], None]"
 
 
 class Device(Protocol):
-    """What runs a program."""
+    """Interface of a device that runs programs."""
 
     limits: Limits
     is_capturing: bool
@@ -52,19 +52,19 @@ class Device(Protocol):
     """Whether its arrays are NumPy's."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Any:
-        """A result or a workspace, uninitialised. ``name`` is for the emulator's messages."""
+        """Return an uninitialised result or workspace. ``name`` is for the emulator's messages."""
 
     def carve(self, workspace: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """An array at a place within the caller's workspace."""
+        """Return an array at an offset in the caller's workspace."""
 
     def zero(self, name: str, views: Views) -> None:
         """Fill an array with zeros."""
 
     def constant(self, constant: Constant) -> Any:
-        """A constant of a program, where kernels read it."""
+        """Return a constant of a program in memory that kernels read."""
 
     def link(self, step: Any) -> Step:
-        """A function that runs a step."""
+        """Return a function that runs a step."""
 
 
 class HostDevice:
@@ -90,7 +90,7 @@ class HostDevice:
         if isinstance(step, Memset):
             return functools.partial(self.zero, step.name)
         assert isinstance(step, HostCall)
-        # What overflows is inf, on every backend; the caller's np.seterr decides nothing.
+        # Overflow gives inf on every backend, whatever the caller's np.seterr.
         return np.errstate(all="ignore")(step.function)
 
 
@@ -106,7 +106,7 @@ def _jit() -> ModuleType:
 
 
 def _placeholder(a: Any) -> Any:
-    """What stands in a launch's arguments until the arrays are known."""
+    """Value of a launch's argument until the arrays are known."""
     if isinstance(a, Dynamic):
         return a.dtype.type(0) if a.struct is None else a.struct
     return 0 if isinstance(a, Tensor) else a
@@ -155,9 +155,9 @@ class CudaDevice:
         return self._cupy.empty(shape, dtype)
 
     def upload(self, values: Array) -> Any:
-        """A copy that any stream may read from now on. A captured call must not be the first to need it.
+        """Copy values to the device; any stream may read the copy. A captured call must not be the first to need it.
 
-        The host waits for the copy alone: it has a stream of its own, which is never behind work that is queued.
+        The host waits only for the copy, which runs on a separate stream and so never queues behind other work.
         """
         with self._device:
             if self._uploads is None:
@@ -166,22 +166,22 @@ class CudaDevice:
                 return self._cupy.asarray(values, blocking=True)
 
     def constant(self, constant: Constant) -> Any:
-        """Copied once."""
+        """Return the device's copy of a constant, made once."""
         key = constant.values.tobytes() + constant.values.dtype.str.encode()
-        found = self._constants.get(key)
-        if found is None:
-            found = self.upload(constant.values)
+        array = self._constants.get(key)
+        if array is None:
+            array = self.upload(constant.values)
             if len(self._constants) >= _MOST_CONSTANTS:
                 self._constants.pop(next(iter(self._constants)))
-            self._constants[key] = found
-        return found
+            self._constants[key] = array
+        return array
 
     def carve(self, workspace: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """An array at a place within another."""
+        """Return an array at an offset in another one."""
         return self._cupy.ndarray(shape, dtype, workspace.data + offset)
 
     def zero(self, name: str, views: Views) -> None:
-        """On the current stream: a captured graph repeats it."""
+        """Fill an array with zeros on the current stream; a captured graph repeats it."""
         view = views[name]
         if not view.flags.c_contiguous:
             view.fill(0)
@@ -213,22 +213,22 @@ class CudaDevice:
         template = launcher.arguments([_placeholder(a) for a in launch.arguments])
         by_pointer = isinstance(launch.kernel, CudaKernel)
         whole: list[tuple[int, str]] = []
-        made: list[tuple[int, Callable[[Views], Any]]] = []
+        computed: list[tuple[int, Callable[[Views], Any]]] = []
         for i, a in enumerate(launch.arguments):
             if isinstance(a, Dynamic):
-                made.append((i, functools.partial(dynamic_value, a)))
+                computed.append((i, functools.partial(dynamic_value, a)))
             elif isinstance(a, Tensor):
                 if a.is_whole or (by_pointer and not a.offset):
                     whole.append((i, a.name))
                 else:
-                    made.append((i, functools.partial(self._view_of, a, a.offset)))
+                    computed.append((i, functools.partial(self._view_of, a, a.offset)))
         grid, block, shared = launch.grid, launch.block, launch.shared
 
         def run(views: Views) -> None:
             args = template.copy()
             for i, name in whole:
                 args[i] = views[name]
-            for i, make in made:
+            for i, make in computed:
                 args[i] = make(views)
             launcher(grid, block, args, shared)
 
@@ -238,17 +238,17 @@ class CudaDevice:
         return self._cupy.ndarray(a.shape, a.dtype, views[a.name].data + offset, a.strides)
 
 
-_MOST_CONSTANTS = 64  # kept on a device: as many models' RoPE frequencies
+_MOST_CONSTANTS = 64  # kept on a device: RoPE frequencies of as many models
 
 
 @functools.cache
 def cuda_device(ordinal: int) -> CudaDevice:
-    """One object per device of this process."""
+    """Return the device's only object in this process."""
     return CudaDevice(ordinal)
 
 
 def current_device(device: str) -> Any:
-    """What runs a call whose arrays lie on no device of their own."""
+    """The device that runs a call whose arrays are in host memory."""
     if device == "cpu":
         return HOST
     if device == "emulator":
@@ -261,7 +261,7 @@ def current_device(device: str) -> Any:
 @functools.cache
 @uninterrupted
 def cuda_missing() -> str | None:
-    """Why no CUDA device can be used; None when one can."""
+    """Reason why no CUDA device can be used; None when one can."""
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed: {install_command('cuda13')}; for a driver of CUDA 12, cuda12"
     try:
@@ -277,7 +277,7 @@ _RAW_SINCE = 80  # cp.async, bfloat16 conversions, mma.sync of both
 
 
 def too_old(device: str, backend: str) -> str | None:
-    """Why the card that a call would run on cannot run a backend's kernels; None when it can."""
+    """Reason why the card that a call would run on cannot run a backend's kernels; None when it can."""
     if backend != "raw":
         return None
     arch = current_device(device).limits.arch
@@ -289,12 +289,12 @@ def too_old(device: str, backend: str) -> str | None:
 @functools.cache
 @uninterrupted
 def compiler_missing(backend: str) -> str | None:
-    """Why the kernels of a backend cannot be compiled here; None when they can."""
+    """Reason why the kernels of a backend cannot be compiled here; None when they can."""
     from gpu_ops.kernels.compiler import nvrtc, toolkit
 
     if backend == "numba":
-        found = importlib.util.find_spec("numba_cuda") is not None
-        return None if found else f"numba-cuda is not installed; {toolkit.install_hint()}"
+        installed = importlib.util.find_spec("numba_cuda") is not None
+        return None if installed else f"numba-cuda is not installed; {toolkit.install_hint()}"
     try:
         nvrtc.version()
     except KernelCompileError as error:

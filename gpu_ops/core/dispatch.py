@@ -1,4 +1,4 @@
-"""Which device and which backend run a call, and why.
+"""Choice of the device and the backend that run a call, with the reason.
 
 ============  =========================  ==============================================================
 device        backends, best first       what it is
@@ -9,12 +9,12 @@ device        backends, best first       what it is
 ============  =========================  ==============================================================
 
 CUDA arrays run on ``cuda``. NumPy arrays run on ``cpu``, or on a usable GPU where the estimate, copies included, is
-below half of the CPU's. They are copied to the current device and the results back. The emulator runs only when
-asked for.
+below half of the CPU's. They are copied to the current device and the results back. The emulator runs only on
+request.
 
 ``device=`` and ``backend=`` decide; else the environment variables ``GPU_OPS_DEVICE`` and ``GPU_OPS_BACKEND``; else
-the estimate and the first backend that can run the problem. An explicit choice that cannot run raises; an automatic
-one moves on, and ``explain`` tells.
+the estimate and the first backend that can run the problem. An explicit choice that cannot run raises. An automatic
+one falls back to the next, and ``explain`` reports it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LOWERING = {("cpu", "numba"): "cpu", ("cpu", "reference"): "reference"}
 
 WITH_CUDA_KERNELS: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
-# A core of a server CPU and its share of the memory, for the estimate only: multiply-adds of 8 to 16 float32 lanes.
+# For the estimate only: a server CPU's core (multiply-adds of 8 to 16 float32 lanes) and the host's memory.
 _CORE_FLOPS, _HOST_BYTES, _HOST_SECONDS = 100e9, 40e9, 10e-6
 _TRANSFER_BYTES, _LAUNCH_SECONDS = (
     10e9,
@@ -86,14 +86,14 @@ def lowering(choice: Choice) -> str:
 
 
 @functools.cache
-@uninterrupted  # it imports, or asks what could be
+@uninterrupted  # it imports, or looks for packages
 def unavailable(device: str, backend: str) -> str | None:
-    """Why a backend cannot run on this machine at all; None when it can."""
+    """Reason why a backend cannot run on this machine at all; None when it can."""
     if device == "cpu":
         if backend == "numba" and importlib.util.find_spec("numba") is None:
             return "the package numba is not installed (pip install numba)"
         if backend == "numba" and (why := numba_disabled()):
-            import logging  # not what an import of gpu_ops costs
+            import logging  # not at the top: import time of gpu_ops
 
             with without_stderr():
                 logging.getLogger("gpu_ops").warning("ops run on the slow NumPy reference: %s", why)
@@ -129,13 +129,13 @@ def choose(
     """Pick device and backend.
 
     ``on_cuda``: the arrays are on a CUDA device. ``unsupported`` maps a backend, or a device and a backend as in
-    ``"cpu numba"``, to why it cannot run this problem; a function that does so is called for GPU devices only, with
-    whether the arrays will be copied to the device.
+    ``"cpu numba"``, to the reason why it cannot run this problem. A function that returns this mapping is called for
+    GPU devices only; its argument is whether the arrays will be copied to the device.
     ``work``: bytes and flops, for the estimate.
     """
     device_source, device = _setting("device", device)
     backend_source, wanted = _setting("backend", backend)
-    if backend is not None and type(backend) is not str:  # it may be anything
+    if backend is not None and type(backend) is not str:  # an object of any type
         wanted = one_of(op, backend_source, backend, _ALL_BACKENDS)
     estimate = ""
     if device is None and on_cuda:
@@ -184,7 +184,7 @@ def is_emulated(device: Any) -> bool:
 
 
 def _by_estimate(op: str, backend: str | None, nbytes: float, flops: float) -> tuple[str, str]:
-    """The device for arrays in host memory, and what :func:`explain` says of it."""
+    """The device for arrays in host memory, and the text that :func:`explain` adds for it."""
     on_gpu = backend is None or backend in BACKENDS["cuda"]
     if not nbytes or not on_gpu or not has_cuda_kernels(op) or devices.cuda_missing():
         return "cpu", ""
@@ -199,7 +199,7 @@ def _by_estimate(op: str, backend: str | None, nbytes: float, flops: float) -> t
 
 
 def _setting(name: str, argument: Any) -> tuple[str, str | None]:
-    """(where the choice comes from, the choice): the argument, else the environment."""
+    """Return (source of the choice, the choice): the argument, else the environment."""
     if argument is not None:
         return name, argument
     variable = f"GPU_OPS_{name.upper()}"

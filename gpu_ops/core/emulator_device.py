@@ -28,10 +28,10 @@ _DEFAULT_ARCH = "sm_80"  # the oldest with bfloat16, cp.async and tensor cores f
 
 
 class EmulatorDevice:
-    """The emulator, for one call of an op: NumPy arrays, each known by name to the sanitizer.
+    """The emulator as the device of one call: NumPy arrays, whose names the sanitizer knows.
 
-    ``GPU_OPS_ARCH`` selects the card it stands for (default sm_80), ``GPU_OPS_SANITIZE=0`` switches the
-    sanitizer off, which is several times as fast; ``collect`` reports all faults of a launch, not only the first.
+    ``GPU_OPS_ARCH`` selects the emulated card (default sm_80). ``GPU_OPS_SANITIZE=0`` switches the sanitizer off,
+    which is several times as fast; ``collect`` reports all faults of a launch, not only the first.
     """
 
     is_capturing = False
@@ -55,21 +55,21 @@ class EmulatorDevice:
         return f"as {self.limits.arch} with {self.limits.sms} SMs ({self._why_arch}), sanitizer {sanitizer}"
 
     def name(self, name: str, array: Array, *, written: bool = True) -> None:
-        """What messages call an array; not ``written``: reading it before a kernel wrote it is a fault.
+        """Name an array for messages. Not ``written``: reading it before a kernel wrote it is a fault.
 
-        Two arrays at one address, as with ``out=x``, hold something if either does.
+        Of two arrays at one address, as with ``out=x``, both count as written if either is.
         """
-        at = _address(array)
-        if at in self._names and at not in self._unwritten:
+        address = _address(array)
+        if address in self._names and address not in self._unwritten:
             return
-        self._names[at] = name
+        self._names[address] = name
         self._keep.append(array)
-        (self._unwritten.discard if written else self._unwritten.add)(at)
+        (self._unwritten.discard if written else self._unwritten.add)(address)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Array:
         array = np.empty(shape, dtype)
         if array.size:
-            array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: what no thread writes does not look right
+            array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN, so that unwritten elements are noticed
             self.name(name, array, written=False)
         return array
 
@@ -108,17 +108,19 @@ class EmulatorDevice:
             arch=self._preset,
             sanitize=self.sanitize,
             together=launch.cooperative,
-            max_seconds=math.inf,  # a large call takes long and ends
+            max_seconds=math.inf,  # a large call takes long, but it ends
         )
-        # What one launch has been given the next may read: which bytes it wrote is not carried over.
+        # Later launches may read any array passed to this one: which bytes it wrote is not tracked between launches.
         self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
 
     def _buffer(self, array: Array) -> Any:
-        at = _address(array)
-        return _emulator()[0].Buffer(as_bits(array), self._names.get(at, ""), at not in self._unwritten)
+        address = _address(array)
+        return _emulator()[0].Buffer(
+            as_bits(array), self._names.get(address, ""), address not in self._unwritten
+        )
 
     def _check_resident(self, launch: Launch, compiled: Any) -> None:
-        """A driver refuses a cooperative launch of more blocks than run at the same time."""
+        """Refuse, as a driver does, a cooperative launch of more blocks than can run at the same time."""
         from gpu_ops.emulator import EmulatorError
         from gpu_ops.kernels.compiler import cubin  # jit has imported it
 
@@ -126,8 +128,8 @@ class EmulatorDevice:
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
         fit = cubin.occupancy(needs, threads, launch.shared, ARCHES[self.limits.arch]).blocks
         if blocks > fit * self.limits.sms:
-            most = f"{fit} run at the same time on each of {self.limits.sms} SMs"
-            raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {most}")
+            limit = f"{fit} run at the same time on each of {self.limits.sms} SMs"
+            raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {limit}")
 
 
 @functools.cache
@@ -146,15 +148,15 @@ def _numpy_argument(a: Any, views: Views) -> Any:
         return a
     base = views[a.name]
     if a.is_whole:
-        return base if base.ndim else base.reshape(1)  # the emulator takes an array without axes for a number
+        return base if base.ndim else base.reshape(1)  # the emulator treats an array without axes as a number
     root = base
     while isinstance(root.base, np.ndarray):
         root = root.base
     data = root.ravel(order="K").view(np.uint8)
-    if not np.may_share_memory(data, root):  # an owner with gaps, as another library's strided array
+    if not np.may_share_memory(data, root):  # the owner has gaps, like another library's strided array
         low, high = np.lib.array_utils.byte_bounds(root)
         data = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
-    # a view, so that the emulator sees how far it lies from the start of its allocation
+    # a view, so that the emulator sees its offset from the start of the allocation
     offset = _address(base) - _address(data) + a.offset
     view = np.ndarray(a.shape, a.dtype, data, offset, a.strides)
     view.flags.writeable = base.flags.writeable
@@ -162,7 +164,7 @@ def _numpy_argument(a: Any, views: Views) -> Any:
 
 
 def dynamic_value(a: Dynamic, views: Views) -> Any:
-    """The kernel argument of a value that changes from call to call. CuPy takes a structure as an array of one."""
+    """Kernel argument for a value that changes from call to call. CuPy takes a structure as a 0-d array."""
     if a.struct is None:
         return a.dtype.type(views[a.name])
     # NumPy copies a structure field by field: 7 us

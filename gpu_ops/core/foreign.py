@@ -1,4 +1,4 @@
-"""Keywords that other libraries' functions have, and the arguments of ours that do the same."""
+"""Keywords of other libraries' functions, and the equivalent arguments of gpu_ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 __all__ = ["meant_by"]
 
 _VARLEN = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k")
-_MASKS = ("bias", "block_mask", "mask")  # of which an op has some
+_MASKS = ("bias", "block_mask", "mask")  # an op has some of these
 _EQUIVALENTS: dict[str, tuple[str, ...]] = {
     "mask": _MASKS,
     "attn_mask": _MASKS,
@@ -68,8 +68,7 @@ _ADVICE = {
 
 
 def meant_by(keyword: str, arguments: Iterable[str]) -> str:
-    """Name ours in place of another library's keyword, for an op of these arguments; "" for a keyword that is
-    none.
+    """Text that names the equivalent of another library's keyword in an op with these arguments; "" if there is none.
 
     >>> meant_by("attn_mask", ("q", "k", "v", "bias", "block_mask"))
     "here it is 'bias' or 'block_mask'"

@@ -1,4 +1,4 @@
-"""``@op``: a public function made of one that binds its arguments, remembered by call key; ``explain``."""
+"""``@op``: turns a function that binds its arguments into a public one, cached by call key; ``explain``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["Explanation", "Op", "explain", "forget_calls", "op", "op_named", "wo
 
 P = ParamSpec("P")
 
-MAX_CALLS = 1024  # of each op, remembered: some KB each
+MAX_CALLS = 1024  # cached per op, some KB each
 
 OPS: dict[str, Op] = {}
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do: printable."""
+    """Description of what a call would do; printable."""
 
     bound: Bound
     prepared: Prepared
@@ -40,7 +40,7 @@ class Explanation:
 
     @property
     def choice(self) -> Choice:
-        """Device and backend, and why."""
+        """Device and backend, with the reason."""
         return self.bound.choice
 
     def __str__(self) -> str:
@@ -67,10 +67,10 @@ class Explanation:
 
 
 class Op:
-    """A public function: binds a call the first time, goes straight to its program later.
+    """A public function: binds a call the first time, then goes straight to its program.
 
-    ``written``: arguments beside ``out`` that receive results. ``dynamic``: keyword arguments whose values, where
-    they are numbers, are not part of the key.
+    ``written``: arguments in addition to ``out`` that receive results. ``dynamic``: keyword arguments whose values,
+    where they are numbers, are not part of the key.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Op:
         named = [name for name in ("out", "residual_out", "grads", *written) if name in arrays]
         self._results = tuple(n for n in named if n not in positional)
         both = [n for n in named if n in positional and n in written]
-        self._positional = tuple((self.parameters.index(n), n) for n in both)  # given either way
+        self._positional = tuple((self.parameters.index(n), n) for n in both)  # passed by position or by name
         self.known: dict[Any, Prepared] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,7 +113,7 @@ class Op:
         return call_key(written, args, kwargs)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """The validated call. An argument missing or too many is Python's own TypeError."""
+        """Return the validated call. A missing or surplus argument raises Python's own TypeError."""
         for name in kwargs:
             if name not in self.parameters:
                 raise self._unknown(name)
@@ -158,7 +158,7 @@ def op(
     written: tuple[str, ...] = (),
     dynamic: tuple[str, ...] = (),
 ) -> Any:
-    """Make a public function of one that binds its arguments.
+    """Turn a function that binds its arguments into a public op.
 
     ``cuda``: the op has kernels for GPUs. ``kernels``: the module of ``kernels/`` that registers its programs.
     ``written``, ``dynamic``: see :class:`Op`.
@@ -167,27 +167,27 @@ def op(
         return functools.partial(op, cuda=cuda, kernels=kernels, written=written, dynamic=dynamic)
     if kernels:
         lower_module(binder.__name__, f"gpu_ops.kernels.{kernels}")
-    made = OPS[binder.__name__] = Op(binder, written, dynamic)
+    entry = OPS[binder.__name__] = Op(binder, written, dynamic)
     if cuda:
-        WITH_CUDA_KERNELS.append(made.name)
+        WITH_CUDA_KERNELS.append(entry.name)
 
     @functools.wraps(binder)
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
         try:
-            return made(args, kwargs)
+            return entry(args, kwargs)
         except OutOfMemoryError:
             raise
-        except MemoryError as error:  # of scratch, or a copy of an argument
-            raise out_of_memory(made.name, error) from error
+        except MemoryError as error:  # from scratch, or a copy of an argument
+            raise out_of_memory(entry.name, error) from error
 
-    public.__signature__ = made.signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
-    public.op = made  # type: ignore[attr-defined]
+    public.__signature__ = entry.signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
+    public.op = entry  # type: ignore[attr-defined]
     return public
 
 
 def explain(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Explanation:
-    """What ``op``, a public function or its name, would do with these arguments: device, backend, tiles, and why.
-    Runs nothing.
+    """Explain how ``op``, a public function or its name, would run with these arguments: device, backend, tiles,
+    and why. Runs nothing.
 
     Examples
     --------
@@ -206,7 +206,7 @@ def workspace_size(op: str | Callable[..., Any], *arrays: Any, **options: Any) -
     """Bytes of ``workspace=`` that a call with these arguments needs; 0 on the CPU.
 
     Pass a uint8 array of this size to capture the call in a CUDA graph: with ``out=`` and ``workspace=`` it allocates
-    nothing. The array has to live as long as the graph.
+    nothing. The array must live as long as the graph.
 
     Examples
     --------
@@ -215,20 +215,20 @@ def workspace_size(op: str | Callable[..., Any], *arrays: Any, **options: Any) -
     >>> gpu_ops.workspace_size("rmsnorm", x, np.ones(64, np.float32))
     0
     """
-    found = op_named("workspace_size", op).explain(*arrays, **options)
-    if found.bound.choice.device == "cpu":
+    explanation = op_named("workspace_size", op).explain(*arrays, **options)
+    if explanation.bound.choice.device == "cpu":
         return 0
-    return found.prepared.program(found.values, found.prepared.limits()).workspace_bytes
+    return explanation.prepared.program(explanation.values, explanation.prepared.limits()).workspace_bytes
 
 
 def op_named(asked_by: str, op: str | Callable[..., Any]) -> Op:
-    """A public op, by the function or its name."""
-    found = getattr(op, "op", None)
-    return found if isinstance(found, Op) else OPS[one_of(asked_by, "op", op, OPS)]
+    """Look up a public op by its function or name."""
+    entry = getattr(op, "op", None)
+    return entry if isinstance(entry, Op) else OPS[one_of(asked_by, "op", op, OPS)]
 
 
 def forget_calls() -> None:
-    """Drop what is remembered of calls, so that what was tuned or edited since counts."""
-    for one in OPS.values():
-        one.known.clear()
+    """Drop all cached calls, so that later tuning or edits take effect."""
+    for entry in OPS.values():
+        entry.known.clear()
     forget()

@@ -1,4 +1,4 @@
-"""MemoryError of NumPy, Numba, CuPy or the system as :class:`OutOfMemoryError`: bytes asked for, bytes available."""
+""":class:`OutOfMemoryError`, with bytes requested and available, from a MemoryError of NumPy, Numba or CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["available_bytes", "out_of_memory", "required_bytes", "size_text", "t
 
 
 class typed_memory_errors(contextlib.ContextDecorator):
-    """Raises OutOfMemoryError in place of a MemoryError, in the name of a public function."""
+    """Raise OutOfMemoryError in place of a MemoryError, in the name of a public function."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -30,7 +30,7 @@ class typed_memory_errors(contextlib.ContextDecorator):
 
 
 def out_of_memory(who: str, error: BaseException, what: str = "", required: int = 0) -> OutOfMemoryError:
-    """The typed error for one of any library. ``what`` did not fit; ``required``: its bytes, where known."""
+    """Convert any library's memory error to the typed one. ``what`` did not fit; ``required``: its bytes."""
     on_gpu = type(error).__module__.partition(".")[0] == "cupy"
     required, available = required or required_bytes(error), available_bytes(on_gpu)
     text = f"{who}: no memory for {what or 'scratch or a copy of an argument'}"
@@ -42,7 +42,7 @@ def out_of_memory(who: str, error: BaseException, what: str = "", required: int 
 
 
 def required_bytes(error: BaseException) -> int:
-    """Bytes that an allocation of NumPy's or CuPy's asked for; 0 where the error does not say."""
+    """Bytes that a NumPy or CuPy allocation requested; 0 where the error does not say."""
     shape, dtype = getattr(error, "shape", None), getattr(error, "dtype", None)
     if isinstance(shape, tuple) and isinstance(dtype, np.dtype):  # numpy's _ArrayMemoryError
         return int(math.prod(shape) * dtype.itemsize)
@@ -72,7 +72,8 @@ def available_bytes(on_gpu: bool = False) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """
+    """Format a number of bytes.
+
     >>> size_text(3 << 30), size_text(1536)
     ('3.0 GiB', '1536 bytes')
     """

@@ -1,4 +1,4 @@
-"""Where a later call finds its arrays, and which results it allocates."""
+"""Locations of a later call's arrays in its arguments, and the results that it allocates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Allocation", "Place"]
 
 
 class Place:
-    """Where calls of one key have an array."""
+    """Location of an array in the arguments of calls with one key."""
 
     def __init__(self, name: str, source: Source, position: int, given: int) -> None:
         self.name, self.source, self.position = name, source, position
@@ -26,7 +26,7 @@ class Place:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is an argument, or an item of a tuple or list that is one."""
+        """Whether it is an argument, or an item of a tuple or list passed as an argument."""
         return self.source.make in (None, as_integer) and not isinstance(self.source.item, str)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,28 +43,28 @@ class Allocation:
 
     def __init__(self, spec: Spec, o: Output, device: Any) -> None:
         self.name, self.shape, self.dtype, self.axes = o.name, *_allocation(spec, o)
-        # what the pool leaves to NumPy
+        # allocations that the pool leaves to NumPy
         self._small = device is devices.HOST and o.layout.nbytes < FROM_BYTES
 
     def allocate(self, op: str, device: Any) -> Any:
         try:
-            instead = allocator() if IN_USE else None
-            if instead is not None:
-                array = instead.allocate(self.shape, self.dtype, f"{op}: {self.name}", device)
+            current = allocator() if IN_USE else None
+            if current is not None:
+                array = current.allocate(self.shape, self.dtype, f"{op}: {self.name}", device)
             elif self._small:
                 array = np.empty(self.shape, self.dtype)
             else:
                 array = device.empty(self.shape, self.dtype, self.name)
-        except (OptionError, OutOfMemoryError):  # of the pool, or the allocator
+        except (OptionError, OutOfMemoryError):  # from the pool or the allocator
             raise
-        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address can hold
             required = Layout.contiguous(self.shape, self.dtype).nbytes
             raise out_of_memory(op, error, f"a result of shape {self.shape}", required) from error
         return array if self.axes is None else array.transpose(self.axes)
 
 
 def _allocation(spec: Spec, o: Output) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...] | None]:
-    """Shape and dtype to allocate, and the axes that make the result of it."""
+    """Shape and dtype to allocate, and the transposition that turns it into the result."""
     shape, axes = o.layout.shape, o.axes
     if axes is None:
         return shape, o.layout.dtype, None

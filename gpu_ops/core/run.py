@@ -1,7 +1,7 @@
-"""``run``: a program, arrays by name, a device. The one place that allocates, fills in addresses and launches.
+"""Running a program on a device, with arrays by name. Only this module allocates, fills in addresses and launches.
 
-A :class:`Prepared` call is what later calls of the same key go to. It finds their arrays where the first call had
-them, allocates results, and runs the program, which is linked to its device once.
+Later calls with the same key go to a :class:`Prepared` call. It finds their arrays where the first call had them,
+allocates results, and runs the program, which is linked to its device once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTHING = contextlib.nullcontext()
 
 @functools.lru_cache(4096)
 def program_of(spec: Spec, backend: str, limits: Limits) -> Program:
-    """The program of a spec; kept."""
+    """The program of a spec; cached."""
     try:
         return lower(spec, backend, limits)[0]
     except LaunchTooLarge as error:
@@ -44,30 +44,30 @@ def program_of(spec: Spec, backend: str, limits: Limits) -> Program:
 
 
 def forget() -> None:
-    """Drop the kept programs, so that what was tuned since counts."""
+    """Drop the cached programs, so that later tuning takes effect."""
     program_of.cache_clear()
 
 
 class Linked:
-    """A program whose steps are functions of one device. ``op``: whose, for the labels of its workspaces."""
+    """A program whose steps are functions of one device. ``op``: its op, for the labels of workspaces."""
 
     def __init__(self, program: Program, device: Any, op: str = "") -> None:
         self.program, self.device, self.op = program, device, op
         self._steps = [device.link(step) for step in program.steps]
 
     def __call__(self, views: Views, workspace: Any = None) -> None:
-        """``run(program, views, device)``."""
-        program, instead = self.program, allocator() if IN_USE else None
+        """Run the program on these views."""
+        program, current = self.program, allocator() if IN_USE else None
         for constant in program.constants:
             views[constant.name] = self.device.constant(constant)
         if program.workspaces:
-            self._add_workspaces(views, workspace, instead)
-        if instead is None:
+            self._add_workspaces(views, workspace, current)
+        if current is None:
             for step in self._steps:
                 step(views)
             return
-        with instead.scratch(program.scratch_bytes, self.op):
-            for step in self._steps if instead.runs else ():
+        with current.scratch(program.scratch_bytes, self.op):
+            for step in self._steps if current.runs else ():
                 step(views)
 
     def _add_workspaces(self, views: Views, workspace: Any, instead: Allocator | None) -> None:
@@ -98,7 +98,7 @@ class Prepared:
     ) -> None:
         self.op, self.spec, self.choice = bound.op, bound.spec, bound.choice
         self.backend = lowering(bound.choice)
-        self.device: Any = None  # the emulator's knows the arrays of one call only
+        self.device: Any = None  # an emulator device knows the arrays of one call only
         if bound.cuda is not None:
             self.device = bound.cuda.device
         elif bound.choice.device != "emulator":
@@ -115,14 +115,14 @@ class Prepared:
             Workspace(o.name, o.layout.shape, o.layout.dtype) for o in new if not o.returned and not on_host
         )
         self._aliases = [(o.name, o.alias) for o in bound.outputs if o.alias is not None]
-        own = {o.name: o.source for o in bound.outputs if o.source is not None}
-        self._given = frozenset(own)
+        outputs = {o.name: o.source for o in bound.outputs if o.source is not None}
+        self._given = frozenset(outputs)
         places = [
             Place(name, source, parameters.index(source.argument), len(args))
-            for name, source in (bound.sources | own).items()
+            for name, source in (bound.sources | outputs).items()
         ]
         self._places = places
-        # Arrays and numbers that need no more than to be found, and what arguments hold, where a call has no others.
+        # as_they_are: every array and number is used as it is, except those made from an argument
         made = [p for p in places if p.source.make not in (None, as_integer)]
         direct = [p for p in places if p not in made]
         as_they_are = self._library is None and all(
@@ -149,7 +149,7 @@ class Prepared:
         """The argument that is the tuple of all results; the call returns it."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A later call: its arrays are where those of the first were."""
+        """Run a later call, whose arrays are where those of the first were."""
         if self._by_position is None:
             return self._from_places(args, kwargs)
         views = {name: args[i] for name, i in self._by_position}
@@ -170,22 +170,22 @@ class Prepared:
         return self.execute(views, views, kwargs.get("workspace"))
 
     def _from_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same for arrays of other libraries, items of arguments and what arguments hold."""
-        found = {p.name: p.find(args, kwargs) for p in self._places}
+        """Run a later call whose arrays need conversion or a copy, or are attributes of arguments."""
+        objects = {p.name: p.find(args, kwargs) for p in self._places}
         if not self._on_cuda:
-            views = {p.name: self._on_host(p, found[p.name]) for p in self._places}
-            return self.execute(views, found, kwargs.get("workspace"))
+            views = {p.name: self._on_host(p, objects[p.name]) for p in self._places}
+            return self.execute(views, objects, kwargs.get("workspace"))
         from gpu_ops.core.cuda_arrays import CudaArrays
 
         first = next(p.name for p in self._places if p.source.make is None)
-        arrays = CudaArrays(self.op, first, found[first])
+        arrays = CudaArrays(self.op, first, objects[first])
         with arrays.active():
             views = {
                 p.name: p.source.make(x, self.device) if p.source.make else arrays.view(p.name, x)
-                for p, x in zip(self._places, found.values(), strict=True)
+                for p, x in zip(self._places, objects.values(), strict=True)
             }
             views |= {name: arrays.contiguous(views[name]) for name in self._copied}
-            return self.execute(views, found, kwargs.get("workspace"))
+            return self.execute(views, objects, kwargs.get("workspace"))
 
     def _on_host(self, place: Place, x: Any) -> Any:
         if place.source.make is not None:
@@ -195,18 +195,18 @@ class Prepared:
         return np.array(x, order="C") if place.name in self._copied else x
 
     def first(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call that was bound."""
-        found = {p.name: p.find(args, kwargs) for p in self._places}
+        """Run the call that was bound."""
+        objects = {p.name: p.find(args, kwargs) for p in self._places}
         with bound.cuda.active() if bound.cuda else _NOTHING:
-            return self.execute(self.views(bound, args, kwargs), found, bound.workspace)
+            return self.execute(self.views(bound, args, kwargs), objects, bound.workspace)
 
     def views(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Views:
-        """The arrays of the call that was bound, those that arguments hold included."""
+        """The arrays of the call that was bound, including those held by arguments."""
         held = [p for p in self._places if p.source.make is not None]
         return bound.views | {p.name: p.source.make(p.find(args, kwargs), self.device) for p in held}  # type: ignore[misc]
 
     def execute(self, views: Views, own: Views, workspace: Any) -> Any:
-        """Look at values, allocate, run. ``own``: the caller's objects, of which results are returned as they are."""
+        """Read values, allocate, run. ``own``: the caller's objects; those for results are returned unchanged."""
         values: dict[str, Any] = _NO_VALUES
         if self._look is not None:
             views = dict(views)
@@ -230,29 +230,29 @@ class Prepared:
         for name, target in host.items():
             target[...] = _to_host(views[name])
         if self._returns_own:
-            names, found = self._returned, views if own is views else {**views, **own}
-            return found[names[0]] if len(names) == 1 else tuple([found[name] for name in names])
+            names, by_name = self._returned, views if own is views else {**views, **own}
+            return by_name[names[0]] if len(names) == 1 else tuple([by_name[name] for name in names])
         if self._finish is not None:
             return self._finish(views, device, lambda name: self._give(name, views, own))
-        results = tuple([self._give(name, views, own) for name in self._returned])
-        return results[0] if len(results) == 1 else results
+        result = tuple([self._give(name, views, own) for name in self._returned])
+        return result[0] if len(result) == 1 else result
 
     def limits(self) -> Limits:
-        """Of the device that runs the call."""
+        """Limits of the device that runs the call."""
         limits: Limits = (devices.EmulatorDevice() if self.device is None else self.device).limits
         return limits
 
     def program(self, values: dict[str, Any], limits: Limits) -> Program:
-        """The program for what the hook found; results that are not returned are workspaces."""
+        """The program for the hook's values; results that are not returned are workspaces."""
         spec = replace(self.spec, options=(*self.spec.options, *values.items())) if values else self.spec
         return self._with_hidden(program_of(spec, self.backend, limits))
 
     def link(self, program: Program) -> Linked:
-        """A program of another lowering of this call, ready to run: a candidate that is measured."""
+        """Make a program of another lowering of this call ready to run: a candidate to measure."""
         return Linked(self._with_hidden(program), self.device, self.op)
 
     def use(self, linked: Linked) -> None:
-        """Take another program from now on."""
+        """Use another program from now on."""
         self._linked = _NO_VALUES, linked
 
     def _with_hidden(self, program: Program) -> Program:
@@ -277,7 +277,7 @@ class Prepared:
             device.name(name, views[name], written=name in self._updated)
 
     def _give(self, name: str, views: Views, own: Views) -> Any:
-        """A result as the caller gets it."""
+        """A result in the form that the caller gets."""
         if name in self._given:
             return own[name]
         view = views[name]
@@ -296,22 +296,22 @@ _NO_VALUES: dict[str, Any] = {}
 
 
 def _copied_to_device(views: Views) -> Views:
-    """NumPy arrays as copies on the current device; one array stays one."""
+    """Copy NumPy arrays to the current device; an array with several names is copied once."""
     import cupy
 
     moved: dict[int, Any] = {}
-    found: Views = {}
+    copies: Views = {}
     for name, x in views.items():
         if isinstance(x, np.ndarray):
             if id(x) not in moved:
                 moved[id(x)] = cupy.asarray(np.ascontiguousarray(as_bits(x))).view(x.dtype)
             x = moved[id(x)]
-        found[name] = x
-    return found
+        copies[name] = x
+    return copies
 
 
 def _to_host(x: Any) -> Any:
-    """A copy in host memory, with the axes in the order that they have in the device's memory."""
+    """Copy to host memory, with the axes in the order that they have in the device's memory."""
     import cupy
 
     axes = sorted(range(x.ndim), key=lambda i: -x.strides[i])
@@ -320,7 +320,7 @@ def _to_host(x: Any) -> Any:
 
 
 def _check_workspace(op: str, workspace: Any, program: Program, device: str) -> Any:
-    """The caller's workspace as the device takes it; None where none is needed."""
+    """Check the caller's workspace and return it; None where none is needed."""
     need = program.workspace_bytes
     dtype = getattr(workspace, "dtype", None)
     if str(dtype).removeprefix("torch.") != "uint8":
