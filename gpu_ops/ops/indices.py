@@ -1,4 +1,4 @@
-"""Integer arrays that name rows or classes: read, and looked at in every call where that does not wait for a GPU."""
+"""Integer arrays of row or class indices; values are checked in every call, unless that would wait for a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["look_at", "read_indices"]
 
 
 def read_indices(call: Call, name: str, x: Any, shape: tuple[int, ...] | None = None) -> Array:
-    """An int32 or int64 array of this shape; kernels take its elements in order, without gaps."""
+    """Read an int32 or int64 array of this shape; kernels require it contiguous."""
     view = call.read(name, x, contiguous=True)
     if view.dtype not in (np.int32, np.int64):
         raise DTypeError(
@@ -28,18 +28,18 @@ def read_indices(call: Call, name: str, x: Any, shape: tuple[int, ...] | None = 
 
 
 def look_at(op: str, name: str, end: int, ignored: int | None = None) -> Look:
-    """A hook for arrays in host memory: each index lies in [0, end), or is ``ignored``."""
+    """Hook that checks an array in host memory: each index is in [0, end), or ``ignored``."""
 
     def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         x = views[name]
-        wrong = x.view(f"u{x.itemsize}") >= end if end else np.ones(x.shape, bool)  # a negative one is large
+        wrong = x.view(f"u{x.itemsize}") >= end if end else np.ones(x.shape, bool)  # negative ones are large
         if ignored is not None:
             wrong &= x != ignored
         if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            where = f"[{', '.join(map(str, at))}]" if at else ""
-            but = "" if ignored is None else f", nor ignore_index, {ignored}"
-            raise OptionError(f"{op}: {name}{where} is {int(x[at])}, not in [0, {end}){but}")
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            position = f"[{', '.join(map(str, index))}]" if index else ""
+            exception = "" if ignored is None else f", nor ignore_index, {ignored}"
+            raise OptionError(f"{op}: {name}{position} is {int(x[index])}, not in [0, {end}){exception}")
         return {}, {}
 
     return look

@@ -1,4 +1,4 @@
-"""Seeds of dropout: an array that kernels read, or an integer that may be another in every call of one program."""
+"""Seeds of dropout: an array that kernels read, or an integer that may differ in every call of one program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = (1 << 64) - 1
 
 
 def read_seed(call: Call, seed: Any) -> None:
-    """``seed`` of the call: an array of one uint64 or int64, or a number."""
+    """Read ``seed``: an array of one uint64 or int64, or an integer."""
     op = call.op
     if hasattr(seed, "shape") and not isinstance(seed, np.generic):
         seed_ = call.read("seed", seed)
@@ -33,5 +33,5 @@ def read_seed(call: Call, seed: Any) -> None:
 
 
 def number(op: str, seed: Any, device: Any = None) -> int:
-    """A seed that is an integer. A later call may pass on another one."""
+    """Check an integer seed. A later call may pass another one."""
     return checks.integer(op, "seed", seed, low=0, high=_LARGEST)

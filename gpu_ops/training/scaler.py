@@ -162,7 +162,7 @@ class GradScaler:
         StateError
             They were unscaled before, and :meth:`update` has not followed.
         ShapeError, DTypeError, DeviceError
-            Before anything is written.
+            Raised before anything is written.
         """
         if self._found_inf is not None:
             raise StateError("unscale: gradients were unscaled before; call update() first, once a step")

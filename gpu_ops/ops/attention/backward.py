@@ -1,4 +1,4 @@
-"""What the backward functions of attention read and write beside q, k and v."""
+"""Results of the forward pass and gradients, as the backward functions of attention read and write them."""
 
 from __future__ import annotations
 
@@ -26,38 +26,43 @@ def read_results(
     shape: tuple[int, ...],
     lse_shape: tuple[int, ...],
 ) -> None:
-    """What the forward pass returned; ``dout`` has been read. With ``delta``, out is not looked at."""
-    op, native, wide = call.op, checks.FLOAT_DTYPES[dtype], checks.computing_dtype(dtype)
+    """Read the results of the forward pass, after ``dout``. With ``delta``, ``out`` is not read."""
+    op, in_dtype, acc_dtype = call.op, checks.FLOAT_DTYPES[dtype], checks.computing_dtype(dtype)
     dout = call.views["dout"]
-    checks.exactly(op, "dout", dout, shape, wide if dout.dtype == wide else native)
+    checks.exactly(op, "dout", dout, shape, acc_dtype if dout.dtype == acc_dtype else in_dtype)
     if delta is None:
         if out is None:
             raise OptionError(f"{op}: out is None; pass the forward result, or delta=, sum(dout * out)")
         out_ = call.read("out", out)
-        checks.exactly(op, "out", out_, shape, wide if out_.dtype == wide else native)
+        checks.exactly(op, "out", out_, shape, acc_dtype if out_.dtype == acc_dtype else in_dtype)
     lse_ = call.read("lse", lse)
-    checks.exactly(op, "lse", lse_, lse_shape, lse_.dtype if lse_.dtype == np.float64 else wide)
+    checks.exactly(op, "lse", lse_, lse_shape, lse_.dtype if lse_.dtype == np.float64 else acc_dtype)
     if delta is not None:
-        checks.exactly(op, "delta", call.read("delta", delta), lse_shape, wide)
+        checks.exactly(op, "delta", call.read("delta", delta), lse_shape, acc_dtype)
 
 
 def write_gradients(
     call: Call, dtype: str, grads: Any, *, accumulate: Any = False, return_extra: Any = False
 ) -> Finish | None:
-    """dq, dk and dv, and with ``return_extra`` the gradients of options; what makes the call's result of them."""
-    op, wide = call.op, checks.computing_dtype(dtype)
+    """Declare dq, dk and dv, and with ``return_extra`` the gradients of options; return the function that collects
+    them into the call's result."""
+    op, acc_dtype = call.op, checks.computing_dtype(dtype)
     add, with_extra = checks.flag(op, "accumulate", accumulate), checks.flag(op, "return_extra", return_extra)
     if add and grads is None:
-        raise OptionError(f"{op}: accumulate=True adds to arrays of yours; pass grads=(dq, dk, dv) of {wide}")
-    in_wide = add or (isinstance(grads, (tuple, list)) and all(_dtype_name(x) == wide.name for x in grads))
+        raise OptionError(
+            f"{op}: accumulate=True adds to arrays of yours; pass grads=(dq, dk, dv) of {acc_dtype}"
+        )
+    in_acc_dtype = add or (
+        isinstance(grads, (tuple, list)) and all(_dtype_name(x) == acc_dtype.name for x in grads)
+    )
     inputs = {f"d{name}": call.views[name] for name in ("q", "k", "v")}
-    like = {name: (x.shape, wide if in_wide else x.dtype) for name, x in inputs.items()}
-    call.write_each(like, grads, argument="grads", added=add)
+    layouts = {name: (x.shape, acc_dtype if in_acc_dtype else x.dtype) for name, x in inputs.items()}
+    call.write_each(layouts, grads, argument="grads", added=add)
     call.option(accumulate=add)
     extra = [name for name in ("bias", "sinks") if with_extra and name in call.views]
     for name in extra:
         x = call.views[name]
-        call.write(f"d{name}", x.shape, x.dtype if name == "bias" else wide)
+        call.write(f"d{name}", x.shape, x.dtype if name == "bias" else acc_dtype)
 
     def finish(views: dict[str, Any], device: Any, give: Any) -> tuple[Any, ...]:
         return (*map(give, ("dq", "dk", "dv")), {name: give(f"d{name}") for name in extra})
@@ -66,14 +71,14 @@ def write_gradients(
 
 
 def _dtype_name(x: Any) -> str:
-    """Of any library's array."""
+    """Dtype name of any library's array."""
     return str(getattr(x, "dtype", "")).removeprefix("torch.")
 
 
 def store_gradients(
     spec: Spec, views: Mapping[str, Any], gradients: list[Any], extra: Mapping[str, Any]
 ) -> None:
-    """What the reference returned; the gradients of options only where there are arrays for them."""
+    """Store the reference's gradients; those of options only where there are arrays for them."""
     if spec["accumulate"]:
         gradients = [views[name] + x for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)]
     store(views, ("dq", "dk", "dv"), gradients)

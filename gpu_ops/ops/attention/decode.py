@@ -52,30 +52,30 @@ def attention_decode(
     workspace: Any = None,
     **options: Unpack[ScoreOptions],
 ) -> Bound:
-    """:func:`attention` over the used part of a cache: the last query sits on the last used key.
+    """:func:`attention` over the used part of a cache; the last query has the position of the last used key.
 
     Parameters
     ----------
     q : array (batch, seqlen_q, nheads, head_dim)
     k_cache, v_cache : arrays (batch, max_seqlen, nheads_kv, head_dim or head_dim_v)
-        With ``block_table``: pages, (num_pages, page_size, nheads_kv, ...). What lies past the used
-        part is never read.
+        With ``block_table``: pages, (num_pages, page_size, nheads_kv, ...). Keys past the used part are
+        never read.
     seqused_k : int32 array (batch,)
-        How many keys of each sequence are in use.
+        Number of keys of each sequence that are in use.
     block_table : int32 array (batch, max_pages), optional
-        Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries past the need are
+        Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries past the last used key are
         ignored and may be -1.
     k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
-        Of quantized pages: int8 or float8_e4m3fn, or uint8 with the bits of float8_e4m3fn, for libraries without it.
+        Scales of quantized pages: int8, float8_e4m3fn, or uint8 with the bits of e4m3 for libraries without it.
         Key j of head h is ``k_cache[page, row, h] * k_scale[page, row, h]``, as :func:`rope_append_kv` writes it.
         The kernels read the pages as they are. q is then float16, bfloat16 or float32.
-        With backend "raw" and 16-bit q, values are rounded to q's dtype, beyond whose range they are infinite.
+        With backend "raw" and 16-bit q, values are rounded to q's dtype, and are infinite beyond its range.
     num_splits : int
-        Parts into which the keys are cut, to give every thread work; 0: chosen.
+        Number of parts that the keys are split into, so that every SM or thread has work; 0: chosen automatically.
     **options, return_lse, out_dtype, lse_dtype, out
-        As in :func:`attention`, with seqlen_k = seqused_k[b].
+        Same as in :func:`attention`, with seqlen_k = seqused_k[b].
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -87,7 +87,7 @@ def attention_decode(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -130,9 +130,9 @@ def attention_decode(
 
 
 def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Look | None]:
-    """How many keys the longest sequence uses, and what looks at the lengths and pages in every call.
+    """Read the lengths; return the number of keys of the longest sequence, and the hook that checks every call.
 
-    Those on a GPU are taken on trust, since looking would wait for it: all that the cache holds.
+    Lengths on a GPU are not checked, since that would wait for it: the cache's capacity is assumed.
     """
     axes = call.axes
     read_used(call, seqused_k)
@@ -151,10 +151,10 @@ def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int)
     def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         used, table = views["seqused_k"], views.get("block_table")
         if backend == "cpu":
-            found = _sequences(seqlen_q, num_pages, page_size)(used, table)
-            _, longest, sound, _ = found[-1].tolist()
+            rows = _sequences(seqlen_q, num_pages, page_size)(used, table)
+            _, longest, sound, _ = rows[-1].tolist()
             if sound:
-                return {"max_seqlen_k": longest}, {"sequences": found[:-1]}
+                return {"max_seqlen_k": longest}, {"sequences": rows[:-1]}
         longest = longest_used(op, used, capacity)
         if table is not None:
             pages_exist(op, table, used, num_pages, page_size)
@@ -177,13 +177,13 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("q", "k_cache", "v_cache")]
-        found = attention_decode(
+        results = attention_decode(
             *arrays,
             seqused_k=views["seqused_k"],
             block_table=views.get("block_table"),
             return_lse=True,
             **{**reference_options(spec, views), **results_dtypes(views)},
         )
-        store_results(views, found)
+        store_results(views, results)
 
     on.call(run, "NumPy, float64")

@@ -71,46 +71,46 @@ def attention(
         nheads must be a multiple of nheads_kv: query head h reads key head h // (nheads // nheads_kv).
     v : array (batch, seqlen_k, nheads_kv, head_dim_v)
     causal : bool
-        Query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned: the last query sees all).
+        Query i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned: the last query sees all keys).
     window_size : (left, right)
         Query i sees keys from i + seqlen_k - seqlen_q - left to ... + right; -1: no limit.
     softmax_scale : float, default head_dim ** -0.5
     softcap : float
         If > 0: s = softcap * tanh(s / softcap).
     sinks : float32 array (nheads,), optional
-        One extra logit per head in the denominator; it takes weight and adds nothing. lse counts it in.
+        One extra logit per head in the softmax denominator; it takes weight and has no value. lse includes it.
     alibi_slopes : float32 array (nheads,) or (batch, nheads), optional
         Adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
     dropout_p : float
-        If > 0, each weight is 0 with this probability, and otherwise divided by 1 - dropout_p. Takes multiples of
-        2**-16, to which it is rounded, up to 1 - 2**-15. Does not change lse.
+        If > 0, each weight is 0 with this probability, and otherwise divided by 1 - dropout_p. Rounded to a multiple
+        of 2**-16, up to 1 - 2**-15. Does not change lse.
     seed : int from 0 to 2**64 - 1, or array of one uint64 or int64
-        With dropout_p: decides which weights are 0, with their batch entry, head, query and key; the same on every
-        device and backend. Pass another one in every layer and step, and the same to the backward. An array is read
-        when the call runs, so that a CUDA graph drops other weights when the array has changed.
+        With dropout_p: decides, together with batch entry, head, query and key, which weights are 0; the same on
+        every device and backend. Pass a different seed in every layer and step, and the same seed to the backward.
+        An array is read when the call runs, so a CUDA graph drops other weights after the array has changed.
     bias : array broadcastable to (batch, nheads, seqlen_q, seqlen_k), optional
         q's dtype or float32; added to the scores, -inf masks.
     block_mask : BlockMask, optional
         Blocks that are False are skipped; intersects with the other masks.
     q_start, k_start : int, optional
         Positions of the first query and of the first key, for causal, windows, ALiBi and dropout; bias and
-        block_mask count from the first ones given. If either is given, the other is 0 by default, and
-        i + seqlen_k - seqlen_q above becomes i + q_start - k_start: blocks of queries and of keys may lie anywhere,
-        as in ring attention. With dropout, the CUDA C++ kernels want multiples of 16 and of 32.
+        block_mask count from the first query and key of the arrays. If one is given, the other defaults to 0, and
+        i + seqlen_k - seqlen_q above becomes i + q_start - k_start: blocks of queries and of keys may be anywhere,
+        as in ring attention. With dropout, the CUDA C++ kernels require multiples of 16 and of 32.
     layout : {"bshd", "bhsd"}
         "bhsd": axes 1 and 2 of q, k, v and out are swapped. Costs no copy.
     return_lse : bool
         Also return the log of the softmax denominator, natural log.
     out_dtype : dtype, default q's
-        np.float32 returns the sums of float16 and bfloat16 inputs as they are computed, not rounded to their dtype:
-        for parts that :func:`attention_merge` adds up.
+        np.float32 returns the unrounded float32 sums of float16 and bfloat16 inputs, for parts that
+        :func:`attention_merge` merges.
     lse_dtype : dtype, default float32 (float64 for float64)
-        np.float64 returns the sum of a row, and the largest score beside it, without rounding one to the other: from
-        ``|lse| = 2839`` on float32 has fewer digits than the gradients of a row need.
+        np.float64 does not round the log of a row's sum to the precision of its largest score: from ``|lse| = 2839``
+        on, float32 has fewer digits than the gradients of a row need.
     out : array like the result, optional
         Receives the result; may not share memory with an input. With ``return_lse`` also a pair, (out, lse).
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -122,15 +122,15 @@ def attention(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
-    A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; one
-    behind a mask does not. The same on every backend: a value of inf that a query sees makes its column
-    inf, however small the weight and dropped or not, and NaN if there is -inf too; a score of -inf, from a bias or
-    from inf in q or k, hides its key as a mask does; a score of inf makes the row and its lse NaN. A query that sees
-    one key gets that value bit for bit (but for raw float32, whose products have 22 bits).
+    A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; a masked NaN does not.
+    Infinities act the same on every backend. A value of inf that a query sees makes its column inf, however small the
+    weight and dropped or not, and NaN if there is -inf too. A score of -inf, from a bias or from inf in q or k, hides
+    its key as a mask does. A score of inf makes the row and its lse NaN. A query that sees one key returns that
+    value bit for bit (except raw float32, whose products have 22 bits).
     Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
     no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
     Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022. Dropout: Srivastava et al. 2014, by Philox 4x32-10;
@@ -205,29 +205,29 @@ def attention_backward(
     Parameters
     ----------
     dout : array like out, q's dtype or float32
-        Gradient of the result. From float32 the kernels round it to q's dtype: the gradients, and delta unless it is
-        given, are those of the rounded one.
+        Gradient of the result. The kernels round a float32 one to q's dtype: the gradients, and delta unless it is
+        given, are computed from the rounded one.
     q, k, v, and every option
-        As given to :func:`attention`.
+        The arguments of :func:`attention`.
     out, lse : arrays
-        As returned by ``attention(..., return_lse=True)``; out may be float32. If the keys of a row are divided
+        Results of ``attention(..., return_lse=True)``; out may be float32. If the keys of a row are divided
         among calls, as in a ring, both are those of the whole row (:func:`attention_merge`), as delta is. lse may be
         float64, which keeps P accurate where lse is in the thousands: from 2839 on, the CPU and the Numba kernels
-        take a float32 lse for that of this call's keys, and sum their weights again.
+        treat a float32 lse as that of this call's keys, and sum their weights again.
     delta : float32 array like lse (float64 for float64), optional
-        ``sum(dout * out)`` over head_dim_v: then it is not computed, and out is not looked at and may be None.
+        ``sum(dout * out)`` over head_dim_v. If given, it is not computed, and out is not read and may be None.
     deterministic : bool
-        Ask for sums in a fixed order. On the CPU and with the Numba kernels for GPUs they always have one.
+        Compute sums in a fixed order. The CPU and the Numba kernels for GPUs always do.
     return_extra : bool
         Also return a dict with the gradients of ``bias`` (its shape and dtype) and ``sinks``
-        (float32, float64 for float64), those that were given.
+        (float32, float64 for float64), if these were given.
     grads : (dq, dk, dv), optional
         Arrays that receive the gradients (``out`` is the forward result here): all of q's dtype, or all float32.
     accumulate : bool
-        Add dq, dk and dv to what ``grads`` hold, which are float32 then (float64 for float64). The gradients of
-        options are returned as they are.
+        Add dq, dk and dv to the contents of ``grads``, which must then be float32 (float64 for float64). The
+        gradients of options are not added to anything.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -239,7 +239,7 @@ def attention_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -287,7 +287,7 @@ def _read_inputs(call: Call, layout: str, q: Any, k: Any, v: Any) -> str:
 
 
 def _result_shapes(call: Call, layout: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:
-    """Of out and of lse; and the lengths of the sequences."""
+    """Shapes of out and of lse, and the lengths (seqlen_q, seqlen_k)."""
     axes = call.axes
     batch, heads, seqlen_q = axes["batch"], axes["nheads"], axes["seqlen_q"]
     middle = (seqlen_q, heads) if layout == "bshd" else (heads, seqlen_q)
@@ -300,8 +300,8 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("q", "k", "v")]
-        given = {**reference_options(spec, views), **results_dtypes(views)}
-        store_results(views, attention(*arrays, layout=spec["layout"], return_lse=True, **given))
+        options = {**reference_options(spec, views), **results_dtypes(views)}
+        store_results(views, attention(*arrays, layout=spec["layout"], return_lse=True, **options))
 
     on.call(run, "NumPy, float64")
 
@@ -312,8 +312,8 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [*(views[name] for name in ("dout", "q", "k", "v")), views.get("out"), views["lse"]]
-        more = {"layout": spec["layout"], "delta": views.get("delta"), **reference_options(spec, views)}
-        *gradients, extra = attention_backward(*arrays, return_extra=True, precision="float64", **more)
+        options = {"layout": spec["layout"], "delta": views.get("delta"), **reference_options(spec, views)}
+        *gradients, extra = attention_backward(*arrays, return_extra=True, precision="float64", **options)
         store_gradients(spec, views, gradients, extra)
 
     on.call(run, "NumPy, float64")

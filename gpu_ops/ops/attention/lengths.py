@@ -1,7 +1,7 @@
-"""Lengths that attention calls take as arrays: where packed sequences start, keys in use, tables of pages.
+"""Lengths that attention calls take as arrays: starts of packed sequences, keys in use, page tables.
 
-Shapes and dtypes are checked once, values in every call: that is a ``look=`` hook. Values on a GPU are taken on
-trust, since looking would wait for it.
+Shapes and dtypes are checked once, values in every call, by a ``look=`` hook. Values on a GPU are not checked,
+since that would wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of the sequences of a call."""
+    """Lengths of the sequences of a call."""
 
     queries: Array
     keys: Array
@@ -37,7 +37,7 @@ class Lengths:
     look: Look | None
 
     def pairs(self, causal: Any) -> int:
-        """Of a query and a key that it sees by ``causal`` alone."""
+        """Number of (query, key) pairs that ``causal`` alone leaves visible."""
         hidden = self.queries * (self.queries - 1) // 2
         if causal:
             blind = np.maximum(self.queries - self.keys, 0)
@@ -65,13 +65,15 @@ def packed_lengths(call: Call, arrays: dict[str, Any], bounds: dict[str, int | N
     num_pages, page_size, total_k = 0, 0, axes["total_k"] if len(starts) == 2 else 0
     if arrays.get("block_table") is not None:
         num_pages, page_size, total_k = read_pages(call, arrays["block_table"])
-    given = [None if n is None else checks.integer(op, name, n, low=0) for name, n in bounds.items()]
+    max_seqlens = [None if n is None else checks.integer(op, name, n, low=0) for name, n in bounds.items()]
     totals = axes["total_q"], total_k
     if call.on_cuda:
-        longest = [total if n is None else min(n, total) for n, total in zip(given, totals, strict=True)]
+        longest = [
+            total if n is None else min(n, total) for n, total in zip(max_seqlens, totals, strict=True)
+        ]
         look, queries, keys = None, *(np.array([n]) for n in longest)
     else:
-        look = _look(op, totals, (num_pages, page_size), given)
+        look = _look(op, totals, (num_pages, page_size), max_seqlens)
         views = dict(call.views)
         longest = list(look(views, "reference")[0].values())
         queries = np.diff(views["cu_seqlens_q"]).astype(np.int64)
@@ -81,13 +83,13 @@ def packed_lengths(call: Call, arrays: dict[str, Any], bounds: dict[str, int | N
 
 
 def read_used(call: Call, seqused_k: Any) -> None:
-    """How many keys of each sequence are in use."""
+    """Read the number of keys of each sequence that are in use."""
     used = call.read("seqused_k", seqused_k)
     checks.exactly(call.op, "seqused_k", used, (call.axes["batch"],), INT32)
 
 
 def read_pages(call: Call, block_table: Any) -> tuple[int, int, int]:
-    """The pages of each sequence. The number of pages, their size, and how many keys those of a sequence hold."""
+    """Read the page table. Return the number of pages, their size, and how many keys the pages of a sequence hold."""
     axes, table = call.axes, call.read("block_table", block_table)
     axes.bind("block_table", table, "batch max_pages")
     checks.exactly(call.op, "block_table", table, table.shape, INT32)
@@ -95,7 +97,7 @@ def read_pages(call: Call, block_table: Any) -> tuple[int, int, int]:
 
 
 def _check_combination(op: str, arrays: dict[str, Any]) -> None:
-    """Which of the arrays a call gives."""
+    """Check which of the arrays are given."""
     if arrays["cu_seqlens_q"] is None:
         raise OptionError(
             f"{op}: cu_seqlens_q is missing: where each sequence of q starts, int32 (batch + 1,)"
@@ -125,21 +127,21 @@ def _read_starts(call: Call, name: str, x: Any) -> Array:
 
 
 def _look(op: str, totals: tuple[int, int], pages: tuple[int, int], bounds: list[int | None]) -> Look:
-    """``totals``: of queries, and of packed keys or what the pages of a sequence hold. ``pages``: number and size."""
+    """``totals``: number of queries, and of packed keys or of keys in a sequence's pages. ``pages``: number, size."""
 
     def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        sound, found = False, {}
+        sound, extra_views = False, {}
         if backend == "cpu":
             get = views.get
             arrays = get("cu_seqlens_q"), get("cu_seqlens_k"), get("seqused_k"), get("block_table")
             table = _table(*totals, *pages)(*arrays)
             *longest, sound, _ = table[-1].tolist()
-            found["sequences"] = table[:-1]
-        if not sound:  # says where, on the CPU
+            extra_views["sequences"] = table[:-1]
+        if not sound:  # on the CPU: find the error and report it
             longest = [_longest(op, "cu_seqlens_q", views["cu_seqlens_q"], totals[0])]
             longest.append(_longest_keys(op, views, totals[1], pages))
         _check_bounds(op, bounds, longest)
-        return {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}, found
+        return {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}, extra_views
 
     return look
 
@@ -161,8 +163,8 @@ def _check_bounds(op: str, bounds: list[int | None], longest: list[int]) -> None
 
 
 def _longest(op: str, name: str, offsets: Array, total: int) -> int:
-    """The length of the longest sequence. The starts are from 0, never falling, to ``total`` exactly."""
-    starts = offsets.tolist()  # as there are mostly few, Python is faster than NumPy
+    """Length of the longest sequence. Checks that starts begin at 0, never fall, and end at ``total``."""
+    starts = offsets.tolist()  # usually few, for which Python is faster than NumPy
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
     if starts[0] != 0 or starts[-1] != total or min(lengths, default=0) < 0:
         raise OptionError(
@@ -173,7 +175,7 @@ def _longest(op: str, name: str, offsets: Array, total: int) -> int:
 
 
 def _longest_keys(op: str, views: dict[str, Any], total: int, pages: tuple[int, int]) -> int:
-    """Of packed keys, of the used part of them, or of pages."""
+    """Number of keys of the longest sequence: packed keys, the used part of them, or pages."""
     starts = views.get("cu_seqlens_k")
     if starts is None:
         longest = longest_used(op, views["seqused_k"], total)
@@ -194,7 +196,7 @@ def _longest_keys(op: str, views: dict[str, Any], total: int, pages: tuple[int, 
 
 
 def longest_used(op: str, used: Array, capacity: int) -> int:
-    """The largest of ``used``, of which all are checked."""
+    """Maximum of ``used``, after checking every entry."""
     lengths = used.tolist()
     if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity:
         raise OptionError(
@@ -205,7 +207,7 @@ def longest_used(op: str, used: Array, capacity: int) -> int:
 
 
 def pages_exist(op: str, table: Array, used: Array, num_pages: int, page_size: int) -> None:
-    """Refuse a page that a used key needs and that is not there."""
+    """Refuse a page number that a used key needs and that does not exist."""
     if not (table.view(np.uint32) >= num_pages).any():  # -1 is large too
         return
     needed = np.arange(table.shape[1]) < -(-used[:, None] // max(page_size, 1))

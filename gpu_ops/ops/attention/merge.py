@@ -40,8 +40,8 @@ def attention_merge(
     Parameters
     ----------
     out1, out2 : arrays (batch, seqlen_q, nheads, head_dim_v), or (total_q, nheads, head_dim_v)
-        float16, bfloat16, float32 or float64, the same for both. Of parts in float32 (``out_dtype``) the result is
-        as exact as that of one call.
+        float16, bfloat16, float32 or float64, the same for both. With parts in float32 (``out_dtype``) the result is
+        as accurate as that of one call.
     lse1, lse2 : arrays (batch, nheads, seqlen_q), or (nheads, total_q)
         float32 or float64 each, natural logs.
     layout : {"bshd", "bhsd"}
@@ -49,7 +49,7 @@ def attention_merge(
     out : (out, lse), optional
         Arrays that receive the results. ``out=(out1, lse1)`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -61,13 +61,13 @@ def attention_merge(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
-    Computed in float32 (float64 for float64), with weights divided by their own sum. A part with lse -inf saw no key
-    and does not count; where neither saw one, out is 0 and lse -inf. Give sinks to one part only. Moves three times
-    out. Source: Milakov and Gimelshein, 2018; Liu, Zaharia and Abbeel, "Ring Attention", 2023.
+    Computed in float32 (float64 for float64), with weights divided by their sum. A part with lse -inf saw no key
+    and does not count; where both are, out is 0 and lse -inf. Give sinks to one part only. Moves three times
+    the bytes of out. Source: Milakov and Gimelshein, 2018; Liu, Zaharia and Abbeel, "Ring Attention", 2023.
 
     Examples
     --------
@@ -99,12 +99,12 @@ def attention_merge(
             )
     dtype = checks.float_dtype(call.op, **views)
     call.option(layout=layout)
-    wide = np.result_type(checks.computing_dtype(dtype), *(x.dtype for x in logs.values()))
+    lse_dtype = np.result_type(checks.computing_dtype(dtype), *(x.dtype for x in logs.values()))
     shape, lse_shape = views["out1"].shape, logs["lse1"].shape
-    results = {"out": (shape, checks.FLOAT_DTYPES[dtype]), "lse": (lse_shape, wide)}
+    results = {"out": (shape, checks.FLOAT_DTYPES[dtype]), "lse": (lse_shape, lse_dtype)}
     call.write_each(results, out, in_place={"out": "out1", "lse": "lse1"})
     return call.bind(
-        problem=lambda: f"out {shape}, {dtype}, layout {layout}, lse {wide}",
+        problem=lambda: f"out {shape}, {dtype}, layout {layout}, lse {lse_dtype}",
         unsupported=checks.unsupported(dtype),
         flops=4.0 * views["out1"].size,
     )

@@ -1,4 +1,4 @@
-"""Checks that the attention functions share: inputs, and the options that decide the scores."""
+"""Checks shared by the attention functions: inputs, and the options that determine the scores."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 INT32 = np.dtype(np.int32)
-MAX_START = (1 << 30) - 1  # of q_start and k_start: distances between positions stay in int32
+MAX_START = (1 << 30) - 1  # limit of q_start and k_start: distances between positions stay in int32
 P = ParamSpec("P")
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class ScoreOptions(TypedDict, total=False):
-    """What every attention function takes to decide the scores; :func:`attention` says what each does."""
+    """Options of every attention function that determine the scores; :func:`attention` documents them."""
 
     causal: bool
     window_size: tuple[int, int]
@@ -56,14 +56,14 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class WeightOptions(ScoreOptions, total=False):
-    """The same, and what happens to the weights: of functions that training calls."""
+    """Options of the attention functions for training: scores and dropout of the weights."""
 
     dropout_p: float
     seed: Any
 
 
 class DenseOptions(WeightOptions, total=False):
-    """The same where all sequences have one length."""
+    """Options of the attention functions for training whose sequences all have one length."""
 
     bias: Any
     block_mask: Any
@@ -72,13 +72,13 @@ class DenseOptions(WeightOptions, total=False):
 
 
 def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callable[P, Bound]]:
-    """Decorate a function of ``**options``: its signature and its docstring list them. ``@op`` refuses others."""
+    """Decorate a function of ``**options``: list them in its signature and docstring. ``@op`` refuses others."""
     listed = [inspect.signature(read_options).parameters[name] for name in options.__annotations__]
 
     def decorate(binder: Callable[P, Bound]) -> Callable[P, Bound]:
-        own = inspect.signature(binder)
-        parameters = [*list(own.parameters.values())[:-1], *listed]
-        binder.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        signature = inspect.signature(binder)
+        parameters = [*list(signature.parameters.values())[:-1], *listed]
+        binder.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         binder.__doc__ = (binder.__doc__ or "").replace("**options", ", ".join(options.__annotations__))
         return binder
 
@@ -88,9 +88,9 @@ def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callabl
 def read_inputs(
     call: Call, scales: tuple[Any, Any] | None = None, *, paged: bool = False, **inputs: tuple[Any, str]
 ) -> str:
-    """Read q, k and v, each with the names of its axes; the name of their dtype, or of q's over quantized pages.
+    """Read q, k and v, each with the names of its axes; return their dtype's name, or q's over quantized pages.
 
-    ``scales``: of k and v, from functions that take such pages.
+    ``scales``: those of k and v, from functions that take quantized pages.
     """
     views = {name: call.read(name, x) for name, (x, _) in inputs.items()}
     for name, (_, axes) in inputs.items():
@@ -126,7 +126,7 @@ def read_options(
     q_start: int | None = None,
     k_start: int | None = None,
 ) -> str:
-    """Check what decides the scores and weights, and make it part of the call; its words for ``explain``."""
+    """Check the options of scores and weights, add them to the call, and return their text for ``explain``."""
     op, axes = call.op, call.axes
     if softmax_scale is None:
         softmax_scale = axes["head_dim"] ** -0.5
@@ -160,12 +160,12 @@ def read_options(
     words += [
         f"{name} {start}" for name, start in (("q_start", q_start), ("k_start", k_start)) if start is not None
     ]
-    given = {"sinks": sinks, "ALiBi": alibi_slopes, "bias": bias, "block mask": block_mask}
-    return ", ".join([*words, *(word for word, x in given.items() if x is not None)])
+    arrays = {"sinks": sinks, "ALiBi": alibi_slopes, "bias": bias, "block mask": block_mask}
+    return ", ".join([*words, *(word for word, x in arrays.items() if x is not None)])
 
 
 def reference_options(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as keyword arguments of the reference."""
+    """The call's options as keyword arguments of the reference."""
     names = {*DenseOptions.__annotations__, "k_scale", "v_scale"}
     options = {name: x for name, x in (*spec.options, *views.items()) if name in names}
     if "block_mask.visible" in views:
@@ -180,7 +180,7 @@ def results_dtypes(views: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
-    """The reference's out, and lse if it is returned."""
+    """Store the reference's out, and lse if it is returned."""
     views["out"][...] = found[0]
     if "lse" in views:
         views["lse"][...] = found[1]
@@ -189,19 +189,19 @@ def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
 def write_forward(
     call: Call, dtype: str, shapes: Shapes, out: Any, return_lse: bool, out_dtype: Any, lse_dtype: Any
 ) -> None:
-    """The results of a forward pass: ``out``, and ``lse`` with ``return_lse``; ``shapes``: their shapes."""
+    """Declare the results of a forward pass: ``out``, and ``lse`` with ``return_lse``. ``shapes``: their shapes."""
     computed = checks.computing_dtype(dtype)
-    of_out = checks.result_dtype(call.op, "out_dtype", out_dtype, checks.FLOAT_DTYPES[dtype], computed)
-    of_lse = checks.result_dtype(call.op, "lse_dtype", lse_dtype, computed, np.dtype(np.float64))
+    out_type = checks.result_dtype(call.op, "out_dtype", out_dtype, checks.FLOAT_DTYPES[dtype], computed)
+    lse_type = checks.result_dtype(call.op, "lse_dtype", lse_dtype, computed, np.dtype(np.float64))
     if lse_dtype is not None and not return_lse:
         raise OptionError(f"{call.op}: lse_dtype is that of lse, which only return_lse=True returns")
-    call.write("out", shapes[0], of_out, out, item=0)
+    call.write("out", shapes[0], out_type, out, item=0)
     if return_lse:
-        call.write("lse", shapes[1], of_lse, out, item=1)
+        call.write("lse", shapes[1], lse_type, out, item=1)
 
 
 def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> str:
-    """The problem, for ``explain``. ``seqlens``: of the longest sequences."""
+    """Describe the problem for ``explain``. ``seqlens``: lengths of the longest sequences."""
     axes = call.axes
     pages = f", pages of {axes['page_size']}" if "block_table" in call.views else ""
     if "k_scale" in call.views:
@@ -222,7 +222,7 @@ def visible_pairs(
     k_start: int | None = None,
     **_: Any,
 ) -> int:
-    """(query, key) pairs of a head that causal and windows leave."""
+    """Number of (query, key) pairs of a head that causal and windows leave visible."""
     seqlen_q, seqlen_k = seqlens
     offset = seqlen_k - seqlen_q
     if q_start is not None or k_start is not None:
@@ -230,12 +230,12 @@ def visible_pairs(
     left, right = window_size
 
     def keys_before(first: int) -> int:
-        """Over all queries i, keys before key first + i."""
+        """Number of keys before key first + i, summed over all queries i."""
 
-        def sum_below(stop: int) -> int:  # of min(x, seqlen_k) for x < stop
+        def sum_below(stop: int) -> int:  # sum of min(x, seqlen_k) for x < stop
             stop = max(stop, 0)
-            most = min(stop, seqlen_k)
-            return most * (most - 1) // 2 + (stop - most) * seqlen_k
+            limit = min(stop, seqlen_k)
+            return limit * (limit - 1) // 2 + (stop - limit) * seqlen_k
 
         return sum_below(first + seqlen_q) - sum_below(first)
 
@@ -244,18 +244,18 @@ def visible_pairs(
 
 
 def forward_flops(call: Call, pairs: float) -> float:
-    """``pairs``: of all sequences that a head sees."""
+    """Flops of a forward pass. ``pairs``: (query, key) pairs that a head sees, in all sequences."""
     return 2 * pairs * call.axes["nheads"] * (call.axes["head_dim"] + call.axes["head_dim_v"])
 
 
 def backward_flops(call: Call, pairs: float) -> float:
-    """Five products in place of two: the scores are computed again."""
+    """Flops of a backward pass: five products instead of two, as the scores are recomputed."""
     return 2.5 * forward_flops(call, pairs)
 
 
 @uninterrupted  # it imports
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
-    """Why the CUDA C++ kernels cannot run this call."""
+    """Reason why the CUDA C++ kernels cannot run this call, by backend."""
     from gpu_ops.kernels.attention.forward import raw_unsupported
 
     why = raw_unsupported(spec)
@@ -264,7 +264,7 @@ def raw_unsupported(spec: Spec) -> Mapping[str, str]:
 
 @uninterrupted  # as above
 def backward_raw_unsupported(spec: Spec) -> Mapping[str, str]:
-    """The same of attention backward."""
+    """Reason why the CUDA C++ kernels cannot run this backward call, by backend."""
     from gpu_ops.kernels.attention.backward_raw import raw_unsupported
 
     why = raw_unsupported(spec)

@@ -1,4 +1,4 @@
-"""Pages of keys and values in one byte per element, and their scales, as attention and rope_append_kv take them."""
+"""Key and value pages with one byte per element, and their scales, for attention and rope_append_kv."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ QUANTIZED: dict[str, np.dtype[Any]] = {
     "int8": np.dtype(np.int8),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-_CODES = (*QUANTIZED.values(), np.dtype(np.uint8))  # the last holds the bits of e4m3 numbers
+_CODES = (*QUANTIZED.values(), np.dtype(np.uint8))  # uint8 holds the bits of e4m3 numbers
 _AXES = "num_pages page_size nheads_kv"
 _FLOAT32 = np.dtype(np.float32)
 
 
 def read_scales(call: Call, k: str, v: str, k_scale: Any, v_scale: Any, *, paged: bool) -> bool:
-    """Whether the keys and values read as ``k`` and ``v`` are quantized pages; their scales are then read."""
+    """Read the scales if ``k`` and ``v``, names of views, are quantized pages; return whether they are."""
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     views = call.views
     if not check_scales(call, {k: views[k], v: views[v]}, scales, views["q"].dtype, paged=paged):
@@ -35,7 +35,7 @@ def read_scales(call: Call, k: str, v: str, k_scale: Any, v_scale: Any, *, paged
 
 
 def update_scales(call: Call, k_scale: Any, v_scale: Any) -> None:
-    """The scales of pages that the call writes, after :func:`check_scales`."""
+    """Declare the scales of pages that the call writes, after :func:`check_scales`."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         _check_scale(call, name, call.update(name, scale, _FLOAT32))
 
@@ -43,13 +43,13 @@ def update_scales(call: Call, k_scale: Any, v_scale: Any) -> None:
 def check_scales(
     call: Call, pages: dict[str, Array], scales: dict[str, Any], dtype: np.dtype[Any], *, paged: bool
 ) -> bool:
-    """Whether ``pages`` are quantized. ``dtype``: of q. ``paged``: whether the call has a table or slots."""
+    """Whether ``pages`` are quantized. ``dtype``: q's. ``paged``: whether the call has a page table or slots."""
     op, (k, v) = call.op, pages
-    given = [name for name, scale in scales.items() if scale is not None]
+    names = [name for name, scale in scales.items() if scale is not None]
     if not any(x.dtype in _CODES for x in pages.values()):
-        if given:
+        if names:
             raise OptionError(
-                f"{op}: {given[0]} is for pages of {', '.join(map(str, _CODES))}, and {k} is {pages[k].dtype}; "
+                f"{op}: {names[0]} is for pages of {', '.join(map(str, _CODES))}, and {k} is {pages[k].dtype}; "
                 "omit it"
             )
         return False
@@ -61,8 +61,8 @@ def check_scales(
         raise OptionError(
             f"{op}: {k} is {pages[k].dtype}; a quantized cache lies in pages: pass block_table="
         )
-    if len(given) < 2:
-        missing = next(name for name in scales if name not in given)
+    if len(names) < 2:
+        missing = next(name for name in scales if name not in names)
         raise OptionError(
             f"{op}: {k} is {pages[k].dtype} and {missing} is missing; pass k_scale= and v_scale=, float32 "
             "(num_pages, page_size, nheads_kv)"

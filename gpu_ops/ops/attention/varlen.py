@@ -1,4 +1,4 @@
-"""Attention within sequences of different lengths, laid end to end without padding."""
+"""Attention within packed sequences of different lengths, without padding."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ def attention_varlen(
     k, v : arrays (total_k, nheads_kv, head_dim or head_dim_v)
         With ``block_table``: pages, (num_pages, page_size, nheads_kv, ...).
     cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
-        Start at 0, never fall, end at the total. Empty sequences are fine. Pages take no ``cu_seqlens_k``.
+        Start at 0, never fall, end at the total. Sequences may be empty. Omit ``cu_seqlens_k`` with pages.
     block_table : int32 array (batch, max_pages), optional
-        Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries past the need are
+        Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries past the last used key are
         ignored and may be -1.
     seqused_k : int32 array (batch,), optional
-        How many keys of each sequence are in use; the rest is never read. Pages need it. Without pages
-        it is at most the length in ``cu_seqlens_k``.
+        Number of keys of each sequence that are in use; the others are never read. Required with pages. Without
+        pages it is at most the length in ``cu_seqlens_k``.
     k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
-        Of quantized pages, as in :func:`attention_decode`.
+        Scales of quantized pages, see :func:`attention_decode`.
     max_seqlen_q, max_seqlen_k : int, optional
-        The longest sequence, or a bound; a smaller value than the true one is an error. Give it with
-        arrays on a GPU: their lengths are taken on trust, since looking would wait for the GPU, and
-        without a bound blocks are launched for sequences as long as the total.
+        Length of the longest sequence, or an upper bound; a smaller value is an error. Pass it with arrays on a
+        GPU: their lengths are not checked, since that would wait for the GPU, and without a bound blocks are
+        launched for sequences as long as the total.
     **options, return_lse, out_dtype, lse_dtype, out
-        As in :func:`attention`; causal is bottom-right aligned within each sequence: the last query
-        sits on the last key, or the last one in use.
+        Same as in :func:`attention`; causal is bottom-right aligned within each sequence: the last query has the
+        position of the last key, or of the last one in use.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -92,7 +92,7 @@ def attention_varlen(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -102,7 +102,7 @@ def attention_varlen(
     >>> gpu_ops.attention_varlen(q, k, v, lengths, lengths, causal=True).shape
     (10, 2, 8)
 
-    Over pages of 4 keys: the second sequence adds 7 tokens to a cache, which then holds 9 of it.
+    Over pages of 4 keys: the second sequence adds 7 tokens to a cache, which then holds 9 of its tokens.
 
     >>> pages, used = np.zeros((5, 4, 2, 8), np.float32), np.array([3, 9], np.int32)
     >>> table = np.array([[4, -1, -1], [0, 3, 1]], np.int32)
@@ -158,13 +158,13 @@ def attention_varlen_backward(
     ----------
     dout, out : arrays (total_q, nheads, head_dim_v), q's dtype or float32
     lse : array (nheads, total_q)
-        As returned by ``attention_varlen(..., return_lse=True)``.
+        Results of ``attention_varlen(..., return_lse=True)``.
     q, k, v, cu_seqlens_q, cu_seqlens_k, and every option
-        As given to :func:`attention_varlen`.
+        The arguments of :func:`attention_varlen`.
     delta, deterministic, return_extra, grads, accumulate
-        As in :func:`attention_backward`.
+        Same as in :func:`attention_backward`.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -176,7 +176,7 @@ def attention_varlen_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -223,7 +223,7 @@ def _read_inputs(
 
 
 def _result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of out and of lse."""
+    """Shapes of out and of lse."""
     total, heads = call.axes["total_q"], call.axes["nheads"]
     return (total, heads, call.axes["head_dim_v"]), (heads, total)
 
@@ -235,9 +235,9 @@ def _reference(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("q", "k", "v", "cu_seqlens_q")]
         names = ("cu_seqlens_k", "block_table", "seqused_k")
-        given: dict[str, Any] = {name: views.get(name) for name in names}
-        given |= {**reference_options(spec, views), **results_dtypes(views)}
-        store_results(views, attention_varlen(*arrays, return_lse=True, **given))
+        options: dict[str, Any] = {name: views.get(name) for name in names}
+        options |= {**reference_options(spec, views), **results_dtypes(views)}
+        store_results(views, attention_varlen(*arrays, return_lse=True, **options))
 
     on.call(run, "NumPy, float64")
 
@@ -249,8 +249,10 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         arrays = [*(views[name] for name in ("dout", "q", "k", "v")), views.get("out")]
         arrays += [views[name] for name in ("lse", "cu_seqlens_q", "cu_seqlens_k")]
-        more = {"delta": views.get("delta"), **reference_options(spec, views)}
-        *gradients, extra = attention_varlen_backward(*arrays, return_extra=True, precision="float64", **more)
+        options = {"delta": views.get("delta"), **reference_options(spec, views)}
+        *gradients, extra = attention_varlen_backward(
+            *arrays, return_extra=True, precision="float64", **options
+        )
         store_gradients(spec, views, gradients, extra)
 
     on.call(run, "NumPy, float64")

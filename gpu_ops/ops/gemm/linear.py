@@ -37,14 +37,14 @@ def linear(
     x : array (..., in_features)
         float16, bfloat16, float32 or float64; the other arrays in the same dtype.
     weight : array (out_features, in_features)
-        As checkpoints store it.
+        In the layout of checkpoints.
     bias : array (out_features,), optional
     residual : array (..., out_features), optional
         Added before the result is rounded.
     out : array (..., out_features), optional
         Receives y. ``out=residual`` works in place; it may not share memory with another input.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -55,7 +55,7 @@ def linear(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -71,16 +71,16 @@ def linear(
     """
     call = Call("linear", device, backend, workspace)
     x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
-    given: dict[str, Array] = {}
+    added: dict[str, Array] = {}
     if bias is not None:
-        given["bias"] = call.read("bias", bias)
+        added["bias"] = call.read("bias", bias)
     if residual is not None:
-        given["residual"] = call.read("residual", residual, rows=True)
-    shape, dtype = read_shape(call, x_, weight_, **given)
-    for name, array in given.items():
+        added["residual"] = call.read("residual", residual, rows=True)
+    shape, dtype = read_shape(call, x_, weight_, **added)
+    for name, array in added.items():
         checks.exactly(call.op, name, array, shape[-1:] if name == "bias" else shape)
     call.write("y", shape, x_.dtype, out, in_place="residual", rows=True)
-    return _bind(call, x_, dtype, ", ".join(given), 2.0)
+    return _bind(call, x_, dtype, ", ".join(added), 2.0)
 
 
 @op(cuda=True, kernels="gemm.linear", written=("dweight", "dbias"))
@@ -107,19 +107,19 @@ def linear_backward(
     dy : array (..., out_features)
         Gradient of y.
     x, weight : arrays
-        As in the forward call.
+        Same as in the forward call.
     has_bias : bool
         Return dbias too.
     only : {"dx", "weights"}, optional
         Compute only dx (frozen weight), or only dweight and dbias (deferred).
     dweight : float32 array like weight (float64 for float64), optional
-        The gradient is added to it, as for the next part of a batch.
+        The gradient is added to it, to accumulate over parts of a batch.
     dbias : float32 array (out_features,) (float64 for float64), optional
-        With ``has_bias``; the same.
+        With ``has_bias``; the gradient is added to it.
     out : (dx, dweight, dbias) without those that are given, optional
         Arrays that receive the gradients; none may share memory with an input. An array if it is one gradient.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -133,7 +133,7 @@ def linear_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -165,12 +165,12 @@ def linear_backward(
         raise OptionError("linear_backward: only='dx' computes neither dweight nor dbias; omit them")
     sums = {} if part == "dx" else sums
     finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out, dx=part != "weights")
-    more = ", ".join(["with dbias"] * has_bias + [f"only {part}"] * (part is not None))
-    return _bind(call, x_, dtype, more, 4.0 if part is None else 2.0, finish)
+    details = ", ".join(["with dbias"] * has_bias + [f"only {part}"] * (part is not None))
+    return _bind(call, x_, dtype, details, 4.0 if part is None else 2.0, finish)
 
 
 def read_shape(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
-    """The shape of y, and the dtype's name."""
+    """Shape of y, and the dtype's name."""
     dtype = checks.float_dtype(call.op, x=x, weight=weight, **more)
     call.axes.bind("weight", weight, "out_features in_features")
     if x.ndim == 0 or x.shape[-1] != call.axes["in_features"]:
@@ -182,7 +182,7 @@ def read_shape(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tupl
 
 
 def _bind(call: Call, x: Array, dtype: str, more: str, flops: float, finish: Finish | None = None) -> Bound:
-    """``flops``: per token and element of the weight."""
+    """Bind the call. ``flops``: per token and element of the weight."""
     tokens, rows, cols = math.prod(x.shape[:-1]), call.axes["out_features"], call.axes["in_features"]
     return call.bind(
         problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}" + (f", {more}" if more else ""),
@@ -197,8 +197,8 @@ def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.gemm.linear import linear
 
     def run(views: Mapping[str, Any]) -> None:
-        found = linear(views["x"], views["weight"], views.get("bias"), residual=views.get("residual"))
-        store(views, ("y",), found)
+        result = linear(views["x"], views["weight"], views.get("bias"), residual=views.get("residual"))
+        store(views, ("y",), result)
 
     on.call(run, "NumPy, float64")
 
@@ -213,7 +213,9 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         dweight, dbias = (views[name] if name in spec["added"] else None for name in ("dweight", "dbias"))
         arrays = (views[name] for name in ("dy", "x", "weight"))
-        found = linear_backward(*arrays, has_bias="dbias" in names, only=only, dweight=dweight, dbias=dbias)
-        store(views, names, found)
+        gradients = linear_backward(
+            *arrays, has_bias="dbias" in names, only=only, dweight=dweight, dbias=dbias
+        )
+        store(views, names, gradients)
 
     on.call(run, "NumPy, float64")

@@ -41,7 +41,7 @@ def swiglu(
     out : array (..., d), optional
         Receives y. ``out=gate`` works in place in the split form.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -52,7 +52,7 @@ def swiglu(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -96,11 +96,11 @@ def swiglu_backward(
     dy : array (..., d)
         Gradient of y.
     gate, up, activation
-        As in the forward call.
+        Same as in the forward call.
     out : pair of arrays like (gate, up), or one array like the packed gate, optional
         Receives the gradients. ``out=(gate, up)``, or packed ``out=gate``, works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -111,7 +111,7 @@ def swiglu_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -136,7 +136,7 @@ def swiglu_backward(
 
 
 def _shape(name: str, gate: Array, up: Array | None) -> tuple[int, ...]:
-    """The shape of the result, half as wide as a packed ``gate``."""
+    """Shape of the result, half as wide as a packed ``gate``."""
     if gate.ndim == 0:
         raise ShapeError(f"{name}: gate has no axes; expected (..., d), or packed (..., 2 * d) without up")
     if up is not None:
@@ -151,7 +151,7 @@ def _shape(name: str, gate: Array, up: Array | None) -> tuple[int, ...]:
 
 
 def _bind(call: Call, shape: tuple[int, ...], dtype: str, activation: str, flops: float) -> Bound:
-    """``flops``: per element of the result."""
+    """Bind the call. ``flops``: per element of the result."""
     return call.bind(
         problem=lambda: f"{math.prod(shape[:-1])} rows of {shape[-1]} {dtype}, {activation}",
         unsupported=checks.unsupported(dtype),
@@ -175,7 +175,7 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         up = views.get("up")
-        found = swiglu_backward(views["dy"], views["gate"], up, activation=spec["activation"])
-        store(views, ("dgate",) if up is None else ("dgate", "dup"), found)
+        gradients = swiglu_backward(views["dy"], views["gate"], up, activation=spec["activation"])
+        store(views, ("dgate",) if up is None else ("dgate", "dup"), gradients)
 
     on.call(run, "NumPy, float64")

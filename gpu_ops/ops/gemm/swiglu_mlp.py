@@ -41,15 +41,15 @@ def swiglu_mlp(
         float16, bfloat16, float32 or float64; the weights in the same dtype.
     w_gate, w_up : array (ffn, hidden)
     w_down : array (hidden_out, ffn)
-        Weights are (out_features, in_features), as checkpoints store them.
+        Weights are (out_features, in_features), the layout of checkpoints.
     activation : {"silu", "gelu", "gelu_tanh", "relu2"}
-        As in :func:`swiglu`.
+        Same as in :func:`swiglu`.
     keep : {"gate_up"}, optional
-        Also return ``x @ w_gate.T`` and ``x @ w_up.T``, so that the backward need not compute them again.
+        Also return ``x @ w_gate.T`` and ``x @ w_up.T``, so that the backward need not recompute them.
     out : array (..., hidden_out), optional
         Receives y; may not share memory with an input. With ``keep`` also a pair, (y, gate_up).
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -57,20 +57,20 @@ def swiglu_mlp(
     -------
     y : array (..., hidden_out), rounded once from float32 (float64 for float64)
     gate_up : array (..., 2 * ffn) in x's dtype, only with ``keep``
-        Gate in the first half, as :func:`swiglu` takes it. y has the same bits with and without ``keep``.
+        Gate in the first half, the packed form of :func:`swiglu`. y has the same bits with and without ``keep``.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
-    6 * tokens * hidden * ffn flops. gate and up exist only as tiles, in the cache of a CPU and in the registers of a
-    GPU, and their product as blocks of tokens (and of ffn, on the CPU): the scratch stays the same size whatever the
-    number of tokens, and without ``keep`` no (tokens, ffn) array exists. Up to 16 tokens on a GPU, each weight is
+    6 * tokens * hidden * ffn flops. gate and up exist only as tiles, in the cache of a CPU or the registers of a
+    GPU. Their product exists as blocks of tokens (and of ffn, on the CPU), so the scratch size does not depend on the
+    number of tokens, and without ``keep`` there is no (tokens, ffn) array. Up to 16 tokens on a GPU, each weight is
     read once (w_gate and w_up twice with ``keep``). Tensor cores, and CPUs that multiply bfloat16, take
-    act(gate) * up in x's dtype: there it is rounded once too.
+    act(gate) * up in x's dtype, so it is rounded once there too.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def swiglu_mlp_backward(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """Gradients of :func:`swiglu_mlp`. Gate and up are computed again from x unless ``gate_up`` is given.
+    """Gradients of :func:`swiglu_mlp`. Gate and up are recomputed from x unless ``gate_up`` is given.
 
     With ``h = act(gate) * up`` and ``dh = dy @ w_down``:
     ``dgate = dh * up * act'(gate)``, ``dup = dh * act(gate)``, ``dx = dgate @ w_gate + dup @ w_up``,
@@ -120,16 +120,16 @@ def swiglu_mlp_backward(
     dy : array (..., hidden_out)
         Gradient of y.
     x, w_gate, w_up, w_down, activation
-        As in the forward call.
+        Same as in the forward call.
     gate_up : array (..., 2 * ffn) in x's dtype, optional
-        What the forward call with ``keep="gate_up"`` returned. The gradients are the same bits as without it, unless
+        Result of the forward call with ``keep="gate_up"``. The gradients have the same bits as without it, unless
         cuBLAS multiplies (see :func:`explain`), whose sums depend on the shapes.
     dw_gate, dw_up, dw_down : float32 arrays like their weights (float64 for float64), optional
-        The gradient is added to what is given, as for the next part of a batch.
+        The gradient is added to the given array, to accumulate over parts of a batch.
     out : (dx, dw_gate, dw_up, dw_down) without those that are given, optional
         Arrays that receive the gradients; none may share memory with an input. An array if it is dx alone.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -141,14 +141,14 @@ def swiglu_mlp_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
     16 * tokens * hidden * ffn flops, 12 with ``gate_up``. Scratch: on the CPU as in the forward call, on a GPU three
-    blocks of all tokens by a part of ffn; for 16-bit dtypes dx in float32 as well. Gate and up are rounded to x's
-    dtype, kept or not; so are dgate, dup and h on a GPU, and where a CPU multiplies bfloat16. Sums over tokens are
-    float32 whatever the dtype, in a fixed order: the same bits for any number of threads.
+    blocks of all tokens by a part of ffn; for 16-bit dtypes also dx in float32. Gate and up are rounded to x's
+    dtype, kept or not. dgate, dup and h are too on a GPU, and where a CPU multiplies bfloat16. Sums over tokens are
+    float32 for every dtype, in a fixed order: the same bits for any number of threads.
 
     Examples
     --------
@@ -168,8 +168,8 @@ def swiglu_mlp_backward(
         kept = call.read("gate_up", gate_up, rows=True)
         checks.float_dtype(call.op, x=x_, gate_up=kept)
         checks.exactly(call.op, "gate_up", kept, (*x_.shape[:-1], 2 * call.axes["ffn"]))
-    given = dict(zip(_SUMS, (dw_gate, dw_up, dw_down), strict=True))
-    sums = {f"d{name}": (w.shape, given[f"d{name}"]) for name, w in weights.items()}
+    arrays = dict(zip(_SUMS, (dw_gate, dw_up, dw_down), strict=True))
+    sums = {f"d{name}": (w.shape, arrays[f"d{name}"]) for name, w in weights.items()}
     finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out)
     return _bind(call, x_, dtype, activation, flops=16 / 3 if gate_up is None else 4.0, finish=finish)
 
@@ -179,7 +179,7 @@ _SUMS = ("dw_gate", "dw_up", "dw_down")
 
 
 def _validate(call: Call, x: Array, weights: dict[str, Array], **more: Array) -> str:
-    """The dtype's name; ``call.axes`` are the axis lengths."""
+    """Check shapes and dtypes, bind ``call.axes``, and return the dtype's name."""
     name, axes = call.op, call.axes
     dtype = checks.float_dtype(name, x=x, **weights, **more)
     axes.bind("w_gate", weights["w_gate"], "ffn hidden")
@@ -196,7 +196,7 @@ def _validate(call: Call, x: Array, weights: dict[str, Array], **more: Array) ->
 def _bind(
     call: Call, x: Array, dtype: str, activation: str, flops: float, finish: Finish | None = None
 ) -> Bound:
-    """``flops``: per token and weight."""
+    """Bind the call. ``flops``: per token and element of the weights."""
     axes, tokens = call.axes, math.prod(x.shape[:-1])
     hidden, ffn, hidden_out = axes["hidden"], axes["ffn"], axes["hidden_out"]
     return call.bind(
@@ -217,8 +217,8 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("x", *_WEIGHTS)]
-        found = swiglu_mlp(*arrays, activation=spec["activation"], keep=keep)
-        store(views, ("y", keep) if keep else ("y",), found)
+        results = swiglu_mlp(*arrays, activation=spec["activation"], keep=keep)
+        store(views, ("y", keep) if keep else ("y",), results)
 
     on.call(run, "NumPy, float64")
 
@@ -230,7 +230,7 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("dy", "x", *_WEIGHTS)]
         added = {name: views[name] for name in spec["added"]}
-        more = {"activation": spec["activation"], "gate_up": views.get("gate_up"), **added}
-        store(views, ("dx", *_SUMS), swiglu_mlp_backward(*arrays, **more))
+        options = {"activation": spec["activation"], "gate_up": views.get("gate_up"), **added}
+        store(views, ("dx", *_SUMS), swiglu_mlp_backward(*arrays, **options))
 
     on.call(run, "NumPy, float64")

@@ -35,7 +35,7 @@ def cross_entropy(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """Cross-entropy of logits with target classes, a row's loss being ``lse - logits[target]``.
+    """Cross-entropy of logits with target classes: the loss of a row is ``lse - logits[target]``.
 
     With u = softcap * tanh(logits / softcap), or the logits, and class weights w, a row with target y has::
 
@@ -50,7 +50,7 @@ def cross_entropy(
     targets : int32 or int64 array (...)
         The class of each row, in [0, vocab), or ``ignore_index``.
     ignore_index : int
-        Rows with this target are not read, and count for nothing.
+        Rows with this target are not read and do not count.
     label_smoothing : float
         In [0, 1].
     z_loss : float
@@ -60,16 +60,16 @@ def cross_entropy(
     class_weight : array (vocab,), optional
         float32 (float64 for float64).
     reduction : str
-        ``"mean"``: the sum over rows, divided by that of w_y. ``"sum"``. ``"none"``: the loss of each row.
+        ``"mean"``: the sum over rows, divided by the sum of w_y. ``"sum"``. ``"none"``: the loss of each row.
     denominator : number or array without axes, optional
-        What ``"mean"`` divides by instead, such as the count of targets of a whole accumulated batch. An array may be
+        Divisor of ``"mean"`` instead, such as the number of targets in a whole accumulated batch. An array may be
         int32, int64, float32 or float64; on a GPU no call waits for it. 0 gives a loss of 0.
     return_lse : bool
         Also return lse, which :func:`cross_entropy_backward` takes.
     out : array, or (loss, lse), optional
         Receives the results.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -81,14 +81,14 @@ def cross_entropy(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. Targets in host memory are checked. On a GPU the check would have to wait for
-        them: there a row whose target is no class has the loss NaN.
+        Raised before anything is written. Targets in host memory are checked. Targets on a GPU are not, since that
+        would wait for them: a row whose target is no class has the loss NaN.
 
     Notes
     -----
-    A mean over no rows is 0 (in torch NaN). All else is as in torch.nn.functional.cross_entropy, class weights and
-    label smoothing together included. Sums have a fixed order, and the mean is summed in float64. Reads each logit
-    once.
+    A mean over no rows is 0 (in torch NaN). Otherwise the results are those of torch.nn.functional.cross_entropy,
+    including class weights with label smoothing. Sums have a fixed order, and the mean is summed in float64. Each
+    logit is read once.
 
     Examples
     --------
@@ -104,13 +104,13 @@ def cross_entropy(
     )
     call = Call("cross_entropy", device, backend, workspace)
     x = _read_logits(call, logits)
-    rows, kind = x.shape[:-1], checks.computing_dtype(x.dtype.name)
+    rows, loss_dtype = x.shape[:-1], checks.computing_dtype(x.dtype.name)
     options.read(call, targets, rows, x.shape[-1], "logits")
     results = {"loss": rows if reduction == "none" else ()}
     if checks.flag(call.op, "return_lse", return_lse):
         results["lse"] = rows
     for item, (name, shape) in enumerate(results.items()):
-        checks.contiguous(call.op, name, call.write(name, shape, kind, out, item=item))
+        checks.contiguous(call.op, name, call.write(name, shape, loss_dtype, out, item=item))
     return _bind(call, options)
 
 
@@ -133,7 +133,7 @@ def cross_entropy_backward(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """Gradient of :func:`cross_entropy` for logits, 0 in rows that are ignored.
+    """Gradient of :func:`cross_entropy` for logits, 0 in ignored rows.
 
     With p = softmax(u), before the derivative of the cap and the factor dloss (/ denominator)::
 
@@ -145,14 +145,14 @@ def cross_entropy_backward(
     dloss : array like the loss, or a number for a loss without axes
         Gradient of the loss: float32 (float64 for float64).
     logits, targets, and every option
-        As in the forward call.
+        Same as in the forward call.
     lse : array (...)
-        As returned by ``cross_entropy(..., return_lse=True)``: that of all classes. The softmax is divided by the
-        sum of the row's exponentials, not by exp(lse), which is rounded: large logits cost no digits.
+        Result of ``cross_entropy(..., return_lse=True)``, over all classes. The softmax is divided by the sum of the
+        row's exponentials, not by exp(lse), which is rounded: large logits lose no digits.
     out : array like logits, optional
         Receives the gradient. ``out=logits`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -163,7 +163,7 @@ def cross_entropy_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written; for targets on a GPU see :func:`cross_entropy`.
+        Raised before anything is written; for targets on a GPU see :func:`cross_entropy`.
 
     Examples
     --------
@@ -179,12 +179,12 @@ def cross_entropy_backward(
     )
     call = Call("cross_entropy_backward", device, backend, workspace)
     by_value = is_number(dloss) and reduction != "none"
-    given = None if by_value else call.read("dloss", dloss, contiguous=True)
+    dloss_ = None if by_value else call.read("dloss", dloss, contiguous=True)
     x = _read_logits(call, logits)
     rows = x.shape[:-1]
     options.read(call, targets, rows, x.shape[-1], "logits")
-    if given is not None:
-        as_loss(call, "dloss", given, rows if reduction == "none" else (), "logits")
+    if dloss_ is not None:
+        as_loss(call, "dloss", dloss_, rows if reduction == "none" else (), "logits")
     call.option(dloss=checks.computable(call.op, "dloss", dloss, x.dtype.name) if by_value else None)
     as_loss(call, "lse", call.read("lse", lse, contiguous=True), rows, "logits")
     call.write("dlogits", x.shape, x.dtype, out, in_place="logits", rows=True)
@@ -217,12 +217,12 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         x, y, lse = views["logits"], views["targets"], views.get("lse")
-        more = of_reference(spec, views)
+        options = of_reference(spec, views)
         if "dlogits" in views:
             dloss = views.get("dloss", spec["dloss"])
-            store(views, ("dlogits",), reference.cross_entropy_backward(dloss, x, y, views["lse"], **more))
+            store(views, ("dlogits",), reference.cross_entropy_backward(dloss, x, y, views["lse"], **options))
         else:
             results = ("loss",) if lse is None else ("loss", "lse")
-            store(views, results, reference.cross_entropy(x, y, **more, return_lse=lse is not None))
+            store(views, results, reference.cross_entropy(x, y, **options, return_lse=lse is not None))
 
     on.call(run, "NumPy, float64")

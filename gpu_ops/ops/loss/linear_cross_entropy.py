@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer, without its logits in memory."""
+"""Cross-entropy of a linear layer, without storing all its logits."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def linear_cross_entropy(
     x : array (..., hidden)
         float16, bfloat16, float32 or float64; weight and bias in the same dtype.
     weight : array (vocab, hidden)
-        As checkpoints store it.
+        In the layout of checkpoints.
     targets : int32 or int64 array (...)
         The class of each row, in [0, vocab), or ``ignore_index``.
     bias : array (vocab,), optional
     ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator
-        As in :func:`cross_entropy`.
+        Same as in :func:`cross_entropy`.
     chunk : int
-        Rows whose logits exist at a time, at least a 256th of all. 0: as many as suit the device, at least 64 on the
-        CPU and 1024 on a GPU.
+        Number of rows whose logits exist at a time, at least 1/256 of all rows. 0: chosen for the device, at least 64
+        on the CPU and 1024 on a GPU.
     return_lse : bool
         Also return lse.
     grads : bool
@@ -72,16 +72,16 @@ def linear_cross_entropy(
     only : {"dx"}, optional
         With ``grads``, compute neither dweight nor dbias (frozen weight).
     dloss : number, or float32 array like the loss (float64 for float64)
-        With ``grads``, the gradient of the loss: 1, or the loss scale, which float16 needs; with ``"none"``, of each
-        row. A number is for all rows.
+        With ``grads``, the gradient of the loss: 1, or the loss scale, which float16 needs. With ``"none"``, an array
+        has one per row; a number is for all rows.
     dweight : float32 array like weight (float64 for float64), optional
-        With ``grads``; the gradient is added to it, as for the next part of a batch.
+        With ``grads``; the gradient is added to it, to accumulate over parts of a batch.
     dbias : float32 array (vocab,) (float64 for float64), optional
-        With ``grads`` and a bias; the same.
-    out : array, or (loss, dx, dweight, dbias, lse) without those that are given or not asked for, optional
+        With ``grads`` and a bias; the gradient is added to it.
+    out : array, or (loss, dx, dweight, dbias, lse) without those that are given or not requested, optional
         Receives the results; none may share memory with an input.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -90,13 +90,13 @@ def linear_cross_entropy(
     loss : array () or, with ``"none"``, (...), float32 (float64 for float64)
     dx : array like x, only with ``grads``
     dweight : float32 array like weight (float64 for float64), only with ``grads``, not with ``only``
-    dbias : float32 array (vocab,) (float64 for float64), likewise and only with a bias
+    dbias : float32 array (vocab,) (float64 for float64), under the same conditions and only with a bias
     lse : array (...), float32 (float64 for float64), only with ``return_lse``; -inf in ignored rows
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. For targets on a GPU see :func:`cross_entropy`.
+        Raised before anything is written. For targets on a GPU see :func:`cross_entropy`.
 
     Notes
     -----
@@ -106,9 +106,9 @@ def linear_cross_entropy(
     blocks.
 
     For 16-bit dtypes dlogits are rounded to x's dtype for the two products, after the factor dloss / denominator.
-    dweight and dbias add up in float32, in a fixed order: the same bits for any number of threads. On the CPU losses
-    and dx have the same bits for every ``chunk``. Ignored rows have zero dlogits, but x is multiplied by them: NaN in
-    such a row shows in dweight.
+    dweight and dbias are summed in float32, in a fixed order: the same bits for any number of threads. On the CPU
+    losses and dx have the same bits for every ``chunk``. Ignored rows have zero dlogits, but x is multiplied by them:
+    NaN in such a row reaches dweight.
 
     Examples
     --------
@@ -127,23 +127,23 @@ def linear_cross_entropy(
     call = Call("linear_cross_entropy", device, backend, workspace)
     x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
     bias_ = call.optional("bias", bias)
-    more = {} if bias_ is None else {"bias": bias_}
-    (*lead, vocab), dtype = read_shape(call, x_, weight_, **more)
-    rows, tokens, wide = tuple(lead), math.prod(lead), checks.computing_dtype(dtype)
+    biases = {} if bias_ is None else {"bias": bias_}
+    (*lead, vocab), dtype = read_shape(call, x_, weight_, **biases)
+    rows, tokens, acc_dtype = tuple(lead), math.prod(lead), checks.computing_dtype(dtype)
     if bias_ is not None:
         checks.exactly(call.op, "bias", bias_, (vocab,))
     options.read(call, targets, rows, vocab, "x")
     call.option(chunk=checks.integer(call.op, "chunk", chunk, low=0))
     like_loss = rows if reduction == "none" else ()
-    results = {"loss": (like_loss, wide)}
+    results = {"loss": (like_loss, acc_dtype)}
     differentiates = checks.flag(call.op, "grads", grads)
-    added = {name: given for name, given in (("dweight", dweight), ("dbias", dbias)) if given is not None}
+    added = {name: array for name, array in (("dweight", dweight), ("dbias", dbias)) if array is not None}
     if differentiates:
         _read_dloss(call, dloss, like_loss)
         results["dx"] = (x_.shape, x_.dtype)
         if only is None:
-            results["dweight"] = (weight_.shape, wide)
-            results |= {"dbias": ((vocab,), wide)} if bias_ is not None else {}
+            results["dweight"] = (weight_.shape, acc_dtype)
+            results |= {"dbias": ((vocab,), acc_dtype)} if bias_ is not None else {}
         elif checks.one_of(call.op, "only", only, ("dx",)) and added:
             raise OptionError(f"{call.op}: only='dx' computes neither dweight nor dbias; omit them")
     elif added or only is not None or not is_number(dloss) or dloss != 1.0:
@@ -152,8 +152,8 @@ def linear_cross_entropy(
     if "dbias" in added and bias_ is None:
         raise OptionError(f"{call.op}: dbias= needs bias=")
     if checks.flag(call.op, "return_lse", return_lse):
-        results["lse"] = (rows, wide)
-    fresh = {name: like for name, like in results.items() if name not in added}
+        results["lse"] = (rows, acc_dtype)
+    fresh = {name: layout for name, layout in results.items() if name not in added}
     if len(fresh) > 1:
         places = call.write_each(fresh, out, rows=True)
     else:
@@ -162,8 +162,8 @@ def linear_cross_entropy(
     for name, place in zip(fresh, places, strict=False):
         if name in ("loss", "lse"):
             checks.contiguous(call.op, name, place)
-    for name, given in added.items():
-        call.write(name, *results[name], given, argument=name, rows=True, added=True)
+    for name, array in added.items():
+        call.write(name, *results[name], array, argument=name, rows=True, added=True)
     call.option(added=tuple(added))
     return call.bind(
         problem=lambda: (
@@ -193,12 +193,12 @@ def _reference(spec: Spec, on: Builder) -> None:
     names = [n for n in ("loss", "dx", "dweight", "dbias", "lse") if spec.get(n) is not None]
 
     def run(views: Mapping[str, Any]) -> None:
-        more = of_reference(spec, views) | {"bias": views.get("bias"), "return_lse": "lse" in names}
+        options = of_reference(spec, views) | {"bias": views.get("bias"), "return_lse": "lse" in names}
         if "dx" in names:
-            more |= {"grads": True, "dloss": views.get("dloss", spec["dloss"])}
-            more["only"] = None if "dweight" in names else "dx"
-            more |= {name: views[name] for name in spec["added"]}
+            options |= {"grads": True, "dloss": views.get("dloss", spec["dloss"])}
+            options["only"] = None if "dweight" in names else "dx"
+            options |= {name: views[name] for name in spec["added"]}
         arrays = (views[name] for name in ("x", "weight", "targets"))
-        store(views, names, linear_cross_entropy(*arrays, **more))
+        store(views, names, linear_cross_entropy(*arrays, **options))
 
     on.call(run, "NumPy, float64")

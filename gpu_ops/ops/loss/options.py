@@ -1,4 +1,4 @@
-"""Options of losses over classes, as :func:`cross_entropy` and :func:`linear_cross_entropy` take them."""
+"""Options of losses over classes, shared by :func:`cross_entropy` and :func:`linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _COUNTS = tuple(map(np.dtype, (np.int32, np.int64, np.float32, np.float64)))
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is one by value, and no array."""
+    """Whether ``x`` is a number by value and not an array."""
     return isinstance(x, (int, float, np.number))
 
 
 def as_loss(call: Call, name: str, x: Array, shape: tuple[int, ...], like: str) -> None:
-    """``x`` has this shape, and the dtype of losses of the array ``like``."""
+    """Require that ``x`` has this shape, and the dtype of losses for the array ``like``."""
     checks.exactly(call.op, name, x, shape)
     dtype = call.views[like].dtype
-    kind = checks.computing_dtype(dtype.name)
-    if x.dtype != kind:
+    expected = checks.computing_dtype(dtype.name)
+    if x.dtype != expected:
         raise DTypeError(
-            f"{call.op}: {name} is {x.dtype}, expected {kind}, as {like} is {dtype}; "
-            f"cast one of them, for example {name}.astype('{kind}')"
+            f"{call.op}: {name} is {x.dtype}, expected {expected}, as {like} is {dtype}; "
+            f"cast one of them, for example {name}.astype('{expected}')"
         )
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """As given."""
+    """Options of a loss as the caller passed them."""
 
     ignore_index: Any
     label_smoothing: Any
@@ -51,7 +51,7 @@ class LossOptions:
     denominator: Any
 
     def read(self, call: Call, targets: Any, rows: tuple[int, ...], vocab: int, like: str) -> None:
-        """Checks targets and options. ``like``: the array that decides the dtype."""
+        """Check targets and options. ``like``: name of the array that determines the dtype."""
         op, dtype = call.op, call.views[like].dtype.name
         read_indices(call, "targets", targets, rows)
         smoothing = checks.computable(op, "label_smoothing", self.label_smoothing, dtype, low=0.0)
@@ -71,17 +71,17 @@ class LossOptions:
         self._read_denominator(call, dtype)
 
     def _read_denominator(self, call: Call, dtype: str) -> None:
-        given = self.denominator
-        if given is not None and self.reduction != "mean":
+        value = self.denominator
+        if value is not None and self.reduction != "mean":
             raise OptionError(
                 f"{call.op}: denominator is what reduction='mean' divides by, and reduction is {self.reduction!r}"
             )
-        if given is None or is_number(given):
-            if given is not None:
-                given = _checked_denominator(call.op, given, dtype)
-            call.option(denominator=given)
+        if value is None or is_number(value):
+            if value is not None:
+                value = _checked_denominator(call.op, value, dtype)
+            call.option(denominator=value)
             return
-        array = call.read("denominator", given)
+        array = call.read("denominator", value)
         if array.dtype not in _COUNTS:
             names = ", ".join(map(str, _COUNTS))
             raise DTypeError(
@@ -91,7 +91,7 @@ class LossOptions:
         call.option(denominator=None)
 
     def look(self, call: Call, vocab: int, like: str) -> Look | None:
-        """The hook that looks at targets and a denominator in host memory."""
+        """The hook that checks targets and a denominator in host memory."""
         if call.on_cuda:
             return None
         op, dtype = call.op, call.views[like].dtype.name
@@ -110,7 +110,7 @@ def _checked_denominator(op: str, value: Any, dtype: str) -> float:
 
 
 def of_reference(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as keywords of a reference function."""
+    """The options as keyword arguments of a reference function."""
     names = ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
     return {name: spec[name] for name in names} | {
         "class_weight": views.get("class_weight"),

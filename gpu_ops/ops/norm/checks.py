@@ -1,4 +1,4 @@
-"""Checks that RMSNorm and LayerNorm share."""
+"""Checks shared by RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["validate", "write_gradients", "write_outputs"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
-    """Shapes and dtypes; the dtype's name."""
+    """Check shapes and dtypes; return the dtype's name."""
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ShapeError(f"{name}: x has shape {x.shape}; the last axis is normalised and must not be empty")
     checks.exactly(name, "weight", weight, x.shape[-1:])
@@ -29,7 +29,7 @@ def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **li
 
 
 def write_outputs(call: Call, x: Array, has_sum: bool, out: Any, residual_out: Any) -> None:
-    """``y``, which may be x in place, and with ``has_sum`` ``s``, which may be residual."""
+    """Declare ``y``, which may be x in place, and with ``has_sum`` ``s``, which may be residual in place."""
     if residual_out is not None and not has_sum:
         raise OptionError(
             f"{call.op}: residual_out receives x + residual; pass residual= too, and return_sum=True, or omit it"
@@ -42,15 +42,16 @@ def write_outputs(call: Call, x: Array, has_sum: bool, out: Any, residual_out: A
 
 
 def write_gradients(call: Call, x: Array, sums: Mapping[str, Any], dtype: np.dtype[Any], out: Any) -> None:
-    """``dx``, which may be dy in place, and ``sums`` over rows.
+    """Declare ``dx``, which may be dy in place, and ``sums`` over rows.
 
-    ``sums``: by name, the caller's array to which the sum is added, or None. The option ``added`` names the former.
+    ``sums``: by name, the caller's array to which the sum is added, or None. The option ``added`` lists the added
+    ones.
     """
     call.write("dx", x.shape, x.dtype, out, in_place="dy", rows=True, item=0)
-    fresh = [name for name, given in sums.items() if given is None]
-    for name, given in sums.items():
-        if given is None:
+    fresh = [name for name, array in sums.items() if array is None]
+    for name, array in sums.items():
+        if array is None:
             call.write(name, x.shape[-1:], dtype, out, item=1 + fresh.index(name))
         else:
-            call.write(name, x.shape[-1:], dtype, given, argument=name, added=True)
+            call.write(name, x.shape[-1:], dtype, array, argument=name, added=True)
     call.option(added=tuple(name for name in sums if name not in fresh))

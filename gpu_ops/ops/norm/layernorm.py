@@ -35,7 +35,7 @@ def layernorm(
     """Layer norm over the last axis: ``y = (s - mean) * rstd * weight + bias``.
 
     ``s = x`` or ``x + residual`` rounded to x's dtype; ``mean`` and ``rstd = 1 / sqrt(variance + eps)`` are those of
-    a row of s, with the variance that divides by the number of columns. The result is rounded once, at the end.
+    a row of s, with the variance divided by the number of columns. The result is rounded once, at the end.
 
     Parameters
     ----------
@@ -46,13 +46,13 @@ def layernorm(
     bias : array (cols,), optional
         Same dtype as ``x``.
     eps : float
-        Added to the variance; >= 0. PyTorch's default; BERT and MiniLM have 1e-12. Below 2^-149, the smallest
-        float32, it counts as that (float64: 2^-1074), so that a row of equal numbers gives the bias.
+        Added to the variance; >= 0. The default is PyTorch's; BERT and MiniLM use 1e-12. Raised to at least 2^-149,
+        the smallest float32 (float64: 2^-1074), so that a row of equal numbers gives the bias.
     residual : array like x, optional
         Added to ``x`` first; the sum is returned too, for the next residual add.
     return_sum : bool
-        False: with ``residual``, neither write nor return the sum. For the last norm of a model, which no residual
-        add follows; the backward needs the sum.
+        False: with ``residual``, neither write nor return the sum, for the last norm of a model, after which there is
+        no residual add. The backward needs the sum.
     return_stats : bool
         Also return ``mean`` and ``rstd``, which the backward needs (shape of x without its last axis; float32,
         float64 for float64).
@@ -61,7 +61,7 @@ def layernorm(
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -72,13 +72,13 @@ def layernorm(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
     Ba, Kiros and Hinton, "Layer Normalization", 2016. Moves each element once: 2 * rows * cols elements (4 with
-    residual, 3 of them without the sum). Squares are summed around the mean, never as ``mean(s**2) - mean**2``: a
-    large common offset costs no digits of the variance. A NaN or an infinity makes its row NaN.
+    residual, 3 of them without the sum). Squares are summed around the mean, never as ``mean(s**2) - mean**2``, so
+    a large common offset loses no digits of the variance. A NaN or an infinity makes its row NaN.
 
     Examples
     --------
@@ -96,9 +96,9 @@ def layernorm(
     return_stats = checks.flag(call.op, "return_stats", return_stats)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
     write_outputs(call, x_, has_sum, out, residual_out)
-    wide, outs = checks.computing_dtype(dtype), out if return_stats else None
+    stats_dtype, outs = checks.computing_dtype(dtype), out if return_stats else None
     for item, name in enumerate(("mean", "rstd"), 1):
-        place = call.write(name, x_.shape[:-1], wide, outs, returned=return_stats, item=item)
+        place = call.write(name, x_.shape[:-1], stats_dtype, outs, returned=return_stats, item=item)
         checks.contiguous(call.op, name, place)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
@@ -135,18 +135,18 @@ def layernorm_backward(
     dy : array (..., cols)
         Gradient of y.
     x : array like dy
-        What was normalised: the input, or ``s`` when the forward call had a residual.
+        The normalised array: the input, or ``s`` when the forward call had a residual.
     weight : array (cols,)
     mean, rstd : array (...)
-        As returned by the forward call with ``return_stats=True``.
+        Results of the forward call with ``return_stats=True``.
     dresidual : array like dy, optional
         Gradient of ``s`` from the residual stream, added to dx. The sum is the gradient of both x and residual.
     dweight, dbias : float32 arrays (cols,) (float64 for float64), optional
-        The gradient is added to what is given, as for the next part of a batch.
+        The gradient is added to the given array, to accumulate over parts of a batch.
     out : array like dy, optional
         Receives dx. ``out=dy`` works in place. Also a tuple, (dx, dweight, dbias) without those that are given.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -154,13 +154,13 @@ def layernorm_backward(
     -------
     dx : array like x
     dweight, dbias : array (cols,), float32 (float64 for float64)
-        Added up in a fixed order: the same bits every time. dbias comes whether or not the forward call had a bias;
-        it costs no memory traffic.
+        Summed in a fixed order: the same bits every time. dbias is returned whether or not the forward call had a
+        bias; it costs no memory traffic.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -177,10 +177,10 @@ def layernorm_backward(
     statistics = {name: call.read(name, s, contiguous=True) for name, s in (("mean", mean), ("rstd", rstd))}
     dresidual_ = call.optional("dresidual", dresidual, rows=True)
     dtype = validate(call.op, x_, weight_, dy=dy_, dresidual=dresidual_)
-    wide = checks.computing_dtype(dtype)
+    stats_dtype = checks.computing_dtype(dtype)
     for name, statistic in statistics.items():
-        checks.exactly(call.op, name, statistic, x_.shape[:-1], wide)
-    write_gradients(call, x_, {"dweight": dweight, "dbias": dbias}, wide, out)
+        checks.exactly(call.op, name, statistic, x_.shape[:-1], stats_dtype)
+    write_gradients(call, x_, {"dweight": dweight, "dbias": dbias}, stats_dtype, out)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}",
@@ -194,7 +194,7 @@ def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.norm.layernorm import layernorm
 
     def run(views: Mapping[str, Any]) -> None:
-        found = layernorm(
+        results = layernorm(
             views["x"],
             views["weight"],
             views.get("bias"),
@@ -203,7 +203,7 @@ def _reference(spec: Spec, on: Builder) -> None:
             return_stats=True,
             **dict(spec.options),
         )
-        store(views, ("y", "s", "mean", "rstd") if "s" in views else ("y", "mean", "rstd"), found)
+        store(views, ("y", "s", "mean", "rstd") if "s" in views else ("y", "mean", "rstd"), results)
 
     on.call(run, "NumPy, float64")
 
@@ -215,7 +215,7 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("dy", "x", "weight", "mean", "rstd")]
         added = {name: views[name] for name in spec["added"]}
-        found = layernorm_backward(*arrays, dresidual=views.get("dresidual"), **added)
-        store(views, ("dx", "dweight", "dbias"), found)
+        gradients = layernorm_backward(*arrays, dresidual=views.get("dresidual"), **added)
+        store(views, ("dx", "dweight", "dbias"), gradients)
 
     on.call(run, "NumPy, float64")

@@ -45,18 +45,18 @@ def rmsnorm(
     weight : array (cols,)
         Same dtype as ``x``.
     eps : float
-        Added to the mean square; >= 0. Below 2^-149, the smallest float32, it counts as that (float64: 2^-1074), so
-        that a row of zeros gives 0.
+        Added to the mean square; >= 0. Raised to at least 2^-149, the smallest float32 (float64: 2^-1074), so that a
+        row of zeros gives 0.
     residual : array like x, optional
         Added to ``x`` first; the sum is returned too, for the next residual add.
     return_sum : bool
-        False: with ``residual``, neither write nor return the sum. For the last norm of a model, which no residual
-        add follows; the backward needs the sum.
+        False: with ``residual``, neither write nor return the sum, for the last norm of a model, after which there is
+        no residual add. The backward needs the sum.
     weight_offset : float
         0 for Llama-like models, 1 for Gemma.
     casting : {"fp32", "llama", "gemma"}
-        Where rounding to x's dtype happens. ``fp32`` and ``gemma``: once, at the end. ``llama``:
-        ``s * rstd`` is rounded before it is multiplied with the weight, as in Hugging Face's Llama.
+        Where values are rounded to x's dtype. ``fp32`` and ``gemma``: once, at the end. ``llama``:
+        ``s * rstd`` is rounded before it is multiplied by the weight, as in Hugging Face's Llama.
     return_rstd : bool
         Also return ``rstd`` (shape of x without its last axis; float32, float64 for float64).
     out : array like x, optional
@@ -64,7 +64,7 @@ def rmsnorm(
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -75,7 +75,7 @@ def rmsnorm(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -101,9 +101,9 @@ def rmsnorm(
     return_rstd = checks.flag(call.op, "return_rstd", return_rstd)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
     write_outputs(call, x_, has_sum, out, residual_out)
-    statistics = checks.computing_dtype(dtype)
-    of_rows, outs = x_.shape[:-1], out if return_rstd else None
-    place = call.write("rstd", of_rows, statistics, outs, returned=return_rstd, item=1)
+    stats_dtype = checks.computing_dtype(dtype)
+    stats_shape, outs = x_.shape[:-1], out if return_rstd else None
+    place = call.write("rstd", stats_shape, stats_dtype, outs, returned=return_rstd, item=1)
     checks.contiguous(call.op, "rstd", place)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
@@ -139,21 +139,21 @@ def rmsnorm_backward(
     dy : array (..., cols)
         Gradient of y.
     x : array like dy
-        What was normalised: the input, or ``s`` when the forward call had a residual.
+        The normalised array: the input, or ``s`` when the forward call had a residual.
     weight : array (cols,)
     rstd : array (...)
-        As returned by the forward call with ``return_rstd=True``.
+        Results of the forward call with ``return_rstd=True``.
     dresidual : array like dy, optional
         Gradient of ``s`` from the residual stream, added to dx. The sum is the
         gradient of both x and residual.
     weight_offset, casting
-        As in the forward call.
+        Same as in the forward call.
     dweight : float32 array (cols,) (float64 for float64), optional
-        The gradient is added to it, as for the next part of a batch.
+        The gradient is added to it, to accumulate over parts of a batch.
     out : array like dy, optional
         Receives dx. ``out=dy`` works in place. Also a pair, (dx, dweight), if dweight is not given.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -161,12 +161,12 @@ def rmsnorm_backward(
     -------
     dx : array like x
     dweight : array (cols,), float32 (float64 for float64)
-        Added up in a fixed order: the same bits every time.
+        Summed in a fixed order: the same bits every time.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -182,13 +182,13 @@ def rmsnorm_backward(
     weight_, rstd_ = call.read("weight", weight), call.read("rstd", rstd, contiguous=True)
     dresidual_ = call.optional("dresidual", dresidual, rows=True)
     dtype = validate(call.op, x_, weight_, dy=dy_, dresidual=dresidual_)
-    statistics = checks.computing_dtype(dtype)
-    checks.exactly(call.op, "rstd", rstd_, x_.shape[:-1], statistics)
+    stats_dtype = checks.computing_dtype(dtype)
+    checks.exactly(call.op, "rstd", rstd_, x_.shape[:-1], stats_dtype)
     call.option(
         weight_offset=checks.computable(call.op, "weight_offset", weight_offset, dtype),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
-    write_gradients(call, x_, {"dweight": dweight}, statistics, out)
+    write_gradients(call, x_, {"dweight": dweight}, stats_dtype, out)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
@@ -202,11 +202,11 @@ def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.norm.rmsnorm import rmsnorm
 
     def run(views: Mapping[str, Any]) -> None:
-        found = rmsnorm(
+        results = rmsnorm(
             views["x"], views["weight"], residual=views.get("residual"), return_sum="s" in views,
             return_rstd=True, **dict(spec.options),
         )  # fmt: skip
-        store(views, ("y", "s", "rstd") if "s" in views else ("y", "rstd"), found)
+        store(views, ("y", "s", "rstd") if "s" in views else ("y", "rstd"), results)
 
     on.call(run, "NumPy, float64")
 
@@ -218,8 +218,8 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("dy", "x", "weight", "rstd")]
         options = {name: value for name, value in spec.options if name != "added"}
-        given = views["dweight"] if spec["added"] else None
-        found = rmsnorm_backward(*arrays, dresidual=views.get("dresidual"), dweight=given, **options)
-        store(views, ("dx", "dweight"), found)
+        dweight = views["dweight"] if spec["added"] else None
+        gradients = rmsnorm_backward(*arrays, dresidual=views.get("dresidual"), dweight=dweight, **options)
+        store(views, ("dx", "dweight"), gradients)
 
     on.call(run, "NumPy, float64")

@@ -1,4 +1,4 @@
-"""RMSNorm fused with the int8 quantisation that an int8 or ternary matmul takes as input."""
+"""RMSNorm fused with int8 quantisation, for the input of an int8 or ternary matmul."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def rmsnorm_quant_int8(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """:func:`rmsnorm`, then int8 codes with one scale per row: ``y`` is about ``q * scale``.
+    """:func:`rmsnorm` quantised to int8 codes with one scale per row: ``y`` is about ``q * scale``.
 
     With ``absmax = max(max|y|, 1e-5)`` of a row: ``q = round_half_even(y * 127 / absmax)``,
-    ``scale = absmax / 127``, ``rowsum`` = the sum of the row's codes, which a matmul with weight codes
+    ``scale = absmax / 127``, ``rowsum`` = sum of the row's codes, which a matmul with weight codes
     ``t + 1`` subtracts.
 
     Parameters
     ----------
     x, weight, eps, residual, weight_offset
-        As in :func:`rmsnorm`.
+        Same as in :func:`rmsnorm`.
     casting : {"fp32", "llama", "gemma"}
-        ``fp32`` and ``gemma`` quantise the unrounded y: their one rounding is the one to int8. ``llama``
+        ``fp32`` and ``gemma`` quantise the unrounded y: the only rounding is to int8. ``llama``
         quantises y in x's dtype, with the roundings of :func:`rmsnorm`.
     out : (q, scale, rowsum), optional
         Arrays that receive the results.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -62,16 +62,16 @@ def rmsnorm_quant_int8(
     q : array like x, int8
         In [-127, 127].
     scale : array (...), float32 (float64 for float64)
-        NaN when the row holds a NaN, whose code is 0.
+        NaN when the row contains a NaN, whose code is 0.
     rowsum : array (...), int32
-        Rows have at most 16,909,320 elements: 127 times as much is the largest int32.
+        Rows have at most 16,909,320 elements, so that 127 times as much fits in int32.
     s : array like x
         Only with ``residual``: ``x + residual``.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -127,7 +127,7 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         residual = views.get("residual")
-        found = rmsnorm_quant_int8(views["x"], views["weight"], residual=residual, **dict(spec.options))
-        store(views, ("q", "scale", "rowsum", "s") if "s" in views else ("q", "scale", "rowsum"), found)
+        results = rmsnorm_quant_int8(views["x"], views["weight"], residual=residual, **dict(spec.options))
+        store(views, ("q", "scale", "rowsum", "s") if "s" in views else ("q", "scale", "rowsum"), results)
 
     on.call(run, "NumPy, float64")

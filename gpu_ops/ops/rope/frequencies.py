@@ -1,4 +1,4 @@
-"""Frequencies of ``rope``: from theta, rotary_dim and scaling to what kernels read."""
+"""Frequencies of ``rope``, computed from theta, rotary_dim and scaling in the form that kernels read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = RopeScaling("default")
 
 @dataclass(frozen=True)
 class RotaryArguments:
-    """Arguments that ``rope`` and ``rope_append_kv`` have in common, as given."""
+    """Arguments shared by ``rope`` and ``rope_append_kv``, as the caller passed them."""
 
     theta: Any
     rotary_dim: Any
@@ -30,7 +30,7 @@ class RotaryArguments:
     seqlen: Any
 
     def check(self, call: Call, dtype: str) -> Frequencies:
-        """Options of the call."""
+        """Check the arguments, add them to the call's options, and return the frequencies."""
         op = call.op
         interleaved = checks.flag(op, "interleaved", self.interleaved)
         scaling = _scaling_of(op, self.scaling)
@@ -63,41 +63,43 @@ class _AtLength:
 
     seqlen: int
     options: dict[str, Any]
-    """As the GPU kernels' programs take them."""
+    """Options of the GPU kernels' programs."""
     tables: RopeTables
 
 
 class Frequencies:
-    """The frequencies of a call. Those of some scalings depend on the length that its positions reach.
+    """Frequencies of a call. With some scalings they depend on the length that its positions reach.
 
-    ``seqlen``: that length, where the caller gives it.
+    ``seqlen``: that length, if the caller passed it.
     """
 
     def __init__(self, op: str, rotation: Rotation, dtype: np.dtype[Any], seqlen: int | None) -> None:
         self.op, self.rotation = op, rotation
         self.by_length = seqlen is None and rotation.scaling.kind in BY_LENGTH
-        self._dtype = dtype  # of the tables of cos and sin
+        self._dtype = dtype  # dtype of the cos and sin tables
         self._last = self._at(seqlen or 0)
 
     def at(self, last: int) -> _AtLength:
-        """For positions up to ``last``."""
-        found = self._last  # other threads may replace it
-        seqlen = self.rotation.scaling.effective_seqlen(max(last + 1, 0)) if self.by_length else found.seqlen
-        if found.seqlen != seqlen:
-            self._last = found = self._at(seqlen)
-        return found
+        """Frequencies for positions up to ``last``."""
+        current = self._last  # other threads may replace it
+        seqlen = (
+            self.rotation.scaling.effective_seqlen(max(last + 1, 0)) if self.by_length else current.seqlen
+        )
+        if current.seqlen != seqlen:
+            self._last = current = self._at(seqlen)
+        return current
 
     def look(
         self, backend: str, positions: Array, first: int, last: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Options and views for positions in host memory, the smallest ``first``, the largest ``last``."""
-        found = self.at(last)
+        """Options and views for positions in host memory with minimum ``first`` and maximum ``last``."""
+        entry = self.at(last)
         if backend == "cpu":
-            cos, sin, rows = found.tables(positions, first, last)
+            cos, sin, rows = entry.tables(positions, first, last)
             return {}, {"cos": cos, "sin": sin, "rows": rows}
         if backend == "reference":
-            return {}, {"rows": positions, "seqlen": found.seqlen}
-        return found.options if self.by_length else {}, {}
+            return {}, {"rows": positions, "seqlen": entry.seqlen}
+        return entry.options if self.by_length else {}, {}
 
     def _at(self, seqlen: int) -> _AtLength:
         r = self.rotation

@@ -1,4 +1,4 @@
-"""Axes and positions of ``rope``, checked; the hook that looks at positions in every call."""
+"""Checks of the axes and positions of ``rope``, and the hook that reads positions in every call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Rows: TypeAlias = tuple[npt.NDArray[np.int64], int, int]
-"""All positions (batch or 1, seqlen), the smallest and the largest."""
+"""Positions (batch or 1, seqlen), their minimum and their maximum."""
 
 _EXACT = 2**53  # integers up to here are exact in float64
 _AXES = {
@@ -41,8 +41,8 @@ _READ_BY_KERNELS = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def bind_axes(call: Call, inputs: Mapping[str, Array], layout: Any) -> str:
-    """Check axis lengths; the layout: "bshd", "bhsd" or "packed"."""
-    found = checks.one_of(call.op, "layout", layout, ("bshd", "bhsd"))
+    """Check axis lengths; return the layout: "bshd", "bhsd" or "packed"."""
+    checked = checks.one_of(call.op, "layout", layout, ("bshd", "bhsd"))
     first, x = next(iter(inputs.items()))
     if x.ndim not in (3, 4):
         raise ShapeError(
@@ -50,18 +50,18 @@ def bind_axes(call: Call, inputs: Mapping[str, Array], layout: Any) -> str:
             f"packed (total, nheads, head_dim)"
         )
     if x.ndim == 3:
-        if found == "bhsd":
+        if checked == "bhsd":
             raise OptionError(
                 f"{call.op}: layout='bhsd' is for 4 axes; packed {first} is (total, nheads, head_dim)"
             )
-        found = "packed"
+        checked = "packed"
     for (name, array), heads in zip(inputs.items(), ("nheads", "nheads_kv"), strict=False):
-        call.axes.bind(name, array, _AXES[found].format(heads))
-    return found
+        call.axes.bind(name, array, _AXES[checked].format(heads))
+    return checked
 
 
 def read_positions(call: Call, positions: Any, layout: str) -> Array | None:
-    """The array of positions; None for a number, which becomes ``first`` of the call, and for None."""
+    """Read the array of positions; None for None and for a number, which becomes ``first`` of the call."""
     op, seqlen = call.op, call.axes["total" if layout == "packed" else "seqlen"]
     if positions is None:
         return None
@@ -74,55 +74,55 @@ def read_positions(call: Call, positions: Any, layout: str) -> Array | None:
             f"{op}: positions is the number {positions}; pass an integer, the position of the first token, or an "
             "array of integers"
         )
-    given = call.read("positions", positions)
-    if given.dtype.kind not in "iu":
-        raise DTypeError(f"{op}: positions is {given.dtype}; allowed: integers, for example np.int64")
+    array = call.read("positions", positions)
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"{op}: positions is {array.dtype}; allowed: integers, for example np.int64")
     allowed = [(seqlen,)] if layout == "packed" else [(seqlen,), (call.axes["batch"], seqlen), (1, seqlen)]
-    if given.shape not in allowed:
+    if array.shape not in allowed:
         names = "(total,)" if layout == "packed" else "(seqlen,), (batch, seqlen) or (1, seqlen)"
         raise ShapeError(
-            f"{op}: positions has shape {given.shape}; expected {names}: "
+            f"{op}: positions has shape {array.shape}; expected {names}: "
             f"{' or '.join(map(str, dict.fromkeys(allowed)))}"
         )
-    return given
+    return array
 
 
 @dataclass(frozen=True)
 class PositionsLook:
-    """The hook of ``rope``: checks positions, and finds the frequencies and tables that they need."""
+    """Hook of ``rope``: checks positions, and looks up the frequencies and tables that they need."""
 
     op: str
     seqlen: int
     frequencies: Frequencies
 
     def for_call(self, call: Call, positions: Array | None, *, counts_up: bool) -> Look | None:
-        """None where kernels find all they need on the device. ``counts_up``: from a number that the call gives."""
+        """The hook of a call; None if kernels need nothing from the host. ``counts_up``: positions is a number."""
         if not call.on_cuda:
             return self.on_host
         return self.on_device if counts_up or self.frequencies.by_length or widens(positions) else None
 
     def on_host(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        given = views.get("positions")
-        if given is None:
+        array = views.get("positions")
+        if array is None:
             first, last = self._bounds(views)
             positions = self._steps + first if first else self._steps
         else:
-            positions, first, last = rows_and_bounds(self.op, given)
-        options, more = self.frequencies.look(backend, positions, first, last)
-        return options, more or widened(given)
+            positions, first, last = rows_and_bounds(self.op, array)
+        options, tables = self.frequencies.look(backend, positions, first, last)
+        return options, tables or widened(array)
 
     def on_device(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Positions are read, and waited for, only if the frequencies depend on them."""
-        given = views.get("positions")
-        if given is None:
+        """The hook for CUDA arrays. It waits for positions only if the frequencies depend on them."""
+        array = views.get("positions")
+        if array is None:
             _, last = self._bounds(views)
         else:
-            last = last_on_device(self.op, given) if self.frequencies.by_length else 0
-        return self.frequencies.at(last).options if self.frequencies.by_length else {}, widened(given)
+            last = last_on_device(self.op, array) if self.frequencies.by_length else 0
+        return self.frequencies.at(last).options if self.frequencies.by_length else {}, widened(array)
 
     def _bounds(self, views: dict[str, Any]) -> tuple[int, int]:
-        """Of positions that count up."""
-        first = int(views.get("first", 0))  # NumPy's integers overflow
+        """Minimum and maximum of positions that count up."""
+        first = int(views.get("first", 0))  # a Python integer: NumPy's overflow
         last = first + self.seqlen - 1
         if first < -_EXACT or last > _EXACT:
             raise _beyond(self.op)
@@ -134,7 +134,7 @@ class PositionsLook:
 
 
 def rows_and_bounds(op: str, positions: Array) -> Rows:
-    """Positions in host memory, checked."""
+    """Check positions in host memory; return them with their minimum and maximum."""
     first, last = bounds_of(positions) if positions.size else (0, -1)
     if first < -_EXACT or last > _EXACT:
         raise _beyond(op)
@@ -142,7 +142,7 @@ def rows_and_bounds(op: str, positions: Array) -> Rows:
 
 
 def last_on_device(op: str, positions: Array) -> int:
-    """The largest, after waiting for it."""
+    """Largest position on a device; waits for it."""
     import cupy
 
     if cupy.cuda.get_current_stream().is_capturing():
@@ -159,7 +159,7 @@ def widens(positions: Array | None) -> bool:
 
 
 def widened(positions: Array | None) -> dict[str, Array]:
-    """Positions as int64 where kernels do not read theirs."""
+    """Positions as int64, if kernels do not read their dtype."""
     if positions is None or not widens(positions):
         return {}
     return {"positions": positions.astype(np.int64, order="C")}

@@ -51,18 +51,18 @@ def rope(
         3 axes, (total, nheads, head_dim). float16, bfloat16, float32 or float64, the same for both.
     positions
         Integers: (seqlen,), or (batch, seqlen) where batch may be 1; packed: (total,). Or one number, the
-        position of the first token: positions count up from it along the sequence (packed: along all tokens).
-        Default 0. They may be negative.
+        position of the first token; positions then count up along the sequence (packed: along all tokens).
+        Default 0. Positions may be negative.
     theta
-        The base. Default: that of the scaling if ``RopeScaling.from_hf`` found one, else 10000.
+        Base of the frequencies. Default: the scaling's if ``RopeScaling.from_hf`` found one, else 10000.
     rotary_dim
-        How many components rotate, an even number; the others are copied. Default: head_dim, times the scaling's
+        Number of components that rotate, even; the others are copied. Default: head_dim, times the scaling's
         partial_rotary_factor if ``RopeScaling.from_hf`` found one.
     interleaved
         Pair components ``2i, 2i + 1`` (GPT-J, Llama's own code) instead of ``i, i + rotary_dim / 2``
         (GPT-NeoX, Llama in Hugging Face).
     scaling
-        A :class:`gpu_ops.RopeScaling`, for contexts longer than the one the model was trained with.
+        A :class:`gpu_ops.RopeScaling`, for contexts longer than the model was trained with.
     seqlen
         The sequence length, on which the dynamic and longrope scalings depend. Default ``max(positions) + 1``: with
         these scalings a call waits for positions on a GPU. No other call waits.
@@ -71,9 +71,9 @@ def rope(
     layout
         ``"bhsd"``: axes 1 and 2 swapped, (batch, nheads, seqlen, head_dim). No copy is made.
     out
-        An array for the result, or a pair with ``k``. ``q`` (and ``k``) itself works in place.
+        An array for the result, or a pair with ``k``. Passing ``q`` (and ``k``) itself works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory for calls that a CUDA graph captures; this op needs none.
 
@@ -84,14 +84,14 @@ def rope(
     Raises
     ------
     ShapeError, DTypeError, OptionError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
-    Su et al., "RoFormer", arXiv 2104.09864, equation 34. Angles have the accuracy of float64, so positions in the
-    millions lose none. cos and sin are rounded to float32 (float64 for float64 inputs; in the CUDA C++ kernels they
-    are off by at most 8e-8), the maths is float32 (float64) and each result is rounded once. Moves each element once
-    in and once out.
+    Su et al., "RoFormer", arXiv 2104.09864, equation 34. Angles have float64 accuracy, so positions in the millions
+    lose none. cos and sin are rounded to float32 (float64 for float64 inputs; in the CUDA C++ kernels their error is
+    at most 8e-8), arithmetic is float32 (float64) and each result is rounded once. Reads and writes each element
+    once.
 
     Examples
     --------
@@ -128,18 +128,18 @@ def rope_backward(
     """Gradients of :func:`rope` with respect to its inputs, given those of its outputs.
 
     The map is linear, so this is its transpose: the opposite rotation with the same attention factor. With a factor
-    other than 1 that is not the inverse. Nothing of the forward pass has to be kept.
+    other than 1 that is not the inverse. Nothing from the forward pass needs to be kept.
 
     Parameters
     ----------
     dq, dk
         Gradients of the rotated q and, if given there, k; same shapes and dtypes.
     positions, theta, rotary_dim, interleaved, scaling, seqlen, conjugate, layout
-        As in the forward call.
+        Same as in the forward call.
     out
-        An array for the result, or a pair with ``dk``. ``dq`` (and ``dk``) itself works in place.
+        An array for the result, or a pair with ``dk``. Passing ``dq`` (and ``dk``) itself works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory for calls that a CUDA graph captures; this op needs none.
 
@@ -150,7 +150,7 @@ def rope_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def rope_backward(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of both functions beside q and k, as given."""
+    """Arguments of both functions other than q and k, as the caller passed them."""
 
     rotary: RotaryArguments
     positions: Any
@@ -175,11 +175,11 @@ class _Options:
     layout: Any
     out: Any
     transpose: bool = False
-    """The transpose of the rotation: it turns the other way."""
+    """Whether to apply the transpose: the rotation by the opposite angle."""
 
 
 def _bind(call: Call, named: dict[str, Any], o: _Options) -> Bound:
-    """``named``: q and k under the names that the caller knows."""
+    """Bind the call. ``named``: q and k under the caller's argument names."""
     inputs = {
         name: call.read(name, x) for i, (name, x) in enumerate(named.items()) if i == 0 or x is not None
     }
@@ -202,7 +202,7 @@ def _bind(call: Call, named: dict[str, Any], o: _Options) -> Bound:
 
 
 def _write(call: Call, inputs: Mapping[str, Array], out: Any) -> None:
-    """A result like each input, which it may be in place."""
+    """Declare a result like each input, which it may overwrite in place."""
     if len(inputs) == 1:
         ((name, x),) = inputs.items()
         call.write(f"rotated {name}", x.shape, x.dtype, out, in_place=name, axes=_memory_order(x))
@@ -217,15 +217,15 @@ def _write(call: Call, inputs: Mapping[str, Array], out: Any) -> None:
 
 
 def _memory_order(x: Array) -> tuple[int, ...] | None:
-    """The order of axes for a result whose tokens and heads lie in memory as those of x; None: that of the axes."""
+    """Order of axes for a result with tokens and heads in the same memory order as x; None: the axes' own order."""
     tokens, heads = x.ndim - 3, x.ndim - 2
     inner = min(x.shape[tokens], x.shape[heads]) > 1 and 0 < abs(x.strides[tokens]) < abs(x.strides[heads])
     return (*range(tokens), heads, tokens, x.ndim - 1) if inner else None
 
 
 def _unsupported(dtype: str, tokens: int) -> dict[str, str]:
-    many = {"raw": f"{tokens} tokens; its limit is 2**31 - 1"} if tokens >= 2**31 else {}
-    return many | checks.unsupported(dtype)
+    reasons = {"raw": f"{tokens} tokens; its limit is 2**31 - 1"} if tokens >= 2**31 else {}
+    return reasons | checks.unsupported(dtype)
 
 
 @lowers("rope", "reference")
@@ -236,11 +236,11 @@ def _reference(spec: Spec, on: Builder) -> None:
     names, layout = spec["inputs"], spec["layout"]
     results = [f"rotated {name}" for name in names]
     options = ("theta", "rotary_dim", "interleaved", "conjugate", "scaling")
-    how = {name: spec[name] for name in options} | {"layout": "bhsd" if layout == "bhsd" else "bshd"}
+    fixed = {name: spec[name] for name in options} | {"layout": "bhsd" if layout == "bhsd" else "bshd"}
 
     def run(views: Mapping[str, Any]) -> None:
         positions = views["rows"][0] if layout == "packed" else views["rows"]
-        found = reference(*[views[n] for n in names], positions=positions, seqlen=views["seqlen"], **how)
-        store(views, results, found)
+        rotated = reference(*[views[n] for n in names], positions=positions, seqlen=views["seqlen"], **fixed)
+        store(views, results, rotated)
 
     on.call(run, "NumPy, float64")

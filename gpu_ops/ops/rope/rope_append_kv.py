@@ -1,4 +1,4 @@
-"""rope_append_kv: from the projections to rotated queries and a longer key/value cache, in one pass."""
+"""rope_append_kv: rotates projected queries and keys and appends to a key/value cache, in one pass."""
 
 from __future__ import annotations
 
@@ -66,37 +66,37 @@ def rope_append_kv(
     Parameters
     ----------
     q : array (batch, seqlen, nheads, head_dim)
-        The new tokens. float16, bfloat16, float32 or float64, the same for all arrays. q, k and v may be views of one
-        packed projection: ``qkv.reshape(batch, seqlen, -1, head_dim)[:, :, :nheads]``. With ``slot_mapping``
-        (total, nheads, head_dim): tokens of any sequences.
+        Queries of the new tokens. float16, bfloat16, float32 or float64, the same for all arrays. q, k and v may be
+        views of one packed projection: ``qkv.reshape(batch, seqlen, -1, head_dim)[:, :, :nheads]``. With
+        ``slot_mapping`` (total, nheads, head_dim): tokens of any sequences.
     k, v : arrays (batch, seqlen, nheads_kv, head_dim), or (total, nheads_kv, head_dim)
     k_cache, v_cache : arrays (batch, max_seqlen, nheads_kv, head_dim)
-        Changed in place: only the rows of the new tokens. With ``block_table`` or ``slot_mapping``: pages,
+        Changed in place, only in the rows of the new tokens. With ``block_table`` or ``slot_mapping``: pages,
         (num_pages, page_size, nheads_kv, head_dim). They may not share memory with each other or any other array.
     seqused_k : int32 array (batch,)
-        Keys of each sequence already in its cache: token i becomes key ``seqused_k[b] + i``.
+        Number of keys of each sequence already in its cache: token i becomes key ``seqused_k[b] + i``.
     block_table : int32 array (batch, max_pages), optional
         Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries that no new token needs are
         ignored and may be -1. No two new tokens may share a row of a page.
     slot_mapping : int64 array (total,), instead of seqused_k
-        The slot of each token: page * page_size + row. Negative: not stored (padding). No two tokens may share one.
+        Slot of each token: page * page_size + row. Negative: not stored (padding). No two tokens may share a slot.
     k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
-        For quantized pages, changed in place like them: int8 or float8_e4m3fn, or uint8 that receives the bits of
-        float8_e4m3fn, for libraries without it. The scale of a head of a token is ``max|x| / largest``, with largest
-        127 or 448, and the page gets ``x / scale`` rounded to nearest even. A scale of a whole page would rise as
-        tokens arrive, and the page be written again. Tokens are then float16, bfloat16 or float32.
+        Scales of quantized pages, changed in place with them. Pages are int8 or float8_e4m3fn, or uint8 with the bits
+        of float8_e4m3fn for libraries without it. The scale of a head of a token is ``max|x| / largest``, with
+        largest 127 or 448, and the page gets ``x / scale`` rounded to nearest even. (A scale per page would grow as
+        tokens arrive, and the page would be rewritten.) Tokens are then float16, bfloat16 or float32.
     q_weight, k_weight : arrays (head_dim,), optional
-        Weights of the norms of q's and k's heads; both or neither. Neither: no norm.
+        Weights of the norms of q's and k's heads; both or neither. With neither, heads are not normalised.
     eps, weight_offset
-        Of the norms, as in :func:`rmsnorm`.
+        Options of the norms, see :func:`rmsnorm`.
     positions : integers, optional
-        As in :func:`rope`. Default: ``seqused_k[b] + i``; with ``slot_mapping`` there is none.
+        Same as in :func:`rope`. Default: ``seqused_k[b] + i``; required with ``slot_mapping``.
     theta, rotary_dim, interleaved, scaling, seqlen
-        As in :func:`rope`.
+        Same as in :func:`rope`.
     out : array like q, optional
         Receives the rotated q. ``out=q`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory for calls that a CUDA graph captures; this op needs none.
 
@@ -107,18 +107,18 @@ def rope_append_kv(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. The values of ``seqused_k``, ``block_table`` and ``slot_mapping`` are checked for
-        arrays in host memory. On a GPU the check would have to wait for it: there a token whose place is outside the
-        cache is not stored, and of two tokens with one place, either is.
+        Raised before anything is written. ``seqused_k``, ``block_table`` and ``slot_mapping`` in host memory are
+        checked. On a GPU they are not, since that would wait for it: a token whose place is outside the cache is not
+        stored, and of two tokens with the same place, either one is.
 
     Notes
     -----
-    Moves each element once in and once out. A norm, a rotation and two copies move q and k two or three times. The
-    maths is float32 (float64 for float64).
+    Reads and writes each element once. Separate norm, rotation and copies move q and k two or three times. Arithmetic
+    is float32 (float64 for float64).
 
-    The error of an element of a quantized page is at most ``scale / 2`` for int8, and for float8_e4m3fn ``|x| / 16``
-    or ``scale / 1024``, the larger. A head of zeros has scale 0, as has one whose scale would be below 1.2e-38. A
-    head with a NaN or an infinity has scale NaN.
+    The error of an element of a quantized page is at most ``scale / 2`` for int8, and the larger of ``|x| / 16`` and
+    ``scale / 1024`` for float8_e4m3fn. A head of zeros, or whose scale would be below 1.2e-38, has scale 0. A head
+    with a NaN or an infinity has scale NaN.
 
     Examples
     --------
@@ -193,13 +193,13 @@ def _reference(spec: Spec, on: Builder) -> None:
     scales = ("k_scale", "v_scale") if spec.get("k_scale") is not None else ()
     optional = ("seqused_k", "block_table", "slot_mapping", "q_weight", "k_weight", *scales)
     options = ("eps", "weight_offset", "theta", "rotary_dim", "interleaved", "scaling")
-    how: dict[str, Any] = {name: spec[name] for name in options}
+    fixed: dict[str, Any] = {name: spec[name] for name in options}
 
     def run(views: Mapping[str, Any]) -> None:
         arrays: list[Any] = [views[name] for name in tokens]
-        given = how | {name: views.get(name) for name in optional}
+        keywords = fixed | {name: views.get(name) for name in optional}
         positions = views["rows"][0] if packed else views["rows"]
-        found = reference(*arrays, positions=positions, seqlen=views["seqlen"], **given)
-        store(views, ("rotated q", "k_cache", "v_cache", *scales), found)
+        updated = reference(*arrays, positions=positions, seqlen=views["seqlen"], **keywords)
+        store(views, ("rotated q", "k_cache", "v_cache", *scales), updated)
 
     on.call(run, "NumPy, float64")

@@ -1,4 +1,4 @@
-"""The arguments of ``rope_append_kv``, checked; the hook that looks at lengths, pages, slots and positions."""
+"""Checks of the arguments of ``rope_append_kv``, and the hook that reads lengths, pages, slots and positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["AppendLook", "CacheArguments", "NormArguments", "PlaceArguments", "r
 
 
 def read_tokens(call: Call, tokens: Mapping[str, Any], *, packed: bool) -> dict[str, Array]:
-    """q, k and v of the new tokens."""
+    """Read q, k and v of the new tokens."""
     leading = "total" if packed else "batch seqlen"
     arrays = {name: call.read(name, x) for name, x in tokens.items()}
     for (name, x), heads in zip(arrays.items(), ("nheads", "nheads_kv", "nheads_kv"), strict=True):
@@ -40,7 +40,7 @@ def read_tokens(call: Call, tokens: Mapping[str, Any], *, packed: bool) -> dict[
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """The caches and their scales, as given."""
+    """Caches and their scales, as the caller passed them."""
 
     k_cache: Any
     v_cache: Any
@@ -48,9 +48,9 @@ class CacheArguments:
     v_scale: Any
 
     def update(self, call: Call, dtype: np.dtype[Any], *, paged: bool) -> Array:
-        """The keys' cache. Call it when all inputs are read: a cache may not share memory with them."""
-        given = {"k_cache": self.k_cache, "v_cache": self.v_cache}
-        caches = {name: call.update(name, x) for name, x in given.items()}
+        """Declare the caches and return the keys' cache. Call it after reading all inputs: they may not overlap."""
+        arrays = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        caches = {name: call.update(name, x) for name, x in arrays.items()}
         rows = "num_pages page_size" if paged else "batch max_seqlen"
         for name, cache in caches.items():
             call.axes.bind(name, cache, f"{rows} nheads_kv head_dim")
@@ -65,7 +65,7 @@ class CacheArguments:
 
 @dataclass(frozen=True)
 class NormArguments:
-    """Arguments of the norms of q's and k's heads, as given."""
+    """Arguments of the norms of q's and k's heads, as the caller passed them."""
 
     q_weight: Any
     k_weight: Any
@@ -73,13 +73,13 @@ class NormArguments:
     weight_offset: Any
 
     def read(self, call: Call) -> dict[str, Array]:
-        """Both weights, or none."""
-        given = {"q_weight": self.q_weight, "k_weight": self.k_weight}
-        missing = [name for name, weight in given.items() if weight is None]
+        """Read both weights, or neither."""
+        weights = {"q_weight": self.q_weight, "k_weight": self.k_weight}
+        missing = [name for name, weight in weights.items() if weight is None]
         if len(missing) == 1:
             raise OptionError(f"{call.op}: {missing[0]} is missing; pass q_weight and k_weight, or neither")
         return (
-            {} if missing else {name: call.read(name, weight, "head_dim") for name, weight in given.items()}
+            {} if missing else {name: call.read(name, weight, "head_dim") for name, weight in weights.items()}
         )
 
     def check(self, call: Call, dtype: str) -> None:
@@ -91,7 +91,7 @@ class NormArguments:
 
 @dataclass(frozen=True)
 class PlaceArguments:
-    """Arguments that say where tokens are and where they go, as given."""
+    """Arguments that give the positions of tokens and their places in the cache, as the caller passed them."""
 
     seqused_k: Any
     block_table: Any
@@ -100,7 +100,7 @@ class PlaceArguments:
 
     @property
     def packed(self) -> bool:
-        """Whether the tokens have one axis, with slots."""
+        """Whether tokens are along one axis and have slots."""
         return self.slot_mapping is not None
 
     @property
@@ -108,7 +108,7 @@ class PlaceArguments:
         return self.packed or self.block_table is not None
 
     def read(self, call: Call) -> Array | None:
-        """Checks shapes and dtypes; the positions, or None: a token's row in its sequence."""
+        """Check shapes and dtypes; return the positions, or None: a token's position is its row in its sequence."""
         if self.packed:
             self._read_slots(call)
         else:
@@ -150,42 +150,42 @@ class PlaceArguments:
 
 @dataclass(frozen=True)
 class AppendLook:
-    """The hook of ``rope_append_kv``: every new token has a row of its own, and its cos and sin are found."""
+    """Hook of ``rope_append_kv``: checks that every new token has a separate row, and looks up its cos and sin."""
 
     op: str
     num_pages: int
     page_size: int
     seqlen: int
-    """New tokens of each sequence; 0 with slots."""
+    """Number of new tokens of each sequence; 0 with slots."""
     frequencies: Frequencies
 
     def for_call(self, call: Call, positions: Array | None) -> Look | None:
-        """None where kernels find all they need on the device."""
+        """The hook of a call; None if kernels need nothing from the host."""
         if not call.on_cuda:
             return self.on_host
         return self.on_device if self.frequencies.by_length or widens(positions) else None
 
     def on_host(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        slots, given = views.get("slot_mapping"), views.get("positions")
+        slots, positions = views.get("slot_mapping"), views.get("positions")
         if slots is None:
             rows = self._new_rows(views["seqused_k"], views.get("block_table"), backend)
         elif backend != "cpu" or not self._slots_differ(slots):
             self._check_slots(slots)
-        if given is not None:
-            rows = rows_and_bounds(self.op, given)
-        options, more = self.frequencies.look(backend, *rows)
-        return options, more or widened(given)
+        if positions is not None:
+            rows = rows_and_bounds(self.op, positions)
+        options, tables = self.frequencies.look(backend, *rows)
+        return options, tables or widened(positions)
 
     def on_device(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Positions or lengths are read, and waited for, only if the frequencies depend on them."""
-        given, options = views.get("positions"), {}
+        """The hook for CUDA arrays. It waits for positions or lengths only if the frequencies depend on them."""
+        positions, options = views.get("positions"), {}
         if self.frequencies.by_length:
-            last = last_on_device(self.op, views["seqused_k"] if given is None else given)
-            options = self.frequencies.at(last if given is not None else last + self.seqlen).options
-        return options, widened(given)
+            last = last_on_device(self.op, views["seqused_k"] if positions is None else positions)
+            options = self.frequencies.at(last if positions is not None else last + self.seqlen).options
+        return options, widened(positions)
 
     def _new_rows(self, used: Array, table: Array | None, backend: str) -> Rows:
-        """The rows of the new tokens in their sequences, after a look at their places."""
+        """Rows of the new tokens in their sequences, after checking their places."""
         steps = self._steps
         if not len(used) or not self.seqlen:
             return used[:, None] + steps, 0, -1
@@ -193,18 +193,18 @@ class AppendLook:
             self._check_used(used, table)
             rows = used[:, None] + steps
             return rows, *bounds_of(rows)
-        found = self._find_lengths(used, table)
-        shortest, longest, sound, _ = found[-1].tolist()
+        lengths = self._find_lengths(used, table)
+        shortest, longest, sound, _ = lengths[-1].tolist()
         if not sound or (table is not None and not self._rows_differ(used, table)):
             self._check_used(used, table)
-        starts = found[:-1, 3:]
+        starts = lengths[:-1, 3:]
         return starts if self.seqlen == 1 else starts + steps, shortest, longest + self.seqlen - 1
 
     @functools.cached_property
     def _steps(self) -> Array:
         return np.arange(self.seqlen)
 
-    # On the CPU compiled kernels look first; where they find a fault, the functions below say what it is.
+    # On the CPU compiled kernels check first; if they find an error, the functions below report it.
 
     @functools.cached_property
     @uninterrupted
@@ -235,14 +235,14 @@ class AppendLook:
                 f"{self.op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {self.num_pages} pages of "
                 f"{self.page_size} have slots in [0, {count}), negative ones store nothing"
             )
-        if (same := _two_of_one(slots)) is not None:
+        if (pair := _two_of_one(slots)) is not None:
             raise OptionError(
-                f"{self.op}: slot_mapping[{same[0]}] and slot_mapping[{same[1]}] are both {slots[same[0]]}; no two "
+                f"{self.op}: slot_mapping[{pair[0]}] and slot_mapping[{pair[1]}] are both {slots[pair[0]]}; no two "
                 "tokens may share a slot, give one of them its own, or a negative one to store it nowhere"
             )
 
     def _check_used(self, used: Array, table: Array | None) -> None:
-        """Every new token has a row in its sequence's cache; with pages the row has a page that no other writes."""
+        """Check that every new token has a row in its sequence's cache and, with pages, a page row of its own."""
         op, seqlen, page_size = self.op, self.seqlen, self.page_size
         capacity = page_size if table is None else page_size * table.shape[1]
         lengths = used.tolist()
@@ -255,14 +255,14 @@ class AppendLook:
             return
         self._check_pages(used, table)
         rows = used[:, None] + np.arange(seqlen)
-        at = rows // page_size
-        slots = np.take_along_axis(table, at, axis=1) * np.int64(page_size) + rows % page_size
-        if (same := _two_of_one(slots.ravel())) is not None:
-            (b, i), (c, j) = (divmod(token, seqlen) for token in same)
+        cols = rows // page_size
+        slots = np.take_along_axis(table, cols, axis=1) * np.int64(page_size) + rows % page_size
+        if (pair := _two_of_one(slots.ravel())) is not None:
+            (b, i), (c, j) = (divmod(token, seqlen) for token in pair)
             page, row = divmod(int(slots[b, i]), page_size)
             raise OptionError(
                 f"{op}: token {i} of sequence {b} and token {j} of sequence {c} both go to row {row} of page {page}, "
-                f"which is block_table[{b}, {at[b, i]}] and block_table[{c}, {at[c, j]}]; no two new tokens may "
+                f"which is block_table[{b}, {cols[b, i]}] and block_table[{c}, {cols[c, j]}]; no two new tokens may "
                 "share a row, give the sequences pages of their own"
             )
 
@@ -281,7 +281,7 @@ class AppendLook:
 
 
 def _two_of_one(slots: Array) -> tuple[int, int] | None:
-    """Indices of two tokens with one slot that is not negative."""
+    """Indices of two tokens with the same nonnegative slot."""
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     same = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))

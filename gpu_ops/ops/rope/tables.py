@@ -1,8 +1,8 @@
-"""Tables of cos and sin for the CPU kernels of RoPE, computed in float64 and kept.
+"""Tables of cos and sin for the CPU kernels of RoPE, computed in float64 and cached.
 
-A table has one row per position and one column per frequency. Counting positions (0, 1, 2, ...) share one table that
-grows by doubling: a prefill, its decode steps and every layer of a model use the same one. Positions that are far
-apart or negative get a table of just their rows.
+A table has one row per position and one column per frequency. Consecutive positions (0, 1, 2, ...) share one table
+that grows by doubling: a prefill, its decode steps and every layer of a model use the same one. Positions that are
+negative or far apart get a table with only their rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RopeTables", "clear_rope_tables"]
 Table: TypeAlias = tuple[Array, Array]
 Rows: TypeAlias = npt.NDArray[np.int64]
 
-_BUDGET = 64 << 20  # bytes kept: two models' tables for 65536 positions of 128 components in float32
+_BUDGET = 64 << 20  # bytes cached: tables of two models for 65536 positions of 128 components in float32
 _BLOCK = 256
 
 _lock = threading.Lock()
@@ -34,16 +34,16 @@ def _new_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    # a thread that the child does not have may hold the old one
+    # the old lock may be held by a thread that does not exist in the child
     os.register_at_fork(after_in_child=_new_lock)
 
 _kept: OrderedDict[tuple[bytes, float, str], Table] = OrderedDict()
 
 
 class RopeTables:
-    """cos and sin of one set of frequencies, times the attention factor.
+    """Tables of cos and sin of one set of frequencies, times the attention factor.
 
-    ``dtype``, float32 or float64, is what they are rounded to; angles are float64.
+    Entries are rounded to ``dtype``, float32 or float64; angles are float64.
     """
 
     def __init__(self, inv_freq: Array, attention_factor: float, dtype: npt.DTypeLike) -> None:
@@ -53,9 +53,10 @@ class RopeTables:
         self._row_bytes = 2 * len(inv_freq) * self._dtype.itemsize
 
     def __call__(self, positions: Rows, first: int, last: int) -> tuple[Array, Array, Rows]:
-        """``cos``, ``sin`` of shape (rows, frequencies) and, shaped like ``positions``, the row of each position.
+        """Return ``cos``, ``sin`` of shape (rows, frequencies) and the row of each position, shaped like
+        ``positions``.
 
-        ``first`` and ``last`` are the smallest and the largest position.
+        ``first`` and ``last`` are the minimum and maximum position.
         """
         if positions.size == 0:
             empty = np.empty((0, len(self._turn[0])), self._dtype)
@@ -66,7 +67,7 @@ class RopeTables:
                 _kept.move_to_end(self._key)
         if first >= 0 and kept is not None and last < len(kept[0]):
             return *kept, positions
-        # 4: a table somewhat longer than needed now is likely to be wanted later; one far longer is a waste
+        # 4: a table somewhat longer than needed now is likely to be used later; a far longer one is a waste
         if first >= 0 and last < 4 * max(positions.size, _BLOCK):
             length = 1 << last.bit_length()  # the next power of two that is > last
             if length * self._row_bytes > _BUDGET:
@@ -80,7 +81,7 @@ class RopeTables:
 
 
 def clear_rope_tables() -> None:
-    """Forget all kept tables."""
+    """Drop all cached tables."""
     with _lock:
         _kept.clear()
 
@@ -98,7 +99,7 @@ def _keep(key: tuple[bytes, float, str], table: Table) -> None:
 def _direct(positions: Array, inv_freq: Array, factor: float, dtype: npt.DTypeLike) -> Table:
     cos = np.empty((len(positions), len(inv_freq)), dtype)
     sin = np.empty_like(cos)
-    for start in range(0, len(positions), _BLOCK):  # by blocks: the float64 angles stay in the cache
+    for start in range(0, len(positions), _BLOCK):  # in blocks, so that the float64 angles stay in the cache
         block = slice(start, start + _BLOCK)
         angles = positions[block, None] * inv_freq
         cos[block] = factor * np.cos(angles)
@@ -107,19 +108,19 @@ def _direct(positions: Array, inv_freq: Array, factor: float, dtype: npt.DTypeLi
 
 
 def _count_up(length: int, inv_freq: Array, factor: float, dtype: npt.DTypeLike) -> Table:
-    """Positions 0 .. length - 1."""
+    """Compute the table of positions 0 .. length - 1."""
     if np.dtype(dtype) == np.float64:
         return _direct(np.arange(length), inv_freq, factor, dtype)
-    # exp(i (start + j) f) = exp(i start f) exp(i j f): a product instead of two calls, five times faster,
-    # with a few units of 1e-16 of error that the rounding to float32 hides
+    # exp(i (start + j) f) = exp(i start f) exp(i j f): a product instead of two calls, five times faster;
+    # its error, a few units of 1e-16, is far below the rounding to float32
     cos = np.empty((length, len(inv_freq)), dtype)
     sin = np.empty_like(cos)
-    turn_start = np.exp(1j * np.arange(0, length, _BLOCK)[:, None] * inv_freq)
-    turn_j = factor * np.exp(1j * np.arange(_BLOCK)[:, None] * inv_freq)
-    turn = np.empty_like(turn_j)
-    for start, at_start in zip(range(0, length, _BLOCK), turn_start, strict=True):
+    start_phases = np.exp(1j * np.arange(0, length, _BLOCK)[:, None] * inv_freq)
+    block_phases = factor * np.exp(1j * np.arange(_BLOCK)[:, None] * inv_freq)
+    phases = np.empty_like(block_phases)
+    for start, start_phase in zip(range(0, length, _BLOCK), start_phases, strict=True):
         n = min(_BLOCK, length - start)
-        np.multiply(turn_j, at_start, out=turn)
-        cos[start : start + n] = turn.real[:n]
-        sin[start : start + n] = turn.imag[:n]
+        np.multiply(block_phases, start_phase, out=phases)
+        cos[start : start + n] = phases.real[:n]
+        sin[start : start + n] = phases.imag[:n]
     return cos, sin

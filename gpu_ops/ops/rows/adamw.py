@@ -50,7 +50,7 @@ def adamw_step(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """One step of AdamW (Loshchilov and Hutter 2019), in place: of a whole model, if its parameters are one array.
+    """One in-place step of AdamW (Loshchilov and Hutter 2019), for a whole model if its parameters are one array.
 
     In this order, as in torch.optim.AdamW(fused=True)::
 
@@ -65,35 +65,34 @@ def adamw_step(
     params : array (...), C-contiguous
         float32 or float64. bfloat16 or float16 with ``master``, bfloat16 also with ``rounding="stochastic"``.
     grads : array (...)
-        In params' dtype or float32; beside float32 params also float16 or bfloat16.
+        In params' dtype or float32; with float32 params also float16 or bfloat16.
     m, v : arrays (...), C-contiguous, float32 (float64 for float64)
-        The moments; zeros before the first step. In 8 bits pairs (codes, scale), both of them: codes int8 in m and
-        uint8 in v, of params' shape; scale float32 (tiles,) for tiles of 256 elements, the last of fewer.
+        Moments; zeros before the first step. In 8 bits, both are pairs (codes, scale): codes int8 for m and uint8 for
+        v, of params' shape; scale float32 (tiles,) for tiles of 256 elements, of which the last may be shorter.
     step : int, or int32 or int64 array ()
-        Counts the steps that are taken, from 1; one that is skipped does not count.
+        Number of this step, from 1; skipped steps do not count.
     lr : number, or float32 or float64 array ()
         Learning rate, at least 0.
     betas : two numbers
         In [0, 1).
     eps : float
-        At least 0; 0 counts as the smallest positive number.
+        At least 0; 0 is replaced by the smallest positive number.
     weight_decay : float
         At least 0.
     decay_mask : bool or uint8 array (...), optional
-        Which elements decay. Without: all.
+        Elements that decay; default: all.
     grad_scale : number, or float32 or float64 array ()
-        What the gradients are multiplied by: the factor that clips them, or 1 / loss scale. With ``skip`` it need not
-        be finite.
+        Factor of the gradients: the clipping coefficient, or 1 / loss scale. With ``skip`` it need not be finite.
     skip : float32 or int32 array (), optional
-        Where it is not 0, nothing changes: the gradients were not finite. On a GPU no call waits for it.
+        If not 0, nothing changes, because the gradients were not finite. On a GPU no call waits for it.
     master : float32 array (...), C-contiguous, optional
-        The parameters in float32: the step is theirs, and params receive them rounded.
+        Parameters in float32: the step updates them, and params receive the rounded result.
     rounding : str
-        Of 16-bit params. ``"nearest"``, or ``"stochastic"`` (bfloat16): at random, exact on average.
+        Rounding of 16-bit params: ``"nearest"``, or ``"stochastic"`` (bfloat16): at random, exact on average.
     seed : int
-        Of stochastic rounding, in [0, 2**64). Random bits depend on seed, step and the place in the array alone.
+        Seed of stochastic rounding, in [0, 2**64). Random bits depend only on seed, step and the index in the array.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -105,19 +104,19 @@ def adamw_step(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. Numbers in host memory are checked; on a GPU one below 1 counts as 1.
+        Raised before anything is written. Numbers in host memory are checked; on a GPU a step below 1 counts as 1.
 
     Notes
     -----
-    Each operation is rounded to float32 (float64 for float64), none is fused with another: the same bits for any
-    number of threads, and on every device. Moves each array once, 28 bytes per parameter in float32; a mask one more.
+    Each operation is rounded to float32 (float64 for float64) and not fused with another: the same bits for any
+    number of threads, and on every device. Moves each array once, 28 bytes per parameter in float32; a mask adds one.
 
-    In 8 bits a code c stands for scale * c * abs(c) / most^2, in m of m and in v of sqrt(v), with the tile's largest
-    magnitude as scale: codes are dense near 0, and need no table. A nonzero v never gets code 0. Moments take 2.03
-    bytes per parameter instead of 8.
+    In 8 bits a code c represents scale * c * abs(c) / max_code^2, which is m in m and sqrt(v) in v, with the tile's
+    largest magnitude as scale: codes are dense near 0, and need no table. A nonzero v never gets code 0. Moments take
+    2.03 bytes per parameter instead of 8.
 
-    Stochastic rounding leaves alone what bfloat16 holds exactly, and what is not finite; no finite number becomes
-    infinite. Without it a bfloat16 parameter forgets every update below 1/256 of itself.
+    Stochastic rounding does not change values that bfloat16 represents exactly, or that are not finite; no finite
+    number becomes infinite. Without it a bfloat16 parameter loses every update below 1/256 of itself.
 
     Examples
     --------
@@ -142,11 +141,11 @@ def adamw_step(
         _read_number(call, "skip", skip, _no_number, ("float32", "int32"))
     rules: dict[str, Callable[..., Any]] = {"step": counts, "lr": rate, "grad_scale": factor}
     rules = {} if call.on_cuda else {name: rule for name, rule in rules.items() if name in call.views}
-    kind = checks.computing_dtype(dtype)
+    acc_dtype = checks.computing_dtype(dtype)
     _check_grads(call, dtype, grads_)
-    in_bytes = _update_moments(call, m, v, params_, kind)
+    in_bytes = _update_moments(call, m, v, params_, acc_dtype)
     if master is not None:
-        _update(call, "master", master, kind)
+        _update(call, "master", master, acc_dtype)
     if mask is not None and mask.dtype not in (np.bool_, np.uint8):
         raise DTypeError(f"{call.op}: decay_mask is {mask.dtype}, expected bool or uint8")
     for name in ("grads", "m", "v", "m codes", "v codes", "master", "decay_mask"):
@@ -171,7 +170,7 @@ def adamw_step(
 def _update(
     call: Call, name: str, x: Any, dtype: np.dtype[Any] | None = None, source: Source | None = None
 ) -> Array:
-    """An array that is changed in place, as one line of elements."""
+    """Declare a C-contiguous array that is changed in place."""
     view = call.update(name, x, dtype, source=source)
     checks.native(call.op, name, view)
     if not view.flags.c_contiguous:
@@ -183,7 +182,7 @@ def _update(
 
 
 def _update_moments(call: Call, m: Any, v: Any, params: Array, kind: np.dtype[Any]) -> bool:
-    """Whether they are in 8 bits."""
+    """Declare the moments; return whether they are in 8 bits."""
     pairs = [isinstance(x, tuple) for x in (m, v)]
     if not any(pairs):
         _update(call, "m", m, kind)
@@ -238,11 +237,11 @@ def _seed(op: str, seed: Any, device: Any) -> int:
 def _betas(op: str, betas: Any) -> tuple[float, float]:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise OptionError(f"{op}: betas must be two numbers, got {betas!r}")
-    found = tuple(checks.number(op, f"betas[{i}]", beta, low=0.0) for i, beta in enumerate(betas))
-    for i, beta in enumerate(found):
+    values = tuple(checks.number(op, f"betas[{i}]", beta, low=0.0) for i, beta in enumerate(betas))
+    for i, beta in enumerate(values):
         if beta >= 1.0:
             raise OptionError(f"{op}: betas[{i}] must be less than 1, got {beta}")
-    return found[0], found[1]
+    return values[0], values[1]
 
 
 # ---- numbers that change from step to step ----------------------------------------------------------------------
@@ -251,11 +250,11 @@ def _betas(op: str, betas: Any) -> tuple[float, float]:
 def _read_number(
     call: Call, name: str, value: Any, check: Callable[..., Any], allowed: tuple[str, ...]
 ) -> None:
-    """A number, which ``check`` looks at in every call, or an array without axes."""
+    """Read a number, which ``check`` checks in every call, or an array without axes."""
     op = call.op
     if isinstance(value, np.generic) or not hasattr(value, "shape"):
         check(op, name, value)
-        call.provide(name, None, name, lambda given, device: check(op, name, given))
+        call.provide(name, None, name, lambda number, device: check(op, name, number))
         return
     x = call.read(name, value)
     checks.exactly(op, name, x, ())
@@ -266,7 +265,7 @@ def _read_number(
 
 
 def _look_at(op: str, rules: Mapping[str, Callable[..., Any]]) -> Look:
-    """A hook that judges numbers in host arrays by the rules of plain numbers."""
+    """Hook that applies the rules of plain numbers to numbers in host arrays."""
 
     def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, rule in rules.items():
@@ -287,8 +286,8 @@ def _grad_scale(dtype: str, op: str, name: str, value: Any) -> float:
 
 
 def _grad_scale_or_overflow(dtype: str, op: str, name: str, value: Any) -> float:
-    """The factor of a step that is skipped comes from a norm that overflowed. It is a number where NumPy multiplied
-    two arrays (); such an array is not looked at either."""
+    """Check ``grad_scale``, which may be infinite or NaN: the factor of a skipped step comes from a norm that
+    overflowed. It is a number if NumPy multiplied two arrays of shape ()."""
     if isinstance(value, (float, np.floating)) and not np.isfinite(value):
         return float(value)
     return _grad_scale(dtype, op, name, value)
@@ -305,12 +304,12 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays: list[Any] = [views[name] for name in ("params", "grads")]
-        given = [views[name] for name in moments]
-        arrays += [tuple(given[:2]), tuple(given[2:])] if in_bytes else given
+        states = [views[name] for name in moments]
+        arrays += [tuple(states[:2]), tuple(states[2:])] if in_bytes else states
         options: dict[str, Any] = fixed | {name: views[name] for name in ("step", "lr", "grad_scale")}
         options |= {name: views.get(name) for name in ("decay_mask", "skip", "master")}
-        found = reference.adamw_step(*arrays, **options, seed=views.get("seed", 0))
-        flat = [y for x in found for y in (x if isinstance(x, tuple) else (x,))]
+        results = reference.adamw_step(*arrays, **options, seed=views.get("seed", 0))
+        flat = [y for x in results for y in (x if isinstance(x, tuple) else (x,))]
         store(views, changed, flat)
 
     on.call(run, "NumPy, float64")

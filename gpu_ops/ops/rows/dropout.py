@@ -1,4 +1,4 @@
-"""Dropout, forward and backward: the mask is drawn anew each time, and stored nowhere."""
+"""Dropout, forward and backward: both regenerate the mask, which is never stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu_ops.ops.seeds import read_seed
 
 __all__ = ["dropout", "dropout_backward"]
 
-_LARGEST_OFFSET = (1 << 63) - 1  # an array has fewer elements, so that their numbers fit in 64 bits
+_LARGEST_OFFSET = (1 << 63) - 1  # an array has fewer elements, so their numbers fit in 64 bits
 
 
 @op(cuda=True, kernels="rows.dropout", dynamic=("seed", "offset"))
@@ -34,7 +34,7 @@ def dropout(
 ) -> Bound:
     """Zero elements at random, scale the rest: ``y = x * kept / (1 - p)``, ``kept`` 0 with probability p, else 1.
 
-    Which elements are kept follows from the seed and their numbers alone: element i of x, in C order, has number
+    Which elements are kept depends only on the seed and their numbers: element i of x, in C order, has number
     ``offset + i``. It is the same on every device and backend, for every dtype, layout and number of threads.
 
     Parameters
@@ -42,20 +42,20 @@ def dropout(
     x : array (..., cols)
         float16, bfloat16, float32 or float64.
     p : float
-        At least 0 and less than 1; with 0 y is a copy. An element is drawn with 32 bits: it is dropped with the
-        probability next to p that is a multiple of 2**-32, at most 1 - 2**-32.
+        At least 0 and less than 1; with 0 y is a copy. An element is drawn with 32 random bits, so p is rounded to a
+        multiple of 2**-32, at most 1 - 2**-32.
     seed : int from 0 to 2**64 - 1, or array of one uint64 or int64
-        Pass another one in every step, and the same to the backward. An array is read when the call runs, so that a
-        CUDA graph drops other elements when the array has changed.
+        Pass a different seed in every step, and the same seed to the backward. An array is read when the call runs,
+        so a CUDA graph drops other elements after the array has changed.
     offset : int from 0 to 2**63 - 1
-        Number of the first element, which tells the layers of a step apart: where all are alike,
-        ``offset = layer * x.size``. For a part of a larger array it is the place of its first element there, and
-        the parts of an array, on several devices or one after another, drop what the whole would. On a GPU
-        multiples of 4 are fastest.
+        Number of the first element. It distinguishes the layers of a step: ``offset = layer * x.size`` if all have
+        the same size. For a part of a larger array, pass the index of its first element there: the parts of an array,
+        on several devices or one after another, then drop the same elements as the whole. On a GPU multiples of 4 are
+        fastest.
     out : array like x, optional
         Receives y. ``out=x`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures; this op needs none.
 
@@ -66,7 +66,7 @@ def dropout(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -74,7 +74,7 @@ def dropout(
     counter; ``gpu_ops.reference.rows.dropout.dropout_mask`` shows which elements are kept. They are independent of
     those of :func:`attention` for the same seed. Moves 2 elements for each of x.
 
-    A NaN or an infinity that is dropped gives NaN, as 0 * x does, so that no fault hides.
+    A dropped NaN or infinity gives NaN, as 0 * x does, so that faults stay visible.
 
     Examples
     --------
@@ -108,11 +108,11 @@ def dropout_backward(
     dy : array (..., cols)
         Gradient of y.
     p, seed, offset
-        As in the forward call: its mask is drawn again.
+        Same as in the forward call, so that the mask is the same.
     out : array like dy, optional
         Receives dx. ``out=dy`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures; this op needs none.
 
@@ -123,7 +123,7 @@ def dropout_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def _bind(call: Call, given: tuple[str, Any], result: str, p: Any, seed: Any, of
 
 
 def _offset(op: str, offset: Any, device: Any) -> int:
-    """A later call may pass on another one."""
+    """Check the offset. A later call may pass another one."""
     return checks.integer(op, "offset", offset, low=0, high=_LARGEST_OFFSET)
 
 

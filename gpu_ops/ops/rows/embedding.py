@@ -36,11 +36,11 @@ def embedding(
     weight : array (num_embeddings, dim)
         float16, bfloat16, float32 or float64.
     scale : float
-        Such as sqrt(dim), as in Gemma.
+        Factor of the rows, such as sqrt(dim) in Gemma.
     out : array (..., dim) in weight's dtype, optional
         Receives the result.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory for calls that a CUDA graph captures; this op needs none.
 
@@ -51,8 +51,8 @@ def embedding(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. Indices in host memory are checked. On a GPU the check would have to wait for
-        them: there the row of an index outside the table is NaN.
+        Raised before anything is written. Indices in host memory are checked. On a GPU they are not, since that would
+        wait for them: the row of an index outside the table is NaN.
 
     Examples
     --------
@@ -89,15 +89,15 @@ def embedding_backward(
     dx : array (..., dim)
         Gradient of the result.
     ids : int32 or int64 array (...)
-        As in the forward call.
+        Same as in the forward call.
     num_embeddings : int
-        Rows of the table, less than 2**31.
+        Number of rows of the table, less than 2**31.
     scale : float
-        As in the forward call.
+        Same as in the forward call.
     dweight : array (num_embeddings, dim), float32 (float64 for float64), optional
-        The gradient is added to it, and it is returned: that of micro-batches, or of a tied output layer.
+        The gradient is added to it, and it is returned: for micro-batches, or a tied output layer.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -108,13 +108,13 @@ def embedding_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. Indices in host memory are checked; on a GPU rows whose index is outside the
-        table are added nowhere.
+        Raised before anything is written. Indices in host memory are checked; on a GPU, rows whose index is outside
+        the table are skipped.
 
     Notes
     -----
-    Sums are float32 (float64) in an order that the indices alone decide: the same bits for any number of threads and
-    in every run. A GPU sorts the indices and adds rows of the same index by tiles of 32, without atomics.
+    Sums are float32 (float64) in an order that depends only on the indices: the same bits for any number of threads
+    and in every run. A GPU sorts the indices and adds rows of the same index in tiles of 32, without atomics.
 
     Examples
     --------
@@ -133,8 +133,8 @@ def embedding_backward(
     read_indices(call, "ids", ids, x.shape[:-1])
     shape = (checks.integer(call.op, "num_embeddings", num_embeddings, low=0, high=2**31 - 1), x.shape[-1])
     call.option(scale=checks.computable(call.op, "scale", scale, dtype), adds=dweight is not None)
-    kind = checks.computing_dtype(dtype)
-    call.write("dweight", shape, kind, dweight, argument="dweight", added=dweight is not None)
+    acc_dtype = checks.computing_dtype(dtype)
+    call.write("dweight", shape, acc_dtype, dweight, argument="dweight", added=dweight is not None)
     return _bind(call, dtype, shape)
 
 
@@ -158,9 +158,9 @@ def _reference(spec: Spec, on: Builder) -> None:
         if "x" in views:
             store(views, ("x",), reference.embedding(ids, views["weight"], scale=scale))
             return
-        given = views["dweight"] if spec["adds"] else None
+        dweight = views["dweight"] if spec["adds"] else None
         rows = spec.tensor("dweight").shape[0]
-        found = reference.embedding_backward(views["dx"], ids, rows, scale=scale, dweight=given)
-        store(views, ("dweight",), found)
+        gradient = reference.embedding_backward(views["dx"], ids, rows, scale=scale, dweight=dweight)
+        store(views, ("dweight",), gradient)
 
     on.call(run, "NumPy, float64")

@@ -1,4 +1,4 @@
-"""The Euclidean norm over all elements of arrays, such as the gradients of a model."""
+"""Euclidean norm over all elements of arrays, such as the gradients of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def global_norm(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """The Euclidean norm over all elements of arrays: ``sqrt(sum of x**2)``; and whether an element is not finite.
+    """Euclidean norm over all elements of arrays, ``sqrt(sum of x**2)``, and whether an element is not finite.
 
     Both results stay on the device of the arrays, for a step that clips by the norm or is skipped: see
     :func:`gpu_ops.training.clip_coefficient` and :class:`gpu_ops.training.GradScaler`.
@@ -33,35 +33,35 @@ def global_norm(
     Parameters
     ----------
     arrays : array, or list or tuple of arrays
-        Of any shapes; float16, bfloat16, float32 or float64, each its own.
+        Arrays of any shapes; float16, bfloat16, float32 or float64, which may differ.
     out : tuple of two arrays, (norm, found_inf), optional
         Receives the results.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
     norm : array (), float32; float64 if one of the arrays is
-        0 without elements. NaN if an element is NaN, else inf if one is infinite or the norm beyond its dtype.
+        0 without elements. NaN if an element is NaN, else inf if one is infinite or the norm exceeds its dtype.
     found_inf : array (), float32
         1 if an element is NaN or infinite, else 0.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
-    Squares are rounded to float32 (float64 for float64); their sums keep what they round off. The relative error is
-    below 1e-7 for any number of elements, 2**-24 of it from rounding the norm itself. Squares that leave the range
-    are summed again after scaling.
+    Squares are rounded to float32 (float64 for float64); their sums are compensated. The relative error is below
+    1e-7 for any number of elements, 2**-24 of it from rounding the norm itself. If squares exceed the range, they are
+    summed again after scaling.
 
-    The order of additions depends on the index alone: blocks of 16384 elements, then the blocks in float64. Results
-    have the same bits for any number of threads, on every GPU and on the CPU. A GPU takes one launch for each array
-    and one for the total.
+    The order of additions depends only on the index: blocks of 16384 elements, then the blocks in float64. Results
+    have the same bits for any number of threads, on every GPU and on the CPU. A GPU needs one launch per array and
+    one for the total.
 
     Examples
     --------
@@ -93,7 +93,7 @@ def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.rows import global_norm as reference
 
     def run(views: Mapping[str, Any]) -> None:
-        found = reference.global_norm([views[name] for name in spec["arrays"]])
-        store(views, ("norm", "found_inf"), found)
+        results = reference.global_norm([views[name] for name in spec["arrays"]])
+        store(views, ("norm", "found_inf"), results)
 
     on.call(run, "NumPy, float64")

@@ -38,12 +38,12 @@ def softmax(
     scale : float
         Finite.
     mask : array, optional
-        Broadcastable to x's shape. In x's dtype or float32: added, and -inf hides an element. bool: False hides an
-        element, even a NaN.
+        Broadcastable to x's shape. In x's dtype or float32: it is added, and -inf masks an element. bool: False masks
+        an element, even a NaN.
     out : array like x, optional
         Receives y. ``out=x`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -54,7 +54,7 @@ def softmax(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -97,13 +97,13 @@ def softmax_backward(
     dy : array (..., cols)
         Gradient of y.
     y : array like dy
-        What the forward call returned.
+        Result of the forward call.
     scale
-        As in the forward call.
+        Same as in the forward call.
     out : array like dy, optional
         Receives dx. ``out=dy`` works in place.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -114,7 +114,7 @@ def softmax_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Examples
     --------

@@ -20,9 +20,9 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 __all__ = ["sample", "sampling_number"]
 
 _LARGEST = float(np.finfo(np.float32).max)
-_LEAST = float(np.float32(1e-38))  # of what logits are divided by: its reciprocal is finite
+_LEAST = float(np.float32(1e-38))  # smallest divisor of logits: its reciprocal is finite
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-# Options by what is allowed, in words and as a test of numbers and arrays.
+# Allowed values of options, as text and as a test of numbers and arrays.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "temperature": (f"at least 0 and at most {_LARGEST:.8g}", lambda x: (x >= 0) & (x <= _LARGEST)),
     "top_k": ("at least 0, where 0 keeps all", lambda x: x >= 0),
@@ -61,7 +61,7 @@ def sample(
 ) -> Bound:
     """Draw the next token of each row of logits.
 
-    In this order, where tokens are ordered by z, equal ones by index::
+    The steps, in this order, with tokens ordered by z and ties by index::
 
         z = logits
         z = z * repetition_penalty if z < 0 else z / repetition_penalty       where counts != 0
@@ -72,64 +72,64 @@ def sample(
         top_p   keeps the fewest first tokens whose share of what top_k kept is at least top_p
         min_p   keeps tokens with p >= min_p * max(p)
 
-    and a token is drawn from what is kept with probability proportional to p. It is the same on every device and
-    backend, for every layout and number of threads.
+    and a kept token is drawn with probability proportional to p. It is the same on every device and backend, for
+    every layout and number of threads.
 
     Parameters
     ----------
     logits : array (..., vocab)
         float16, bfloat16, float32 or float64.
     temperature : number, or float32 array (...)
-        At least 0; with 0 the token is that of the largest z, the first one of several.
+        At least 0; with 0 the token is the first one with the largest z.
     top_k : int, or int32 array (...)
         0 keeps all.
     top_p, min_p : number, or float32 array (...)
         In [0, 1]. A top_p of 1 and a min_p of 0 keep all; the first token is always kept.
     seed : int from 0 to 2**64 - 1, or uint64 or int64 array (...)
-        An array has the seed of each request: its tokens do not depend on the batch around it, nor on its place. With
-        an int, row r draws as number r; 0 is the place of a request with a seed of its own.
+        An array has the seed of each request: its tokens do not depend on the rest of the batch or on its row. With
+        an int, row r draws random number r; a request with a separate seed draws number 0.
     step : int from 0 to 2**64 - 1, or uint64 or int64 array (...)
-        Counts the tokens of a request. The same seed and step draw the same number.
+        Index of the token in a request. The same seed and step draw the same random number.
     bias : array (vocab,) or like logits, float32 (float64 for float64), optional
         -inf excludes a token.
     counts : int32 array like logits, optional
-        How often each token was drawn; penalties need it. Negative: it is in the prompt alone, which counts for the
-        repetition penalty.
+        Number of times that each token was drawn; penalties need it. Negative: the token is only in the prompt, and
+        counts for the repetition penalty.
     repetition_penalty, frequency_penalty, presence_penalty : number, or float32 array (...)
         The first is more than 0.
     return_logprob : bool
-        Also return the log-probability of each token, which is that of ``softmax(logits)``: before penalties, bias,
-        temperature and filters.
+        Also return the log-probability of each token under ``softmax(logits)``, before penalties, bias, temperature
+        and filters.
     out : array, or (tokens, logprob), optional
         Receives the results.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory for calls that a CUDA graph captures; this op needs none.
 
     Returns
     -------
     tokens : int32 array (...)
-        -1 in rows without a distribution: those whose z has a NaN or +inf, or nothing but -inf.
+        -1 in rows without a distribution: those whose z has a NaN or +inf, or only -inf.
     logprob : array (...), float32 (float64 for float64), only with ``return_logprob``; NaN where the token is -1
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. Options in arrays in host memory are checked. On a GPU the check would have to
-        wait for them: there a row with an option out of range gets -1.
+        Raised before anything is written. Options in arrays in host memory are checked. On a GPU they are not, since
+        that would wait for them: a row with an option out of range gets -1.
 
     Notes
     -----
-    No value is read on the host. top_k, top_p and min_p follow each other as in Hugging Face transformers (vLLM has
-    min_p first). Penalties are those of CTRL (Keskar et al. 2019, section 4.1) and of OpenAI's API, whose frequency
-    and presence penalties count no token of the prompt. The log-probability is vLLM's ``raw_logprobs``. Of equal
-    tokens at the edge of what is kept the first ones are.
+    No value is read on the host. top_k, top_p and min_p are applied in the order of Hugging Face transformers (vLLM
+    has min_p first). Penalties are those of CTRL (Keskar et al. 2019, section 4.1) and of OpenAI's API, whose
+    frequency and presence penalties do not count the prompt. The log-probability is vLLM's ``raw_logprobs``. Of equal
+    tokens at the cutoff, the first ones are kept.
 
     Options are float32. Probabilities are integers, multiples of max(p) / 2**bits with bits = 45 for a vocabulary of
-    128 Ki tokens, so that sums do not depend on their order; kernels find the edge by radix selection, without
+    128 Ki tokens, so that sums do not depend on their order; kernels find the cutoff by radix selection, without
     sorting. The random number is that of Philox 4x32-10 for (seed, step); ``gpu_ops.reference.sampling.sample`` has
-    both. float32 and float64 logits of the same values may differ in the token where a sum comes next to the number.
+    both. float32 and float64 logits of the same values may give different tokens if a sum is next to that number.
 
     Examples
     --------
@@ -150,22 +150,22 @@ def sample(
         raise ShapeError(
             f"{call.op}: logits has shape {x.shape}; tokens are int32, at most 2**31 - 1 of them"
         )
-    rows, kind = x.shape[:-1], checks.computing_dtype(dtype)
-    _read_by_token(call, x, bias, counts, kind)
-    given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given |= {
+    rows, acc_dtype = x.shape[:-1], checks.computing_dtype(dtype)
+    _read_by_token(call, x, bias, counts, acc_dtype)
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options |= {
         "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
     }
     arrays = [
-        name for name, value in given.items() if _read_option(call, name, value, rows, counts is not None)
+        name for name, value in options.items() if _read_option(call, name, value, rows, counts is not None)
     ]
     for name, value in (("seed", seed), ("step", step)):
         _read_counter(call, name, value, rows)
     results: dict[str, Any] = {"tokens": np.dtype(np.int32)}
     if checks.flag(call.op, "return_logprob", return_logprob):
-        results["logprob"] = kind
+        results["logprob"] = acc_dtype
     for item, (name, result) in enumerate(results.items()):
         checks.contiguous(call.op, name, call.write(name, rows, result, out, item=item))
     return call.bind(
@@ -185,7 +185,7 @@ def _read_by_token(call: Call, x: Array, bias: Any, counts: Any, kind: np.dtype[
 
 
 def _read_option(call: Call, name: str, value: Any, rows: tuple[int, ...], has_counts: bool) -> bool:
-    """A number, which may be another in every call, or an array; whether it is one."""
+    """Read a number, which may differ in every call, or an array; return whether it is an array."""
     if not _is_array(value):
         make = functools.partial(sampling_number, call.op, name, has_counts)
         make(value, None)
@@ -201,7 +201,7 @@ def _read_option(call: Call, name: str, value: Any, rows: tuple[int, ...], has_c
 
 
 def sampling_number(op: str, name: str, has_counts: bool, value: Any, device: Any = None) -> Any:
-    """An option that is a number: ``temperature``, ``top_k``, ..., but no counter."""
+    """Check an option that is a number: ``temperature``, ``top_k``, ..., but not a counter."""
     if name == "top_k":
         return checks.integer(op, name, value, low=0, high=2**31 - 1)
     number = checks.number(op, name, value)
@@ -236,16 +236,16 @@ def _is_array(value: Any) -> bool:
 
 
 def _look_at(op: str, names: list[str]) -> Look:
-    """A hook for options in arrays in host memory."""
+    """Hook that checks options in arrays in host memory."""
 
     def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in names:
             words, is_allowed = _ALLOWED[name]
             wrong = ~is_allowed(views[name])
             if wrong.any():
-                at = tuple(int(i) for i in np.argwhere(wrong)[0])
-                where = f"[{', '.join(map(str, at))}]" if at else ""
-                raise OptionError(f"{op}: {name}{where} is {views[name][at]}; expected {words}")
+                index = tuple(int(i) for i in np.argwhere(wrong)[0])
+                position = f"[{', '.join(map(str, index))}]" if index else ""
+                raise OptionError(f"{op}: {name}{position} is {views[name][index]}; expected {words}")
         return {}, {}
 
     return look
@@ -260,8 +260,8 @@ def _reference(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         options: dict[str, Any] = {name: views.get(name) for name in names}
         if "logprob" in views:
-            found = reference.sample(views["logits"], **options, return_logprob=True)
-            store(views, ("tokens", "logprob"), found)
+            results = reference.sample(views["logits"], **options, return_logprob=True)
+            store(views, ("tokens", "logprob"), results)
         else:
             store(views, ("tokens",), reference.sample(views["logits"], **options))
 

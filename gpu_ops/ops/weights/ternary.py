@@ -56,7 +56,7 @@ def ternary_quantize(
     threshold : float, optional
         See ``method``; default 0.7 (absmax, twn), 50 (percentile), 0 (meanstd). absmean takes none.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
 
     Returns
     -------

@@ -48,13 +48,13 @@ def ternary_matmul_backward(
     dy : array (..., N)
         Gradient of y, in x's dtype.
     x, w, activations
-        As in the forward call.
+        Same as in the forward call.
     only : {"dx", "dw"}, optional
         Compute only dx (frozen weights), or only dw (deferred).
     out : (dx, dw), or the one array asked for, optional
         Receives the gradients; none may share memory with an input.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
     workspace : uint8 array, optional
         Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
@@ -68,7 +68,7 @@ def ternary_matmul_backward(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
+        Raised before anything is written.
 
     Notes
     -----
@@ -159,7 +159,7 @@ class TernaryLinear:
     bias : array (N,), optional
         float16, bfloat16, float32 or float64; rounded to x's dtype and added to y.
     activations : {"int8", "native"}
-        As in :func:`ternary_matmul`.
+        Same as in :func:`ternary_matmul`.
     **quantize
         Options of :func:`ternary_quantize` (method, group_size, threshold) for dense weights.
 

@@ -110,7 +110,7 @@ def quantize_model(
         Shell patterns of names to leave as they are; embeddings, the output head and norms by default.
         A pattern of your own that matches no name is an error.
     method, group_size, threshold
-        As in :func:`ternary_quantize`.
+        Same as in :func:`ternary_quantize`.
 
     Returns
     -------

@@ -60,7 +60,7 @@ def ternary_pack(
         On a GPU, wait for the kernel and refuse what is no trit or a scale that does not fit. With ``check=False``
         the host waits for nothing, and such codes mean nothing. In host memory all is checked anyway.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
 
     Returns
     -------
@@ -136,13 +136,13 @@ def ternary_unpack(
     shape : (int, int)
         ``(N, K)`` of the weights.
     format : str
-        As in :func:`ternary_pack`.
+        Same as in :func:`ternary_pack`.
     strict : bool
         Refuse every byte that no encoder writes: invalid codes, a wrong length, filled padding, a scale
         that is not finite. With ``strict=False`` longer input is cut and invalid codes become what the format's
         published decoder makes of them (a 2-bit code 3 gives +2); on a GPU the host then waits for nothing.
     device, backend : str, optional
-        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+        Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
 
     Returns
     -------
