@@ -1,4 +1,4 @@
-"""Types that calls take beside arrays, and file formats."""
+"""Types that calls take in addition to arrays, and file formats."""
 
 import pkgutil
 

@@ -1,4 +1,4 @@
-"""Block-sparse visibility for attention: the mask, builders of the usual patterns, intersection and union."""
+"""Block-sparse masks for attention: builders of the usual patterns, intersection and union."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BlockMask"]
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Which blocks of keys each block of queries may see.
+    """Mask of the blocks of keys that each block of queries may see.
 
     Attention intersects it with its other masks and never reads a key of a block that no query
     block sees.
@@ -43,10 +43,10 @@ class BlockMask:
     Notes
     -----
     ``causal``, ``sliding_window``, ``prefix_lm``, ``document`` and ``strided`` build the usual masks, ``&`` and ``|``
-    combine masks of equal block sizes. A block mask is coarse: what they build *covers* the pattern. It never hides a
-    pair that the pattern shows, and keeps no block without such a pair, but it shows every pair of a block it keeps.
-    Where attention has the exact option (``causal=``, ``window_size=``) give that too: the block mask then only
-    says which blocks to skip. With blocks of 1 x 1 every pattern is exact, and looked up pair by pair: several times
+    combine masks of equal block sizes. A block mask is coarse: it *covers* the pattern. It never hides a pair that
+    the pattern shows, and keeps no block without such a pair, but it shows every pair of a block it keeps. Where
+    attention has the exact option (``causal=``, ``window_size=``) pass that too: the block mask then only selects the
+    blocks to skip. With blocks of 1 x 1 every pattern is exact, but is looked up pair by pair: several times
     slower than ``causal=`` or a ``bias`` of 0 and -inf.
 
     Builders return NumPy arrays; for arrays on a GPU: ``BlockMask(cupy.asarray(m.visible), m.block_q, m.block_k)``.
@@ -67,7 +67,7 @@ class BlockMask:
     block_k: int
 
     def __post_init__(self) -> None:
-        if not hasattr(self.visible, "dtype"):  # lists of bools are welcome
+        if not hasattr(self.visible, "dtype"):  # lists of bools are accepted
             try:
                 visible = np.asarray(self.visible)
             except ValueError as error:  # rows of different lengths
@@ -88,17 +88,17 @@ class BlockMask:
 
     @property
     def call_key(self) -> tuple[Any, ...] | None:
-        """What decides how a call with this mask is validated and run; what it shows is no part of it."""
+        """Key of calls with this mask; the values of ``visible`` are not part of it."""
         visible = array_key(self.visible)
         return None if visible is None else (visible, self.block_q, self.block_k)
 
     @property
     def call_arrays(self) -> tuple[Any, ...]:
-        """The arrays it holds, which results may not overlap."""
+        """Arrays that it holds, which results may not overlap."""
         return (self.visible,)
 
     def num_blocks(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """Blocks of queries and of keys that cover the two lengths."""
+        """Number of blocks of queries and of keys that cover the two lengths."""
         return -(-seqlen_q // self.block_q), -(-seqlen_k // self.block_k)
 
     @typed_memory_errors("BlockMask.expand")
@@ -112,8 +112,8 @@ class BlockMask:
         """
         blocks = self.num_blocks(seqlen_q, seqlen_k)
         visible = np.asarray(self.visible)
-        for given, need in zip(visible.shape[-2:], blocks, strict=True):
-            if given not in (1, need):
+        for size, expected in zip(visible.shape[-2:], blocks, strict=True):
+            if size not in (1, expected):
                 raise ShapeError(
                     f"BlockMask.visible has blocks {visible.shape[-2:]}, but seqlen_q={seqlen_q} and "
                     f"seqlen_k={seqlen_k} with block_q={self.block_q}, block_k={self.block_k} make {blocks}"
@@ -127,8 +127,8 @@ class BlockMask:
     def causal(cls, seqlen_q: int, seqlen_k: int, *, block_q: int = 64, block_k: int = 64) -> BlockMask:
         """The blocks of ``attention(..., causal=True)``: query i sees keys up to i + seqlen_k - seqlen_q.
 
-        A cover: blocks on the diagonal also show keys that lie ahead, so give ``causal=True`` as well, with which the
-        result is exact.
+        A cover: blocks on the diagonal also show later keys, so pass ``causal=True`` as well to make the result
+        exact.
 
         Parameters
         ----------
@@ -165,13 +165,13 @@ class BlockMask:
     ) -> BlockMask:
         """The blocks of ``attention(..., window_size=(left, right))``.
 
-        A cover: blocks at the window's ends also show keys outside it, so give ``window_size=`` as well, with which
-        the result is exact.
+        A cover: blocks at the window's ends also show keys outside it, so pass ``window_size=`` as well to make the
+        result exact.
 
         Parameters
         ----------
         seqlen_q, seqlen_k, block_q, block_k
-            As in :meth:`causal`.
+            Same as in :meth:`causal`.
         window_size : (left, right)
             Query i sees keys from i + seqlen_k - seqlen_q - left to ... + right; -1: no limit.
 
@@ -195,17 +195,18 @@ class BlockMask:
     def prefix_lm(
         cls, seqlen_q: int, seqlen_k: int, prefix_len: Any, *, block_q: int = 64, block_k: int = 64
     ) -> BlockMask:
-        """Every query sees the first ``prefix_len`` keys, and beyond them those up to its own position.
+        """Mask where every query sees the first ``prefix_len`` keys, and the keys up to its own position.
 
-        A cover, and attention has no option for the exact pattern: blocks on the diagonal show keys that lie ahead,
-        the block where the prefix ends shows the rest of itself. Where that matters add a ``bias`` of -inf there.
+        A cover, and attention has no option for the exact pattern: blocks on the diagonal show later keys, and the
+        block where the prefix ends shows all its keys. If that matters, add a ``bias`` of -inf there.
 
         Parameters
         ----------
         seqlen_q, seqlen_k, block_q, block_k
-            As in :meth:`causal`, whose alignment this has too.
+            Same as in :meth:`causal`, with the same alignment.
         prefix_len : int or int array (batch,)
-            Keys in the prefix, within [0, seqlen_k]; an array makes a mask (batch, 1, query blocks, key blocks).
+            Number of keys in the prefix, in [0, seqlen_k]; an array makes a mask (batch, 1, query blocks, key
+            blocks).
 
         Raises
         ------
@@ -233,11 +234,11 @@ class BlockMask:
         block_q: int = 64,
         block_k: int = 64,
     ) -> BlockMask:
-        """Positions see their own document: the keys whose id is the query's.
+        """Mask where queries see their own document: the keys whose id is the query's.
 
-        A cover, exact where documents begin and end with a block and ``causal`` is False (with it, give attention
+        A cover, exact if documents start and end with a block and ``causal`` is False (otherwise pass attention
         ``causal=True`` as well). Other documents need a ``bias`` of -inf, or ``attention_varlen``, which is exact and
-        faster where each document lies in one piece.
+        faster if each document is contiguous.
 
         Parameters
         ----------
@@ -247,7 +248,7 @@ class BlockMask:
         causal : bool
             Only keys up to the query's position, bottom-right aligned.
         block_q, block_k : int
-            As in :meth:`causal`.
+            Same as in :meth:`causal`.
 
         Raises
         ------
@@ -277,21 +278,23 @@ class BlockMask:
         block_q: int = 64,
         block_k: int = 64,
     ) -> BlockMask:
-        """Queries see the blocks of keys around them, and every ``stride``-th block counted from their own.
+        """Mask where queries see the blocks of keys around them, and every ``stride``-th block counted from their
+        own.
 
-        A query's own block is that of key i + seqlen_k - seqlen_q. Exact, since the pattern is one of blocks, where
-        no block of queries spans two blocks of keys (for example block_q = block_k and equal lengths); else a cover.
-        For the causal pattern of Sparse Transformers ``&`` it with :meth:`causal`, and give attention
-        ``causal=True`` as well.
+        A query's own block is that of key i + seqlen_k - seqlen_q. The pattern consists of blocks, so the mask is
+        exact if no block of queries spans two blocks of keys (for example block_q = block_k and equal lengths);
+        otherwise it is a cover. For the causal pattern of Sparse Transformers ``&`` it with :meth:`causal`, and pass
+        attention ``causal=True`` as well.
 
         Parameters
         ----------
         seqlen_q, seqlen_k, block_q, block_k
-            As in :meth:`causal`.
+            Same as in :meth:`causal`.
         stride : int
-            In blocks of keys, at least 1.
+            Stride in blocks of keys, at least 1.
         local : int, default stride
-            Blocks of keys seen on either side, the own block counted: 1 is the own block alone, 0 none.
+            Number of blocks of keys seen on either side, counting the query's own block: 1 is only that block, 0
+            none.
 
         Raises
         ------
@@ -316,14 +319,14 @@ class BlockMask:
         return cls(*block_patterns.strided(seqlen_q, seqlen_k, stride, local, block_q, block_k))
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Blocks that both show: a cover of the pairs that both patterns show, not always the tightest."""
+        """Mask of blocks that both show: a cover of the pairs that both patterns show, not always the tightest."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._matches(other)
         return BlockMask(self.visible & other.visible, self.block_q, self.block_k)
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Blocks that either shows: a cover of the pairs that either pattern shows, tight if both are."""
+        """Mask of blocks that either shows: a cover of the pairs that either pattern shows, tight if both are."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._matches(other)

@@ -1,8 +1,8 @@
-"""The arithmetic behind the builders of ``BlockMask``, and the checks of their arguments.
+"""Arithmetic of the builders of ``BlockMask``, and the checks of their arguments.
 
-Every pattern is covered as tightly as blocks can: one is True exactly where one of its pairs is visible. Query ``i``
-sits at position ``i + seqlen_k - seqlen_q`` among the keys (bottom-right aligned, as in attention). Time and memory
-go with the number of blocks, those of documents also with the number of positions, never with that of pairs.
+Every pattern is covered as tightly as possible: a block is True exactly if one of its pairs is visible. Query ``i``
+is at position ``i + seqlen_k - seqlen_q`` among the keys (bottom-right aligned, as in attention). Time and memory
+grow with the number of blocks, for documents also with the number of positions, never with the number of pairs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["block_size", "causal", "document", "prefix_lm", "sliding_window", "s
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Built: TypeAlias = tuple[Bools, int, int]
-"""The arguments of ``BlockMask``: visible, block_q, block_k."""
-LONGEST = 1 << 48  # lengths and sizes of blocks; windows and strides beyond it are as good as it
+"""Arguments of ``BlockMask``: visible, block_q, block_k."""
+LONGEST = 1 << 48  # limit of lengths and block sizes; larger windows and strides are equivalent to it
 
 
 def causal(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int) -> Built:
@@ -72,8 +72,8 @@ def document(ids_q: Any, ids_k: Any, causal: bool, block_q: int, block_k: int) -
     blocks = [-(-length // block) for length, block in zip(lengths, (block_q, block_k), strict=True)]
     visible = np.empty((batch, 1, *blocks), np.bool_)
     rows = (np.broadcast_to(ids, (batch, ids.shape[-1])) for ids in (ids_q, ids_k))
-    for one, q, k in zip(visible, *rows, strict=True):
-        one[0] = _shared(q, k, causal, block_q, block_k)
+    for layer, q, k in zip(visible, *rows, strict=True):
+        layer[0] = _shared(q, k, causal, block_q, block_k)
     return visible, block_q, block_k
 
 
@@ -84,11 +84,11 @@ def strided(
     sizes = _sizes(op, seqlen_q, seqlen_k, block_q, block_k)
     stride = min(checks.integer(op, "stride", stride, low=1), 2 * LONGEST)
     local = stride if local is None else min(checks.integer(op, "local", local, low=0), 2 * LONGEST)
-    # The blocks of keys that a block of queries sits in are consecutive, from ``top`` to ``bottom``.
+    # The blocks of keys that contain the positions of a block of queries are consecutive, from ``top`` to ``bottom``.
     top, bottom = (position // sizes[3] for position in _positions(*sizes[:3]))
     block = np.arange(-(-sizes[1] // sizes[3]))
     near = (block > top - local) & (block < bottom + local) & (local > 0)
-    # A multiple of the stride lies among the distances from them.
+    # A multiple of the stride is among the distances from them.
     every = (bottom - block) // stride > (top - 1 - block) // stride
     return near | every, *sizes[2:]
 
@@ -124,16 +124,16 @@ def _edges(seqlen: int, block: int) -> tuple[Ints, Ints]:
 
 
 def _positions(seqlen_q: int, seqlen_k: int, block_q: int) -> tuple[Ints, Ints]:
-    """First and last position among the keys of each block of queries, as columns."""
+    """First and last position of each block of queries among the keys, as columns."""
     first, last = _edges(seqlen_q, block_q)
     return (first + (seqlen_k - seqlen_q))[:, None], (last + (seqlen_k - seqlen_q))[:, None]
 
 
 def _band(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, left: int, right: int) -> Bools:
-    """Keys from position - left to position + right; -1: no limit."""
+    """Mask of keys from position - left to position + right; -1: no limit."""
     top, bottom = _positions(seqlen_q, seqlen_k, block_q)
     first, last = _edges(seqlen_k, block_k)
-    # The windows of neighbours overlap or touch: those of one block of queries make one interval.
+    # Windows of neighbours overlap or touch, so those of one block of queries form one interval.
     visible = np.ones((len(top), len(first)), np.bool_)
     if left >= 0:
         visible &= last >= top - left
@@ -143,21 +143,21 @@ def _band(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, left: int, r
 
 
 def _shared(ids_q: Ints, ids_k: Ints, causal: bool, block_q: int, block_k: int) -> Bools:
-    """Keys with the query's id, of one sequence; ``causal``: those up to its position only."""
+    """Mask of keys with the query's id, for one sequence; ``causal``: only those up to its position."""
     visible = np.zeros((-(-len(ids_q) // block_q), -(-len(ids_k) // block_k)), np.bool_)
     if not visible.size:
         return visible
     blocks_q, blocks_k = visible.shape
     _, ids = np.unique(np.concatenate((ids_q, ids_k)), return_inverse=True)
-    # (document, block) as one number. Of the queries that share both only the last counts, of the keys the first.
+    # (document, block) as one number. Of queries that share both only the last matters, of keys the first.
     held_q, from_end = np.unique(
         (ids[: len(ids_q)] * blocks_q + np.arange(len(ids_q)) // block_q)[::-1], return_index=True
     )
     held_k, first = np.unique(
         ids[len(ids_q) :] * blocks_k + np.arange(len(ids_k)) // block_k, return_index=True
     )
-    last = len(ids_k) - 1 - from_end  # bottom-right aligned: as far from the end as among the queries
-    # Join on the document, which sorts both.
+    last = len(ids_k) - 1 - from_end  # bottom-right aligned: the same distance from the end as in the queries
+    # Join on the document, by which both are sorted.
     wanted = held_q // blocks_q
     start, stop = (np.searchsorted(held_k, document * blocks_k) for document in (wanted, wanted + 1))
     count = stop - start

@@ -1,4 +1,4 @@
-"""Files of any origin: only regular ones are read, and a new one takes its place whole or not at all."""
+"""Reading of regular files only, and atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_POINTER = 1024  # bytes, by the specification of git LFS
 
 
 def path_of(op: str, path: Any) -> Path:
-    """A path that the system can look up."""
+    """Check a path: one that the system can look up."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise OptionError(f"{op}: path must be a str or a pathlib.Path, got {type(path).__name__} {path!r}")
     text = os.fsdecode(path)
@@ -49,25 +49,25 @@ def path_of(op: str, path: Any) -> Path:
 
 
 def files_in(op: str, path: Path, pattern: str) -> list[Path]:
-    """``path`` itself, or the files of this pattern in the folder that it is, sorted by name."""
+    """Files of this pattern in the folder ``path``, sorted by name, or ``path`` itself if it is not a folder."""
     with system_errors(op, path):
         return sorted(path.glob(pattern)) if stat.S_ISDIR(path.stat().st_mode) else [path]
 
 
 @contextlib.contextmanager
 def opened(op: str, path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading; FileError for anything else, without waiting for its other end. FormatError for a
+    """Open a regular file for reading. FileError for anything else, without blocking on a pipe. FormatError for a
     pointer that git LFS leaves in place of a file that it has not fetched."""
     with system_errors(op, path):
         check_regular(op, path, path.stat())
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe by now
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a pipe
         with os.fdopen(descriptor, "rb") as file:
             _check_fetched(op, path, descriptor)
             yield file
 
 
 def read_part(what: str, file: BinaryIO, start: int, size: int) -> Array:
-    """``size`` bytes from ``start`` on, as a new array; FormatError where the file ends before."""
+    """Read ``size`` bytes from ``start`` on into a new array; FormatError if the file ends before."""
     missing = start + size - os.fstat(file.fileno()).st_size
     if missing <= 0:
         part = np.empty(size, np.uint8)
@@ -79,11 +79,12 @@ def read_part(what: str, file: BinaryIO, start: int, size: int) -> Array:
 
 
 def write_file(op: str, path: Path, parts: Iterable[Any], *, head: Callable[[], bytes] | None = None) -> None:
-    """Write ``parts``, bytes or uint8 vectors, to a temporary file beside ``path``, then rename it.
+    """Write ``parts``, bytes or uint8 vectors, to a temporary file in the folder of ``path``, then rename it.
 
-    Until the rename, which comes after the bytes are on the disk, the old file is as it was. Whatever goes wrong, no
-    temporary file is left. A link stays one: the file it points to is replaced. Permissions are kept. What ``parts``
-    raises is passed on. ``head``: called after the last part; its bytes replace the first ones of the file.
+    The old file is unchanged until the rename, which follows when the bytes are on the disk. After an error no
+    temporary file is left. If ``path`` is a link, the file it points to is replaced. Permissions are kept. Errors
+    raised by ``parts`` are passed on. ``head``: called after the last part; its bytes replace the first ones of the
+    file.
     """
     with system_errors(op, path):
         target = Path(os.path.realpath(path))
@@ -115,21 +116,21 @@ def write_file(op: str, path: Path, parts: Iterable[Any], *, head: Callable[[], 
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed. No other process may write to the folder meanwhile."""
+    """Remove temporary files of killed writers. No other process may write to the folder at the same time."""
     for path in folder.glob(f"{_TEMPORARY}*.tmp"):
         path.unlink(missing_ok=True)
 
 
 def check_regular(op: str, path: Path, status: os.stat_result) -> None:
     """Refuse folders, pipes, sockets and devices."""
-    kinds = {
+    descriptions = {
         stat.S_IFDIR: (errno.EISDIR, "it is a folder"),
         stat.S_IFIFO: (errno.EINVAL, "it is a pipe"),
         stat.S_IFSOCK: (errno.EINVAL, "it is a socket"),
     }
     if not stat.S_ISREG(status.st_mode):
-        code, kind = kinds.get(stat.S_IFMT(status.st_mode), (errno.EINVAL, "it is a device"))
-        raise FileError(code, f"{op}: {kind}; expected a regular file", str(path))
+        code, description = descriptions.get(stat.S_IFMT(status.st_mode), (errno.EINVAL, "it is a device"))
+        raise FileError(code, f"{op}: {description}; expected a regular file", str(path))
 
 
 def _check_fetched(op: str, path: Path, descriptor: int) -> None:
@@ -144,13 +145,13 @@ def _check_fetched(op: str, path: Path, descriptor: int) -> None:
 
 
 def _permissions(op: str, path: Path, target: Path) -> int | None:
-    """Of the file that is to be replaced, which must be one that may be written; None if there is none."""
+    """Permissions of the file to be replaced, which must be writable; None if there is none."""
     try:
         status = target.stat()
     except FileNotFoundError:
         return None
     check_regular(op, path, status)
-    if not status.st_mode & 0o222 or not os.access(target, os.W_OK):  # to root, access() allows everything
+    if not status.st_mode & 0o222 or not os.access(target, os.W_OK):  # access() allows root everything
         raise FileError(
             errno.EACCES, f"{op}: it is read-only; chmod u+w it, or choose another path", str(path)
         )
@@ -173,12 +174,12 @@ def _write(file: BinaryIO, part: Any) -> None:
 
 @contextlib.contextmanager
 def system_errors(op: str, path: Path) -> Iterator[None]:
-    """Errors of the system as FileError, with the path the caller gave."""
+    """Convert the system's errors to FileError, with the caller's path."""
     try:
         yield
     except FileError:
         raise
     except OSError as error:
-        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        error_type = MissingFileError if isinstance(error, FileNotFoundError) else FileError
         code = error.errno or errno.EIO
-        raise kind(code, f"{op}: {error.strerror or error}", str(path)) from error
+        raise error_type(code, f"{op}: {error.strerror or error}", str(path)) from error

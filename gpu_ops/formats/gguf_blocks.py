@@ -1,4 +1,4 @@
-"""How GGUF stores numbers: plain, or as blocks of small integers and their scales.
+"""Numbers as GGUF stores them: plain, or as blocks of small integers and their scales.
 
 A quantised weight is ``scale * q``, or ``scale * q - offset`` in the types with an offset, in float32 as in ggml.
 """
@@ -19,7 +19,7 @@ __all__ = ["FLOATS", "Blocks"]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A type: so many numbers in so many bytes, and the numbers of (blocks, bytes)."""
+    """A type of blocks: ``count`` numbers in ``nbytes`` bytes; ``decode`` maps (blocks, bytes) to numbers."""
 
     count: int
     nbytes: int
@@ -31,29 +31,29 @@ def _plain(dtype: Any) -> Blocks:
 
 
 def _q4_0(data: Array) -> Array:
-    """float16 scale; 16 bytes: the low nibbles are the first half."""
+    """Decode q4_0: float16 scale; 16 bytes, whose low nibbles are the first half."""
     q = np.concatenate([data[:, 2:] & 15, data[:, 2:] >> 4], axis=1)
     return np.asarray(_half(data[:, :2]) * (q.view(np.int8) - np.int8(8)))
 
 
 def _q8_0(data: Array) -> Array:
-    """float16 scale; 32 integers."""
+    """Decode q8_0: float16 scale; 32 integers."""
     return np.asarray(_half(data[:, :2]) * data[:, 2:].view(np.int8))
 
 
 def _q4_k(data: Array) -> Array:
-    """float16 scales of scales and of offsets; 8 of each; 128 bytes of nibbles."""
+    """Decode q4_k: float16 scales of the scales and of the offsets; 8 of each; 128 bytes of nibbles."""
     return _scaled(data[:, :16], _nibbles(data[:, 16:], 32))
 
 
 def _q5_k(data: Array) -> Array:
-    """As q4_k, with 32 bytes before the nibbles whose bit j is the fifth of run j."""
+    """Decode q5_k: q4_k with 32 bytes before the nibbles, whose bit j is the fifth bit of run j."""
     fifth = data[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     return _scaled(data[:, :16], _nibbles(data[:, 48:], 32) | fifth << 4)
 
 
 def _q6_k(data: Array) -> Array:
-    """128 bytes of nibbles, 64 of the two bits above them; 16 scales of 8 bits, and their float16 scale."""
+    """Decode q6_k: 128 bytes of nibbles, 64 of the two bits above them; 16 scales of 8 bits; their float16 scale."""
     low = _nibbles(data[:, :128], 64).reshape(-1, 2, 4, 32)
     high = data[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     q = (low | high << 4).reshape(-1, 16, 16).view(np.int8) - np.int8(32)
@@ -62,19 +62,19 @@ def _q6_k(data: Array) -> Array:
 
 
 def _half(data: Array) -> Array:
-    """A float16 of each block, (blocks, 1) in float32."""
-    found: Array = data.copy().view("<f2").astype(np.float32)
-    return found
+    """Read a float16 per block, as float32 (blocks, 1)."""
+    half: Array = data.copy().view("<f2").astype(np.float32)
+    return half
 
 
 def _nibbles(data: Array, run: int) -> Array:
-    """Of each run of bytes, the low nibbles and then the high ones: (blocks, runs, 32)."""
+    """Low nibbles, then high nibbles of each run of bytes: (blocks, runs, 32)."""
     runs = data.reshape(len(data), -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(data), -1, 32)
 
 
 def _scaled(head: Array, q: Array) -> Array:
-    """Runs of 32 by scales and offsets of 6 bits: four of each in 6 bits, and four in 4 bits and the 2 above."""
+    """Apply 6-bit scales and offsets to runs of 32: four of each are stored in 6 bits, four in 4 bits plus 2."""
     a, b, c = head[:, 4:8], head[:, 8:12], head[:, 12:]
     scale = _half(head[:, :2]) * np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=1)
     offset = _half(head[:, 2:4]) * np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=1)

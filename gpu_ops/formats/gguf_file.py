@@ -1,7 +1,7 @@
 """An open GGUF file: single values of its metadata, and its tensors, floats in pieces and ternary ones packed.
 
-Every tensor of a known type is held against the file's size, and none may share bytes with another: reading all of
-them takes memory in proportion to the file.
+Every tensor of a known type is checked against the file's size, and none may share bytes with another: reading all
+of them takes memory in proportion to the file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gpu_ops.reference.weights.ternary_formats import FORMATS
 
 __all__ = ["TERNARY", "GGUFFile"]
 
-_PIECE = 1 << 20  # numbers at a time
+_PIECE = 1 << 20  # numbers decoded at a time
 
 
 TERNARY = {"TQ1_0": "tq1_0", "TQ2_0": "tq2_0", "I2_S": "i2_s"}
 
 
 class GGUFFile:
-    """The tensors and metadata of an open file; FormatError where it is damaged."""
+    """Tensors and metadata of an open file; FormatError if it is damaged."""
 
     def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
         self._file, self.path, self.what = file, path, f"{op}: {path}"
@@ -43,26 +43,26 @@ class GGUFFile:
         self._check_places(header.tensors)
 
     def value(self, key: str) -> Any:
-        """A number, a bool or a string; None where there is no such key. A float32 comes as the shortest decimal
-        that rounds to it: 1e-05, as the config said from which the file was made."""
+        """Value of a key: a number, a bool or a string; None if there is no such key. A float32 is returned as the
+        shortest decimal that rounds to it: 1e-05, as in the config that the file was made from."""
         if key not in self._values:
             return None
-        type, at = self._values[key]
+        type, position = self._values[key]
         what = f"{self.what}: {key}"
         if type == STRING:
-            size = int(read_part(what, self._file, at, 8).view("<u8")[0])
+            size = int(read_part(what, self._file, position, 8).view("<u8")[0])
             try:
-                return read_part(what, self._file, at + 8, size).tobytes().decode()
+                return read_part(what, self._file, position + 8, size).tobytes().decode()
             except UnicodeDecodeError as error:
                 raise FormatError(f"{what} is no text: {error}") from error
         if type not in NUMBER_TYPES:
             raise FormatError(f"{what} is an array; a model has one value for all layers")
         dtype = np.dtype(NUMBER_TYPES[type]).newbyteorder("<")
-        found = read_part(what, self._file, at, dtype.itemsize).view(dtype)[0]
-        return float(str(found)) if dtype == np.float32 else found.item()
+        number = read_part(what, self._file, position, dtype.itemsize).view(dtype)[0]
+        return float(str(number)) if dtype == np.float32 else number.item()
 
     def pieces(self, name: str) -> Iterator[Array]:
-        """The elements in order, a few at a time; of quantised ones in float32, and of ternary ones all at once."""
+        """Elements in order, some at a time; quantised ones as float32, and ternary ones all at once."""
         tensor, what = self.tensors[name], f"{self.what}: {name}"
         if tensor.dtype in TERNARY:
             yield self.matrix(name).dequantize().reshape(-1)
@@ -72,17 +72,17 @@ class GGUFFile:
         end = tensor.start + self._size(tensor)
         for start in range(tensor.start, end, step):
             data = read_part(what, self._file, start, min(step, end - start))
-            with np.errstate(all="ignore"):  # of scales that are none
-                found = floats.decode(data.reshape(-1, floats.nbytes))
-            yield found.reshape(-1)
+            with np.errstate(all="ignore"):  # for invalid scales
+                numbers = floats.decode(data.reshape(-1, floats.nbytes))
+            yield numbers.reshape(-1)
 
     def matrix(self, name: str) -> TernaryMatrix:
-        """A ternary tensor."""
+        """Read a ternary tensor."""
         tensor = self.tensors[name]
         return gguf_matrix(f"{self.what}: {name}", self._file, tensor, FORMATS[TERNARY[tensor.dtype]])
 
     def _size(self, tensor: GGUFTensor) -> int:
-        """In bytes; 0 where the type is not read."""
+        """Size in bytes; 0 if the type is not supported."""
         shape = tensor.shape
         if tensor.dtype in FLOATS:
             floats = FLOATS[tensor.dtype]

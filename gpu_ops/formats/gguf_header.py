@@ -1,6 +1,6 @@
-"""The header of a GGUF file: which tensors it holds, and where their bytes and the values of its keys begin.
+"""Header of a GGUF file: its tensors, and where their bytes and the values of its keys start.
 
-No count is believed before it is held against the bytes that are left, and what is read one by one is limited: a
+Every count is checked against the bytes that are left, and the number of items read one by one is limited, so a
 damaged header costs neither memory nor time.
 """
 
@@ -18,7 +18,7 @@ from gpu_ops.errors import FormatError
 __all__ = ["ALIGNMENT", "ARRAY", "FLOAT_TYPES", "MOST_AXES", "NUMBER_TYPES", "STRING", "TERNARY_TYPES",
            "UINT32", "GGUFHeader", "GGUFTensor", "read_header"]  # fmt: skip
 
-# Types of values, by number; of numbers, with the NumPy dtype.
+# Types of values; NUMBER_TYPES maps type numbers to NumPy dtypes.
 NUMBER_TYPES = {
     0: "u1",
     1: "i1",
@@ -39,12 +39,12 @@ TERNARY_TYPES = {"tq1_0": 34, "tq2_0": 35, "q2_0": 42}
 _TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
                12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 28: "F64", 30: "BF16", 34: "TQ1_0",
                35: "TQ2_0", 36: "I2_S", 39: "MXFP4"}  # fmt: skip
-ALIGNMENT = 32  # of tensors, where the key general.alignment says nothing
+ALIGNMENT = 32  # of tensors, without the key general.alignment
 MOST_AXES = 4
 
 _BYTES = {type: np.dtype(dtype).itemsize for type, dtype in NUMBER_TYPES.items()}
 _LEAST = {STRING: 8, ARRAY: 12}  # bytes of a value: a length; a type and a length
-# More than any published model has: 300,000 words and 500,000 merges in a vocabulary, 50,000 tensors.
+# Limits above any published model: 300,000 words and 500,000 merges in a vocabulary, 50,000 tensors.
 _MOST_ITEMS = 1 << 21  # about a second
 _MOST_NAMES = 1 << 18
 _LONGEST_NAME = (1 << 16) - 1  # in bytes, of a key, in the specification
@@ -59,18 +59,18 @@ class GGUFTensor:
 
     @property
     def dtype(self) -> str:
-        """The name of its type; of those that two projects gave out, the one that is more in use."""
+        """Name of its type; if two projects use the number, the more common name."""
         return _TYPE_NAMES.get(self.type, f"of type {self.type}")
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
     tensors: list[GGUFTensor]
-    values: dict[str, tuple[int, int]]  # by key: the type of the value, and where it begins
+    values: dict[str, tuple[int, int]]  # by key: the type of the value, and the byte where it starts
 
 
 def read_header(op: str, path: Path, file: BinaryIO) -> GGUFHeader:
-    """What the file holds; FormatError where it is none, damaged or big-endian."""
+    """Read the header; FormatError if the file is not GGUF, damaged or big-endian."""
     try:
         return _Header(file).read()
     except (ValueError, RecursionError) as error:
@@ -78,7 +78,7 @@ def read_header(op: str, path: Path, file: BinaryIO) -> GGUFHeader:
 
 
 class _Header:
-    """What is read of it moves on, byte by byte; ValueError for whatever no writer writes."""
+    """Parser of a header that advances through the file; ValueError for anything that no writer writes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -90,7 +90,7 @@ class _Header:
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._number(4)
-        if version & 0xFFFF == 0:  # what scales within codes look like then, writers do not agree on
+        if version & 0xFFFF == 0:  # writers do not agree on the byte order of scales within codes
             raise ValueError("its numbers are big-endian, and only little-endian files are read: convert it")
         if version not in (2, 3):
             raise ValueError(f"it has version {version}; 2 and 3 are known")
@@ -99,22 +99,22 @@ class _Header:
         if tensors + keys > _MOST_NAMES:
             raise ValueError(f"it has {tensors} tensors and {keys} keys; at most {_MOST_NAMES} are read")
         values, alignment = self._keys(keys)
-        found: dict[str, tuple[int, tuple[int, ...], int]] = {}
+        entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
         for _ in range(tensors):
             label = self._name()
-            if label in found:
+            if label in entries:
                 raise ValueError(f"it has two tensors {label!r}")
             axes = self._number(4)
             if axes > MOST_AXES:
                 raise ValueError(f"its tensor {label!r} has {axes} axes; at most {MOST_AXES} are allowed")
             dims = [self._number(8) for _ in range(axes)]
-            found[label] = self._number(4), tuple(reversed(dims)), self._number(8)
+            entries[label] = self._number(4), tuple(reversed(dims)), self._number(8)
         start = -(-self._at // alignment) * alignment
-        placed = [GGUFTensor(label, type, shape, start + at) for label, (type, shape, at) in found.items()]
+        placed = [GGUFTensor(label, type, shape, start + at) for label, (type, shape, at) in entries.items()]
         return GGUFHeader(placed, values)
 
     def _keys(self, keys: int) -> tuple[dict[str, tuple[int, int]], int]:
-        """Past all keys and their values: where each lies, and the alignment of tensors."""
+        """Read past all keys and their values; return where each value is, and the alignment of tensors."""
         alignment, values = ALIGNMENT, dict[str, tuple[int, int]]()
         for _ in range(keys):
             key, type = self._name(), self._number(4)
@@ -146,7 +146,7 @@ class _Header:
             self._skip(count * _BYTES[of])
             return
         self._expect(count * _LEAST.get(of, 0))
-        self._items += count if of == STRING else 8 * count  # by the time they take
+        self._items += count if of == STRING else 8 * count  # weighted by the time they take
         if self._items > _MOST_ITEMS:
             raise ValueError(
                 f"its arrays hold more than {_MOST_ITEMS} strings, or an eighth as many arrays; no more are read"
@@ -158,7 +158,7 @@ class _Header:
                 self._skip_value(of)
 
     def _skip_strings(self, count: int) -> None:
-        """As ``_skip_value`` does, four times faster: a vocabulary has hundreds of thousands."""
+        """Skip strings four times faster than ``_skip_value``: a vocabulary has hundreds of thousands."""
         for _ in range(count):
             self._at += 8 + int.from_bytes(self._file.read(8), "little")
             if self._at > self._size:

@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp and the gguf package read them: metadata, float arrays and ternary matrices."""
+"""Writer of GGUF files for llama.cpp and the gguf package: metadata, float arrays and ternary matrices."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["write_gguf"]
 _OP = "write_gguf"
 _VERSION = 3
 _TYPE_OF = {np.dtype(dtype): type for type, dtype in NUMBER_TYPES.items()}
-_INTEGERS = ("u4", "i4", "u8", "i8")  # what a Python int becomes: the first that holds it
+_INTEGERS = ("u4", "i4", "u8", "i8")  # types of a Python int: the first that holds it
 _LONGEST_KEY = (1 << 16) - 1  # in bytes
-_LONGEST_NAME = 63  # in bytes: llama.cpp refuses tensors of longer names
+_LONGEST_NAME = 63  # in bytes; llama.cpp refuses tensors with longer names
 
 
 def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
@@ -44,32 +44,33 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
     ----------
     path : path
     tensors : mapping of str to array or TernaryMatrix
-        By name, at most 63 bytes, and in this order. Arrays of float32, float16 and bfloat16 with 1 to 4 axes, and
-        matrices in the formats tq1_0, tq2_0 and q2_0. A matrix's ``scale`` is multiplied into the float16 scales of
-        its blocks; without one (1.0), the codes are written as they are.
+        Tensors by name, at most 63 bytes, written in this order. Arrays of float32, float16 and bfloat16 with 1 to 4
+        axes, and matrices in the formats tq1_0, tq2_0 and q2_0. A matrix's ``scale`` is multiplied into the float16
+        scales of its blocks; if it is 1.0, the codes are written unchanged.
     metadata : mapping of str to value, optional
-        str, bool, int, float, NumPy scalars, and lists or arrays of them, nested ones too. A NumPy scalar or array
-        keeps its type. Of Python, an int becomes uint32, int32, uint64 or int64, the first that holds it (or all
-        of a list), and a float becomes float32, which is what llama.cpp expects. ``general.alignment`` is the
+        str, bool, int, float, NumPy scalars, and lists or arrays of them, including nested ones. A NumPy scalar or
+        array keeps its type. A Python int becomes uint32, int32, uint64 or int64, the first that holds it (or all
+        of a list), and a Python float becomes float32, as llama.cpp expects. ``general.alignment`` is the
         alignment of the tensors; default 32.
 
     Raises
     ------
     ShapeError
-        No axes, more than 4, or one of length 0, which stops llama.cpp.
+        No axes, more than 4, or an axis of length 0, which llama.cpp refuses.
     DTypeError
-        An array of another dtype; a value that GGUF has no type for.
+        An array of another dtype; a value that has no GGUF type.
     FormatError
         A matrix in another format, or whose scales its blocks cannot hold: groups that end within a block, or
-        numbers beyond float16.
+        scales outside the range of float16.
     OptionError
-        A name or key that is too long or no string, lists of several types or of none, no path.
+        A name or key that is too long or not a string, a list of several types or an empty list, an invalid path.
     FileError
-        The file cannot be written. An old one is then as it was.
+        The file cannot be written. An old file is then unchanged.
 
     Notes
     -----
-    The type of q2_0, 42, has another meaning elsewhere: read it with ``read_gguf(path, formats={42: "q2_0"})``.
+    The type number of q2_0, 42, has another meaning elsewhere: read it with
+    ``read_gguf(path, formats={42: "q2_0"})``.
     Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
     Examples
@@ -85,15 +86,15 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
     {'blk.0.ffn_up.weight': TernaryMatrix((4, 512), format='tq2_0', scale per tensor, 532 bytes)}
     """
     target = path_of(_OP, path)
-    for argument, given in (("tensors", tensors), ("metadata", metadata)):
-        if not isinstance(given, Mapping) and (given is not None or argument == "tensors"):
-            raise OptionError(f"{_OP}: {argument} must be a dict, got {type(given).__name__}")
+    for argument, mapping in (("tensors", tensors), ("metadata", metadata)):
+        if not isinstance(mapping, Mapping) and (mapping is not None or argument == "tensors"):
+            raise OptionError(f"{_OP}: {argument} must be a dict, got {type(mapping).__name__}")
     values = {} if metadata is None else dict(metadata)
     try:
         keys = b"".join(_key(key, value) for key, value in values.items())
     except RecursionError as error:
         raise OptionError(f"{_OP}: metadata holds a list within itself") from error
-    stored = [_stored(name, given) for name, given in tensors.items()]
+    stored = [_stored(name, mapping) for name, mapping in tensors.items()]
     header = bytearray(
         b"GGUF" + _packed("u4", _VERSION) + _packed("u8", len(stored)) + _packed("u8", len(values))
     )
@@ -107,7 +108,7 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor to be written; its bytes are made when their turn comes."""
+    """A tensor to write; its bytes are made just before they are written."""
 
     name: str
     type: int
@@ -147,8 +148,8 @@ def _stored(name: Any, given: Any) -> _Stored:
         size = math.prod(FORMATS[given.format].packed_shape(given.shape))
 
         def data() -> Array:
-            made = with_embedded_scale(what, given.codes, given.scale, given.shape, given.format)
-            return made.reshape(-1)
+            packed = with_embedded_scale(what, given.codes, given.scale, given.shape, given.format)
+            return packed.reshape(-1)
     else:
         array = Call(_OP).read(name, given)
         if array.dtype.name not in FLOAT_TYPES:
@@ -191,7 +192,7 @@ def _key(key: Any, value: Any) -> bytes:
 
 
 def _value(key: str, value: Any) -> tuple[int, bytes]:
-    """The type of a value, and its bytes."""
+    """Type of a value, and its bytes."""
     if isinstance(value, np.ndarray) and not value.ndim:
         value = value[()]
     if isinstance(value, str):
@@ -206,7 +207,7 @@ def _value(key: str, value: Any) -> tuple[int, bytes]:
 
 
 def _items(key: str, values: Sequence[Any] | Array) -> bytes:
-    """Of an array: the type of its items, their number, their bytes."""
+    """Bytes of an array: the type of its items, their number, their bytes."""
     if not len(values):
         if isinstance(values, np.ndarray) and values.dtype.kind in "UT":
             return _packed("u4", STRING) + _packed("u8", 0)
@@ -225,25 +226,25 @@ def _items(key: str, values: Sequence[Any] | Array) -> bytes:
 
 
 def _dtype(key: str, values: Sequence[Any] | Array) -> np.dtype[Any]:
-    """What numbers, all of one type, become."""
-    kind = type(values[0])
-    if any(type(value) is not kind for value in values):
+    """Dtype in which numbers, all of one type, are written."""
+    cls = type(values[0])
+    if any(type(value) is not cls for value in values):
         raise OptionError(f"{_OP}: {key} is a list of several types; the items of an array have one")
-    if kind is int:
+    if cls is int:
         for dtype in map(np.dtype, _INTEGERS):
             limits = np.iinfo(dtype)
             if limits.min <= min(values) and max(values) <= limits.max:
                 return dtype
         raise OptionError(f"{_OP}: {key} is an integer, or a list of them, that no 64 bits hold")
-    if kind is float:
+    if cls is float:
         with np.errstate(all="ignore"):
             if np.isinf(np.array(values, np.float32)).sum() != np.isinf(values).sum():
                 raise OptionError(f"{_OP}: {key} is beyond float32, which a float becomes; pass np.float64")
         return np.dtype(np.float32)
-    known = np.dtype(kind) if kind is bool or issubclass(kind, np.generic) else None
+    known = np.dtype(cls) if cls is bool or issubclass(cls, np.generic) else None
     if known not in _TYPE_OF:
         raise DTypeError(
-            f"{_OP}: {key} is {kind.__name__}; GGUF has types for str, bool, int, float, the NumPy numbers of 8 "
+            f"{_OP}: {key} is {cls.__name__}; GGUF has types for str, bool, int, float, the NumPy numbers of 8 "
             "to 64 bits (no float16), and arrays of them"
         )
     return known

@@ -19,7 +19,7 @@ from gpu_ops.reference.rope import rope_scaling as maths
 
 __all__ = ["BY_LENGTH", "RopeScaling"]
 
-BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the length of the sequence
+BY_LENGTH = ("dynamic", "longrope")  # kinds whose frequencies depend on the length of the sequence
 
 _WHO = "RopeScaling"
 _NEEDS_ORIGINAL = ("dynamic", "yarn", "longrope", "llama3")
@@ -27,7 +27,7 @@ _NEEDS_ORIGINAL = ("dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of :func:`gpu_ops.rope` are scaled. Create it with one of the constructors below.
+    """Scaling of the frequencies of :func:`gpu_ops.rope`. Create it with one of the constructors below.
 
     =========================  ==============================================================================
     ``linear(factor)``         all frequencies divided by ``factor`` (position interpolation)
@@ -36,10 +36,10 @@ class RopeScaling:
     ``yarn(factor, n)``        ``NTK by parts``, and an attention factor on cos and sin
     ``longrope(short, long)``  one divisor per frequency, another set beyond the original length
     ``llama3(factor, n)``      long wavelengths divided by ``factor``, short ones kept, a blend between
-    ``from_hf(config)``        the one that a Hugging Face config names
+    ``from_hf(config)``        the scaling of a Hugging Face config
     =========================  ==============================================================================
 
-    ``theta`` and ``partial_rotary_factor`` are set by ``from_hf`` where a config has them, else None; ``rope`` uses
+    ``theta`` and ``partial_rotary_factor`` are set by ``from_hf`` if a config has them, else None; ``rope`` uses
     them when its own ``theta`` and ``rotary_dim`` are not given. The object is immutable and hashable.
 
     Parameters
@@ -47,23 +47,23 @@ class RopeScaling:
     factor : float
         New context length divided by the trained one; at least 1, except for ``linear``.
     original_max_position : int
-        The context length the model was trained with.
+        Context length that the model was trained with.
     attention_factor, long_attention_factor : float, optional
-        Multiplies cos and sin. ``longrope`` uses the second one beyond ``original_max_position``.
+        Factor of cos and sin. ``longrope`` uses the second one beyond ``original_max_position``.
     beta_fast, beta_slow : float
         ``yarn``: frequencies with more than ``beta_fast`` turns in the original length stay, those with fewer than
-        ``beta_slow`` are divided by ``factor``, and a ramp blends the ones between. ``truncate`` (bool) rounds the
+        ``beta_slow`` are divided by ``factor``, and a ramp blends those in between. ``truncate`` (bool) rounds the
         ends of the ramp to whole dimensions.
     low_freq_factor, high_freq_factor : float
         ``llama3``: wavelengths beyond ``original_max_position / low_freq_factor`` are divided by ``factor``, those
-        below ``original_max_position / high_freq_factor`` stay, and a ramp blends the ones between.
+        below ``original_max_position / high_freq_factor`` stay, and a ramp blends those in between.
     short_factor, long_factor : iterable of float
         ``longrope``: one divisor for each of the ``rotary_dim / 2`` frequencies.
 
     Raises
     ------
     OptionError
-        A number is out of its range, or one that the kind needs is missing.
+        A number is out of range, or one that the kind needs is missing.
 
     Examples
     --------
@@ -79,7 +79,7 @@ class RopeScaling:
     factor: float = 1.0
     original_max_position: int | None = None
     attention_factor: float = 1.0
-    long_attention_factor: float | None = None  # longrope: beyond original_max_position, where it differs
+    long_attention_factor: float | None = None  # longrope: beyond original_max_position, if it differs
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -199,10 +199,10 @@ class RopeScaling:
         attention_factor: float | None = None,
         long_attention_factor: float | None = None,
     ) -> RopeScaling:
-        """LongRoPE (arXiv 2402.13753), as in Phi-3: divisors per frequency, ``rotary_dim / 2`` of each kind.
+        """LongRoPE (arXiv 2402.13753), as in Phi-3: one divisor per frequency, two sets of ``rotary_dim / 2``.
 
         ``long_factor`` is used when the sequence is longer than ``original_max_position``. ``factor`` (new
-        length / original length) only gives the attention factor when that is None:
+        length / original length) only determines the attention factor when that is None:
         ``sqrt(1 + ln(factor) / ln(original_max_position))``.
         """
         factor = number(f"{_WHO}.longrope", "factor", factor, above=0.0)
@@ -228,7 +228,7 @@ class RopeScaling:
         low_freq_factor: float = 1.0,
         high_freq_factor: float = 4.0,
     ) -> RopeScaling:
-        """The rule of Llama 3.1 (factor 8) and 3.2 (factor 32)."""
+        """Scaling of Llama 3.1 (factor 8) and 3.2 (factor 32)."""
         return cls(
             "llama3",
             factor,
@@ -239,11 +239,11 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, config: Any, *, layer_type: str | None = None) -> RopeScaling:
-        """The scaling of a Hugging Face transformers config.
+        """Read the scaling of a Hugging Face transformers config.
 
         ``config`` is the whole config as a dict (with ``rope_parameters`` or ``rope_scaling``), or only that
-        part; where it has both, ``rope_scaling`` counts, as in transformers. ``rope_theta`` is kept as ``theta``,
-        ``partial_rotary_factor`` under its name. Models with one set per layer type (Gemma 3) need ``layer_type``,
+        part. If it has both, ``rope_scaling`` counts, as in transformers. ``rope_theta`` becomes ``theta``,
+        ``partial_rotary_factor`` keeps its name. Models with one set per layer type (Gemma 3) need ``layer_type``,
         for example ``"full_attention"``.
 
         Raises
@@ -266,30 +266,30 @@ class RopeScaling:
     def inv_freq(
         self, rotary_dim: int, theta: float | None = None, seqlen: int = 0
     ) -> npt.NDArray[np.float64]:
-        """The ``rotary_dim / 2`` frequencies in float64, for a sequence of ``seqlen`` tokens.
+        """Return the ``rotary_dim / 2`` frequencies in float64, for a sequence of ``seqlen`` tokens.
 
         ``theta`` None: the scaling's own, else 10000. Only dynamic and longrope depend on ``seqlen``.
         """
         rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, low=2)
         if rotary_dim % 2:
             raise OptionError(f"{_WHO}: rotary_dim must be even, got {rotary_dim}")
-        own = 10000.0 if self.theta is None else self.theta
-        theta = number(_WHO, "theta", own if theta is None else theta, above=0.0)
+        default = 10000.0 if self.theta is None else self.theta
+        theta = number(_WHO, "theta", default if theta is None else theta, above=0.0)
         longest = self.effective_seqlen(integer(_WHO, "seqlen", seqlen, low=0))
         try:
             return _inv_freq(self, rotary_dim, theta, longest)
         except OptionError:
             raise
-        except (ArithmeticError, ValueError) as error:  # of log and power
+        except (ArithmeticError, ValueError) as error:  # from log and power
             raise OptionError(f"{_WHO}: frequencies of {self} overflow at theta={theta:g}") from error
 
     def attention_factor_at(self, seqlen: int) -> float:
-        """The factor on cos and sin for a sequence of ``seqlen`` tokens."""
+        """Return the factor of cos and sin for a sequence of ``seqlen`` tokens."""
         long = self.long_attention_factor
         return self.attention_factor if long is None or not self._is_long(seqlen) else long
 
     def effective_seqlen(self, seqlen: int) -> int:
-        """A length with the frequencies and the attention factor of ``seqlen``, the same for all that share them."""
+        """Return a length with the same frequencies and attention factor, equal for all lengths that share them."""
         original = self.original_max_position or 0
         if self.kind == "dynamic":
             return max(seqlen, original)
@@ -301,7 +301,7 @@ class RopeScaling:
 
 PLAIN.add(RopeScaling)
 
-# How each kind computes its frequencies, and from which fields.
+# Function that computes the frequencies of each kind, and the fields that it reads.
 _INV_FREQ: dict[str, tuple[Callable[..., npt.NDArray[np.float64]], tuple[str, ...]]] = {
     "default": (maths.default_inv_freq, ()),
     "linear": (maths.linear_inv_freq, ("factor",)),

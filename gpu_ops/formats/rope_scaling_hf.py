@@ -1,4 +1,4 @@
-"""Reading the rope entries of Hugging Face configs, old and new spelling."""
+"""Reader and writer of the rope entries of Hugging Face configs, in the old and new spelling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHOLE_KEYS = {*_PARTS, "rope_theta", "rotary_emb_base", "max_position_embedding
 
 
 def scaling_from_hf(new: type[RopeScaling], config: Any, layer_type: str | None = None) -> RopeScaling:
-    """See :meth:`gpu_ops.RopeScaling.from_hf`; ``new`` is that class."""
+    """Read a config, see :meth:`gpu_ops.RopeScaling.from_hf`; ``new`` is that class."""
     if not isinstance(config, Mapping):
         raise OptionError(
             f"{_WHO}: expected a dict, got {type(config).__name__}; pass config.to_dict(), or config.json "
@@ -45,7 +45,7 @@ def scaling_from_hf(new: type[RopeScaling], config: Any, layer_type: str | None 
     return dataclasses.replace(scaling, theta=theta, partial_rotary_factor=partial)
 
 
-# The fields of each kind, and their names in the rope part of a config.
+# Fields of each kind, and their names in the rope part of a config.
 _ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
 _WRITTEN: dict[str, dict[str, str]] = {
     "default": {},
@@ -59,7 +59,7 @@ _WRITTEN: dict[str, dict[str, str]] = {
 
 
 def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    """Entries of a whole config that :func:`scaling_from_hf` reads, in the spelling that every version knows."""
+    """Entries of a config that :func:`scaling_from_hf` reads, in the spelling that every version knows."""
     if scaling.kind not in _WRITTEN:
         raise OptionError(f"RopeScaling: transformers has no {scaling.kind!r}; it has {', '.join(_WRITTEN)}")
     partial = scaling.partial_rotary_factor
@@ -72,25 +72,25 @@ def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.long_attention_factor is not None:
         del names["attention_factor"]
         names |= {"attention_factor": "short_mscale", "long_attention_factor": "long_mscale"}
-    elif scaling.kind == "longrope" and scaling.factor != 1.0:  # it gave the attention factor
+    elif scaling.kind == "longrope" and scaling.factor != 1.0:  # factor determined the attention factor
         del names["attention_factor"]
         names["factor"] = "factor"
     part = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
     part = {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
-    found: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
+    entries: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
     original = scaling.original_max_position
-    if scaling.kind == "dynamic":  # it stretches from there
-        found["max_position_embeddings"] = original
+    if scaling.kind == "dynamic":  # it scales beyond this length
+        entries["max_position_embeddings"] = original
     elif original is not None and scaling.kind in ("yarn", "longrope"):
         # transformers 4 takes YaRN's factor, and LongRoPE's original length, from these
-        found["max_position_embeddings"] = round(scaling.factor * original)
+        entries["max_position_embeddings"] = round(scaling.factor * original)
         if scaling.kind == "longrope":
-            found["original_max_position_embeddings"] = original
-    return found
+            entries["original_max_position_embeddings"] = original
+    return entries
 
 
 class _Reader:
-    """Entries of the rope part, and of the whole config where transformers looks there too."""
+    """Reader of entries of the rope part, and of the whole config where transformers reads them too."""
 
     def __init__(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         self.part = part
@@ -103,22 +103,22 @@ class _Reader:
     def need(self, name: str) -> Any:
         value = self.part.get(name)
         if value is None:
-            kind = _kind(self.part)
-            raise OptionError(f"{_WHO}: rope type {kind!r} needs {name!r}; got {sorted(self.part)}")
+            rope_type = _kind(self.part)
+            raise OptionError(f"{_WHO}: rope type {rope_type!r} needs {name!r}; got {sorted(self.part)}")
         return value
 
     def first(self, *names: str) -> float | None:
         for name in names:
-            for where in (self.part, self.whole):
-                if where.get(name) is not None:
-                    return number(_WHO, name, where[name])
+            for config in (self.part, self.whole):
+                if config.get(name) is not None:
+                    return number(_WHO, name, config[name])
         return None
 
     def length(self, *names: str) -> int:
-        """The first of these lengths that is given; beside the rope part (Phi-3) counts before in it."""
+        """First of these lengths that the config has; the whole config (Phi-3) comes before the rope part."""
         for name in names:
-            for where in (self.whole, self.part):
-                value = where.get(name)
+            for config in (self.whole, self.part):
+                value = config.get(name)
                 if value is not None:
                     integral = isinstance(value, float) and value.is_integer()  # JSON written as 8192.0
                     return integer(_WHO, name, int(value) if integral else value, low=1)
@@ -131,13 +131,13 @@ class _Reader:
         return self.length("original_max_position_embeddings", "max_position_embeddings")
 
     def stretch(self) -> float:
-        """``factor``, or the ratio of the two lengths where a config gives no factor."""
-        given = self.number("factor")
-        return given if given is not None else self.length("max_position_embeddings") / self.original()
+        """``factor``, or the ratio of the two lengths if a config has no factor."""
+        factor = self.number("factor")
+        return factor if factor is not None else self.length("max_position_embeddings") / self.original()
 
 
 def _find(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The rope part, and the config around it."""
+    """Return the rope part, and the config that contains it."""
     parts = {name: config.get(name) for name in _PARTS}
     present = [n for n, part in parts.items() if part is not None and (not isinstance(part, Mapping) or part)]
     for name in present:
@@ -161,8 +161,9 @@ def _find(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, An
 
 
 def _both(config: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rope part of a config with ``rope_scaling`` and ``rope_parameters``, which transformers 5 writes in its
-    place. As there, ``rope_scaling`` counts; where ``rope_parameters`` has layer types, for ``full_attention``."""
+    """Return the rope part of a config with both ``rope_scaling`` and ``rope_parameters``, which replaces it in
+    transformers 5. As there, ``rope_scaling`` counts; if ``rope_parameters`` has layer types, it counts for
+    ``full_attention``."""
     if _layers(new) and not _layers(old):
         return {**new, "full_attention": {**_layers(new).get("full_attention", {}), **old}}
     theta = old.get("rope_theta", config.get("rope_theta"))
@@ -194,11 +195,13 @@ def _layer(part: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]
 
 
 def _kind(part: Mapping[str, Any]) -> str:
-    kind = part.get("rope_type", part.get("type", "default"))
-    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise OptionError(f"{_WHO}: rope type {kind!r} is unknown; there are {', '.join(map(repr, KINDS))}")
-    return kind
+    rope_type = part.get("rope_type", part.get("type", "default"))
+    rope_type = _ALIASES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
+    if not isinstance(rope_type, str) or rope_type not in KINDS:
+        raise OptionError(
+            f"{_WHO}: rope type {rope_type!r} is unknown; there are {', '.join(map(repr, KINDS))}"
+        )
+    return rope_type
 
 
 def _build(new: type[RopeScaling], kind: str, read: _Reader) -> RopeScaling:
@@ -207,7 +210,7 @@ def _build(new: type[RopeScaling], kind: str, read: _Reader) -> RopeScaling:
     if kind == "ntk":
         return new.ntk(read.need("factor"))
     if kind == "dynamic":
-        # transformers stretches from max_position_embeddings here, also where a config has an original length
+        # transformers scales beyond max_position_embeddings here, even if a config has an original length
         return new.dynamic(
             read.need("factor"), read.length("max_position_embeddings", "original_max_position_embeddings")
         )
@@ -235,7 +238,7 @@ def _build(new: type[RopeScaling], kind: str, read: _Reader) -> RopeScaling:
 
 
 def _longrope(new: type[RopeScaling], read: _Reader) -> RopeScaling:
-    short, long = read.number("short_mscale"), read.number("long_mscale")  # Phi-3.5-MoE gives them outright
+    short, long = read.number("short_mscale"), read.number("long_mscale")  # Phi-3.5-MoE has both
     attention_factor = read.number("attention_factor") if short is None else short
     return new.longrope(
         read.need("short_factor"),

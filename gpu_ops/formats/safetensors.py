@@ -1,7 +1,7 @@
 """Safetensors files: 8 bytes of header length, a JSON header, and the bytes of the tensors.
 
-The header is believed as far as the file bears it out: tensors lie in the file without gaps and overlaps, as the
-format demands, so that reading all of them takes no more memory than the file's size.
+The header is checked against the file: tensors must be in the file without gaps and overlaps, as the format
+requires, so reading all of them takes no more memory than the file's size.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-MOST_HEADER = (
-    1 << 24
-)  # of 120 bytes per tensor in published files: 140,000 tensors; as objects, up to 25 times that
+# Bytes of a header: 140,000 tensors at the 120 bytes per tensor of published files; up to 25 times that as objects.
+MOST_HEADER = 1 << 24
 _MOST_AXES = 64
 _PIECE = 1 << 24  # bytes, whole elements of every dtype
 
@@ -64,7 +63,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """The tensors and metadata of an open file; FormatError where it is damaged."""
+    """Tensors and metadata of an open file; FormatError if it is damaged."""
 
     def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
         self._file, self.path, self.what = file, path, f"{op}: {path}"
@@ -74,18 +73,18 @@ class SafetensorsFile:
             raise FormatError(f"{self.what} cannot be read as a safetensors file: {error}") from error
 
     def read(self, name: str) -> Array:
-        """A tensor of one of ``NUMPY_DTYPES``, as a new array."""
+        """Read a tensor of one of ``NUMPY_DTYPES`` into a new array."""
         stored = self.tensors[name]
         return self._read(name, stored, 0, stored.size).reshape(stored.shape)
 
     def elements(self, name: str, first: int, last: int) -> Array:
-        """Those from ``first`` up to ``last``, in row-major order, as a new vector."""
+        """Read elements ``first`` up to ``last``, exclusive, in row-major order, into a new vector."""
         stored = self.tensors[name]
         size = NUMPY_DTYPES[stored.dtype].itemsize
         return self._read(name, stored, first * size, (last - first) * size)
 
     def pieces(self, name: str) -> Iterator[Array]:
-        """Its elements in order, a few at a time."""
+        """Elements of a tensor in order, some at a time."""
         stored = self.tensors[name]
         for start in range(0, stored.size, _PIECE):
             yield self._read(name, stored, start, min(_PIECE, stored.size - start))
@@ -96,14 +95,14 @@ class SafetensorsFile:
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file in which ``tensors``, of (dtype, shape), follow each other in this order."""
+    """Header of a file with ``tensors``, (dtype, shape) by name, in this order."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * _BITS[dtype] // 8
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
+    text += b" " * (-len(text) % 8)  # so that the tensors start aligned
     return len(text).to_bytes(8, "little") + text
 
 
@@ -124,27 +123,27 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, str], dict[str, StoredTensor
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ is no object of strings")
     tensors = {name: _tensor(name, entry, 8 + size) for name, entry in entries.items()}
-    at = 8 + size
+    end = 8 + size
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
-        if stored.start != at:
+        if stored.start != end:
             raise ValueError(
-                f"tensor {name[:80]!r} begins at byte {stored.start}, and the one before it ends at {at}"
+                f"tensor {name[:80]!r} begins at byte {stored.start}, and the one before it ends at {end}"
             )
-        at += stored.size
-    if at != total:
-        raise ValueError(f"its tensors end at byte {at}, and the file at {total}")
+        end += stored.size
+    if end != total:
+        raise ValueError(f"its tensors end at byte {end}, and the file at {total}")
     return metadata, tensors
 
 
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("its header has a key twice")
-    return made
+    return entries
 
 
 def _tensor(name: str, entry: Any, data: int) -> StoredTensor:
-    """``data``: where the bytes of the tensors begin."""
+    """Check a header entry. ``data``: byte where the data of the tensors starts."""
     wrong = ValueError(
         f"the header's entry of {name[:80]!r} is not a dtype, a shape and data_offsets that fit each other"
     )

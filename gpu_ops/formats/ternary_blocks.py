@@ -1,4 +1,4 @@
-"""Scales that the blocks of tq1_0, tq2_0 and q2_0 embed, together with those kept apart."""
+"""Scales embedded in the blocks of tq1_0, tq2_0 and q2_0, combined with separate ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole_scale(codes: Array, scale: Array, shape: tuple[int, int], format: str)
 
 
 def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int, int], format: str) -> Array:
-    """The codes, their blocks holding the whole scale, rounded to float16; FormatError where they cannot."""
+    """Codes whose blocks embed the whole scale, rounded to float16; FormatError if they cannot hold it."""
     if (scale == 1).all():
         return codes
     fmt = FORMATS[format]
@@ -54,24 +54,24 @@ def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int,
     lost = ~np.isfinite(halves) | ((halves == 0) & (columns != 0))
     if lost.any():
         raise FormatError(f"{what} has the scale {columns[lost][0]}, and {format} stores scales as float16")
-    made = codes.copy()
-    field = made.reshape(-1, fmt.unit_bytes)
+    result = codes.copy()
+    field = result.reshape(-1, fmt.unit_bytes)
     field = field[:, :2] if fmt.scale_first else field[:, -2:]
     field[:] = halves.reshape(-1, 1).view(np.uint8)
-    return made
+    return result
 
 
 def dense(op: str, trits: Array, scale: Array, dtype: Any) -> Array:
     """``scale * t`` as an array of ``dtype``, computed in float64 and rounded once."""
     try:
-        found = np.dtype(dtype)
+        checked = np.dtype(dtype)
     except TypeError:
-        found = np.dtype(object)
-    if found.hasobject or found.names is not None:
+        checked = np.dtype(object)
+    if checked.hasobject or checked.names is not None:
         raise DTypeError(f"{op}: dtype={dtype!r} is no dtype of numbers")
-    wide = scale.astype(np.float64)
-    if wide.ndim == 1:
-        wide = wide[:, None]
-    elif wide.ndim == 2:
-        wide = np.repeat(wide, trits.shape[1] // max(wide.shape[1], 1), axis=1)
-    return np.asarray(trits * wide).astype(found)
+    factors = scale.astype(np.float64)
+    if factors.ndim == 1:
+        factors = factors[:, None]
+    elif factors.ndim == 2:
+        factors = np.repeat(factors, trits.shape[1] // max(factors.shape[1], 1), axis=1)
+    return np.asarray(trits * factors).astype(checked)

@@ -1,4 +1,4 @@
-"""Checks of ternary shapes, trits, bytes and scales; packing by NumPy, its complaints as typed errors."""
+"""Checks of ternary shapes, trits, bytes and scales; packing by NumPy with typed errors."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _LONGEST = 1 << 48
 
 
 def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
-    """``shape`` as two non-negative Python integers."""
+    """Check a shape and return it as two non-negative Python integers."""
     try:
         sizes = tuple(shape)
-    except Exception:  # no sequence, or one that cannot be read: a memoryview of two axes
+    except Exception:  # not a sequence, or one that cannot be read: a memoryview of two axes
         sizes = ()
     if len(sizes) != 2:
         raise ShapeError(f"{op}: shape must be (N, K), got {shape!r}")
     n, k = (integer(op, "shape", size, low=0) for size in sizes)
-    if max(n, k) > _LONGEST:  # beside an axis of 0, NumPy's own complaint would come late and untyped
+    if max(n, k) > _LONGEST:  # with another axis of 0, NumPy's own error would come late and untyped
         raise ShapeError(f"{op}: shape ({n}, {k}) has an axis of more than 2^48")
     return n, k
 
 
 def check_trits(op: str, trits: Array) -> Array:
-    """An integer matrix of -1, 0, +1 as int8."""
+    """Check an integer matrix of -1, 0, +1 and return it as int8."""
     check_integers(op, trits)
     if trits.size and (trits.min() < -1 or trits.max() > 1):
         where = tuple(int(i) for i in np.argwhere((trits < -1) | (trits > 1))[0])
@@ -56,7 +56,7 @@ def check_trits(op: str, trits: Array) -> Array:
 
 
 def check_integers(op: str, trits: Array) -> None:
-    """A matrix of signed integers."""
+    """Require a matrix of signed integers."""
     if not np.issubdtype(trits.dtype, np.signedinteger):
         raise DTypeError(f"{op}: trits is {trits.dtype}; pass a signed integer array of -1, 0, +1 (int8)")
     if trits.ndim != 2:
@@ -64,7 +64,7 @@ def check_integers(op: str, trits: Array) -> None:
 
 
 def pack(op: str, trits: Array, fmt: TernaryFormat, scale: Array | None = None) -> Array:
-    """Encode, with the format's complaints as typed errors."""
+    """Encode; errors of the format are raised as typed errors."""
     n, k = trits.shape
     fits(op, (n, k), fmt)
     try:
@@ -74,7 +74,7 @@ def pack(op: str, trits: Array, fmt: TernaryFormat, scale: Array | None = None) 
 
 
 def unpack(op: str, packed: Array, shape: tuple[int, int], fmt: TernaryFormat, *, strict: bool) -> Array:
-    """Decode, with the format's complaints as typed errors."""
+    """Decode; errors of the format are raised as typed errors."""
     if packed.dtype != np.uint8:
         raise DTypeError(
             f"{op}: packed codes are {packed.dtype}; expected uint8 (other bytes: .view(np.uint8))"
@@ -89,7 +89,7 @@ def unpack(op: str, packed: Array, shape: tuple[int, int], fmt: TernaryFormat, *
 
 
 def fits(op: str, shape: tuple[int, int], fmt: TernaryFormat) -> None:
-    """The shape, or the format's complaint about it."""
+    """Require that the format can hold the shape."""
     try:
         fmt.packed_shape(shape)
     except ValueError as error:
@@ -97,7 +97,7 @@ def fits(op: str, shape: tuple[int, int], fmt: TernaryFormat) -> None:
 
 
 def on_host(array: Any) -> Array:
-    """A copy of a CuPy array in host memory; NumPy's as they are."""
+    """Copy a CuPy array to host memory; NumPy arrays are returned unchanged."""
     if isinstance(array, np.ndarray):
         return array
     import cupy
@@ -110,7 +110,7 @@ def not_finite(op: str) -> OptionError:
 
 
 def number_array(op: str, scale: Any) -> Array | None:
-    """A real number of Python or NumPy, or a 0-d NumPy array of one, as a 0-d array of float32; else None."""
+    """Convert a real number of Python or NumPy, or a 0-d NumPy array, to a 0-d float32 array; else None."""
     if isinstance(scale, np.ndarray) and not scale.ndim:
         scale = scale[()]
     real = isinstance(scale, (int, float, np.integer, np.floating, ml_dtypes.bfloat16))
@@ -126,7 +126,7 @@ def number_array(op: str, scale: Any) -> Array | None:
 
 
 def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
-    """A finite float32 scale whose shape says what it scales."""
+    """Check a scale: finite float32, of shape (), (N,) or (N, G)."""
     n, k = shape
     number = number_array("TernaryMatrix", scale)
     array = Call("TernaryMatrix").read("scale", scale) if number is None else number
@@ -144,4 +144,4 @@ def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
         )
     if not np.isfinite(array).all():
         raise OptionError("TernaryMatrix: scale holds NaN or infinity")
-    return np.ascontiguousarray(array) if array.ndim else array  # GPU kernels take it as it lies
+    return np.ascontiguousarray(array) if array.ndim else array  # GPU kernels need it contiguous

@@ -1,7 +1,7 @@
 """Ternary matrices from model files: BitNet checkpoints in safetensors, and GGUF.
 
-Every byte is checked by the strict decoder of its format, and whatever a file leaves open must be said by the caller:
-a wrong guess would decode to plausible nonsense.
+Every byte is checked by the strict decoder of its format, and the caller must state whatever a file leaves open: a
+wrong guess would decode to plausible nonsense.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ def read_bitnet(
     config: Any = None,
     names: Iterable[str] | None = None,
 ) -> dict[str, TernaryMatrix]:
-    """The packed BitLinear weights of a Hugging Face checkpoint.
+    """Read the packed BitLinear weights of a Hugging Face checkpoint.
 
     Parameters
     ----------
     path : path
         A ``.safetensors`` file, or the folder of a checkpoint with one or more of them.
     weight_scale : {"multiply", "divide"}, optional
-        What the stored ``weight_scale`` is: the mean of the weights' magnitudes, which multiplies (AutoBitLinear,
-        BitNet b1.58 2B4T), or its reciprocal, which divides (BitLinear). Needed when no config says it.
+        Meaning of the stored ``weight_scale``: the mean of the weights' magnitudes, which multiplies (AutoBitLinear,
+        BitNet b1.58 2B4T), or its reciprocal, which divides (BitLinear). Required if no config states it.
     config : path or dict, optional
-        The model's config, by default ``config.json`` beside the weights. A ``quantization_config`` with the
-        ``linear_class`` "autobitlinear" means multiply; "bitlinear", and none, which is the default, mean divide.
+        The model's config, by default ``config.json`` in the folder of the weights. A ``quantization_config`` with
+        the ``linear_class`` "autobitlinear" means multiply; "bitlinear", and no ``linear_class``, mean divide.
     names : iterable of str, optional
         Modules to read, such as ``"model.layers.0.mlp.up_proj"``; all packed ones by default.
 
     Returns
     -------
     dict of str to TernaryMatrix
-        By module name, in the format hf_bitnet, ``W = scale * t`` whatever the file's convention was. Modules without
+        By module name, in the format hf_bitnet, ``W = scale * t`` whatever the file's convention. Modules without
         packed weights (embeddings, norms) are left out.
 
     Raises
     ------
     OptionError
-        Nothing says whether the scale multiplies, or config and ``weight_scale`` contradict each other; ``names``
-        that are not there.
+        Nothing states whether the scale multiplies, or config and ``weight_scale`` contradict each other; a name in
+        ``names`` does not exist.
     FormatError
-        Bytes that are no trits, a scale that is none or that float32 cannot hold, a config that is no object.
+        Bytes that are not trits, an invalid scale or one that float32 cannot hold, a config that is not an object.
     FileError
-        The file cannot be read, or is no regular file; MissingFileError, a FileNotFoundError, where there is none.
+        The file cannot be read, or is not a regular file; MissingFileError, a FileNotFoundError, if there is none.
 
     Notes
     -----
-    A module of N outputs has 4 * rows of them, or as many as its bias has.
+    The number N of outputs of a module is 4 * rows, or the length of its bias.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def read_bitnet(
         }
 
 
-# What else the number of a tensor type means, for those that two projects gave out.
+# Meanings of the tensor type numbers that two projects use differently.
 _CLASHES = {
     36: "i2_s of bitnet.cpp (whose ARM builds order it otherwise), once iq4_nl_4_4 of llama.cpp",
     38: "tl1 of bitnet.cpp, once iq4_nl_8_8 of llama.cpp",
@@ -121,31 +121,31 @@ def read_gguf(
     formats: Mapping[int, str] | None = None,
     names: Iterable[str] | None = None,
 ) -> dict[str, TernaryMatrix]:
-    """The ternary tensors of a GGUF file.
+    """Read the ternary tensors of a GGUF file.
 
     Parameters
     ----------
     path : path
     formats : dict of int to str, optional
-        What a number of a tensor type means in this file: i2_s, tl1, tl2, tq1_0, tq2_0 or q2_0. 34 (tq1_0) and 35
-        (tq2_0) are known; 36, 38 and 42 have been given out more than once, so that a file with them needs, say,
-        ``{36: "i2_s"}``. (39 is taken for llama.cpp's mxfp4; some versions of bitnet.cpp mean tl2: ``{39: "tl2"}``.)
+        Meaning of tensor type numbers in this file: i2_s, tl1, tl2, tq1_0, tq2_0 or q2_0. 34 (tq1_0) and 35
+        (tq2_0) are known; 36, 38 and 42 are used by several projects, so a file with them needs, for example,
+        ``{36: "i2_s"}``. (39 is read as llama.cpp's mxfp4; some versions of bitnet.cpp mean tl2: ``{39: "tl2"}``.)
     names : iterable of str, optional
         Tensors to read, such as ``"blk.0.ffn_up.weight"``; all ternary ones by default.
 
     Returns
     -------
     dict of str to TernaryMatrix
-        By tensor name. i2_s, tl1 and tl2 come with the float32 scale behind their codes. Other tensors are left out.
+        By tensor name. i2_s, tl1 and tl2 have the float32 scale stored after their codes. Other tensors are left out.
 
     Raises
     ------
     OptionError
-        A tensor's type has two meanings and ``formats`` names none.
+        A tensor's type has two meanings and ``formats`` selects neither.
     FormatError, ShapeError
-        The file is damaged, cut short or big-endian, its bytes are no trits, or the shape does not fit the format.
+        The file is damaged, truncated or big-endian, its bytes are not trits, or the shape does not fit the format.
     FileError
-        The file cannot be read, or is no regular file; MissingFileError, a FileNotFoundError, where there is none.
+        The file cannot be read, or is not a regular file; MissingFileError, a FileNotFoundError, if there is none.
 
     Examples
     --------
@@ -237,7 +237,7 @@ _LONGEST_CONFIG = 1 << 20  # in bytes; published ones have a few thousand
 
 def _scale_meaning(name: str, given: str | None, config: Mapping[str, Any]) -> str:
     quantization = config.get("quantization_config")
-    if quantization is None:  # a null says as much as nothing
+    if quantization is None:  # null means the same as no entry
         quantization = {}
     if not isinstance(quantization, Mapping):
         raise FormatError(f"{name}: quantization_config of the model's config is no JSON object")
@@ -275,7 +275,7 @@ _SCALES = ("F16", "BF16", "F32", "F64")
 
 
 def _factor(what: str, value: float, meaning: str) -> np.float32:
-    """The stored scale as the factor of the trits."""
+    """Convert the stored scale to the factor of the trits."""
     if not math.isfinite(value) or value <= 0:
         raise FormatError(f"{what} is {value}; a scale is finite and positive")
     with np.errstate(all="ignore"):
@@ -290,7 +290,7 @@ def _factor(what: str, value: float, meaning: str) -> np.float32:
 
 
 def gguf_matrix(what: str, file: BinaryIO, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
-    """A tensor of a GGUF file, with the scale behind its codes where the format has it there."""
+    """Read a tensor of a GGUF file, with the scale after its codes if the format stores it there."""
     if len(tensor.shape) != 2:
         raise ShapeError(f"{what} has shape {tensor.shape}; ternary matrices have two axes")
     shape = (tensor.shape[0], tensor.shape[1])
@@ -308,7 +308,8 @@ def gguf_matrix(what: str, file: BinaryIO, tensor: GGUFTensor, fmt: TernaryForma
 
 
 def _tl2_scale(shape: tuple[int, int], size: int) -> int:
-    """bitnet.cpp reckons with 256 columns in pairs and the rest in triples, whatever the tiles; 32-byte steps."""
+    """Offset of tl2's scale: bitnet.cpp counts 256 columns in pairs and the rest in triples, for any tiles, and
+    rounds up to 32 bytes."""
     n, k = shape
     reckoned = (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8
     return max(size, -(-reckoned // 32) * 32)
@@ -320,14 +321,14 @@ def _tl2_scale(shape: tuple[int, int], size: int) -> int:
 def _chosen(name: str, names: Iterable[str] | None, found: list[str]) -> list[str]:
     if names is None:
         return found
-    wanted = list(names) if isinstance(names, Iterable) else [names]
-    if isinstance(names, str) or not all(isinstance(one, str) for one in wanted):
+    requested = list(names) if isinstance(names, Iterable) else [names]
+    if isinstance(names, str) or not all(isinstance(item, str) for item in requested):
         raise OptionError(f"{name}: names must be a list of strings, got {names!r}")
-    for missing in sorted(set(wanted) - set(found)):
+    for missing in sorted(set(requested) - set(found)):
         near = difflib.get_close_matches(missing, found, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise OptionError(f"{name}: the file has no ternary {missing!r}, but {len(found)} others{hint}")
-    return wanted
+    return requested
 
 
 def _named(what: str, codes: Array, scale: Any, shape: tuple[int, int], format: str) -> TernaryMatrix:

@@ -1,7 +1,7 @@
-"""A packed ternary weight matrix: codes, scale, shape and the name of the layout, kept together.
+"""Packed ternary weight matrices: codes, scale, shape and the name of the layout, kept together.
 
-Two layouts of the same size decode each other's bytes into plausible nonsense, so that packed bytes
-never travel without their format here.
+Two layouts of the same size decode each other's bytes into plausible nonsense, so packed bytes are never passed
+without their format here.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TernaryMatrix:
     Parameters
     ----------
     codes : array, uint8
-        The packed trits, laid out as ``format`` says. Checked strictly: every invalid code, length or
-        padding is refused.
+        Packed trits in the layout ``format``. Checked strictly: every invalid code, length or padding is
+        refused.
     scale : float or array, float32
         Always multiplies. One number, one per row ``(N,)``, or one per group along K ``(N, K / g)``.
         The block formats tq1_0, tq2_0 and q2_0 embed one more scale per block; ``W`` is then
@@ -84,7 +84,7 @@ class TernaryMatrix:
     format: str
     _converted: dict[str, TernaryMatrix] = field(default_factory=dict, init=False)
     _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
-    _lies: tuple[int, str] | None = field(default=None, init=False)  # made on this device by this backend
+    _lies: tuple[int, str] | None = field(default=None, init=False)  # device and backend that made the codes
 
     @typed_memory_errors("TernaryMatrix")
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class TernaryMatrix:
         )
 
     def _set(self, codes: Array | None, scale: Array, shape: tuple[int, int], format: str) -> None:
-        if codes is not None:  # else they are on a GPU
+        if codes is not None:  # otherwise they are on a GPU
             object.__setattr__(self, "codes", _frozen(codes))
         object.__setattr__(self, "scale", _frozen(scale))
         object.__setattr__(self, "shape", shape)
@@ -109,25 +109,25 @@ class TernaryMatrix:
 
     in_place_of_array = "multiply with gpu_ops.ternary_matmul(x, w), or unpack it: w.dequantize(), w.trits()"
 
-    __array_ufunc__ = None  # so that NumPy's arrays leave x @ w to this class, which has none: a TypeError
+    __array_ufunc__ = None  # so that x @ w with a NumPy x raises TypeError: this class has no __rmatmul__
 
     def __array__(self, *_: Any, **__: Any) -> Array:
-        """NumPy would make an array of one object."""
+        """Raise an error: NumPy would make an array of one object."""
         raise DTypeError(f"TernaryMatrix: it is packed, and no array; {self.in_place_of_array}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle, whose arrays NumPy has made writable."""
+        """Restore a copy or a pickle, whose arrays NumPy has made writable, with read-only arrays."""
         self.__dict__.update(state)
         self.__dict__.pop("_on_host", None)
         for name in ("codes", "scale"):
-            if name in state:  # else on a GPU
+            if name in state:  # otherwise on a GPU
                 self.__dict__[name] = _frozen(state[name])
 
     @classmethod
     def _trusted(
         cls, codes: Array | None, scale: Array, shape: tuple[int, int], format: str
     ) -> TernaryMatrix:
-        """A matrix of codes that were just encoded here, and a checked scale: to look again would only cost time."""
+        """Make a matrix from codes that were just encoded here and a checked scale, without checking them again."""
         matrix = object.__new__(cls)
         matrix._set(codes, scale, shape, format)
         object.__setattr__(matrix, "_converted", {})
@@ -144,7 +144,7 @@ class TernaryMatrix:
         shape: tuple[int, int],
         format: str,
     ) -> TernaryMatrix:
-        """A matrix whose codes, sound and finished, are on the device of number ``lies[0]`` alone."""
+        """Make a matrix whose codes, valid and complete, are only on the device with ordinal ``lies[0]``."""
         matrix = cls._trusted(None, scale, shape, format)
         object.__setattr__(matrix, "_lies", lies)
         matrix._on_cuda[lies[0]] = held
@@ -154,7 +154,8 @@ class TernaryMatrix:
     def _made_on(
         cls, device: Any, backend: str, codes: Array, scale: Array, group_size: int | None, k: int
     ) -> TernaryMatrix:
-        """w2 codes and scale (1 or N, groups) as kernels of ``device`` wrote them; on a GPU, codes stay there."""
+        """Make a matrix from w2 codes and scale (1 or N, groups) that kernels of ``device`` wrote; a GPU's codes stay
+        there."""
         n = codes.shape[0]
         values = on_host(scale)  # waits for the kernels: later calls may come on other streams
         if not np.isfinite(values).all():
@@ -167,18 +168,18 @@ class TernaryMatrix:
 
     @property
     def call_key(self) -> tuple[Any, ...]:
-        """What decides how a call with this matrix is validated and run."""
+        """Key of calls with this matrix: all that their validation and program depend on."""
         return self.shape, self.format, self.scale.shape
 
     @property
     def call_arrays(self) -> tuple[Array, ...]:
-        """The arrays it holds in host memory, which no result may overlap."""
+        """Arrays that it holds in host memory, which results may not overlap."""
         codes = self.__dict__.get("codes")
         return (self.scale,) if codes is None else (codes, self.scale)
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
-        """How :meth:`on` gives codes and scale."""
+        """Layouts of the codes and scale that :meth:`on` returns."""
         codes = FORMATS[self.format].packed_shape(self.shape)
         return Layout.contiguous(codes, np.uint8), Layout.contiguous(self._scale_shape, np.float32)
 
@@ -188,7 +189,7 @@ class TernaryMatrix:
         return rows, self.scale.shape[1] if self.scale.ndim == 2 else 1
 
     def __getattr__(self, name: str) -> Any:
-        """Codes that were made on a GPU are copied to the host when they are first asked for there."""
+        """Copy codes that were made on a GPU to the host when they are first read there."""
         if name != "codes" or not self.__dict__.get("_on_cuda"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         codes, _ = next(iter(self._on_cuda.values()))
@@ -223,13 +224,13 @@ class TernaryMatrix:
 
     @classmethod
     def load(cls, path: Any) -> TernaryMatrix:
-        """The matrix in a file of :meth:`save`. FormatError if the file is another or damaged, FileError if it
+        """Read the matrix from a file of :meth:`save`. FormatError if the file is another or damaged, FileError if it
         cannot be read (MissingFileError, a FileNotFoundError, if there is none)."""
         return cls._trusted(*load_parts(path))
 
     @staticmethod
     def describe_formats() -> str:
-        """The table of formats, as Markdown."""
+        """Return the table of formats, as Markdown."""
         from gpu_ops.reference.weights.ternary_formats import describe_formats
 
         return describe_formats()
@@ -241,7 +242,7 @@ class TernaryMatrix:
 
     @property
     def bits_per_weight(self) -> float:
-        """``8 * nbytes / (N * K)``: padding and scales included."""
+        """``8 * nbytes / (N * K)``, including padding and scales."""
         return 8 * self.nbytes / max(math.prod(self.shape), 1)
 
     @property
@@ -257,7 +258,7 @@ class TernaryMatrix:
         return float(np.count_nonzero(self.trits()) / max(math.prod(self.shape), 1))
 
     def chunk_bitmap(self) -> Array:
-        """Which runs of 128 weights of a row hold any nonzero, one bit each: what a sparse kernel need not read.
+        """Bitmap of the runs of 128 weights of a row that have a nonzero; a sparse kernel skips the others.
 
         Bit ``c % 8`` of byte ``[n, c // 8]`` is chunk ``c`` of row ``n``; uint8 (N, ceil(K / 1024)), spare bits 0.
         """
@@ -265,13 +266,13 @@ class TernaryMatrix:
 
     @typed_memory_errors("TernaryMatrix.trits")
     def trits(self) -> Array:
-        """The trits, (N, K) int8, as a NumPy array; of codes on a GPU, unpacked there."""
+        """Trits, (N, K) int8, as a NumPy array; codes on a GPU are unpacked there."""
         if self._lies is not None:
             return on_host(self._repacked(self.format))
         return decode(self.codes, self.shape, self.format, strict=False)
 
     def _repacked(self, format: str) -> Array:
-        """Codes in another format, or the trits where it is the same, on the GPU on which these were made."""
+        """Codes in another format, or the trits if it is the same, on the GPU that made these."""
         assert self._lies is not None
         ordinal, backend = self._lies
         device, (codes, _) = cuda_device(ordinal), self._on_cuda[ordinal]
@@ -283,12 +284,12 @@ class TernaryMatrix:
         return dense("TernaryMatrix.dequantize", self.trits(), self._whole_scale(), dtype)
 
     def to(self, format: str) -> TernaryMatrix:
-        """The same weights in another format, exactly; ``self`` when it is that format already.
+        """Convert the weights exactly to another format; ``self`` if it has that format already.
 
-        The scale stays apart: blocks of tq1_0, tq2_0 and q2_0 hold 1.0; :func:`write_gguf` embeds it. Codes that
+        The scale stays separate: blocks of tq1_0, tq2_0 and q2_0 hold 1.0; :func:`write_gguf` embeds it. Codes that
         were made on a GPU are converted there, and stay there.
         """
-        if type(format) is str and format == self.format:  # every matmul comes by here
+        if type(format) is str and format == self.format:  # every matmul passes here
             return self
         format = one_of("TernaryMatrix.to", "format", format, FORMATS)
         done = self if format == self.format else self._converted.get(format)
@@ -304,15 +305,15 @@ class TernaryMatrix:
             codes = pack("TernaryMatrix.to", self.trits(), fmt)
             scale = self._whole_scale()  # checked: a product may be too large
             done = TernaryMatrix._trusted(codes, check_scale(scale, self.shape), self.shape, format)
-        if format == "w2":  # what the kernels read: every matmul asks for it
+        if format == "w2":  # the format that kernels read: every matmul requests it
             self._converted[format] = done
         return done
 
     def on(self, device: Any) -> tuple[Array, Array]:
-        """Codes, and scale as (1 or N, groups), where the kernels of ``device`` read them.
+        """Return codes, and scale as (1 or N, groups), in memory that the kernels of ``device`` read.
 
-        A CUDA device gets a copy at the first call, of the codes as they lie. It is kept here, freed with the
-        matrix, and shared by all calls: nobody writes it.
+        A CUDA device gets a copy of the codes at the first call. It is kept here, freed with the matrix, and shared
+        by all calls: it is never written.
         """
         if isinstance(device, CudaDevice):
             held = self._on_cuda.get(device.ordinal)
@@ -330,8 +331,8 @@ class TernaryMatrix:
         return self.codes, self.scale.reshape(self._scale_shape)
 
     def _whole_scale(self) -> Array:
-        """``scale`` times the scales that the format embeds, if it does."""
-        if self._lies is not None:  # of codes made on a GPU, blocks hold 1.0
+        """``scale`` times the scales that the format embeds, if any."""
+        if self._lies is not None:  # blocks of codes made on a GPU hold 1.0
             return self.scale
         return whole_scale(self.codes, self.scale, self.shape, self.format)
 

@@ -1,4 +1,4 @@
-"""Conversion of packed codes on a device, and when NumPy converts instead."""
+"""Conversion of packed codes on a device, and the cases in which NumPy converts instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for _op in ("ternary_pack", "ternary_unpack"):
 
 
 def why_numpy(shape: tuple[int, ...], otherwise: str) -> str:
-    """Why NumPy does this on the host, whatever the device; empty where kernels can."""
+    """Reason why NumPy does this on the host, whatever the device; empty if kernels can."""
     if not math.prod(shape):
         return "there are no weights"
     beyond = max(shape) >= 1 << 31 or math.prod(shape) >= 1 << 37
@@ -29,7 +29,7 @@ def why_numpy(shape: tuple[int, ...], otherwise: str) -> str:
 
 
 def tile_of(fmt: TernaryFormat, shape: tuple[int, int]) -> tuple[int, int, int]:
-    """BM, BK and bm of a format with tiles; zeros for others."""
+    """BM, BK and bm of a format with tiles; zeros for other formats."""
     return fmt.tile(shape) if fmt.tiles else (0, 0, 0)
 
 
@@ -41,7 +41,7 @@ def repacked(
     fmt: TernaryFormat,
     to: TernaryFormat,
 ) -> Array:
-    """Sound codes of one format in another, on the device where they lie; trits where ``to`` is ``fmt``."""
+    """Convert valid codes to another format on their device; to trits if ``to`` is ``fmt``."""
     with device:
         trits: Array = device.empty(shape, np.int8, "trits")
         flags = _convert(device, backend, "ternary_unpack", fmt, {"packed": codes, "trits": trits}, shape)
@@ -63,7 +63,7 @@ def _convert(
     arrays: dict[str, Any],
     shape: tuple[int, int],
 ) -> Array:
-    """Run the kernels; flags of what is wrong."""
+    """Run the kernels; return their error flags."""
     layouts = tuple((name, Layout.contiguous(tuple(x.shape), x.dtype)) for name, x in arrays.items())
     need = math.prod(fmt.packed_shape(shape))
     options = {"format": fmt.name, "tile": tile_of(fmt, shape), "by_numpy": "", "need": need}

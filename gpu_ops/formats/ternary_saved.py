@@ -1,4 +1,4 @@
-"""A ternary matrix in a file of its own: a safetensors file whose metadata says the shape and the format."""
+"""A ternary matrix in a separate file: a safetensors file whose metadata has the shape and the format."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def save_parts(path: Any, codes: Array, scale: Array, shape: tuple[int, int], fo
     op = "TernaryMatrix.save"
     target = path_of(op, path)
     metadata = {_KIND: _MATRIX, _FORMAT: format, _SHAPE: json.dumps(shape)}
-    tensors = {"scale": ("F32", scale.shape), "codes": ("U8", codes.shape)}  # in this order both lie aligned
+    tensors = {"scale": ("F32", scale.shape), "codes": ("U8", codes.shape)}  # in this order both are aligned
     data = [array.reshape(-1).view(np.uint8) for array in (scale, codes)]
     write_file(op, target, [header_of(tensors, metadata), *data])
 
 
 def load_parts(path: Any) -> tuple[Array, Array, tuple[int, int], str]:
-    """Codes, scale, shape and format, checked."""
+    """Read codes, scale, shape and format, and check them."""
     op = "TernaryMatrix.load"
     where = path_of(op, path)
     with opened(op, where) as file:
         contents = SafetensorsFile(op, where, file)
-        metadata, found = contents.metadata, {name: t.dtype for name, t in contents.tensors.items()}
-        if metadata.get(_KIND) != _MATRIX or found != {"scale": "F32", "codes": "U8"}:
+        metadata, dtypes = contents.metadata, {name: t.dtype for name, t in contents.tensors.items()}
+        if metadata.get(_KIND) != _MATRIX or dtypes != {"scale": "F32", "codes": "U8"}:
             raise FormatError(
                 f"{op}: {where} is no file of TernaryMatrix.save: its {_KIND!r} is {metadata.get(_KIND)!r:.80}; "
                 f"expected {_MATRIX!r}, and the tensors 'scale' and 'codes'"

@@ -242,7 +242,7 @@ class AppendLook:
             )
 
     def _check_used(self, used: Array, table: Array | None) -> None:
-        """Check that every new token has a row in its sequence's cache and, with pages, a page row of its own."""
+        """Check that every new token has a row in its sequence's cache and, with pages, a separate page row."""
         op, seqlen, page_size = self.op, self.seqlen, self.page_size
         capacity = page_size if table is None else page_size * table.shape[1]
         lengths = used.tolist()

@@ -49,10 +49,10 @@ def ternary_quantize(
         ``d`` is ``threshold * max|w|`` for absmax, ``threshold * mean|w|`` for twn, the ``threshold``-th
         percentile of ``|w|``, ``mean|w| + threshold * std|w|`` for meanstd, ``threshold`` itself for manual.
         On normal weights absmax keeps fewer than 1 % of them, twn about 58 %, absmean 69 %. A percentile between
-        two weights lies on the line from one to the other, as NumPy has it.
+        two weights is interpolated linearly, as in NumPy.
     group_size : int, optional
         Statistics and scale per tensor (None, default), per row (-1), or per ``group_size`` weights
-        along K, which it must divide.
+        along K; it must divide K.
     threshold : float, optional
         See ``method``; default 0.7 (absmax, twn), 50 (percentile), 0 (meanstd). absmean takes none.
     device, backend : str, optional
@@ -61,8 +61,8 @@ def ternary_quantize(
     Returns
     -------
     TernaryMatrix
-        In the format w2, which the kernels read; ``.to(format)`` converts exactly. NumPy inside; codes made on a
-        GPU stay there for ``ternary_matmul``, and are copied to the host when they are asked for.
+        In the format w2, which the kernels read; ``.to(format)`` converts exactly. Holds NumPy arrays; codes made on
+        a GPU stay there for ``ternary_matmul``, and are copied to the host when they are read.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def ternary_quantize(
     CUDA C++ kernels read the weights twice; for meanstd three times, for percentile three or, float32, four times.
 
     absmean: Ma et al., "The Era of 1-bit LLMs", 2024, eq. 1-3. twn: Li et al., "Ternary Weight
-    Networks", 2016, eq. 6. The trits follow from the float32 scale that is returned.
+    Networks", 2016, eq. 6. Trits are computed from the returned float32 scale.
 
     Examples
     --------
@@ -107,17 +107,17 @@ def ternary_quantize(
 
 
 def _backend(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A matrix whose codes stay on a GPU is converted there by the kernels of the same backend."""
+    """Record the backend: a matrix whose codes stay on a GPU is converted there by its kernels."""
     return {}, {"backend": backend}
 
 
 def _as_matrix(
     views: dict[str, Any], device: Any, give: Any, *, shape: tuple[int, int], group: int | None
 ) -> TernaryMatrix:
-    """The matrix of the codes and scales that were made; those of a GPU stay there."""
+    """The matrix of the computed codes and scales; those on a GPU stay there."""
     if 0 in shape:
-        made = _by_reference(np.zeros(shape, np.float32), "absmean", group, None)
-        return TernaryMatrix._trusted(*made, shape, "w2")
+        arrays = _by_reference(np.zeros(shape, np.float32), "absmean", group, None)
+        return TernaryMatrix._trusted(*arrays, shape, "w2")
     codes, scale = views["codes"], views["scale"]
     if device is HOST:
         return TernaryMatrix._trusted(codes, scale, shape, "w2")

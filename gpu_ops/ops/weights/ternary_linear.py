@@ -1,4 +1,4 @@
-"""A linear layer with packed ternary weights, and the gradients that train the weights behind them."""
+"""A linear layer with packed ternary weights, and the gradients that train its latent weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def ternary_matmul_backward(
 ) -> Bound:
     """Straight-through gradients of :func:`ternary_matmul`: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
-    Rounding counts as the identity, as BitNet is trained: ``dw`` is for the latent weights that ``w`` was quantised
-    from, and passes unmasked where quantisation clipped them. ``xq`` is what the forward multiplied: x quantised
-    to int8 and scaled back, or x itself with ``activations="native"``.
+    Rounding counts as the identity, as in the training of BitNet: ``dw`` is the gradient for the latent weights that
+    ``w`` was quantised from, and is not masked where quantisation clipped them. ``xq`` is the factor of the forward:
+    x quantised to int8 and scaled back, or x itself with ``activations="native"``.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def ternary_matmul_backward(
         Same as in the forward call.
     only : {"dx", "dw"}, optional
         Compute only dx (frozen weights), or only dw (deferred).
-    out : (dx, dw), or the one array asked for, optional
+    out : (dx, dw), or the one requested array, optional
         Receives the gradients; none may share memory with an input.
     device, backend : str, optional
         Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
@@ -63,7 +63,7 @@ def ternary_matmul_backward(
     dx : array (..., K), not with ``only="dw"``
         x's dtype.
     dw : array (N, K), not with ``only="dx"``
-        float32, float64 for float64: what an optimiser keeps.
+        float32, float64 for float64, like the optimiser's weights.
 
     Raises
     ------
@@ -72,9 +72,9 @@ def ternary_matmul_backward(
 
     Notes
     -----
-    4 * tokens * N * K flops, half of them with ``only``; sums in float32 (float64 for float64). On the CPU W exists
-    dense in tiles only; on a GPU it stays packed until it is in registers. There, and where a CPU multiplies
-    bfloat16, W times its scales (on the CPU: if there is one per row or group) and xq are rounded to x's dtype.
+    4 * tokens * N * K flops, half of them with ``only``; sums in float32 (float64 for float64). On the CPU W is dense
+    only in tiles; on a GPU it stays packed until it is in registers. On a GPU, and where a CPU multiplies bfloat16, W
+    times its scales (on the CPU: if there is one per row or group) and xq are rounded to x's dtype.
     Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013; Ma et al., 2024.
 
     Examples
@@ -99,12 +99,12 @@ def ternary_matmul_backward(
     checks.exactly(call.op, "dy", dy_, (*x_.shape[:-1], n))
     mode = checks.one_of(call.op, "activations", activations, get_args(Activations))
     take_matrix(call, "w", w)
-    like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), checks.computing_dtype(dtype))}
+    layouts = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), checks.computing_dtype(dtype))}
     if only is None:
-        call.write_each(like, out, rows=True)
+        call.write_each(layouts, out, rows=True)
     else:
         part = checks.one_of(call.op, "only", only, ("dx", "dw"))
-        call.write(part, *like[part], out, rows=True)
+        call.write(part, *layouts[part], out, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
     call.option(activations=mode)
     return call.bind(
@@ -117,7 +117,7 @@ def ternary_matmul_backward(
 
 
 def _unit(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The unit in which GPU kernels round float16 weights: about the largest scale."""
+    """Option ``unit`` of the GPU kernels, in which they round float16 weights: about the largest scale."""
     return {}, {"unit": _power_of_two(views["w"].to("w2").scale)} if backend == "raw" else {}
 
 
@@ -144,18 +144,18 @@ def _unsupported(dtype: str, k: int, groups: int) -> dict[str, str]:
 
 
 def _power_of_two(scale: Array) -> float:
-    """About the largest scale: float16 weights are rounded in its units."""
+    """A power of two about as large as the largest scale: the unit of float16 weights."""
     largest = float(np.abs(scale).max(initial=0))
     return 2.0 ** math.frexp(largest)[1] if largest else 1.0
 
 
 class TernaryLinear:
-    """``y = x @ W.T + bias`` with packed ternary ``W = scale * t``: a layer to be called.
+    """Linear layer ``y = x @ W.T + bias`` with packed ternary ``W = scale * t``.
 
     Parameters
     ----------
     weight : TernaryMatrix (N, K), or array (N, K)
-        Packed weights, or dense ones to be quantised.
+        Packed weights, or dense ones that are quantised.
     bias : array (N,), optional
         float16, bfloat16, float32 or float64; rounded to x's dtype and added to y.
     activations : {"int8", "native"}
@@ -222,15 +222,15 @@ class TernaryLinear:
     def __call__(
         self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
     ) -> Any:
-        """y of x, a float array or a TernaryMatrix, as :func:`ternary_matmul` takes and gives them."""
+        """Return y for x, a float array or a TernaryMatrix; see :func:`ternary_matmul`."""
         if str(getattr(x, "dtype", None)).removeprefix("torch.") == "int8":
             raise DTypeError(
                 "TernaryLinear: x is int8, and a layer takes floats, which it quantises itself; for int8 codes call "
                 "ternary_matmul(x, layer.weight, x_scale=scale), for integers pass x.astype(np.float32)"
             )
         self._check_apart(out)
-        where = {"device": device, "backend": backend}
-        y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
+        placement = {"device": device, "backend": backend}
+        y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **placement)
         return y if self.bias is None else _add(x, y, self.bias)
 
     forward = __call__
@@ -238,16 +238,16 @@ class TernaryLinear:
     def backward(
         self, dy: Any, x: Any, *, device: str | None = None, backend: str | None = None
     ) -> tuple[Any, ...]:
-        """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
-        where = {"device": device, "backend": backend}
-        dx, dw = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where)
+        """Return ``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype if there is a bias."""
+        placement = {"device": device, "backend": backend}
+        dx, dw = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **placement)
         return (dx, dw) if self.bias is None else (dx, dw, _sum_of_tokens(dy))
 
     def _check_apart(self, out: Any) -> None:
-        """The bias, which is in host memory, is read after ``out`` has been written."""
+        """Refuse an ``out`` that overlaps the bias: the bias is in host memory and read after ``out`` is written."""
         if out is None or self.bias is None or on_cuda(out):
             return
-        with contextlib.suppress(DTypeError, DeviceError):  # no array: the op itself refuses it
+        with contextlib.suppress(DTypeError, DeviceError):  # not an array: the op itself refuses it
             view, _ = host_view("TernaryLinear", "out", out)
             if overlap(view, self.bias):
                 raise ShapeError(
@@ -262,7 +262,7 @@ class TernaryLinear:
 
 
 def _add(x: Any, y: Any, bias: Array) -> Any:
-    """``y + bias``, rounded to y's dtype first; y itself where its library allows. On the stream of x."""
+    """Return ``y + bias``, with bias rounded to y's dtype; in place if y's library allows. Runs on x's stream."""
     if not on_cuda(y):
         view, library = host_view("TernaryLinear", "y", y)
         bias = bias.astype(view.dtype)
@@ -287,7 +287,7 @@ def _add(x: Any, y: Any, bias: Array) -> Any:
 
 
 def _sum_of_tokens(dy: Any) -> Any:
-    """In float64, then in dw's dtype; in dy's library, on its stream."""
+    """Sum dy over tokens in float64 and round to dw's dtype; in dy's library, on its stream."""
     if not on_cuda(dy):
         view, library = host_view("TernaryLinear", "dy", dy)
         return give(_column_sums(view), library)

@@ -39,26 +39,28 @@ def ternary_matmul(
 
     ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
     ``q = round_half_even(x * s)``; then ``y[n] = scale[n] / s * sum_k t[n, k] * q[k]`` with an exact
-    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider. An int8 x
-    is quantised already: ``y[n] = scale[n] * x_scale * sum_k t[n, k] * x[k]``, with the same exact sum.
+    integer sum (W1.58A8, as in the training of BitNet b1.58). ``"native"``: x is not quantised, sums are float32 or
+    wider. An int8 x is quantised already: ``y[n] = scale[n] * x_scale * sum_k t[n, k] * x[k]``, with the same exact
+    sum.
 
     Parameters
     ----------
     x : array (..., K), or TernaryMatrix (M, K)
-        float16, bfloat16, float32 or float64; or int8, with ``x_scale``. A ternary x needs no ``activations``: the
-        sums are of trits, by popcount on bit planes. Scales of both are then per tensor or row; no argument lies on
-        a device, so that ``device`` or ``out`` says where to run.
+        float16, bfloat16, float32 or float64; or int8, with ``x_scale``. A ternary x ignores ``activations``: the
+        sums are of trits, by popcount on bit planes. Scales of both must then be per tensor or row. Neither argument
+        is on a device, so ``device`` or ``out`` determines where it runs.
     w : TernaryMatrix (N, K)
-        Any format; others than w2 are converted at the first call and the result is kept on ``w``. The
+        Any format; formats other than w2 are converted at the first call and the result is kept on ``w``. The
         first call on a CUDA device copies the codes there, and ``w`` keeps the copy as long as it lives:
         make that call before capturing a graph.
     x_scale : array (...), (..., 1) or (), optional
-        For an int8 x, and needed there: what one step of its codes stands for, per token or once for all. float32 or
-        float64. ``q, scale, _ = rmsnorm_quant_int8(...)`` gives both.
+        Required for an int8 x: the value of one step of its codes, per token or one for all. float32 or float64.
+        ``q, scale, _ = rmsnorm_quant_int8(...)`` returns both.
     activations : {"int8", "native"}
-        What a float x is multiplied as.
+        Form in which a float x is multiplied.
     out_dtype : dtype, optional
-        Of y for an int8 x: any float dtype; default that of ``x_scale``. Otherwise there is one choice.
+        Dtype of y for an int8 x: any float dtype; default that of ``x_scale``. For other x only the default is
+        allowed.
     out : array (..., N), optional
         y's dtype; may not overlap x, x_scale or w.
     device, backend : str, optional
@@ -69,8 +71,8 @@ def ternary_matmul(
     Returns
     -------
     y : array (..., N)
-        x's dtype (float32 for a ternary x, ``out_dtype`` for an int8 one). A token with a NaN or an infinity gives
-        NaN in int8 mode, and so does one whose x_scale is NaN.
+        x's dtype (float32 for a ternary x, ``out_dtype`` for an int8 one). In int8 mode a token with a NaN or an
+        infinity, or whose x_scale is NaN, gives NaN.
 
     Raises
     ------
@@ -79,13 +81,13 @@ def ternary_matmul(
 
     Notes
     -----
-    Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
-    codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
-    With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold any;
-    ``explain`` tells. With float activations a GPU skips nothing: a warp reads 2048 neighbours of a row at a time,
-    all of which are zero only where whole rows are. A GPU has fewer popcounts than int8 products on its tensor cores
-    (an H200 a sixteenth, by its data sheet): for many rows and a w that is not sparse, ``x.dequantize()`` is the
-    faster argument there.
+    Reads N * K / 4 bytes of weights, an eighth of float16's. In the packed layout the unsigned codes
+    ``t + 1`` are operands of 4 x int8 dot products; the offset is subtracted once per token.
+    With a ternary x, chunks of 128 weights of w that are all zero are skipped if at most a quarter of the chunks have
+    a nonzero; ``explain`` reports it. With float activations a GPU skips nothing: a warp reads 2048 neighbours of a
+    row at a time, all of which are zero only if whole rows are. A GPU's popcount rate is lower than the int8 rate of
+    its tensor cores (a sixteenth on an H200, by its data sheet): for many rows and a w that is not sparse,
+    ``x.dequantize()`` is faster there.
 
     Examples
     --------
@@ -115,25 +117,25 @@ def ternary_matmul(
     if x_.ndim == 0 or x_.shape[-1] != k:
         raise ShapeError(f"{call.op}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
     if x_.dtype == np.int8:
-        dtype, to = _given(call, x_, x_scale, mode, out_dtype)
+        dtype, result_dtype = _given(call, x_, x_scale, mode, out_dtype)
     else:
         dtype = checks.float_dtype(call.op, x=x_)
         _without_scale(call.op, f"{dtype} and quantised in the call; omit it, or pass int8 codes", x_scale)
-        to = checks.result_dtype(call.op, "out_dtype", out_dtype, x_.dtype)
+        result_dtype = checks.result_dtype(call.op, "out_dtype", out_dtype, x_.dtype)
     take_matrix(call, "w", w)
-    call.write("y", (*x_.shape[:-1], n), to, out, rows=True)
+    call.write("y", (*x_.shape[:-1], n), result_dtype, out, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
     call.option(k=k, activations=mode)
-    what = f"int8 to {to}" if x_.dtype == np.int8 else f"{dtype}, activations {mode}"
+    types = f"int8 to {result_dtype}" if x_.dtype == np.int8 else f"{dtype}, activations {mode}"
     return call.bind(
-        problem=f"{tokens} tokens x ({n} x {k}) {w.format}, {what}",
+        problem=f"{tokens} tokens x ({n} x {k}) {w.format}, {types}",
         unsupported=_unsupported(dtype, mode, k, groups),
         flops=2.0 * tokens * n * k,
     )
 
 
 def _given(call: Call, x: Array, x_scale: Any, mode: str, out_dtype: Any) -> tuple[str, np.dtype[Any]]:
-    """The dtype that decides what backends run, and that of y, for an int8 x and its scale."""
+    """Check an int8 x and its scale; return the dtype that selects the backends, and the dtype of y."""
     if x_scale is None:
         raise OptionError(
             f"{call.op}: x is int8, so x_scale is needed: what one step stands for, per token, as rmsnorm_quant_int8 "
@@ -142,10 +144,10 @@ def _given(call: Call, x: Array, x_scale: Any, mode: str, out_dtype: Any) -> tup
     if mode != "int8":
         raise OptionError(f"{call.op}: activations={mode!r} is for float x; this x is int8, so omit it")
     scale = call.read("x_scale", x_scale, contiguous=True)
-    wide = checks.float_dtype(call.op, x_scale=scale)
-    if wide not in ("float32", "float64"):
+    scale_dtype = checks.float_dtype(call.op, x_scale=scale)
+    if scale_dtype not in ("float32", "float64"):
         raise DTypeError(
-            f"{call.op}: x_scale is {wide}, expected float32 or float64; cast it: x_scale.astype('f4')"
+            f"{call.op}: x_scale is {scale_dtype}, expected float32 or float64; cast it: x_scale.astype('f4')"
         )
     tokens = x.shape[:-1]
     if scale.shape not in (tokens, (*tokens, 1), ()):
@@ -153,8 +155,10 @@ def _given(call: Call, x: Array, x_scale: Any, mode: str, out_dtype: Any) -> tup
             f"{call.op}: x_scale has shape {scale.shape}, expected one per token of x, {tokens} or {(*tokens, 1)}, "
             "or one for all, ()"
         )
-    to = checks.result_dtype(call.op, "out_dtype", out_dtype, scale.dtype, *checks.FLOAT_DTYPES.values())
-    return "float64" if np.float64 in (scale.dtype, to) else "float32", to
+    result_dtype = checks.result_dtype(
+        call.op, "out_dtype", out_dtype, scale.dtype, *checks.FLOAT_DTYPES.values()
+    )
+    return "float64" if np.float64 in (scale.dtype, result_dtype) else "float32", result_dtype
 
 
 def _without_scale(op: str, given: str, x_scale: Any) -> None:
@@ -163,17 +167,17 @@ def _without_scale(op: str, given: str, x_scale: Any) -> None:
 
 
 def _unsupported(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
-    """Known without importing the kernels, so that validation stays cheap."""
-    found = {}
+    """Reasons by backend, found without importing the kernels, so that validation stays cheap."""
+    reasons = {}
     if dtype == "float64":
-        found["raw"] = "float64 has Numba kernels only"
+        reasons["raw"] = "float64 has Numba kernels only"
     elif mode == "int8" and k > 1 << 23:
-        found["raw"] = f"K={k}: int32 sums hold 2^23 products of a code and an int8"
+        reasons["raw"] = f"K={k}: int32 sums hold 2^23 products of a code and an int8"
     elif groups > 1 and (k // groups) % 64:
-        found["raw"] = f"group_size {k // groups} is not a multiple of 64"
+        reasons["raw"] = f"group_size {k // groups} is not a multiple of 64"
     if groups > 1 and (k // groups) % 4:
-        found["numba"] = f"group_size {k // groups} is not a multiple of 4"
-    return found
+        reasons["numba"] = f"group_size {k // groups} is not a multiple of 4"
+    return reasons
 
 
 @lowers("ternary_matmul", "reference")
@@ -182,11 +186,11 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         w2 = views["w"].to("w2")
-        how = {
+        options = {
             "activations": spec["activations"],
             "x_scale": views.get("x_scale"),
             "out_dtype": views["y"].dtype,
         }
-        store(views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, **how))
+        store(views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, **options))
 
     on.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")

@@ -1,4 +1,4 @@
-"""Quantise the weights of a whole model, and say what that did to them."""
+"""Quantise the weights of a whole model, and report the effect."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SKIP", "QuantizedModel", "QuantizedWeight", "quantize_model"]
 
-_AT_A_TIME = 1 << 22  # weights that exist dense
-SKIP = ("*embed*", "*lm_head*", "*norm*")  # what ternary models leave as it is
+_AT_A_TIME = 1 << 22  # number of weights that are dense at a time
+SKIP = ("*embed*", "*lm_head*", "*norm*")  # weights that ternary models do not quantise
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """What became of one weight. ``kept``: why it was left as it is, else empty."""
+    """Report on one weight. ``kept``: reason why it was not quantised, else empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """Row by row what :func:`quantize_model` did: ``print(report)``, or ``rich.print(report)`` for a table."""
+    """Report of :func:`quantize_model`, one row per weight: ``print(report)``; ``rich.print(report)`` for a table."""
 
     rows: tuple[QuantizedWeight, ...]
 
@@ -100,29 +100,29 @@ def quantize_model(
     group_size: int | None = None,
     threshold: float | None = None,
 ) -> tuple[dict[str, Any], QuantizedModel]:
-    """Quantise every matrix of a model but those that ``skip`` names.
+    """Quantise every matrix of a model except those that ``skip`` names.
 
     Parameters
     ----------
     weights : mapping of str to array
-        By name. Float arrays (N, K) are quantised; other shapes and dtypes are passed on.
+        Arrays by name. Float arrays (N, K) are quantised; other shapes and dtypes are returned unchanged.
     skip : sequence of str
-        Shell patterns of names to leave as they are; embeddings, the output head and norms by default.
-        A pattern of your own that matches no name is an error.
+        Shell patterns of names not to quantise; by default embeddings, the output head and norms.
+        A pattern other than the defaults that matches no name is an error.
     method, group_size, threshold
         Same as in :func:`ternary_quantize`.
 
     Returns
     -------
     quantized : dict of str to TernaryMatrix or array
-        In the order of ``weights``; what was left is the caller's own object.
+        In the order of ``weights``; weights that were not quantised are the caller's own objects.
     report : QuantizedModel
         Density, relative error and bits per weight of each; prints as a table.
 
     Raises
     ------
     OptionError, DTypeError, ShapeError
-        The message holds the weight's name.
+        The message has the weight's name.
 
     Examples
     --------
@@ -156,11 +156,11 @@ def quantize_model(
             raise OptionError(f"{name}: skip={pattern!r} matches none of the {len(weights)} names")
     quantized: dict[str, Any] = {}
     rows = []
-    for key, given in weights.items():
-        w = Call(name).read(key, given)
+    for key, array in weights.items():
+        w = Call(name).read(key, array)
         kept = _kept(key, w, patterns)
         if kept:
-            quantized[key] = given
+            quantized[key] = array
             rows.append(QuantizedWeight(key, w.shape, w.nbytes, w.nbytes, kept=kept))
             continue
         try:
@@ -174,7 +174,7 @@ def quantize_model(
 
 
 def _kept(key: str, w: Array, patterns: tuple[str, ...]) -> str:
-    """Why a weight is left as it is; empty if it is not."""
+    """Reason why a weight is not quantised; empty if it is."""
     if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns):
         return "skipped"
     if w.ndim != 2 or not w.size:
@@ -183,7 +183,7 @@ def _kept(key: str, w: Array, patterns: tuple[str, ...]) -> str:
 
 
 def _relative_error(w: Array, t: TernaryMatrix) -> float:
-    """In float64, some rows at a time."""
+    """Relative Frobenius error in float64, computed some rows at a time."""
     error = size = 0.0
     for rows, dense in _dense(t):
         exact = w[rows].astype(np.float64)
@@ -193,7 +193,7 @@ def _relative_error(w: Array, t: TernaryMatrix) -> float:
 
 
 def _dense(t: TernaryMatrix) -> Iterator[tuple[slice, Array]]:
-    """Rows of W, some at a time."""
+    """Dense rows of W, some at a time."""
     w2, (n, k) = t.to("w2"), t.shape
     step = max(_AT_A_TIME // max(k, 1), 1)
     for first in range(0, n, step):

@@ -55,10 +55,10 @@ def ternary_pack(
         ``TernaryMatrix.describe_formats()`` for layout, bits per weight and constraints.
     scale : float or array, optional
         Only for tq1_0, tq2_0 (blocks of 256 weights) and q2_0 (64), which embed an fp16 scale per block: a number,
-        ``(N,)`` or ``(N, K / block)``; 1.0 when absent. Elsewhere scales are kept apart.
+        ``(N,)`` or ``(N, K / block)``; default 1.0. Other formats keep scales separately.
     check : bool
-        On a GPU, wait for the kernel and refuse what is no trit or a scale that does not fit. With ``check=False``
-        the host waits for nothing, and such codes mean nothing. In host memory all is checked anyway.
+        On a GPU, wait for the kernel and refuse invalid trits and a scale that does not fit. With ``check=False``
+        the host does not wait, and such codes are undefined. Arrays in host memory are always checked.
     device, backend : str, optional
         Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
 
@@ -72,9 +72,9 @@ def ternary_pack(
 
     Notes
     -----
-    On a GPU, int8 trits are packed and unpacked by kernels, each byte read or written once; wider integers go by way
-    of the host, as ``explain`` says. What kernels refuse is looked for again on the host, which says what it is. The
-    host waits for that, once per call: see ``check``, and ``strict`` of :func:`ternary_unpack`.
+    On a GPU, int8 trits are packed and unpacked by kernels, each byte read or written once; wider integers go through
+    the host, as ``explain`` reports. If a kernel finds an error, the host repeats the work to report it. The host
+    waits for that, once per call: see ``check``, and ``strict`` of :func:`ternary_unpack`.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def ternary_pack(
     check = checks.flag(call.op, "check", check)
     t = call.read("trits", trits)
     check_integers(call.op, t)
-    if fmt.name == "i2_s" and t.shape[1] % 128:  # its blocks lie across rows
+    if fmt.name == "i2_s" and t.shape[1] % 128:  # its blocks span rows
         t = call.read("trits", t, contiguous=True)
     shape = (t.shape[0], t.shape[1])
     if scale is not None:
@@ -132,15 +132,15 @@ def ternary_unpack(
     Parameters
     ----------
     packed : array, uint8
-        Any shape; its bytes in C order are those of the format.
+        Any shape; its bytes in C order are in the format.
     shape : (int, int)
         ``(N, K)`` of the weights.
     format : str
         Same as in :func:`ternary_pack`.
     strict : bool
-        Refuse every byte that no encoder writes: invalid codes, a wrong length, filled padding, a scale
-        that is not finite. With ``strict=False`` longer input is cut and invalid codes become what the format's
-        published decoder makes of them (a 2-bit code 3 gives +2); on a GPU the host then waits for nothing.
+        Refuse every byte that no encoder writes: invalid codes, a wrong length, nonzero padding, a scale
+        that is not finite. With ``strict=False`` longer input is cut and invalid codes are decoded as by the format's
+        published decoder (a 2-bit code 3 gives +2); on a GPU the host then does not wait.
     device, backend : str, optional
         Device and backend that run the call; by default chosen from the arrays: see :func:`explain`.
 
@@ -152,7 +152,7 @@ def ternary_unpack(
     Raises
     ------
     FormatError
-        The bytes do not follow the format; names the first offence.
+        The bytes do not follow the format; the message has the first error.
     ShapeError, DTypeError, OptionError
 
     Examples
@@ -198,7 +198,7 @@ def _checked(
     because: str,
     strict: bool,
 ) -> Any:
-    """The result of the kernels; NumPy's on the host, or where kernels found a fault: it says which."""
+    """The kernels' result, or NumPy's on the host or after a kernel found an error, which NumPy reports."""
     if device is HOST or because or (strict and on_host(views["flags"]).any()):
         views[name] = _on_device(by_numpy(views), device)
     return give(name)
@@ -216,7 +216,7 @@ def _on_device(x: Array, device: Any) -> Array:
 
 
 def _columns(scale: Any) -> Array:
-    """As (1 or N, 1 or blocks), contiguous."""
+    """Reshape scales to (1 or N, 1 or blocks), contiguous."""
     columns = scale if scale.ndim == 2 else scale.reshape(scale.size, 1)
     if isinstance(scale, np.ndarray):
         return np.ascontiguousarray(columns)
@@ -227,7 +227,7 @@ def _columns(scale: Any) -> Array:
 
 
 def _embedded_scale(scale: Any, shape: tuple[int, int], fmt: TernaryFormat) -> Array:
-    """A scale that blocks embed, as float32."""
+    """Check a scale that blocks embed, and return it as float32."""
     name, block = "ternary_pack", fmt.block_scale
     if not block:
         others = ", ".join(f.name for f in FORMATS.values() if f.block_scale)

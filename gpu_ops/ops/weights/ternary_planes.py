@@ -1,10 +1,10 @@
-"""The product of two ternary matrices: which chunks of w are visited.
+"""Product of two ternary matrices, and the choice of the chunks of w that it visits.
 
-Where few chunks of 128 weights of w hold anything, the others are skipped. The rule, in order:
+If few chunks of 128 weights of w have a nonzero, the others are skipped. The rules, in order:
 
-1. on the CPU fewer than 16 rows of x       all chunks: skipping has its vector lanes along them
+1. on the CPU fewer than 16 rows of x       all chunks: with skipping, vector lanes are along the rows
 2. more than a quarter of them occupied     all chunks
-3. else                                     the occupied ones, from lists made once for each w
+3. otherwise                                the occupied ones, from lists made once for each w
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_OCCUPIED = 0.25
 
 @dataclass(frozen=True)
 class _Occupied:
-    """The chunks of each row of a matrix that hold a nonzero: row r has chunks[starts[r] : starts[r + 1]]."""
+    """Chunks with a nonzero in each row of a matrix: row r has chunks[starts[r] : starts[r + 1]]."""
 
     starts: Array
     chunks: Array
@@ -43,23 +43,23 @@ class _Occupied:
 
     @property
     def skips(self) -> bool:
-        """Whether so few that the others are skipped."""
+        """Whether so few chunks are occupied that the others are skipped."""
         return self.share <= _MOST_OCCUPIED
 
     @classmethod
     def of(cls, w: TernaryMatrix) -> _Occupied:
-        """Made at the first call with ``w``, and kept as long as it lives."""
-        found = _made.get(w)
-        if found is None:
+        """The chunks of ``w``, made at the first call with it and kept as long as it lives."""
+        occupied = _made.get(w)
+        if occupied is None:
             bits = np.unpackbits(w.chunk_bitmap(), axis=1, count=-(-w.shape[1] // 128), bitorder="little")
             rows, chunks = np.nonzero(bits)
             starts = np.searchsorted(rows, np.arange(len(bits) + 1))
             share = len(chunks) / max(bits.size, 1)
-            found = _made.setdefault(w, cls(starts.astype(np.int64), chunks.astype(np.int32), share))
-        return found
+            occupied = _made.setdefault(w, cls(starts.astype(np.int64), chunks.astype(np.int32), share))
+        return occupied
 
     def on(self, device: Any) -> tuple[Array, Array]:
-        """Both arrays, where ``device`` reads them."""
+        """Both arrays in memory that ``device`` reads."""
         if not isinstance(device, CudaDevice):
             return self.starts, self.chunks
         held = self._on_cuda.get(device.ordinal)
@@ -73,7 +73,7 @@ _made: WeakKeyDictionary[TernaryMatrix, _Occupied] = WeakKeyDictionary()
 
 
 def take_matrix(call: Call, name: str, matrix: TernaryMatrix, *, row_scales: bool = False) -> None:
-    """A ternary argument of a call: itself, and codes and scale where kernels read them, as w2."""
+    """Read a ternary argument: the matrix itself, and its codes and scale in w2 for the kernels."""
     convert = _with_row_scales(call.op, name, matrix) if row_scales else matrix.to("w2")
     call.provide(name, None, name, _itself)
     call.provide(f"{name}.codes", convert.layouts[0], name, _codes)
@@ -95,7 +95,7 @@ def _scale(w: TernaryMatrix, device: Any) -> Array:
 
 
 def bind_product(call: Call, x: TernaryMatrix, w: TernaryMatrix, out: Any) -> Bound:
-    """``y = x @ w.T`` in float32: integer sums, then the product of the scales."""
+    """Bind ``y = x @ w.T`` in float32: integer sums, then the product of the scales."""
     (m, k), n = x.shape, w.shape[0]
     if k != w.shape[1]:
         raise ShapeError(
@@ -116,21 +116,21 @@ def bind_product(call: Call, x: TernaryMatrix, w: TernaryMatrix, out: Any) -> Bo
 
 
 def _occupied(w: TernaryMatrix, device: Any, *, rows: int) -> tuple[_Occupied, tuple[Array, Array]] | None:
-    """The chunks of w, and both lists where ``device`` reads them."""
+    """The chunks of w, and both lists in memory that ``device`` reads; None if all chunks are visited."""
     if device is HOST and rows < _FEW_ROWS:
         return None
-    found = _Occupied.of(w.to("w2"))
-    return found, found.on(device)
+    occupied = _Occupied.of(w.to("w2"))
+    return occupied, occupied.on(device)
 
 
 def _look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Whether chunks of w are skipped, which its values decide. Scales of some formats are values, too."""
+    """Hook that determines from the values of w whether chunks are skipped. Some formats hold scales as values."""
     for name in ("x", "w"):
         _with_row_scales("ternary_matmul", name, views[name])
-    found = views.get("w.occupied")
-    if found is None or backend == "reference":
+    occupied = views.get("w.occupied")
+    if occupied is None or backend == "reference":
         return {}, {}
-    chunks, lists = found
+    chunks, lists = occupied
     share = f"{chunks.share:.1%} of the chunks of w are occupied"
     if not chunks.skips:
         return {"share": share}, {}
@@ -150,7 +150,7 @@ def _reference(spec: Spec, on: Builder) -> None:
 
 
 def _with_row_scales(name: str, argument: str, matrix: TernaryMatrix) -> TernaryMatrix:
-    """The matrix in w2, its scale per tensor or row."""
+    """The matrix in w2, whose scale must be per tensor or row."""
     w2 = matrix.to("w2")
     if w2.scale.ndim == 2 and w2.scale.shape[1] > 1:
         raise OptionError(

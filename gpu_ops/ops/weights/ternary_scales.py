@@ -59,7 +59,7 @@ def _kernels() -> ModuleType:
 def quantize(
     name: str, w: Array, method: Method, group_size: int | None, threshold: float | None
 ) -> tuple[Array, Array]:
-    """w2 codes and scale by the kernels: statistics, a limit per scope, then codes."""
+    """Compute w2 codes and scale by the kernels: statistics, a limit per scope, then codes."""
     kernels = _kernels()
     n, k = w.shape
     group = k if group_size is None or group_size == -1 else group_size
@@ -69,8 +69,8 @@ def quantize(
     limit, scale = np.empty(scopes), np.empty(scopes, np.float32)
 
     def limits(of: str, center: Array) -> None:
-        found = kernels.statistics(w, group, center)
-        if not kernels.limits(of, threshold or 0.0, size, found, limit, scale):
+        statistics = kernels.statistics(w, group, center)
+        if not kernels.limits(of, threshold or 0.0, size, statistics, limit, scale):
             raise not_finite(name)
 
     origin = np.zeros((1, k // group))
