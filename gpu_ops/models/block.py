@@ -1,8 +1,8 @@
-"""A decoder block, forward and backward, as two functions that keep as much between them as a policy says.
+"""A decoder block, forward and backward, as two functions; a policy selects what is kept between them.
 
 ::
 
-    h1 = rmsnorm(x)                 qkv = h1 @ w_qkv^T, q and k rotated in place (qk_norm: normalised first, apart)
+    h1 = rmsnorm(x)                 qkv = h1 @ w_qkv^T, q and k rotated in place (qk_norm: normalised copies)
     x2 = x + attention(q, k, v) @ w_o^T
     h2 = rmsnorm(x2)                gate_up = h2 @ w_gate_up^T
     y = x2 + (act(gate) * up) @ w_down^T
@@ -10,8 +10,8 @@
     sub_norms:  attention and act(gate) * up are normalised before they are projected
     post_norms: the projections, called o and down, are normalised before they are added
 
-The forward call keeps what the policy names in a :class:`Saved`. The backward call makes the rest again, with the
-functions that made it: the same kernels, so the gradients have the same bits under every policy.
+The forward call keeps the fields that the policy names in a :class:`Saved`. The backward call recomputes the rest
+with the same functions and kernels, so the gradients have the same bits under every policy.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _PROJECTED = frozenset({"o", "rstd_o", "down", "rstd_down"})  # with post_norms
 _ALL = _PROJECTED | {
     *("h1", "rstd1", "qkv", "q", "k", "rstd_q", "rstd_k", "attn", "lse", "x2", "h2", "rstd2", "gate_up")
 }
-# What a policy keeps besides the block's input. Bytes per token, the input included, in units of hidden * itemsize,
-# for Llama-3-8B: none 13.5, mlp 6.5, norms 4.5, attention 2, layer 1. q and k are fields of their own with qk_norm.
+# Fields that a policy keeps in addition to the block's input. Bytes per token, including the input, in units of
+# hidden * itemsize, for Llama-3-8B: none 13.5, mlp 6.5, norms 4.5, attention 2, layer 1. With qk_norm, q and k are
+# separate fields.
 POLICIES: dict[str, frozenset[str]] = {
     "none": _ALL,
     "mlp": _ALL - {"gate_up"},
     "norms": _PROJECTED | {"qkv", "attn", "lse", "x2"},
     "attention": frozenset({"x2"}),
     "layer": frozenset(),
-    "offload": frozenset(),  # and its input goes to the host
+    "offload": frozenset(),  # and the block's input goes to the host
 }
 
 
@@ -56,7 +57,7 @@ def block_forward(
     policy: str = "none",
     sequences: Sequences | None = None,
 ) -> tuple[ArrayT, Saved]:
-    """The output of a block, like x, and what :func:`block_backward` takes.
+    """Return the output of a block, like x, and the state that :func:`block_backward` needs.
 
     Parameters
     ----------
@@ -64,9 +65,9 @@ def block_forward(
     weights : Block
         In x's dtype.
     policy : str
-        ``none`` recomputes nothing; ``mlp`` gate and up; ``norms`` the normalised inputs too; ``attention`` attention
-        and its projections too; ``layer`` everything. ``offload`` is ``layer`` with the block's input in pinned host
-        memory; arrays on the host stay where they are.
+        Selects what the backward recomputes: ``none`` nothing; ``mlp`` gate and up; ``norms`` also the normalised
+        inputs; ``attention`` also attention and its projections; ``layer`` everything. ``offload`` is ``layer`` with
+        the block's input in pinned host memory; arrays on the host are not moved.
 
     Returns
     -------
@@ -102,13 +103,13 @@ def block_backward(
     grads: Block,
     sequences: Sequences | None = None,
 ) -> ArrayT:
-    """The gradient for x; those of the weights are added to ``grads``. Uses up ``saved``.
+    """Return the gradient for x; gradients of the weights are added to ``grads``. Consumes ``saved``.
 
     Parameters
     ----------
     dy : array like y
     saved : Saved
-        Of the forward call.
+        Result of the forward call.
     grads : Block
         float32 (float64 for float64).
 
@@ -135,13 +136,13 @@ def block_backward(
 
 
 def kept_by(policy: str) -> frozenset[str]:
-    """The fields of :class:`Saved` that a policy keeps."""
+    """Fields of :class:`Saved` that a policy keeps."""
     return POLICIES[one_of("block_forward", "policy", policy, POLICIES)]
 
 
 def recomputed_flops(policy: str, config: LlamaConfig, seqlen: int) -> float:
-    """What the backward call makes again under a policy, in flops per token. A norm counts as the 40 multiply-adds
-    per element that pass while its bytes do."""
+    """Flops per token that the backward call recomputes under a policy. A norm counts as 40 multiply-adds per
+    element, the number that take the same time as its memory traffic."""
     c, heads, norm = config, config.nheads * config.head_dim, 80.0 * config.hidden
     o = 2.0 * c.hidden * heads
     flops = {
@@ -158,7 +159,7 @@ def recomputed_flops(policy: str, config: LlamaConfig, seqlen: int) -> float:
     return sum(n for field, n in flops.items() if field not in kept_by(policy))
 
 
-# What the forward call makes in order, and what no later step of it reads.
+# Fields that the forward call computes, in order, and the fields that no later step of it reads.
 _FORWARD: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("h1", ("rstd1",)),
     ("qkv", ("h1",)),
@@ -170,7 +171,7 @@ _FORWARD: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _mlp_backward(run: Run, dy: Any, grads: Block) -> Any:
-    """Through the down projection, its norms and the activation: the gradient of the packed gate and up."""
+    """Backward through the down projection, its norms and the activation: gradient of the packed gate and up."""
     saved, weights, config = run.saved, run.weights, run.config
     if config.post_norms:
         down, rstd = run.need("down"), run.need("rstd_down")
@@ -192,7 +193,7 @@ def _mlp_backward(run: Run, dy: Any, grads: Block) -> Any:
 
 
 def _attention_backward(run: Run, dx2: Any, grads: Block) -> Any:
-    """Through the output projection, attention, rotation and norms: the gradient of the packed q, k and v."""
+    """Backward through the output projection, attention, rotation and norms: gradient of the packed q, k and v."""
     saved, weights = run.saved, run.weights
     do = dx2
     if run.config.post_norms:
@@ -228,7 +229,7 @@ def _attention_backward(run: Run, dx2: Any, grads: Block) -> Any:
 
 
 def _norm_heads_backward(run: Run, dy: Any, x: Any, weight: Any, rstd: Any, dweight: Any) -> None:
-    """In place of ``dy``, a part of ``dqkv``."""
+    """Backward of the norm of heads, in place of ``dy``, a part of ``dqkv``."""
     dx = copied(dy)
     run.norm_backward(dx, copied(x), weight, rstd, dweight, out=dx)
     copied(dx, to=dy)

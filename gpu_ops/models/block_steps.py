@@ -1,4 +1,4 @@
-"""The steps of a decoder block, each made when it is needed: by the forward call, and again by the backward call."""
+"""Steps of a decoder block, computed on demand by the forward call, and again by the backward call."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["Run", "Saved", "Sequences"]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where the tokens of a batch stand."""
+    """Positions and boundaries of the sequences of a batch."""
 
     positions: Any = None
-    """int32 (batch, seqlen) or (tokens,). None: 0, 1, ... along seqlen. Packed sequences need them."""
+    """int32 (batch, seqlen) or (tokens,). None: 0, 1, ... along seqlen. Required for packed sequences."""
     cu_seqlens: Any = None
     """int32 (sequences + 1,) for packed sequences: x is then (tokens, hidden)."""
     max_seqlen: int | None = None
-    """The longest sequence; a CUDA graph needs it."""
+    """Length of the longest sequence; required in a CUDA graph."""
     seqlen: int | None = None
-    """The length on which the dynamic and longrope rotations depend. None: the largest position + 1."""
+    """Length that the dynamic and longrope rotations depend on. None: the largest position + 1."""
 
     def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        """Attention within the sequences, and lse. :class:`gpu_ops.distributed.ContextParallel` has its own."""
+        """Attention within the sequences, and lse. :class:`gpu_ops.distributed.ContextParallel` overrides it."""
         starts = self.cu_seqlens
         if starts is None:
             return attention(q, k, v, **options, return_lse=True)
@@ -53,7 +53,7 @@ class Sequences:
         grads: tuple[Any, Any, Any],
         **options: Any,
     ) -> None:
-        """``grads``: what dq, dk and dv are written to."""
+        """Backward of :meth:`attention`. ``grads``: arrays that receive dq, dk and dv."""
         starts = self.cu_seqlens
         if starts is None:
             attention_backward(dout, q, k, v, out, lse, **options, grads=grads)
@@ -68,7 +68,7 @@ class Sequences:
 
 @dataclass
 class Saved:
-    """What a forward call keeps for its backward call; a field that is None is made again."""
+    """Arrays that a forward call keeps for its backward call; a field that is None is recomputed."""
 
     x: Any
     h1: Any = None
@@ -96,12 +96,12 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that are kept."""
+        """Bytes of the kept arrays."""
         return sum(int(x.nbytes) for x in (getattr(self, f.name) for f in fields(self)) if x is not None)
 
 
 class Run:
-    """One call over a block: makes the fields of :class:`Saved` that it needs."""
+    """One call over a block: computes the fields of :class:`Saved` that it needs."""
 
     def __init__(self, saved: Saved, weights: Block, config: LlamaConfig, sequences: Sequences) -> None:
         weights.check(config)
@@ -118,7 +118,7 @@ class Run:
         }
 
     def need(self, field: str) -> Any:
-        """A field, made if it is not there."""
+        """Return a field, computed if it is None."""
         if getattr(self.saved, field) is None:
             _MAKERS[field](self)
         return getattr(self.saved, field)
@@ -131,14 +131,14 @@ class Run:
         return q, k, v
 
     def rope(self, function: Callable[..., Any], q: Any, k: Any) -> None:
-        """Rotate in place. Packed sequences are one long sequence with positions of their own."""
+        """Rotate in place. Packed sequences are one long sequence with explicit positions."""
         if self.config.theta is None:
             return
         q, k = (x[None] if x.ndim == 3 else x for x in (q, k))
         function(q, k, **self.rope_options, out=(q, k))
 
     def norm(self, x: Any, weight: Any, *, stream: bool = False, out: Any = None) -> tuple[Any, Any]:
-        """An RMS norm and its rstd; ``stream``: of the residual stream."""
+        """RMS norm and its rstd; ``stream``: whether x is the residual stream."""
         eps, offset = self.config.stream_eps if stream else self.config.eps, self.config.weight_offset
         y, rstd = rmsnorm(x, weight, eps=eps, weight_offset=offset, return_rstd=True, out=out)
         return y, rstd
@@ -165,12 +165,12 @@ class Run:
         self.rope(rope, s.q, s.k)
 
     def norm_heads(self, x: Any, weight: Any) -> tuple[Any, Any]:
-        """Of heads among those of ``qkv``."""
+        """Norm and rstd of some heads of ``qkv``, in a copy."""
         y = copied(x)
         return self.norm(y, weight, out=y)
 
     def heads(self) -> tuple[Any, Any, Any]:
-        """q, k and v as attention takes them."""
+        """q, k and v, the inputs of attention."""
         q, k, v = self.split(self.need("qkv"))
         return (self.need("q"), self.need("k"), v) if self.config.qk_norm else (q, k, v)
 
@@ -180,7 +180,7 @@ class Run:
         self.saved.attn, self.saved.lse = out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1]), lse
 
     def project_attention(self) -> Any:
-        """Attention through its sub-norm and the output projection, with the residual where no norm follows."""
+        """Attention through its sub-norm and the output projection, with the residual if no norm follows."""
         w, attn = self.weights, self.need("attn")
         if self.config.sub_norms:
             attn, _ = self.norm(attn, w.attn_sub_norm)
@@ -205,7 +205,7 @@ class Run:
         self.saved.gate_up = project(self.need("h2"), self.weights.gate_up, self.weights.gate_up_bias)
 
     def act(self) -> Any:
-        """What the down projection multiplies."""
+        """Input of the down projection."""
         act = swiglu(self.need("gate_up"), activation=self.config.activation)
         return self.norm(act, self.weights.ffn_sub_norm, out=act)[0] if self.config.sub_norms else act
 

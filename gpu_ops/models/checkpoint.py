@@ -1,8 +1,8 @@
 """Models in files: folders of Hugging Face transformers, with ``config.json`` and safetensors in one file or in
-shards, and GGUF files.
+shards; and GGUF files.
 
-Weights are read and cast in pieces of 16 MiB, straight into their place: the memory is that of the model. A folder
-that does not hold exactly the model of its config is refused before anything is allocated."""
+Weights are read and cast in pieces of 16 MiB, directly into the model's arrays: the memory needed is that of the
+model. A folder that does not hold exactly the model of its config is refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -54,52 +54,52 @@ _LOAD, _SAVE = "models.load", "models.save"
 def load(
     path: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
 ) -> tuple[Llama, LlamaConfig]:
-    """A model from the folder that ``save_pretrained`` of Hugging Face transformers writes, or :func:`save`; or from
-    a GGUF file, as llama.cpp runs it.
+    """Load a model from a folder that ``save_pretrained`` of Hugging Face transformers or :func:`save` writes, or
+    from a GGUF file of llama.cpp.
 
     Parameters
     ----------
     path : path
         A folder with ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json``
-        names. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58, with tensors in F32,
+        lists. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58, with tensors in F32,
         F16, BF16, F64, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K (a Q4_K_M file has the last three), TQ1_0, TQ2_0 and I2_S.
     dtype : dtype, optional
-        float16, bfloat16, float32 or float64, of all arrays; default: that of the embedding table in the file, or
-        float32 where it is quantised.
+        float16, bfloat16, float32 or float64, for all arrays; default: that of the embedding table in the file, or
+        float32 if it is quantised.
     device : {"cpu", "cuda", "emulator"}, optional
-        "cuda" gives CuPy arrays, anything else NumPy arrays.
+        "cuda" returns CuPy arrays, the others NumPy arrays.
 
     Returns
     -------
     weights : Llama
-        Ternary projections, of BitNet's folders and of GGUF files, stay packed: each is a
-        :class:`gpu_ops.TernaryMatrix`, with a scale per row or block where ``qkv`` or ``gate_up`` joins tensors of
-        different scales. Everything else is an array.
+        Ternary projections from BitNet's folders and GGUF files stay packed: each is a
+        :class:`gpu_ops.TernaryMatrix`, with a scale per row or block if ``qkv`` or ``gate_up`` joins tensors of
+        different scales. All other weights are arrays.
     config : LlamaConfig
 
     Raises
     ------
     OptionError
-        A config of another family, or one that asks for what its family does not have: see
-        :meth:`LlamaConfig.from_hf`. Quantised weights of a folder, other than BitNet's.
+        A config of another family, or one with options that its family does not have: see
+        :meth:`LlamaConfig.from_hf`. Quantised weights in a folder, other than BitNet's.
     FormatError, ShapeError
-        A damaged file. A tensor is missing, there twice, of another shape than the config says, or one too many.
+        A damaged file. A tensor is missing, duplicated, unexpected, or of another shape than in the config.
         The message names it and its file.
     FileError
-        A file cannot be read; MissingFileError where there is none.
+        A file cannot be read; MissingFileError if there is none.
 
     Notes
     -----
-    Takes the memory of the model, 16 MiB, and with ``device="cuda"`` one array on the host. A line on stderr says
-    what is waited for, after a second.
+    Needs the memory of the model, 16 MiB, and with ``device="cuda"`` one array on the host. After a second, a line on
+    stderr shows the progress.
 
-    Tensors of a folder may lack the prefix ``model.``, as those of a base model do. The table of a tied model may be
-    stored as ``lm_head.weight``; where both are stored and differ only by the rounding of their dtypes, each is used,
-    and ``config.tied`` is False.
+    Tensors of a folder may lack the prefix ``model.``, as in a base model. The table of a tied model may be stored as
+    ``lm_head.weight``. If both are stored and differ only by the rounding of their dtypes, each is used, and
+    ``config.tied`` is False.
 
-    Queries and keys of GGUF's llama are put back in the order of Hugging Face. Its ``rope_freqs.weight`` gives
-    ``RopeScaling.llama3`` where the divisors are those of Llama 3.1 or later, else ``longrope``. Type 36 is read as
-    I2_S of bitnet.cpp on x86.
+    Queries and keys of GGUF's llama are reordered to Hugging Face's order. Its ``rope_freqs.weight`` becomes
+    ``RopeScaling.llama3`` if the divisors are those of Llama 3.1 or later, else ``longrope``. Type 36 is read as I2_S
+    of bitnet.cpp on x86.
 
     Examples
     --------
@@ -115,9 +115,9 @@ def load(
     >>> weights, config = models.load("SmolLM2-135M-Q8_0.gguf", dtype="bfloat16")  # doctest: +SKIP
     """
     where = path_of(_LOAD, path)
-    place = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
-    check_device(_LOAD, place)
-    kind = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
+    target = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
+    check_device(_LOAD, target)
+    target_dtype = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
     with system_errors(_LOAD, where):
         is_folder = stat.S_ISDIR(where.stat().st_mode)
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
@@ -127,8 +127,8 @@ def load(
         else:
             source = GGUFSource(_LOAD, where, stack.enter_context(opened(_LOAD, where)))
         arrays = {
-            name: to_device(array, place) if isinstance(array, np.ndarray) else array
-            for name, array in read_all(_LOAD, where, source, kind)
+            name: to_device(array, target) if isinstance(array, np.ndarray) else array
+            for name, array in read_all(_LOAD, where, source, target_dtype)
         }
     return Llama.of(arrays, source.config), source.config
 
@@ -137,35 +137,35 @@ def load(
 def save(
     folder: Any, weights: Llama, config: LlamaConfig, *, entries: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a model that Hugging Face transformers reads, and :func:`load`.
+    """Write a model that Hugging Face transformers and :func:`load` read.
 
     Parameters
     ----------
     folder : path
-        Made if it is not there. ``model.safetensors`` and then ``config.json`` are written, each whole or not at all:
-        a file that is there stays as it was until the new one is on the disk.
+        Created if missing. ``model.safetensors`` and then ``config.json`` are written, each atomically: an existing
+        file is unchanged until the new one is on the disk.
     weights : Llama
         Arrays of any library, on any device, in float16, bfloat16, float32 or float64. CUDA arrays are copied to the
         host one by one.
     config : LlamaConfig
     entries : mapping, optional
-        What else ``config.json`` is to say, such as ``max_position_embeddings`` and ``eos_token_id``; the entries of
-        the config that was loaded will do. What ``config`` says itself comes first.
+        Other entries of ``config.json``, such as ``max_position_embeddings`` and ``eos_token_id``; all entries of the
+        loaded config may be passed. Entries of ``config`` take precedence.
 
     Raises
     ------
     OptionError
-        No family of transformers has the options of ``config`` together; a weight is missing, or no plain array.
+        No family of transformers has all options of ``config``; a weight is missing, or not a plain array.
     ShapeError, DTypeError
-        A weight is not what ``config`` says.
+        A weight does not match ``config``.
     FileError
         A file cannot be written.
     """
     where = path_of(_SAVE, folder)
     check_models(_SAVE, config, weights=weights)
     text = _config_text(config, entries, weights)
-    given = weights.arrays()
-    for name, x in given.items():
+    arrays = weights.arrays()
+    for name, x in arrays.items():
         if not hasattr(x, "dtype"):
             raise OptionError(
                 f"{_SAVE}: {name} is a {type(x).__name__}; plain arrays are saved: models.merged makes one of a "
@@ -173,17 +173,17 @@ def save(
             )
     if config.tied and weights.lm_head is not weights.embed:
         raise OptionError(f"{_SAVE}: config.tied is True, and lm_head is another array than embed")
-    Llama.of(given, config)
-    if extra := given.keys() - config.shapes().keys():
+    Llama.of(arrays, config)
+    if extra := arrays.keys() - config.shapes().keys():
         raise OptionError(f"{_SAVE}: the weights have {min(extra)}, and the config has no such thing")
     plan = planned(config, _names(config))
-    found = {name: StateArray(_SAVE, name, given[name]) for name in plan}
-    tensors = {p.name: (_stored(name, found[name].dtype), p.shape) for name, ps in plan.items() for p in ps}
+    states = {name: StateArray(_SAVE, name, arrays[name]) for name in plan}
+    tensors = {p.name: (_stored(name, states[name].dtype), p.shape) for name, ps in plan.items() for p in ps}
 
     def pieces() -> Iterator[Any]:
         yield header_of(tensors, {"format": "pt"})
         for name, parts in plan.items():
-            array = found[name].copied()
+            array = states[name].copied()
             for part in parts:
                 yield array[part.rows].reshape(-1).view(np.uint8)
 
@@ -195,14 +195,14 @@ def save(
 
 
 def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights: Llama) -> bytes:
-    """``config.json``."""
+    """Text of ``config.json``."""
     if entries is not None and not isinstance(entries, Mapping):
         raise OptionError(f"{_SAVE}: entries must be a mapping, got {type(entries).__name__}")
     replaced = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "dtype")
-    more = {name: value for name, value in (entries or {}).items() if name not in replaced}
+    others = {name: value for name, value in (entries or {}).items() if name not in replaced}
     whole = {
-        **more,
-        **config.to_hf(model_type_of(more)),
+        **others,
+        **config.to_hf(model_type_of(others)),
         "torch_dtype": str(getattr(weights.embed, "dtype", None)),
     }
     if LlamaConfig.from_hf(whole) != config:
@@ -229,15 +229,15 @@ class _Folder(Source[LlamaConfig]):
         super().__init__(config, files, names)
 
     def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
-        """The projections that BitNet stores as uint8."""
+        """Read the projections that BitNet stores as uint8."""
         return read_ternary(_LOAD, self._where, self._entries, plan)
 
 
 def _tied(config: LlamaConfig, files: Files, names: Names) -> LlamaConfig:
-    """The config of a tied model whose files have the output layer as well as the embedding table."""
+    """Config of a tied model whose files have the output layer as well as the embedding table."""
     if same_values(files, names):
         return config
-    if same_values(files, names, rounded=True):  # transformers 5 uses each as it is stored, and so do we
+    if same_values(files, names, rounded=True):  # each is used as stored, as in transformers 5
         return replace(config, tied=False)
     raise FormatError(
         f"{files[names.lm_head].what}: {names.lm_head} differs from {names.embed}, and the config says that they are "

@@ -1,4 +1,4 @@
-"""Packed ternary projections as models hold them, and those of BitNet checkpoints."""
+"""Packed ternary projections of models, and those of BitNet checkpoints."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["joined", "read_ternary", "scale_columns"]
 def read_ternary(
     who: str, where: Path, entries: Mapping[str, Any], plan: Mapping[str, list[Part]]
 ) -> dict[str, TernaryMatrix]:
-    """The projections that are packed, by the names of the model's arrays; none in a checkpoint of floats."""
-    found = entries.get("quantization_config")
-    if found is None:
+    """Read the packed projections, by the names of the model's arrays; none in a checkpoint of floats."""
+    quantization = entries.get("quantization_config")
+    if quantization is None:
         return {}
-    if not isinstance(found, Mapping) or found.get("quant_method") != "bitnet":
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "bitnet":
         raise OptionError(
             f"{who}: {where}: quantization_config says that the weights are quantised; float weights and packed ones "
             "of BitNet are loaded"
         )
     for name, expected in {"quantization_mode": "offline", "use_rms_norm": False}.items():
-        if found.get(name) not in (None, expected):
+        if quantization.get(name) not in (None, expected):
             raise OptionError(
-                f"{who}: {where}: quantization_config has {name}={found[name]!r}, expected {expected!r}"
+                f"{who}: {where}: quantization_config has {name}={quantization[name]!r}, expected {expected!r}"
             )
     packed = read_bitnet(where)
     if not packed:
@@ -42,16 +42,16 @@ def read_ternary(
     arrays = {}
     for name, parts in plan.items():
         modules = [part.name.removesuffix(".weight") for part in parts]
-        given = [module for module in modules if module in packed]
-        if not given:
+        present = [module for module in modules if module in packed]
+        if not present:
             continue
-        if len(given) < len(modules) or name.rpartition(".")[2] not in PROJECTIONS:
+        if len(present) < len(modules) or name.rpartition(".")[2] not in PROJECTIONS:
             raise FormatError(
-                f"{who}: {where}: {given[0]} is packed, and the model's {name} is not as a whole"
+                f"{who}: {where}: {present[0]} is packed, and the model's {name} is not as a whole"
             )
-        if f"{name}_bias" in plan and found.get("linear_class") == "autobitlinear":
+        if f"{name}_bias" in plan and quantization.get("linear_class") == "autobitlinear":
             raise OptionError(
-                f"{who}: {where}: {given[0]} has a bias, which the scale of an AutoBitLinear multiplies as well; "
+                f"{who}: {where}: {present[0]} has a bias, which the scale of an AutoBitLinear multiplies as well; "
                 "that is not supported"
             )
         matrices = [packed.pop(module) for module in modules]
@@ -67,14 +67,14 @@ def read_ternary(
 
 
 def scale_columns(w: TernaryMatrix) -> Array:
-    """The scale of each row, or of each block of a row: (N, 1) or (N, blocks)."""
+    """Scale of each row, or of each block of a row: (N, 1) or (N, blocks)."""
     scale = whole_scale(w.codes, w.scale, w.shape, w.format)
     return np.broadcast_to(scale, (w.shape[0], 1)) if scale.ndim == 0 else scale.reshape(w.shape[0], -1)
 
 
 def joined(parts: Sequence[tuple[Array, Array]]) -> TernaryMatrix:
-    """The rows of all, of (trits, :func:`scale_columns`), in the format that the kernels read. The scale is one
-    number, or one per row or block where they differ."""
+    """Join the rows of parts, (trits, :func:`scale_columns`), in the format that the kernels read. The scale is one
+    number, or one per row or block if they differ."""
     groups = max(scale.shape[1] for _, scale in parts)
     scale = np.concatenate([np.repeat(x, groups // x.shape[1], axis=1) for _, x in parts])
     if (scale == scale[:1, :1]).all():

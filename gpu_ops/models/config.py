@@ -1,4 +1,4 @@
-"""The shape of a Llama: sizes, and the options of its ops."""
+"""Config of a Llama: sizes, and the options of its ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHO = "LlamaConfig"
 
 @dataclass(frozen=True)
 class Layer:
-    """What the layers of one model may differ in; as in :class:`LlamaConfig`."""
+    """Options in which the layers of one model may differ; see :class:`LlamaConfig`."""
 
     theta: float | None = 10000.0
     scaling: RopeScaling | None = None
@@ -33,7 +33,7 @@ class Layer:
     def __post_init__(self) -> None:
         if self.theta is not None:
             checks.number(_WHO, "theta", self.theta, above=0.0)
-        if self.scaling is not None:  # which is to have no theta of its own; a factor of 1 is none
+        if self.scaling is not None:  # drop its theta, and a partial_rotary_factor of 1
             partial = self.scaling.partial_rotary_factor
             scaling = replace(
                 self.scaling, theta=None, partial_rotary_factor=None if partial == 1.0 else partial
@@ -51,43 +51,43 @@ class LlamaConfig:
     ----------
     vocab, hidden, ffn, nlayers : int
     nheads, nheads_kv : int
-        Of queries, and of keys and values; nheads is a multiple of nheads_kv (default: equal).
+        Number of heads of queries, and of keys and values; nheads is a multiple of nheads_kv (default: equal).
     head_dim : int
         Default: hidden / nheads.
     eps : float
-        Of the RMS norms.
+        Epsilon of the RMS norms.
     theta : float or None
-        Base of the rotary frequencies; None: queries and keys are not rotated. ``scaling``: a
+        Base of the rotary frequencies; None: queries and keys are not rotated. ``scaling`` is a
         :class:`gpu_ops.RopeScaling`, or None.
     window : int
-        A query sees so many keys before its own; -1: all of them.
+        Number of keys that a query sees before its own; -1: all of them.
     activation : str
-        As :func:`gpu_ops.swiglu` takes it.
+        Activation, see :func:`gpu_ops.swiglu`.
     tied : bool
-        The output layer's weight is the embedding table.
+        Whether the output layer's weight is the embedding table.
     biases : tuple of str
-        The projections that have one, of ``qkv``, ``o``, ``gate_up`` and ``down``.
+        Projections with a bias, from ``qkv``, ``o``, ``gate_up`` and ``down``.
     qk_norm : bool
-        An RMS norm over each head of queries and keys, before they are rotated.
+        Whether an RMS norm over each head of queries and keys comes before their rotation.
     layers : tuple of Layer
-        One per layer, in place of ``theta``, ``scaling`` and ``window``, where they differ.
+        One per layer, in place of ``theta``, ``scaling`` and ``window``, if layers differ.
     softmax_scale : float or None
-        As :func:`gpu_ops.attention` takes it, and ``softcap``.
+        Option of :func:`gpu_ops.attention`, like ``softcap``.
     weight_offset : float
         Added to the weights of the norms: 1 in Gemma.
     sub_norms : bool
-        Norms of what ``o`` and ``down`` multiply, as in BitNet b1.58.
+        Norms of the inputs of ``o`` and ``down``, as in BitNet b1.58.
     post_norms : bool
-        Norms of what ``o`` and ``down`` give, before it is added to the residual stream, as in Gemma.
+        Norms of the outputs of ``o`` and ``down`` before they are added to the residual stream, as in Gemma.
     embedding_scale : float or None
         Factor of the embeddings. None: sqrt(hidden), rounded to the weights' dtype, as in Gemma.
     residual_scale : float
-        Factor of what each half of a layer adds to the residual stream (Granite). It costs nothing: the stream is
-        held divided by it, and norms do not see the difference once their eps is divided by its square.
+        Factor of the output that each half of a layer adds to the residual stream (Granite). It costs nothing: the
+        stream is stored divided by it, and norms give the same result with their eps divided by its square.
     logits_scaling : float
-        What the logits are divided by (Granite).
+        Divisor of the logits (Granite).
     logits_softcap : float
-        Then they become ``logits_softcap * tanh(logits / logits_softcap)`` (Gemma 2); 0: they stay.
+        Logits then become ``logits_softcap * tanh(logits / logits_softcap)`` (Gemma 2); 0: no cap.
 
     Examples
     --------
@@ -143,8 +143,8 @@ class LlamaConfig:
         self._check_numbers()
         if self.softmax_scale == self.head_dim**-0.5:  # equal models are equal configs
             object.__setattr__(self, "softmax_scale", None)
-        given = [checks.one_of(_WHO, "biases", part, PROJECTIONS) for part in self.biases]
-        object.__setattr__(self, "biases", tuple(part for part in PROJECTIONS if part in given))
+        biased = [checks.one_of(_WHO, "biases", part, PROJECTIONS) for part in self.biases]
+        object.__setattr__(self, "biases", tuple(part for part in PROJECTIONS if part in biased))
         layers = tuple(self.layers)
         if len(layers) not in (0, self.nlayers) or not all(isinstance(x, Layer) for x in layers):
             raise OptionError(
@@ -159,7 +159,7 @@ class LlamaConfig:
         object.__setattr__(self, "layers", layers if len(set(layers)) > 1 else ())
 
     def _check_numbers(self) -> None:
-        """Those that kernels compute with, in float32 for all dtypes but float64."""
+        """Check numbers that kernels compute with, in float32 for all dtypes but float64."""
         computable = functools.partial(checks.computable, _WHO, dtype="float32")
         computable("eps", self.eps, low=0.0)
         computable("weight_offset", self.weight_offset)
@@ -175,12 +175,12 @@ class LlamaConfig:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """As :func:`gpu_ops.attention` takes it."""
+        """Option ``window_size`` of :func:`gpu_ops.attention`."""
         return (self.window, 0) if self.window >= 0 else (-1, -1)
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """Those of :func:`gpu_ops.attention`."""
+        """Options of :func:`gpu_ops.attention`."""
         return {
             "causal": True,
             "window_size": self.window_size,
@@ -190,11 +190,11 @@ class LlamaConfig:
 
     @property
     def stream_eps(self) -> float:
-        """Of the norms of the residual stream, which is held divided by ``residual_scale``."""
+        """Epsilon of the norms of the residual stream, which is stored divided by ``residual_scale``."""
         return self.eps / self.residual_scale**2
 
     def embedding_factor(self, dtype: npt.DTypeLike) -> float:
-        """Of the rows of the embedding table, whose dtype this is."""
+        """Factor of the rows of an embedding table of this dtype."""
         scale = self.embedding_scale
         if scale is None:
             scale = float(np.asarray(math.sqrt(self.hidden)).astype(dtype))
@@ -202,22 +202,22 @@ class LlamaConfig:
 
     @property
     def head_slices(self) -> tuple[slice, slice, slice]:
-        """The heads of q, k and v among those of ``qkv``."""
+        """Slices of the heads of q, k and v among those of ``qkv``."""
         q, kv = self.nheads, self.nheads_kv
         return slice(0, q), slice(q, q + kv), slice(q + kv, q + 2 * kv)
 
     @functools.cached_property
     def by_layer(self) -> tuple[LlamaConfig, ...]:
-        """The config of each layer: this one, with what is the layer's own."""
+        """Config of each layer: this one with the layer's options."""
         if not self.layers:
             return (self,) * self.nlayers
-        own = [{f.name: getattr(layer, f.name) for f in fields(Layer)} for layer in self.layers]
-        return tuple(replace(self, layers=(), **options) for options in own)
+        per_layer = [{f.name: getattr(layer, f.name) for f in fields(Layer)} for layer in self.layers]
+        return tuple(replace(self, layers=(), **options) for options in per_layer)
 
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights of a block. ``qkv`` and ``gate_up`` hold the rows of several projections of one input."""
+        """Shapes of the weights of a block. ``qkv`` and ``gate_up`` join several projections of one input."""
         h, d = self.hidden, self.head_dim
-        one: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "attn_norm": (h,),
             "qkv": ((self.nheads + 2 * self.nheads_kv) * d, h),
             "o": (h, self.nheads * d),
@@ -225,57 +225,57 @@ class LlamaConfig:
             "gate_up": (2 * self.ffn, h),
             "down": (h, self.ffn),
         }
-        one |= {f"{part}_bias": one[part][:1] for part in self.biases}
+        shapes |= {f"{part}_bias": shapes[part][:1] for part in self.biases}
         if self.qk_norm:
-            one |= {"q_norm": (d,), "k_norm": (d,)}
+            shapes |= {"q_norm": (d,), "k_norm": (d,)}
         if self.sub_norms:
-            one |= {"attn_sub_norm": (self.nheads * d,), "ffn_sub_norm": (self.ffn,)}
+            shapes |= {"attn_sub_norm": (self.nheads * d,), "ffn_sub_norm": (self.ffn,)}
         if self.post_norms:
-            one |= {"attn_post_norm": (h,), "mlp_post_norm": (h,)}
-        return one
+            shapes |= {"attn_post_norm": (h,), "mlp_post_norm": (h,)}
+        return shapes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by name; those of layers are called ``layers.<i>.<part>``."""
-        h, one = self.hidden, self.block_shapes()
-        found: dict[str, tuple[int, ...]] = {"embed": (self.vocab, h)}
+        """Shape of every weight by name; weights of layers are called ``layers.<i>.<part>``."""
+        h, block = self.hidden, self.block_shapes()
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab, h)}
         for i in range(self.nlayers):
-            found |= {f"layers.{i}.{part}": shape for part, shape in one.items()}
-        found["norm"] = (h,)
-        return found if self.tied else found | {"lm_head": (self.vocab, h)}
+            shapes |= {f"layers.{i}.{part}": shape for part, shape in block.items()}
+        shapes["norm"] = (h,)
+        return shapes if self.tied else shapes | {"lm_head": (self.vocab, h)}
 
     def joined(self) -> dict[str, tuple[int, ...]]:
-        """The rows of each projection in ``qkv`` and in ``gate_up``."""
+        """Number of rows of each projection in ``qkv`` and in ``gate_up``."""
         q, kv = self.nheads * self.head_dim, self.nheads_kv * self.head_dim
         return {"qkv": (q, kv, kv), "gate_up": (self.ffn, self.ffn)}
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights are."""
+        """Number of elements of all weights."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     @classmethod
     def from_hf(cls, config: Any) -> LlamaConfig:
-        """From a Hugging Face config: a dict, or the path of ``config.json`` or its folder.
+        """Read a Hugging Face config: a dict, or the path of ``config.json`` or its folder.
 
         ``model_type`` is one of llama, mistral, ministral, qwen2, qwen3, smollm3, granite, bitnet, gemma2 and
-        gemma3_text; where it is missing, ``architectures`` says the same, else the model is a Llama. Entries that the
-        family does not have are refused where they would change the model. As in transformers, ``rope_scaling``
-        replaces ``rope_parameters`` where a config has both, ``partial_rotary_factor`` is ignored (these families
-        rotate whole heads; with a rope type other than default it is refused, as they cannot run it), and a mistral
-        with ``layer_types`` is a ministral.
+        gemma3_text. If it is missing, ``architectures`` selects the family, and without both the model is a Llama.
+        Entries that the family does not have are refused if they would change the model. As in transformers,
+        ``rope_scaling`` replaces ``rope_parameters`` if a config has both, ``partial_rotary_factor`` is ignored
+        (these families rotate whole heads; with a rope type other than default it is refused, as they cannot run
+        it), and a mistral with ``layer_types`` is a ministral.
 
         Raises
         ------
         OptionError
-            An entry is missing, out of range, or asks for what the family does not have.
+            An entry is missing, out of range, or requests an option that the family does not have.
         """
-        options, own = options_from_hf(config)
-        return cls(**options, layers=tuple(Layer(*each) for each in own))
+        options, layers = options_from_hf(config)
+        return cls(**options, layers=tuple(Layer(*values) for values in layers))
 
     def to_hf(self, model_type: str | None = None) -> dict[str, Any]:
-        """The entries of a Hugging Face config that say the same, in the spelling that every version reads.
+        """Return the equivalent entries of a Hugging Face config, in the spelling that every version reads.
 
-        ``model_type``: which family to write; default: the first that has these options.
+        ``model_type``: the family to write; default: the first that has these options.
 
         Raises
         ------

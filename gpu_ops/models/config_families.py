@@ -1,4 +1,4 @@
-"""Families of Hugging Face configs: which there are, what each has, and the entries that give options."""
+"""Families of Hugging Face configs: their properties, and the entries that set options."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ACTIVATIONS = {
 class Family:
     architecture: str
     reads: tuple[str, ...] = ()
-    """Entries that change the model, of those in ``NEUTRAL``."""
+    """Entries of ``NEUTRAL`` that the family uses."""
     biases: tuple[str, ...] = ()
-    """Projections that have one whatever the config says."""
+    """Projections with a bias, whatever the config says."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of LlamaConfig, whatever the config says."""
+    """Options of LlamaConfig, whatever the config says."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of transformers, for entries that are missing, where they differ from ``DEFAULTS``."""
+    """Defaults of transformers for missing entries, if they differ from ``DEFAULTS``."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    """Entries, whatever the config says."""
+    """Entries that override the config."""
     activation: str = "hidden_act"
-    """The entry that names it."""
+    """Entry that names the activation."""
 
 
 DEFAULTS = {"rope_theta": 10000.0, "max_position_embeddings": 2048}
@@ -108,8 +108,8 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
     ),
 }
-# Entries that change a model, and the values that leave it as it is. A model that ignored one would run and be wrong.
-# Entries of biases are no such: the files hold them or not.
+# Entries that change a model, and the values that do not change it. A model that ignored one would run and be wrong.
+# Entries of biases are not listed: the files have biases or not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "no_rope_layers": (None,),
@@ -123,7 +123,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope_local_base_freq": (None,),
     "use_bidirectional_attention": (False, None),
 }
-# Entries that are numbers, and the options that they give.
+# Entries that are numbers, the options that they set, and the conversion.
 NUMBERS: dict[str, tuple[str, Callable[[float], float]]] = {
     "attn_logit_softcapping": ("softcap", float),
     "final_logit_softcapping": ("logits_softcap", float),

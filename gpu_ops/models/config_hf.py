@@ -1,4 +1,4 @@
-"""Configs of Hugging Face transformers, read and written."""
+"""Reader and writer of configs of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["SIZES", "config_to_hf", "model_type_of", "options_from_hf", "read_co
 
 _WHO = "LlamaConfig.from_hf"
 _MOST_BYTES = 1 << 22  # of a config.json
-_MOST_LAYERS = 1 << 16  # so that a number in a file makes no list of any length
+_MOST_LAYERS = 1 << 16  # limits the length of lists that a number in a file can cause
 _ROPE = (
     *("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor"),
     *("max_position_embeddings", "original_max_position_embeddings"),
@@ -38,47 +38,42 @@ SIZES = {
 
 
 def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
-    """See :meth:`gpu_ops.models.LlamaConfig.from_hf`: its options, and theta, scaling and window of each layer."""
+    """Return options for :meth:`gpu_ops.models.LlamaConfig.from_hf`, and theta, scaling and window of each layer."""
     if isinstance(config, (str, Path)):
         path = path_of(_WHO, config)
         config = read_config(_WHO, path / "config.json" if path.is_dir() else path)
     if not isinstance(config, Mapping):
         raise OptionError(f"{_WHO}: expected a dict or a path, got {type(config).__name__}")
     family = _family(config)
-    given = {**DEFAULTS, **family.defaults, **config, **family.always}
-    missing = [name for name in (*SIZES.values(), "rms_norm_eps") if given.get(name) is None]
+    hf = {**DEFAULTS, **family.defaults, **config, **family.always}
+    missing = [name for name in (*SIZES.values(), "rms_norm_eps") if hf.get(name) is None]
     if missing:
         raise OptionError(f"{_WHO}: the config has no {', '.join(missing)}")
-    sizes = {ours: checks.integer(_WHO, theirs, given[theirs], low=0) for ours, theirs in SIZES.items()}
+    sizes = {ours: checks.integer(_WHO, theirs, hf[theirs], low=0) for ours, theirs in SIZES.items()}
     nlayers = checks.integer(_WHO, "num_hidden_layers", sizes["nlayers"], high=_MOST_LAYERS)
-    act = checks.one_of(_WHO, family.activation, given.get(family.activation, "silu"), ACTIVATIONS)
+    act = checks.one_of(_WHO, family.activation, hf.get(family.activation, "silu"), ACTIVATIONS)
     options = {
         **sizes,
-        "nheads_kv": given.get("num_key_value_heads") or sizes["nheads"],
-        "head_dim": given.get("head_dim") or 0,
-        "eps": given["rms_norm_eps"],
+        "nheads_kv": hf.get("num_key_value_heads") or sizes["nheads"],
+        "head_dim": hf.get("head_dim") or 0,
+        "eps": hf["rms_norm_eps"],
         "activation": ACTIVATIONS[act],
-        "tied": _flag(given, "tie_word_embeddings"),
-        "biases": (*family.biases, *_biases(family, given)),
+        "tied": _flag(hf, "tie_word_embeddings"),
+        "biases": (*family.biases, *_biases(family, hf)),
         **family.options,
-        **_numbers(family, given),
+        **_numbers(family, hf),
     }
-    rotated = _rotated(family, given, nlayers)
-    window = _window(family, given)
+    rotated = _rotated(family, hf, nlayers)
+    window = _window(family, hf)
     matters = window >= 0 or "rope_local_base_freq" in family.reads
-    slides = _slides(family, given, nlayers, rotated) if matters else [False] * nlayers
-    if (
-        window < 0
-        and "layer_types" in family.reads
-        and given.get("layer_types")
-        and any(_listed(given, nlayers))
-    ):
+    slides = _slides(family, hf, nlayers, rotated) if matters else [False] * nlayers
+    if window < 0 and "layer_types" in family.reads and hf.get("layer_types") and any(_listed(hf, nlayers)):
         raise OptionError(
             f"{_WHO}: layer_types has {_KINDS[True]!r}, and there is no window: sliding_window="
-            f"{given.get('sliding_window')!r}, use_sliding_window={given.get('use_sliding_window')!r}. Set both, or "
+            f"{hf.get('sliding_window')!r}, use_sliding_window={hf.get('use_sliding_window')!r}. Set both, or "
             f"make the layers {_KINDS[False]!r}"
         )
-    rotations = {kind: _rotation(family, given, kind) for kind in set(slides)}
+    rotations = {windowed: _rotation(family, hf, windowed) for windowed in set(slides)}
     return options, [
         (*(rotations[slid] if turns else (None, None)), window if slid else -1)
         for turns, slid in zip(rotated, slides, strict=True)
@@ -86,39 +81,39 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
 
 
 def read_config(who: str, path: Path) -> Mapping[str, Any]:
-    """The object in a ``config.json``."""
+    """Read the object in a ``config.json``."""
     with opened(who, path) as file:
         text = file.read(_MOST_BYTES)
     try:
-        found = json.loads(text)
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{who}: {path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise OptionError(f"{who}: {path} holds no JSON object, as a model's config is one")
-    return found
+    return config
 
 
 def model_type_of(config: Mapping[str, Any]) -> Any:
-    """The family that a config names; a mistral with an entry ``layer_types`` is a ministral, as in transformers.
-    None where it names neither a family nor an architecture that is known."""
-    kind, classes = config.get("model_type"), config.get("architectures")
-    if kind is None and isinstance(classes, (list, tuple)):
-        kind = next((name for name, family in FAMILIES.items() if family.architecture in classes), None)
-    return "ministral" if kind == "mistral" and "layer_types" in config else kind
+    """Family that a config names; a mistral with an entry ``layer_types`` is a ministral, as in transformers.
+    None if it names neither a family nor a known architecture."""
+    model_type, classes = config.get("model_type"), config.get("architectures")
+    if model_type is None and isinstance(classes, (list, tuple)):
+        model_type = next((name for name, family in FAMILIES.items() if family.architecture in classes), None)
+    return "ministral" if model_type == "mistral" and "layer_types" in config else model_type
 
 
 def _family(config: Mapping[str, Any]) -> Family:
-    kind = model_type_of(config)
-    if kind is not None and (not isinstance(kind, str) or kind not in FAMILIES):
+    model_type = model_type_of(config)
+    if model_type is not None and (not isinstance(model_type, str) or model_type not in FAMILIES):
         raise OptionError(
-            f"{_WHO}: model_type is {kind!r}; known: {', '.join(FAMILIES)}. If the model is a Llama in all but "
+            f"{_WHO}: model_type is {model_type!r}; known: {', '.join(FAMILIES)}. If the model is a Llama in all but "
             "name, change the entry"
         )
-    family = FAMILIES[kind or "llama"]
+    family = FAMILIES[model_type or "llama"]
     for name, allowed in NEUTRAL.items():
         if name not in family.reads and config.get(name) not in allowed:
             raise OptionError(
-                f"{_WHO}: {name}={config[name]!r} is not supported; a {kind or 'llama'} has {allowed[0]!r}"
+                f"{_WHO}: {name}={config[name]!r} is not supported; a {model_type or 'llama'} has {allowed[0]!r}"
             )
     return family
 
@@ -128,11 +123,11 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
 
 
 def _biases(family: Family, given: Mapping[str, Any]) -> tuple[str, ...]:
-    found: tuple[str, ...] = ()
+    biases: tuple[str, ...] = ()
     for name, parts in BIASES.items():
         if name in family.reads and _flag(given, name):
-            found += parts
-    return found
+            biases += parts
+    return biases
 
 
 def _rotated(family: Family, given: Mapping[str, Any], nlayers: int) -> list[bool]:
@@ -146,7 +141,7 @@ def _rotated(family: Family, given: Mapping[str, Any], nlayers: int) -> list[boo
 
 
 def _numbers(family: Family, given: Mapping[str, Any]) -> dict[str, float]:
-    """Options that are numbers; what is None stays as it is by default."""
+    """Options that are numbers; entries that are None keep the defaults."""
     return {
         option: read(checks.number(_WHO, name, given[name], above=0.0))
         for name, (option, read) in NUMBERS.items()
@@ -157,7 +152,7 @@ def _numbers(family: Family, given: Mapping[str, Any]) -> dict[str, float]:
 def _rotation(
     family: Family, given: Mapping[str, Any], slides: bool
 ) -> tuple[float | None, RopeScaling | None]:
-    """theta and scaling of layers that see a window, or all keys."""
+    """theta and scaling of the layers that see a window, or of those that see all keys."""
     if "rope_local_base_freq" in family.reads:
         given = _rope_of(family, given, slides)
     rope = {name: given[name] for name in _ROPE if given.get(name) is not None}
@@ -173,29 +168,31 @@ def _rotation(
 
 
 def _rope_of(family: Family, given: Mapping[str, Any], slides: bool) -> dict[str, Any]:
-    """A config whose rope entries are those of layers of one type; ``rope_scaling`` is for those without a window."""
-    kind, base = _KINDS[slides], "rope_local_base_freq" if slides else "rope_theta"
+    """Config with the rope entries of layers of one type; ``rope_scaling`` is for layers without a window."""
+    layer_type, base = _KINDS[slides], "rope_local_base_freq" if slides else "rope_theta"
     old = given.get("rope_scaling")
     if isinstance(old, Mapping) and old.get("type", "default") != "default" and "rope_type" not in old:
         raise OptionError(
             f"{_WHO}: rope_scaling of a gemma3_text says type={old['type']!r:.40}, which transformers 5 ignores and "
             "earlier versions follow; call it rope_type, or remove it"
         )
-    of_kinds = given.get("rope_parameters") or {}
-    if not isinstance(of_kinds, Mapping) or not of_kinds.keys() <= set(_KINDS):
+    by_type = given.get("rope_parameters") or {}
+    if not isinstance(by_type, Mapping) or not by_type.keys() <= set(_KINDS):
         raise OptionError(f"{_WHO}: rope_parameters must hold a dict for each of {', '.join(_KINDS)}")
-    parts = (of_kinds.get(kind), None if slides else given.get("rope_scaling"))
+    parts = (by_type.get(layer_type), None if slides else given.get("rope_scaling"))
     part = {"rope_theta": family.defaults[base] if given[base] is None else given[base]}
-    for each in parts:
-        if each is not None and not isinstance(each, Mapping):
-            raise OptionError(f"{_WHO}: the rope entries of {kind} must be a dict, got {type(each).__name__}")
-        part |= each or {}
+    for entries in parts:
+        if entries is not None and not isinstance(entries, Mapping):
+            raise OptionError(
+                f"{_WHO}: the rope entries of {layer_type} must be a dict, got {type(entries).__name__}"
+            )
+        part |= entries or {}
     whole = {name: x for name, x in given.items() if name not in ("rope_scaling", "rope_theta")}
     return whole | {"rope_parameters": part}
 
 
 def _window(family: Family, given: Mapping[str, Any]) -> int:
-    """Of the layers that have one. A window of transformers counts the query itself."""
+    """Window of the layers that have one. A window of transformers counts the query itself."""
     size = given.get("sliding_window") if "sliding_window" in family.reads else None
     if "use_sliding_window" in family.reads and not _flag(given, "use_sliding_window"):
         size = None
@@ -221,7 +218,7 @@ def _slides(family: Family, given: Mapping[str, Any], nlayers: int, rotated: lis
 
 def _listed(given: Mapping[str, Any], nlayers: int) -> list[bool]:
     """Whether ``layer_types`` says that each layer sees a window."""
-    return [kind == _KINDS[True] for kind in _each(given, "layer_types", nlayers, _KINDS)]
+    return [layer_type == _KINDS[True] for layer_type in _each(given, "layer_types", nlayers, _KINDS)]
 
 
 def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any, ...]) -> list[Any]:
@@ -235,13 +232,13 @@ def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any,
 
 
 def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
-    """See :meth:`gpu_ops.models.LlamaConfig.to_hf`: entries that the family reads back as this config."""
+    """Entries that the family reads back as this config; see :meth:`gpu_ops.models.LlamaConfig.to_hf`."""
     who = "LlamaConfig.to_hf"
-    kinds = FAMILIES if model_type is None else [checks.one_of(who, "model_type", model_type, FAMILIES)]
+    names = FAMILIES if model_type is None else [checks.one_of(who, "model_type", model_type, FAMILIES)]
     layers = config.by_layer or (config,)
-    slid = next((c for c in layers if c.window >= 0), config)
-    turning = next((c for c in layers if c.theta is not None and c.window < 0), None)
-    turning = turning or next((c for c in layers if c.theta is not None), config)
+    sliding = next((c for c in layers if c.window >= 0), config)
+    rotating = next((c for c in layers if c.theta is not None and c.window < 0), None)
+    rotating = rotating or next((c for c in layers if c.theta is not None), config)
     window = max(c.window for c in layers)
     slides = [c.window >= 0 for c in layers]
     common = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()} | {
@@ -249,8 +246,8 @@ def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.eps,
         "tie_word_embeddings": config.tied,
-        "rope_theta": 10000.0 if turning.theta is None else turning.theta,
-        **({} if turning.scaling is None else scaling_to_hf(turning.scaling)),
+        "rope_theta": 10000.0 if rotating.theta is None else rotating.theta,
+        **({} if rotating.scaling is None else scaling_to_hf(rotating.scaling)),
     }
     scale = config.softmax_scale
     special = {
@@ -261,7 +258,7 @@ def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
         "max_window_layers": slides.index(True) if any(slides) else config.nlayers,
         "layer_types": [_KINDS[x] for x in slides],
         "no_rope_layers": [int(c.theta is not None) for c in layers],
-        "rope_local_base_freq": slid.theta,
+        "rope_local_base_freq": sliding.theta,
         "attn_logit_softcapping": config.softcap or None,
         "final_logit_softcapping": config.logits_softcap or None,
         "query_pre_attn_scalar": config.head_dim if scale is None else _whole(scale**-2),
@@ -271,15 +268,15 @@ def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
         "logits_scaling": config.logits_scaling,
     }
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
-    for kind in kinds:
-        family = FAMILIES[kind]
-        entries = {"architectures": [family.architecture], "model_type": kind, **common}
+    for family_name in names:
+        family = FAMILIES[family_name]
+        entries = {"architectures": [family.architecture], "model_type": family_name, **common}
         entries |= {family.activation: act, **{name: special[name] for name in family.reads}}
         if type(config).from_hf(entries) == config:
             return entries
-    raise OptionError(f"{who}: {' and '.join(kinds)} cannot have these options together: {config}")
+    raise OptionError(f"{who}: {' and '.join(names)} cannot have these options together: {config}")
 
 
 def _whole(x: float) -> float:
-    """The integer that it is but for its rounding."""
+    """Round ``x`` to an integer if it differs only by rounding."""
     return round(x) if abs(x - round(x)) < 1e-9 * x else x

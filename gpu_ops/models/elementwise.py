@@ -1,4 +1,4 @@
-"""What models do to arrays without an op: copies, sums and factors, in place, by the array's own library."""
+"""Elementwise operations of models without an op: copies, sums and factors, in place, by the array's library."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpu_ops.core.checks import computing_dtype
 
 __all__ = ["added", "copied", "softcapped", "times"]
 
-_QUIET = np.errstate(all="ignore")  # inf where a number overflows, as on a GPU and in the ops
-_CHUNK = 1 << 18  # logits that are float32 at a time: 1 MiB
+_QUIET = np.errstate(all="ignore")  # overflow gives inf, as on a GPU and in the ops
+_CHUNK = 1 << 18  # number of logits that are float32 at a time: 1 MiB
 
 
 def copied(x: Any, to: Any = None) -> Any:
-    """``x`` in ``to``, or in a new contiguous array."""
+    """Copy ``x`` to ``to``, or to a new contiguous array."""
     if to is None:
         to = empty_like(x, "copy")
     if _runs():
@@ -27,7 +27,7 @@ def copied(x: Any, to: Any = None) -> Any:
 
 @_QUIET
 def added(y: Any, more: Any) -> Any:
-    """``y + more``, in place."""
+    """Add ``more`` to ``y`` in place, unless None."""
     if more is not None and _runs():
         y += more
     return y
@@ -35,7 +35,7 @@ def added(y: Any, more: Any) -> Any:
 
 @_QUIET
 def times(y: Any, factor: float) -> Any:
-    """``y * factor``, in place."""
+    """Multiply ``y`` by ``factor`` in place."""
     if factor != 1.0 and _runs():
         y *= factor
     return y
@@ -43,20 +43,20 @@ def times(y: Any, factor: float) -> Any:
 
 @_QUIET
 def softcapped(y: Any, cap: float) -> Any:
-    """``cap * tanh(y / cap)``, in place and rounded once; ``y`` where the cap is 0. ``y`` is contiguous."""
+    """Compute ``cap * tanh(y / cap)`` in place, rounded once; no change if the cap is 0. ``y`` is contiguous."""
     if cap and _runs():
-        flat, kind = y.reshape(-1), computing_dtype(y.dtype.name)
+        flat, acc_dtype = y.reshape(-1), computing_dtype(y.dtype.name)
         for start in range(0, flat.size, _CHUNK):
             part = flat[start : start + _CHUNK]
-            wide = part.astype(kind)
-            wide *= 1 / cap
-            np.tanh(wide, out=wide)
-            wide *= cap
-            part[...] = wide
+            values = part.astype(acc_dtype)
+            values *= 1 / cap
+            np.tanh(values, out=values)
+            values *= cap
+            part[...] = values
     return y
 
 
 def _runs() -> bool:
-    """Whether there are numbers, not only a plan of memory."""
-    instead = allocator()
-    return instead is None or instead.runs
+    """Whether arrays hold numbers, and not only a plan of memory."""
+    current = allocator()
+    return current is None or current.runs

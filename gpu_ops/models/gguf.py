@@ -1,7 +1,7 @@
 """Models in GGUF files: the config from the metadata, and tensors under llama.cpp's names.
 
 Files of the architecture ``llama`` hold the rows of queries and keys in the order of interleaved rotary pairs. They
-are put back, so that a model is the same as from its Hugging Face folder."""
+are reordered, so that a model is the same as from its Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMES = Names(
     },
     layer="blk.{}.",
     dtypes=(*FLOATS, *TERNARY),
-    unread=("rope_freqs.weight",),  # by the config
+    unread=("rope_freqs.weight",),  # read for the config instead
 )
 _EMBED, _FREQS = NAMES.embed, "rope_freqs.weight"
 
@@ -51,9 +51,9 @@ _EMBED, _FREQS = NAMES.embed, "rope_freqs.weight"
 @dataclass(frozen=True)
 class _Architecture:
     model_type: str
-    """Of transformers."""
+    """Model type in transformers."""
     interleaved: bool
-    """Whether rotary pairs are neighbours: the rows of a head are then 0, d/2, 1, d/2 + 1, ... of ours."""
+    """Whether rotary pairs are neighbours: the rows of a head are then 0, d/2, 1, d/2 + 1, ... in our order."""
     activation: str = "silu"
 
 
@@ -66,7 +66,7 @@ _ARCHITECTURES = {
         ("bitnet-b1.58", "bitnet-25"), _Architecture("bitnet", interleaved=False, activation="relu2")
     ),
 }
-# Keys of an architecture, and the entries of a Hugging Face config that say the same.
+# Keys of an architecture, and the equivalent entries of a Hugging Face config.
 _NEEDED = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -80,8 +80,8 @@ _READ = (
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "context_length"),
 )
 _SAY_NOTHING = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-# All other keys change the model, unless they have this value, or 0 where none is listed. A model that ignored one
-# would run and be wrong.
+# All other keys change the model, unless they have the value listed here, or 0 if none is listed. A model that
+# ignored one would run and be wrong.
 _NEUTRAL = {
     "attention.causal": True,
     "rope.scaling.attn_factor": 1.0,
@@ -91,7 +91,7 @@ _NEUTRAL = {
 
 
 class GGUFSource(Source[LlamaConfig]):
-    """A model in an open file."""
+    """A model in an open GGUF file."""
 
     def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
         self._file = GGUFFile(op, path, file)
@@ -101,7 +101,7 @@ class GGUFSource(Source[LlamaConfig]):
         super().__init__(config, dict.fromkeys(self._file.tensors, self._file), NAMES)
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
-        """An array of ``dtype``. Projections whose parts are all ternary stay packed: a :class:`TernaryMatrix`."""
+        """Read an array of ``dtype``. Projections with only ternary parts stay packed: a :class:`TernaryMatrix`."""
         ternary = all(self._file.tensors[part.name].dtype in TERNARY for part in parts)
         if ternary and name.rpartition(".")[2] in PROJECTIONS:
             return self._packed(parts)
@@ -114,13 +114,13 @@ class GGUFSource(Source[LlamaConfig]):
         return array
 
     def _packed(self, parts: list[Part]) -> TernaryMatrix:
-        found = [(part, self._file.matrix(part.name)) for part in parts]
+        matrices = [(part, self._file.matrix(part.name)) for part in parts]
         return joined(
-            [(self._ordered(part, w.trits()), self._ordered(part, scale_columns(w))) for part, w in found]
+            [(self._ordered(part, w.trits()), self._ordered(part, scale_columns(w))) for part, w in matrices]
         )
 
     def _ordered(self, part: Part, rows: Array) -> Array:
-        """Rows of a part in our order: of queries and keys, the first of each pair before the second."""
+        """Rows of a part in our order: for queries and keys, all first components of pairs before the second ones."""
         if not self._interleaved or not part.name.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
             return rows
         pairs = rows.reshape(-1, self.config.head_dim // 2, 2, *rows.shape[1:])
@@ -128,7 +128,7 @@ class GGUFSource(Source[LlamaConfig]):
 
 
 class _Metadata:
-    """What the keys of a file say, as the entries of a Hugging Face config."""
+    """Metadata of a file as the entries of a Hugging Face config."""
 
     def __init__(self, op: str, file: GGUFFile) -> None:
         self._op, self._file = op, file
@@ -146,18 +146,18 @@ class _Metadata:
     def entries(self) -> dict[str, Any]:
         file, tensors = self._file, self._file.tensors
         self._check_others()
-        found: dict[str, Any] = {theirs: self._value(key) for key, theirs in _NEEDED.items()}
+        entries: dict[str, Any] = {theirs: self._value(key) for key, theirs in _NEEDED.items()}
         for key, theirs in _NEEDED.items():
-            if found[theirs] is None:
+            if entries[theirs] is None:
                 raise FormatError(f"{file.what}: there is no {self._prefix}{key}")
         if _EMBED not in tensors or len(tensors[_EMBED].shape) != 2:
             raise FormatError(f"{file.what}: there is no {_EMBED!r} of two axes")
         head_dim = self._head_dim()
-        found |= {
+        entries |= {
             "model_type": self.architecture.model_type,
             "hidden_act": self.architecture.activation,
             "vocab_size": tensors[_EMBED].shape[0],
-            "num_key_value_heads": self._integer("attention.head_count_kv", found["num_attention_heads"]),
+            "num_key_value_heads": self._integer("attention.head_count_kv", entries["num_attention_heads"]),
             "head_dim": head_dim,
             "rope_theta": self._value("rope.freq_base", 10000.0),
             "rope_scaling": self._scaling(head_dim),
@@ -165,8 +165,8 @@ class _Metadata:
         }
         for entry, module in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_down")):
             if f"blk.0.{module}.bias" in tensors:
-                found[entry] = True
-        return found
+                entries[entry] = True
+        return entries
 
     def _value(self, key: str, otherwise: Any = None) -> Any:
         value = self._file.value(self._prefix + key)
@@ -176,7 +176,7 @@ class _Metadata:
         return integer(self._op, self._prefix + key, self._value(key, otherwise), low=1)
 
     def _check_others(self) -> None:
-        """An error where a key changes the model in a way that is not known here."""
+        """Raise an error if a key changes the model in an unsupported way."""
         known = (*_NEEDED, *_READ, *_SAY_NOTHING)
         for name in self._file.keys:
             key = name.removeprefix(self._prefix)
@@ -198,34 +198,34 @@ class _Metadata:
         return head_dim
 
     def _scaling(self, head_dim: int) -> Mapping[str, Any] | None:
-        """The rope part of a config."""
+        """Rope part of a config."""
         factor = self._value("rope.scaling.factor", 0.0)
-        kind = self._value("rope.scaling.type", "linear" if factor else "none")  # as llama.cpp reads it
+        name = self._value("rope.scaling.type", "linear" if factor else "none")  # as llama.cpp reads it
         if _FREQS in self._file.tensors:
-            if kind != "none":
+            if name != "none":
                 raise OptionError(
-                    f"{self._file.what}: {_FREQS} and {self._prefix}rope.scaling.type={kind!r:.80} together are not "
+                    f"{self._file.what}: {_FREQS} and {self._prefix}rope.scaling.type={name!r:.80} together are not "
                     "supported"
                 )
             return self._divisors(head_dim)
-        if kind == "none":
+        if name == "none":
             return None
-        if kind == "linear":
+        if name == "linear":
             return {"rope_type": "linear", "factor": factor}
-        if kind != "yarn":
+        if name != "yarn":
             raise OptionError(
-                f"{self._file.what}: {self._prefix}rope.scaling.type is {kind!r:.80}; known: none, linear, yarn"
+                f"{self._file.what}: {self._prefix}rope.scaling.type is {name!r:.80}; known: none, linear, yarn"
             )
         betas = {f"beta_{end}": self._value(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
         return {"rope_type": "yarn", "factor": factor, **self._original(), **betas}
 
     def _original(self) -> dict[str, int]:
-        """The length that the model was trained with, as an entry."""
+        """Length that the model was trained with, as an entry."""
         length = self._integer("rope.scaling.original_context_length", self._value("context_length"))
         return {"original_max_position_embeddings": length}
 
     def _divisors(self, head_dim: int) -> Mapping[str, Any]:
-        """Of each frequency: those of Llama 3.1 and later where they are, else as they are."""
+        """Rope part for one divisor per frequency: llama3 if they are those of Llama 3.1 or later, else longrope."""
         stored = self._file.tensors[_FREQS]
         if stored.shape != (head_dim // 2,) or stored.dtype != "F32":
             raise FormatError(
@@ -246,7 +246,7 @@ class _Metadata:
             if np.allclose(ratio, divisors, rtol=1e-5, atol=0):
                 return llama3
         return {
-            "rope_type": "longrope",  # which has a divisor for each
+            "rope_type": "longrope",  # has a divisor for each frequency
             "short_factor": divisors.tolist(),
             "long_factor": divisors.tolist(),
             "attention_factor": 1.0,

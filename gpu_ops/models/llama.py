@@ -1,4 +1,4 @@
-"""A Llama as functions of its weights: hidden states, loss and gradients. No tape: the backward is written out."""
+"""A Llama as functions of its weights: hidden states, loss and gradients, with a hand-written backward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["check_loss_options", "hidden_states", "logits", "loss", "loss_and_gr
 def hidden_states(
     ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None
 ) -> Any:
-    """What the output layer multiplies, (..., hidden): the normalised states, divided by ``logits_scaling``. Keeps
-    nothing of the layers."""
+    """Input of the output layer, (..., hidden): the normalised states, divided by ``logits_scaling``. Nothing of the
+    layers is kept."""
     check_models("hidden_states", config, weights=weights)
     x = embed(ids, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
-    for layer, own in zip(weights.layers, config.by_layer, strict=True):
-        x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
+    for layer, layer_config in zip(weights.layers, config.by_layer, strict=True):
+        x = block_forward(x, layer, layer_config, policy="layer", sequences=sequences)[0]
     return last_norm(x, weights, config)[0]
 
 
 def logits(ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None) -> Any:
-    """(..., vocab), in the weights' dtype."""
+    """Logits (..., vocab), in the weights' dtype."""
     z = head_logits(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
     return softcapped(z, config.logits_softcap)
 
@@ -46,7 +46,7 @@ def loss(
     sequences: Sequences | None = None,
     **options: Any,
 ) -> Any:
-    """The cross-entropy of the targets, float32 (float64 for float64). ``options``: those of
+    """Cross-entropy of the targets, float32 (float64 for float64). ``options``: those of
     :func:`gpu_ops.linear_cross_entropy`."""
     h = hidden_states(ids, weights, config, sequences=sequences)
     return head_loss(h, weights.lm_head, targets, **{"softcap": config.logits_softcap} | options)
@@ -64,7 +64,7 @@ def loss_and_grads(
     dloss: Any = 1.0,
     **options: Any,
 ) -> Any:
-    """The loss; the gradients of all weights are added to ``grads``.
+    """Return the loss; the gradients of all weights are added to ``grads``.
 
     Parameters
     ----------
@@ -73,8 +73,8 @@ def loss_and_grads(
     grads : Llama
         float32 (float64 for float64), zero before the first part of a batch. None in place of an array: that weight
         is frozen.
-    policy : str, or one of each layer
-        What to keep between forward and backward: see :func:`gpu_ops.models.block_forward`.
+    policy : str, or one per layer
+        Policy of what to keep between forward and backward: see :func:`gpu_ops.models.block_forward`.
     dloss : number or 0-d array
         Gradient of the loss, such as the scale of :class:`gpu_ops.training.GradScaler`.
     options
@@ -86,8 +86,8 @@ def loss_and_grads(
     loss : 0-d array, float32 (float64 for float64)
     """
     _check(weights, grads, config, options)
-    one = Pass(Held(weights, grads), config, policy=policy, sequences=sequences)
-    return one.run(ids, targets, dloss=dloss, options=options)
+    batch_pass = Pass(Held(weights, grads), config, policy=policy, sequences=sequences)
+    return batch_pass.run(ids, targets, dloss=dloss, options=options)
 
 
 _LOSS_OPTIONS = (*(f.name for f in fields(LossOptions)), "chunk")
@@ -99,7 +99,7 @@ def check_loss_options(options: Mapping[str, Any]) -> None:
 
 
 def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[str, Any]) -> None:
-    """What would otherwise be found when some gradients have been added to."""
+    """Check everything that would otherwise raise after some gradients have been added."""
     check_loss_options(options)
     check_models("loss_and_grads", config, weights=weights, grads=grads)
     pairs = [(n, getattr(weights, n), getattr(grads, n)) for n in ("embed", "norm", "lm_head")]
@@ -110,8 +110,8 @@ def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[s
     for name, weight, grad in pairs:
         if grad is None or not hasattr(weight, "dtype") or not hasattr(grad, "dtype"):
             continue
-        wide = computing_dtype(str(weight.dtype))
+        expected = computing_dtype(str(weight.dtype))
         if tuple(grad.shape) != tuple(weight.shape):
             raise ShapeError(f"loss_and_grads: grads.{name} has shape {grad.shape}, expected {weight.shape}")
-        if grad.dtype != wide:
-            raise DTypeError(f"loss_and_grads: grads.{name} is {grad.dtype}, expected {wide}")
+        if grad.dtype != expected:
+            raise DTypeError(f"loss_and_grads: grads.{name} is {grad.dtype}, expected {expected}")

@@ -1,7 +1,7 @@
-"""The inputs of layers in pinned host memory, while the GPU that will need them again is busy with other layers.
+"""Inputs of layers in pinned host memory while the GPU computes other layers.
 
-Copies run on a stream of their own. They wait for what made an array, and what uses it again waits for them: the host
-waits for nothing. Arrays in host memory stay where they are.
+Copies run on a separate stream. They wait for the work that made an array, and work that uses it again waits for
+them; the host does not wait. Arrays in host memory are not moved.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ __all__ = ["OnHost", "fetched", "offloaded", "prefetch", "release"]
 
 
 def offloaded(x: Any) -> Any:
-    """``x`` on its way to the host, to be taken back by :func:`fetched`."""
-    instead = allocator()
-    if instead is not None and not instead.runs:
-        return _Planned(x) if instead.on_gpu else x
+    """Start to copy ``x`` to the host; :func:`fetched` returns it."""
+    current = allocator()
+    if current is not None and not current.runs:
+        return _Planned(x) if current.on_gpu else x
     if isinstance(x, np.ndarray) or not x.flags.c_contiguous:  # a strided one stays on the device
         return x
     return OnHost(x, _cuda())
 
 
 def release(x: Any) -> None:
-    """Let go of the device's memory: later work on the current stream, which may get it, waits for the copy."""
+    """Free the device's memory: later work on the current stream, which may reuse it, waits for the copy."""
     if isinstance(x, (OnHost, _Planned)):
         x.release()
 
 
 def prefetch(x: Any) -> None:
-    """Begin to copy back, beside the work that follows."""
+    """Start to copy back, overlapping the work that follows."""
     if isinstance(x, (OnHost, _Planned)):
         x.prefetch()
 
 
 def fetched(x: Any) -> Any:
-    """The array, on its device."""
+    """Return the array, on its device."""
     return x.fetch() if isinstance(x, (OnHost, _Planned)) else x
 
 
@@ -64,7 +64,7 @@ class OnHost:
     def prefetch(self) -> None:
         if self._device is None and self._back is None:
             self._back = new_array(self.shape, self.dtype, "x from the host")
-            self._cuda.copies_wait_for_compute()  # whose memory it may have been
+            self._cuda.copies_wait_for_compute()  # which may still use the reused memory
             arrays = self._back, self._host
             self._copied = self._cuda.copy(self._back.data.ptr, self._host.ctypes.data, self.nbytes, arrays)
 
@@ -77,7 +77,7 @@ class OnHost:
 
 
 class _Planned:
-    """The same in a trace: bytes alone."""
+    """Stand-in for :class:`OnHost` in a trace: bytes only."""
 
     def __init__(self, x: Any) -> None:
         self.shape, self.dtype, self.nbytes = tuple(x.shape), x.dtype, int(x.nbytes)
@@ -97,7 +97,7 @@ class _Planned:
 
 
 class _Cuda:
-    """What offloading needs of CuPy: the current stream computes, another one copies."""
+    """CuPy calls of offloading: the current stream computes, another one copies."""
 
     def __init__(self) -> None:
         import cupy
@@ -116,7 +116,7 @@ class _Cuda:
         self._cupy.cuda.get_current_stream().wait_event(event)
 
     def copy(self, to: int, source: int, nbytes: int, arrays: Any) -> Any:
-        """Begin a copy; the event of its end. ``arrays`` live until then: pools know nothing of other streams."""
+        """Start a copy; return the event of its end. ``arrays`` are kept until then: pools ignore other streams."""
         runtime = self._cupy.cuda.runtime
         if nbytes:
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._copies.ptr)

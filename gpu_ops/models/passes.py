@@ -1,7 +1,7 @@
 """A training pass over a model, part by part: its embedding, its layers, its output.
 
-:class:`Parts` gives out the weights of a part when the pass comes to it. They may be gathered then, and freed after;
-and their gradients may be on their way to other processes while those of the part before are computed.
+:class:`Parts` returns the weights of a part when the pass reaches it. They may be gathered then and freed afterwards,
+and their gradients may be sent to other processes while those of the previous part are computed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from gpu_ops.ops.norm.rmsnorm import rmsnorm, rmsnorm_backward
 __all__ = ["Held", "Part", "Parts", "Pass", "last_norm", "names_of", "part_of", "parts_of"]
 
 Part = int | Literal["embed", "head"]
-"""The embedding, a layer by its number, or the last norm and the output layer."""
+"""Part of a model: the embedding, a layer by its number, or the last norm and the output layer."""
 
 
 class Parts(ABC):
-    """Weights and gradients of a model, part by part: a :class:`Block` for a layer, else a :class:`Llama` that has
-    at least the part's own arrays."""
+    """Weights and gradients of a model, part by part: a :class:`Block` for a layer, else a :class:`Llama` with at
+    least the part's arrays."""
 
     @abstractmethod
     def forward(self, part: Part) -> AbstractContextManager[Any]:
-        """The part's weights, for a forward call."""
+        """Context with the part's weights, for a forward call."""
 
     @abstractmethod
     def backward(self, part: Part) -> AbstractContextManager[tuple[Any, Any]]:
-        """Its weights, and what its gradients are added to. At the end they have been."""
+        """Context with the part's weights and gradient arrays; the gradients have been added when it exits."""
 
 
 class Held(Parts):
-    """Arrays that are all there."""
+    """Parts of a model whose arrays are all in this process."""
 
     def __init__(self, weights: Llama, grads: Llama) -> None:
         self._weights, self._grads = weights, grads
@@ -65,7 +65,7 @@ def parts_of(config: LlamaConfig) -> tuple[Part, ...]:
 
 
 def names_of(config: LlamaConfig, part: Part) -> list[str]:
-    """The arrays of a part; tied, the table is the embedding's."""
+    """Names of the arrays of a part; a tied table belongs to the embedding."""
     if isinstance(part, int):
         return [f"layers.{part}.{name}" for name in config.block_shapes()]
     if part == "embed":
@@ -74,7 +74,7 @@ def names_of(config: LlamaConfig, part: Part) -> list[str]:
 
 
 def part_of(arrays: Mapping[str, Any], config: LlamaConfig, part: Part) -> Block | Llama:
-    """A part, from arrays by name."""
+    """Make a part from arrays by name."""
     if isinstance(part, int):
         return Block(**{name: arrays[f"layers.{part}.{name}"] for name in config.block_shapes()})
     if part == "embed":
@@ -83,9 +83,9 @@ def part_of(arrays: Mapping[str, Any], config: LlamaConfig, part: Part) -> Block
 
 
 class Pass:
-    """The pass of one batch over some parts of a model, forward and then backward.
+    """Pass of one batch over some parts of a model, forward and then backward.
 
-    ``x`` is what goes from part to part: hidden states, and on the way back their gradient.
+    ``x`` is passed from part to part: hidden states, and in the backward their gradient.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Pass:
         self.x: Any = None
 
     def run(self, ids: Any, targets: Any, *, dloss: Any, options: Mapping[str, Any]) -> Any:
-        """The loss of a model of which all parts are here."""
+        """Run all parts of a model that is entirely in this process; return the loss."""
         layers = range(self._config.nlayers)
         self.embed(ids)
         self.forward(layers)
@@ -124,13 +124,15 @@ class Pass:
             self._layer(i)
 
     def head(self, targets: Any, *, dloss: Any, options: Mapping[str, Any]) -> Any:
-        """The loss; its gradient takes the place of the hidden states."""
+        """Return the loss; its gradient replaces the hidden states."""
         config = self._config
         with self._parts.backward("head") as (weights, grads):
             h, rstd = last_norm(self.x, weights, config)
-            to: dict[str, Any] = {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
-            given = {"softcap": config.logits_softcap, **to} | dict(options)
-            value, dh, *_ = head_loss(h, weights.lm_head, targets, grads=True, dloss=dloss, **given)
+            grad_options: dict[str, Any] = (
+                {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
+            )
+            loss_options = {"softcap": config.logits_softcap, **grad_options} | dict(options)
+            value, dh, *_ = head_loss(h, weights.lm_head, targets, grads=True, dloss=dloss, **loss_options)
             del h
             dh = times(dh, 1 / config.logits_scaling)
             self.x, _ = rmsnorm_backward(
@@ -150,10 +152,12 @@ class Pass:
 
     def _layer(self, i: int) -> None:
         with self._parts.forward(i) as weights:
-            own, policy = self._config.by_layer[i], self._policies[i]
-            self.x, saved = block_forward(self.x, weights, own, policy=policy, sequences=self._sequences)
+            layer_config, policy = self._config.by_layer[i], self._policies[i]
+            self.x, saved = block_forward(
+                self.x, weights, layer_config, policy=policy, sequences=self._sequences
+            )
         if self._saved:
-            release(self._saved[-1].x)  # a layer later: its copy had the time of one
+            release(self._saved[-1].x)  # one layer later, so that its copy overlaps a layer
         self._saved.append(saved)
 
     def _layer_backward(self, i: int) -> None:
@@ -161,12 +165,12 @@ class Pass:
         if self._saved:
             prefetch(self._saved[-1].x)
         with self._parts.backward(i) as (weights, grads):
-            own, sequences = self._config.by_layer[i], self._sequences
-            self.x = block_backward(self.x, weights, saved, own, grads=grads, sequences=sequences)
+            layer_config, sequences = self._config.by_layer[i], self._sequences
+            self.x = block_backward(self.x, weights, saved, layer_config, grads=grads, sequences=sequences)
 
 
 def last_norm(x: Any, weights: Llama, config: LlamaConfig) -> tuple[Any, Any]:
-    """What the output layer multiplies, and rstd."""
+    """Input of the output layer, and rstd."""
     h, rstd = rmsnorm(
         x, weights.norm, eps=config.stream_eps, weight_offset=config.weight_offset, return_rstd=True
     )

@@ -1,4 +1,4 @@
-"""Published models by name: sizes alone, for estimates; weights are read elsewhere."""
+"""Configs of published models by name, for estimates; without weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PRESETS", "find_config"]
 
 
 def _scaling(factor: float) -> RopeScaling:
-    """Of Llama 3.1 and 3.2."""
+    """Rope scaling of Llama 3.1 and 3.2."""
     return RopeScaling.from_hf(
         {
             "rope_theta": 500000.0,
@@ -79,7 +79,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def find_config(op: str, name: str) -> LlamaConfig:
-    """A preset, however its name is punctuated, or the config of a folder or of a ``config.json``.
+    """Find a preset by name, ignoring punctuation, or read the config of a folder or of a ``config.json``.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Projections of a block whose weight is more than an array: LoRA adapters on a frozen base, ternary weights that are
-trained through the floats behind them, ternary weights whose input the norm before them quantises, and parts of
-weights that several processes share."""
+"""Projections of a block whose weight is not a plain array: LoRA adapters on a frozen base, ternary weights trained
+through latent floats, ternary weights whose input the preceding norm quantises, and parts of weights that several
+processes share."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ __all__ = [
 
 @dataclass
 class Lora:
-    """``x @ base.T + (x @ a.T) @ b.T``: a frozen base and a trained pair of low rank (Hu et al. 2021).
+    """LoRA weight ``x @ base.T + (x @ a.T) @ b.T``: a frozen base and a trained low-rank pair (Hu et al. 2021).
 
-    ``b`` holds alpha / rank of the paper. As gradients: ``base`` is None.
+    ``b`` includes the paper's alpha / rank. In gradients ``base`` is None.
     """
 
     base: Any
@@ -66,20 +66,20 @@ class Lora:
 @dataclass
 class Latent:
     """Ternary weights in training: every call quantises ``weight`` again, and the gradient passes to it unchanged
-    (straight through), as BitNet b1.58 is trained."""
+    (straight through), as in the training of BitNet b1.58."""
 
     weight: Any
     """(out, in), float"""
     activations: str = "int8"
 
     def quantized(self) -> Any:
-        """The weights that the layer multiplies by."""
+        """Return the quantised weights that the layer multiplies by."""
         return ternary_quantize(self.weight)
 
 
 class Projection(ABC):
-    """A weight that multiplies in a way of its own. :func:`project`, :func:`project_backward` and
-    :func:`weight_backward` of it are these."""
+    """Base class of weights with their own product: :func:`project`, :func:`project_backward` and
+    :func:`weight_backward` call these methods."""
 
     @abstractmethod
     def project(self, x: Any, bias: Any, residual: Any) -> Any: ...
@@ -93,14 +93,14 @@ class Projection(ABC):
 
 @dataclass
 class Int8Input:
-    """Ternary weights that take int8 from the norm before them (W1.58A8, as BitNet b1.58 runs): ``normed``
-    quantises in the pass that normalises. Where their input is a float, they are as the matrix alone."""
+    """Ternary weights with int8 input from the preceding norm (W1.58A8, as in BitNet b1.58): ``normed`` quantises in
+    the pass that normalises. With a float input they act like the plain matrix."""
 
     weight: TernaryMatrix
 
 
 class Codes(NamedTuple):
-    """int8 activations: ``q * scale``, in place of an array of ``dtype``."""
+    """int8 activations ``q * scale``, in place of an array of ``dtype``."""
 
     q: Any
     scale: Any
@@ -109,7 +109,7 @@ class Codes(NamedTuple):
 
 
 def normed(x: Any, norm: Any, weight: Any, **options: Any) -> Any:
-    """``rmsnorm(x, norm, **options)`` for :func:`project` with ``weight``; int8 where that is :class:`Int8Input`."""
+    """``rmsnorm(x, norm, **options)`` as the input of ``weight``; int8 if that is an :class:`Int8Input`."""
     if isinstance(weight, Int8Input):
         q, scale, _ = rmsnorm_quant_int8(x, norm, **options)
         return Codes(q, scale, x.dtype)
@@ -117,7 +117,7 @@ def normed(x: Any, norm: Any, weight: Any, **options: Any) -> Any:
 
 
 def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
-    """``x @ weight.T + bias + residual``. ``x``: an array, or what ``normed`` gave for ``weight``."""
+    """Compute ``x @ weight.T + bias + residual``. ``x``: an array, or the result of ``normed`` for ``weight``."""
     if isinstance(weight, Projection):
         return weight.project(x, bias, residual)
     if isinstance(weight, Lora):
@@ -134,7 +134,7 @@ def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
 
 
 def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) -> Any:
-    """The gradient for x; those of weight and bias are added to ``grad`` and ``dbias``, unless they are None."""
+    """Return the gradient for x; add those of weight and bias to ``grad`` and ``dbias``, unless these are None."""
     if isinstance(weight, Projection):
         return weight.project_backward(dy, x, grad, dbias)
     if isinstance(weight, Lora):
@@ -155,14 +155,14 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None)
         return linear_backward(dy, x, weight, has_bias=True, dweight=grad, dbias=dbias)[0]
     else:
         return linear_backward(dy, x, weight, dweight=grad)[0]
-    if dbias is not None:  # that of a layer of one input
+    if dbias is not None:  # computed as that of a layer with one input
         unread = new_array((dy.shape[-1], 1), dy.dtype, "unread", on_host=isinstance(dy, np.ndarray))
         linear_backward(dy, x[..., :1], unread, only="weights", has_bias=True, dbias=dbias)
     return dx
 
 
 def weight_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) -> None:
-    """What :func:`project_backward` adds to ``grad`` and ``dbias``, without the gradient for x.
+    """Add the gradients of weight and bias to ``grad`` and ``dbias``, without the gradient for x.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def weight_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) 
 
 @dataclass(frozen=True)
 class Deferred(Projection):
-    """A weight whose gradient is computed later: ``queue`` gets functions without arguments."""
+    """A weight whose gradient is computed later: ``queue`` receives functions without arguments."""
 
     weight: Any
     queue: list[Callable[[], None]]
@@ -209,61 +209,63 @@ def _packed(weight: Any) -> tuple[Any, str]:
 def lora_shapes(
     config: LlamaConfig, rank: int, projections: Iterable[str] = PROJECTIONS
 ) -> dict[str, tuple[int, ...]]:
-    """The adapters of a model by name: ``layers.0.qkv.a``, (rank, in), and ``layers.0.qkv.b``, (out, rank)."""
+    """Shapes of a model's adapters by name: ``layers.0.qkv.a``, (rank, in), and ``layers.0.qkv.b``, (out, rank)."""
     rank, parts = integer("lora_shapes", "rank", rank, low=1), _checked(projections)
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in config.shapes().items():
         part = name.rpartition(".")[2]
         if name.startswith("layers.") and part in parts:
-            found |= {f"{name}.a": (rank, shape[1]), f"{name}.b": (shape[0], rank)}
-    return found
+            shapes |= {f"{name}.a": (rank, shape[1]), f"{name}.b": (shape[0], rank)}
+    return shapes
 
 
 def initial_lora(shapes: Mapping[str, tuple[int, ...]], *, seed: int = 0) -> dict[str, Any]:
-    """float32 adapters to start from: a normal with variance 1 / in, b zero, so that the model is its base."""
-    seed, found = integer("initial_lora", "seed", seed, low=0), {}
+    """Initial float32 adapters: a is normal with variance 1 / in, b is zero, so that the model equals its base."""
+    seed, adapters = integer("initial_lora", "seed", seed, low=0), {}
     for i, (name, shape) in enumerate(shapes.items()):
         if len(shape) != 2 or min(shape) < 1:
             raise ShapeError(
                 f"initial_lora: {name} has shape {tuple(shape)}, expected (rank, in) or (out, rank)"
             )
         scale = np.float32(math.sqrt(1 / shape[1]) if name.endswith(".a") else 0.0)
-        found[name] = np.random.default_rng((seed, i)).standard_normal(shape, np.float32) * scale
-    return found
+        adapters[name] = np.random.default_rng((seed, i)).standard_normal(shape, np.float32) * scale
+    return adapters
 
 
 def with_lora(weights: Llama, adapters: Mapping[str, Any]) -> Llama:
-    """The model with these adapters on its projections; arrays are shared."""
+    """Return the model with these adapters on its projections; arrays are shared."""
     return replace(weights, layers=_lora_layers(weights.layers, adapters))
 
 
 def lora_grads(weights: Llama, grads: Mapping[str, Any]) -> Llama:
-    """Gradients of adapters, as ``grads`` of :func:`gpu_ops.models.loss_and_grads`; all else is frozen."""
-    nothing = Block(**{f.name: None for f in fields(Block)})
-    return Llama(None, _lora_layers([nothing] * len(weights.layers), grads), None, None)
+    """Gradients of adapters, for ``grads`` of :func:`gpu_ops.models.loss_and_grads`; all other weights are frozen."""
+    frozen = Block(**{f.name: None for f in fields(Block)})
+    return Llama(None, _lora_layers([frozen] * len(weights.layers), grads), None, None)
 
 
 def _lora_layers(layers: Sequence[Block], adapters: Mapping[str, Any]) -> list[Block]:
-    found, used = [], 0
+    adapted, used = [], 0
     for i, layer in enumerate(layers):
         names = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
-        given = {p: n for p, n in names.items() if f"{n}.a" in adapters and f"{n}.b" in adapters}
-        used += 2 * len(given)
-        for p in given:
+        present = {p: n for p, n in names.items() if f"{n}.a" in adapters and f"{n}.b" in adapters}
+        used += 2 * len(present)
+        for p in present:
             if isinstance(getattr(layer, p), Projection):
                 raise OptionError(f"with_lora: layers.{i}.{p} is divided among ranks, and adapters are not")
-        parts = {p: Lora(getattr(layer, p), adapters[f"{n}.a"], adapters[f"{n}.b"]) for p, n in given.items()}
-        found.append(replace(layer, **parts))
+        parts = {
+            p: Lora(getattr(layer, p), adapters[f"{n}.a"], adapters[f"{n}.b"]) for p, n in present.items()
+        }
+        adapted.append(replace(layer, **parts))
     if used != len(adapters):
         raise OptionError(
             f"with_lora: {len(adapters) - used} of {len(adapters)} adapters belong to no projection of the "
             f"{len(layers)} layers; their names are layers.<i>.<{'|'.join(PROJECTIONS)}>.<a|b>"
         )
-    return found
+    return adapted
 
 
 def merged(weight: Lora) -> Any:
-    """One array in place of the base and its adapter, rounded once to the base's dtype."""
+    """Merge the base and its adapter into one array, rounded once to the base's dtype."""
     for name in ("base", "a", "b"):
         if not hasattr(getattr(weight, name), "ndim"):
             raise DTypeError(f"merged: {name} is {type(getattr(weight, name)).__name__}, expected an array")
@@ -274,7 +276,7 @@ def merged(weight: Lora) -> Any:
 def with_latent(
     weights: Llama, projections: Iterable[str] = PROJECTIONS, *, activations: str = "int8"
 ) -> Llama:
-    """The model with ternary projections, whose floats behind them are the weights given."""
+    """Return the model with ternary projections whose latent floats are its weights."""
     parts = _checked(projections)
     layers = [
         replace(layer, **{part: Latent(getattr(layer, part), activations) for part in parts})
@@ -284,19 +286,20 @@ def with_latent(
 
 
 def with_int8_input(weights: Llama, projections: Iterable[str] = ("qkv", "gate_up")) -> Llama:
-    """The model with ternary projections that take int8 from the norms before them, which are those of the default.
+    """Return the model with ternary projections that take int8 from the preceding norms, by default all that have
+    one.
 
     Raises
     ------
     OptionError
-        A projection is no :class:`gpu_ops.TernaryMatrix`; :func:`gpu_ops.ternary_quantize` makes one.
+        A projection is not a :class:`gpu_ops.TernaryMatrix`; :func:`gpu_ops.ternary_quantize` makes one.
     """
     parts = _checked(projections)
     for i, layer in enumerate(weights.layers):
         for part in parts:
-            if not isinstance(given := getattr(layer, part), TernaryMatrix):
+            if not isinstance(weight := getattr(layer, part), TernaryMatrix):
                 raise OptionError(
-                    f"with_int8_input: layers.{i}.{part} is {type(given).__name__}, not a TernaryMatrix; make one "
+                    f"with_int8_input: layers.{i}.{part} is {type(weight).__name__}, not a TernaryMatrix; make one "
                     "with gpu_ops.ternary_quantize"
                 )
     layers = [

@@ -13,10 +13,10 @@ __all__ = ["Table", "embed", "embed_backward", "head_logits", "head_loss"]
 
 
 class Table(ABC):
-    """A table with ways of its own; the functions of this module are these where they are given one."""
+    """Base class of tables with their own methods, which the functions of this module call."""
 
     divides_tokens: bool
-    """Whether ``embed`` returns some of the tokens only."""
+    """Whether ``embed`` returns only some of the tokens."""
 
     @abstractmethod
     def embed(self, ids: Any, *, scale: float = 1.0) -> Any: ...
@@ -32,7 +32,7 @@ class Table(ABC):
 
 
 def embed(ids: Any, table: Any, *, scale: float = 1.0) -> Any:
-    """:func:`gpu_ops.embedding`."""
+    """:func:`gpu_ops.embedding` of a table."""
     return table.embed(ids, scale=scale) if isinstance(table, Table) else embedding(ids, table, scale=scale)
 
 
@@ -45,12 +45,12 @@ def embed_backward(dx: Any, ids: Any, table: Any, *, dweight: Any, scale: float 
 
 
 def head_logits(h: Any, table: Any) -> Any:
-    """(..., vocab)."""
+    """Logits (..., vocab)."""
     return table.logits(h) if isinstance(table, Table) else linear(h, table)
 
 
 def head_loss(h: Any, table: Any, targets: Any, **options: Any) -> Any:
-    """:func:`gpu_ops.linear_cross_entropy`."""
+    """:func:`gpu_ops.linear_cross_entropy` of an output layer."""
     if isinstance(table, Table):
         return table.loss(h, targets, **options)
     return linear_cross_entropy(h, table, targets, **options)

@@ -1,4 +1,4 @@
-"""The tensors of a model's files: which rows of our arrays each of them is, checked against the config, and read."""
+"""Tensors of a model's files: their mapping to rows of our arrays, checks against the config, and reading."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part
            "planned", "read_all", "same_values", "with_post_norms", "with_prefix", "with_stored_prefix"]  # fmt: skip
 
 ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_OUTER = ("embed", "positions", "types", "norm")  # parts outside layers, all but the output layer
-_MOST_INDEX = 1 << 24  # bytes; of 100 per tensor
+_OUTER = ("embed", "positions", "types", "norm")  # parts outside layers, except the output layer
+_MOST_INDEX = 1 << 24  # bytes, at 100 per tensor
 STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
 
 
 class Config(Protocol):
-    """What is needed of a model's config."""
+    """Interface of a model's config."""
 
     @property
     def nlayers(self) -> int: ...
@@ -38,45 +38,45 @@ class Config(Protocol):
         """Whether the output layer's weight is the embedding table."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every array by name; those of layers are called ``layers.<i>.<part>``."""
+        """Shape of every array by name; arrays of layers are called ``layers.<i>.<part>``."""
 
     def joined(self) -> dict[str, tuple[int, ...]]:
-        """Parts of a layer that several tensors are joined in, with the rows of each."""
+        """Parts of a layer that join several tensors, with the number of rows of each."""
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class File(Protocol):
-    """What is needed of an open file of tensors."""
+    """Interface of an open file of tensors."""
 
     what: str
     path: Path
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """By name; each has a ``dtype``, by its name in the format, and a ``shape``."""
+        """Tensors by name; each has a ``dtype``, by its name in the format, and a ``shape``."""
 
     def pieces(self, name: str) -> Iterator[Array]:
-        """The elements of a float tensor in order, a few at a time."""
+        """Elements of a float tensor in order, some at a time."""
 
 
 Files = Mapping[str, File]
-"""The open file of each tensor."""
+"""Open file of each tensor."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a format calls the tensors of a model."""
+    """Names of the tensors of a model in a format."""
 
     modules: Mapping[str, tuple[str, ...]]
-    """Those whose rows follow each other in one of our arrays; ``_bias`` has the same modules."""
+    """Modules whose rows follow each other in one of our arrays; ``_bias`` has the same modules."""
     layer: str
-    """In front of those of a layer."""
+    """Prefix of the modules of a layer."""
     dtypes: tuple[str, ...]
-    """Which are read."""
+    """Dtypes that are read."""
     unread: tuple[str, ...]
-    """Ends of names: tensors that the config says too."""
+    """Suffixes of names of tensors that are not read, as the config has the same information."""
 
     @property
     def embed(self) -> str:
@@ -84,7 +84,7 @@ class Names:
 
     @property
     def lm_head(self) -> str:
-        """Empty where a model has none."""
+        """Name of the output layer's tensor; empty if a model has none."""
         return f"{self.modules['lm_head'][0]}.weight" if "lm_head" in self.modules else ""
 
 
@@ -111,7 +111,7 @@ HF = Names(
 
 
 def with_post_norms(names: Names) -> Names:
-    """Of a model with norms after its halves, one of which has the name that others give to ``mlp_norm``."""
+    """Names for a model with post-norms, one of which has the usual name of ``mlp_norm``."""
     others = {
         "attn_post_norm": ("post_attention_layernorm",),
         "mlp_norm": ("pre_feedforward_layernorm",),
@@ -121,14 +121,14 @@ def with_post_norms(names: Names) -> Names:
 
 
 def with_prefix(names: Names, prefix: str, old: str = "") -> Names:
-    """Names of the same tensors with ``prefix`` in place of ``old``; that of the output layer stays."""
+    """Names of the same tensors with ``prefix`` in place of ``old``, except for the output layer."""
     outer = {part: modules for part, modules in names.modules.items() if part in _OUTER}
     moved = {part: tuple(prefix + name.removeprefix(old) for name in each) for part, each in outer.items()}
     return replace(names, modules={**names.modules, **moved}, layer=prefix + names.layer.removeprefix(old))
 
 
 def with_stored_prefix(names: Names, files: Files) -> Names:
-    """Names of a decoder as its files have them: those of a base model have no ``model.`` in front."""
+    """Names of a decoder as in its files: those of a base model lack the prefix ``model.``."""
     for prefix in ("", "model.model."):
         if f"{prefix}norm.weight" in files and "model.norm.weight" not in files:
             return with_prefix(names, prefix, "model.")
@@ -137,7 +137,7 @@ def with_stored_prefix(names: Names, files: Files) -> Names:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file: rows of an array of ours."""
+    """A tensor of a file that is some rows of one of our arrays."""
 
     name: str
     rows: slice
@@ -146,18 +146,18 @@ class Part:
 
 @dataclass
 class Source(Generic[AnyConfig]):
-    """The config and the files of a model."""
+    """Config and files of a model."""
 
     config: AnyConfig
     files: Files
     names: Names
 
     def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
-        """The arrays of ours whose tensors are packed in a way of their own, read and checked. None here."""
+        """Read and check our arrays whose tensors are packed in a special format. None here."""
         return {}
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
-        """An array of ours, made of these parts."""
+        """Read one of our arrays from these parts."""
         array = np.empty((parts[-1].rows.stop, *parts[0].shape[1:]), dtype)
         for part in parts:
             fill(array[part.rows].reshape(-1), self.files[part.name], part.name)
@@ -165,26 +165,26 @@ class Source(Generic[AnyConfig]):
 
 
 def planned(config: Config, names: Names) -> dict[str, list[Part]]:
-    """The tensors that each array is made of."""
-    joined, found = config.joined(), {}
+    """Tensors that each array consists of."""
+    joined, plan = config.joined(), {}
     for name, shape in config.shapes().items():
         layer, _, part = name.rpartition(".")
-        of, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
+        base, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
         prefix = names.layer.format(layer.removeprefix("layers.")) if layer else ""
-        starts = [0, *itertools.accumulate(joined.get(of, shape[:1]))]
-        found[name] = [
+        starts = [0, *itertools.accumulate(joined.get(base, shape[:1]))]
+        plan[name] = [
             Part(f"{prefix}{module}.{suffix}", slice(start, end), (end - start, *shape[1:]))
-            for module, (start, end) in zip(names.modules[of], itertools.pairwise(starts), strict=True)
+            for module, (start, end) in zip(names.modules[base], itertools.pairwise(starts), strict=True)
         ]
-    return found
+    return plan
 
 
 def read_all(
     op: str, where: Path, source: Source[Any], dtype: np.dtype[Any] | None
 ) -> Iterator[tuple[str, Any]]:
-    """The arrays of a model by name, one at a time; an error before the first unless exactly its tensors are there.
+    """Read the arrays of a model by name, one at a time; first check that the files hold exactly its tensors.
 
-    ``dtype`` None: that of the embedding table, float32 where it is quantised."""
+    ``dtype`` None: that of the embedding table, float32 if it is quantised."""
     plan, packed = _checked(op, where, source)
     table = source.names.embed
     if dtype is None:
@@ -194,9 +194,9 @@ def read_all(
 
 
 def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
-    """The plan and its packed arrays. Raises unless the files hold exactly the tensors of the plan."""
+    """Return the plan and its packed arrays. Raises unless the files hold exactly the tensors of the plan."""
     config, files, names = source.config, source.files, source.names
-    if config.nlayers > len(files):  # before there is a list of them
+    if config.nlayers > len(files):  # before a list of layers is made
         raise FormatError(
             f"{op}: {where}: the config has {config.nlayers} layers, and the files {len(files)} tensors"
         )
@@ -229,7 +229,7 @@ def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[
 
 
 def same_values(files: Files, names: Names, *, rounded: bool = False) -> bool:
-    """Whether the output layer is the embedding table; ``rounded``: but for the rounding of the narrower dtype."""
+    """Whether the output layer equals the embedding table; ``rounded``: up to rounding to the narrower dtype."""
     pair = [(files[name], name) for name in (names.lm_head, names.embed)]
     head, table = (file.tensors[name] for file, name in pair)
     if head.shape != table.shape or not {head.dtype, table.dtype} <= set(names.dtypes):
@@ -243,7 +243,7 @@ def same_values(files: Files, names: Names, *, rounded: bool = False) -> bool:
 
 
 def _cast(file: File, name: str, count: int, dtype: np.dtype[Any]) -> Iterator[Array]:
-    """The bytes of a tensor, cast, so many pieces at a time."""
+    """Bytes of a tensor, cast, ``count`` pieces at a time."""
     pieces = file.pieces(name)
     while batch := list(itertools.islice(pieces, count)):
         with np.errstate(all="ignore"):
@@ -251,21 +251,21 @@ def _cast(file: File, name: str, count: int, dtype: np.dtype[Any]) -> Iterator[A
 
 
 def fill(target: Array, file: File, name: str) -> None:
-    """The elements of a tensor, cast."""
-    at = 0
+    """Read the elements of a tensor into ``target``, cast."""
+    end = 0
     for piece in file.pieces(name):
-        place = target[at : at + len(piece)]
+        place = target[end : end + len(piece)]
         with np.errstate(all="ignore"):
             place[...] = piece
         if piece.dtype != target.dtype and (np.isinf(place) & np.isfinite(piece)).any():
             raise OptionError(
                 f"{file.what}: {name} holds numbers beyond the range of {target.dtype}; load bfloat16 or float32"
             )
-        at += len(piece)
+        end += len(piece)
 
 
 def open_folder(op: str, where: Path, stack: contextlib.ExitStack) -> dict[str, SafetensorsFile]:
-    """The open file of each tensor in a folder: of one file, or of those that an index names."""
+    """Open the files of a folder, one file or those that an index lists; return the file of each tensor."""
     if (where / ONE_FILE).exists():
         names, listed = [ONE_FILE], None
     elif (where / _INDEX).exists():
@@ -291,7 +291,7 @@ def open_folder(op: str, where: Path, stack: contextlib.ExitStack) -> dict[str, 
 
 
 def _read_index(op: str, path: Path) -> dict[str, str]:
-    """The file of each tensor. Only files of the same folder: an index comes from anywhere."""
+    """Read the file name of each tensor. Only files of the same folder are allowed, as an index is untrusted."""
     with opened(op, path) as file:
         text = file.read(_MOST_INDEX)
     try:

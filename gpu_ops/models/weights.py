@@ -1,4 +1,4 @@
-"""The weights of a block and of a model, by name and in one structure; gradients have the same."""
+"""Weights of a block and of a model, by name and as dataclasses; gradients use the same classes."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Block:
     """(hidden,)"""
 
     def check(self, config: LlamaConfig) -> None:
-        """An error where the weights, not gradients, have other parts than the config."""
-        given = {f.name for f in fields(Block) if getattr(self, f.name) is not None}
-        if given != config.block_shapes().keys():
-            differ = ", ".join(sorted(given ^ config.block_shapes().keys()))
+        """Raise an error if the weights, not gradients, have other parts than the config."""
+        parts = {f.name for f in fields(Block) if getattr(self, f.name) is not None}
+        if parts != config.block_shapes().keys():
+            differ = ", ".join(sorted(parts ^ config.block_shapes().keys()))
             raise OptionError(f"block_forward: weights or config lack {differ}, which the other has")
 
 
@@ -66,13 +66,13 @@ class Llama:
     norm: Any
     """(hidden,)"""
     lm_head: Any
-    """(vocab, hidden); the embedding table itself where they are tied"""
+    """(vocab, hidden); the embedding table itself if they are tied"""
 
     made_by = "models.Llama.of makes one of named arrays"
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any], config: LlamaConfig) -> Llama:
-        """From arrays by the names of :meth:`LlamaConfig.shapes`; views stay views.
+        """Make a model from arrays by the names of :meth:`LlamaConfig.shapes`, without copies.
 
         Raises
         ------
@@ -88,17 +88,17 @@ class Llama:
         return cls(arrays["embed"], layers, arrays["norm"], head)
 
     def arrays(self) -> dict[str, Any]:
-        """By the names of :meth:`LlamaConfig.shapes`, as :meth:`of` takes them."""
-        found = {"embed": self.embed}
+        """Arrays by the names of :meth:`LlamaConfig.shapes`, the input of :meth:`of`."""
+        arrays = {"embed": self.embed}
         for i, layer in enumerate(self.layers):
             parts = ((f.name, getattr(layer, f.name)) for f in fields(Block))
-            found |= {f"layers.{i}.{name}": x for name, x in parts if x is not None}
-        found["norm"] = self.norm
-        return found if self.lm_head is self.embed else found | {"lm_head": self.lm_head}
+            arrays |= {f"layers.{i}.{name}": x for name, x in parts if x is not None}
+        arrays["norm"] = self.norm
+        return arrays if self.lm_head is self.embed else arrays | {"lm_head": self.lm_head}
 
 
 def check_arrays(who: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """An error unless an array of each shape is there."""
+    """Raise an error unless there is an array of each name and shape."""
     for name, shape in shapes.items():
         if name not in arrays:
             raise OptionError(f"{who}: there is no array {name!r}, of shape {shape}")
@@ -107,7 +107,7 @@ def check_arrays(who: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple
 
 
 def check_models(op: str, config: LlamaConfig, **models: Llama) -> None:
-    """Their types, and numbers of layers."""
+    """Check the types of config and models, and the numbers of layers."""
     instance(op, "config", config, LlamaConfig)
     for what, model in models.items():
         if not isinstance(model, Llama):
@@ -121,16 +121,15 @@ def check_models(op: str, config: LlamaConfig, **models: Llama) -> None:
 
 
 def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
-    """float32 weights to start from, by name: norms that multiply by 1, biases 0, matrices normal, those that
-    write to the residual stream smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of
-    NumPy."""
-    seed, found = integer("initial_weights", "seed", seed, low=0), {}
+    """Initial float32 weights by name: norms multiply by 1, biases are 0, matrices are normal; those that write to
+    the residual stream are divided by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of NumPy."""
+    seed, arrays = integer("initial_weights", "seed", seed, low=0), {}
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 1:
-            one = 1.0 - config.weight_offset
-            found[name] = np.full(shape, 0.0 if name.endswith("_bias") else one, np.float32)
+            norm_value = 1.0 - config.weight_offset
+            arrays[name] = np.full(shape, 0.0 if name.endswith("_bias") else norm_value, np.float32)
             continue
         size = std / np.sqrt(2 * config.nlayers) if name.endswith((".o", ".down")) else std
         rng = np.random.default_rng((seed, i))
-        found[name] = rng.standard_normal(shape, np.float32) * np.float32(size)
-    return found
+        arrays[name] = rng.standard_normal(shape, np.float32) * np.float32(size)
+    return arrays
