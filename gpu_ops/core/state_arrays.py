@@ -1,4 +1,4 @@
-"""Arrays of any library and device, as saved states read and write them: through the host."""
+"""Arrays of any library and device, read and written through the host for saved states."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from gpu_ops.errors import DeviceError, OptionError, ShapeError
 
 __all__ = ["StateArray", "check_device", "named_dtype", "to_device", "zeros"]
 
-_ALIGNMENT = (
-    512  # bytes: what cudaMalloc gives, so that parts of an array are as well aligned as arrays of their own
-)
+_ALIGNMENT = 512  # bytes, as from cudaMalloc, so that parts of an array are aligned like separate arrays
 
 
 class StateArray:
-    """An array of the caller's: a NumPy or CuPy view of it."""
+    """The caller's array, as a NumPy or CuPy view."""
 
     def __init__(self, op: str, name: str, x: Any) -> None:
         self.label = f"{op}: {name}"
@@ -38,7 +36,7 @@ class StateArray:
         self.dtype: np.dtype[Any] = self._view.dtype
 
     def copied(self) -> Array:
-        """The elements in host memory, in C order; the array itself where they lie so."""
+        """Return the elements in host memory, in C order; the array itself if it is so already."""
         if self._cuda is None:
             return np.ascontiguousarray(self._view)
         import cupy
@@ -56,7 +54,7 @@ class StateArray:
             )
 
     def write(self, values: Array) -> None:
-        """Elements of this shape and dtype from host memory."""
+        """Write elements of this shape and dtype from host memory."""
         if self._cuda is None:
             self._view[...] = values
             return
@@ -73,7 +71,7 @@ def check_device(op: str, device: str) -> None:
 
 
 def to_device(values: Array, device: str, *, blocking: bool = True) -> Any:
-    """As a new array on a device: NumPy's for "cpu" and "emulator". Not blocking: the host waits for no copy."""
+    """Copy values to a device; "cpu" and "emulator" return NumPy arrays. Not blocking: the host does not wait."""
     if device != "cuda":
         return values
     import cupy
@@ -82,13 +80,13 @@ def to_device(values: Array, device: str, *, blocking: bool = True) -> Any:
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> Any:
-    """An array of zeros on a device: NumPy's unless that is "cuda"."""
+    """Array of zeros on a device: NumPy's unless that is "cuda"."""
     size = math.prod(shape) * dtype.itemsize
     if device == "cuda":
         import cupy
 
         return cupy.zeros((size,), np.uint8).view(dtype).reshape(shape)
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # its pages come as they are written
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # pages are allocated when they are written
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 
@@ -96,15 +94,15 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> A
 def named_dtype(
     op: str, name: str, value: Any, known: Mapping[str, np.dtype[Any]] = checks.FLOAT_DTYPES
 ) -> np.dtype[Any]:
-    """A dtype of ``known`` by its name, or itself."""
+    """Look up a dtype of ``known`` by its name or by equality."""
     if isinstance(value, str):
         return known[checks.one_of(op, name, value, known)]
-    found = next((dtype for dtype in known.values() if dtype == value), None)
-    if found is None:
+    match = next((dtype for dtype in known.values() if dtype == value), None)
+    if match is None:
         raise OptionError(f"{op}: {name} must be one of {', '.join(known)}; got {value!r}")
-    return found
+    return match
 
 
 def _bits(x: Any) -> Any:
-    """Unsigned integers of the same bytes: CuPy does not know every dtype."""
+    """View as unsigned integers of the same size: CuPy does not know every dtype."""
     return x.view(np.dtype(f"u{x.dtype.itemsize}"))

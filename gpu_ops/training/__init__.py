@@ -1,4 +1,4 @@
-"""What a training loop needs beside the ops: loss scaling, parameters in one buffer, data, saved states."""
+"""Parts of a training loop other than ops: loss scaling, parameters in one buffer, data, saved states."""
 
 from gpu_ops.core.declared import publish
 from gpu_ops.training.batches import Batches

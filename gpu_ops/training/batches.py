@@ -1,4 +1,4 @@
-"""Batches of token windows, in an order that depends on a seed and the step alone."""
+"""Batches of token windows, in an order that depends only on a seed and the step."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from gpu_ops.training.tokens import MOST_VOCAB, TokenFile, check_range, is_numbe
 
 __all__ = ["Batches", "permuted"]
 
-_MOST_ROWS, _MOST_STEP = 1 << 24, (1 << 48) - 1  # so that an epoch has 96 bits at most
+_MOST_ROWS, _MOST_STEP = 1 << 24, (1 << 48) - 1  # so that an epoch number has at most 96 bits
 
 
 class Batches:
-    """Batches of token windows for training, without end.
+    """Endless iterator of batches of token windows for training.
 
     Window w of a source is its tokens [w * seqlen, (w + 1) * seqlen], one more than ``seqlen``: the targets are the
-    ids one token later. Each epoch gives every window of all sources once, in an order of its own, and goes on in the
-    middle of a batch: none is left out. What does not fill a window at the end of a source is not used.
+    ids one token later. Each epoch returns every window of all sources once, in a different order. An epoch may end
+    in the middle of a batch, so no window is left out. Tokens at the end of a source that do not fill a window are
+    not used.
 
     Parameters
     ----------
     tokens : TokenFile, vector of integers, or list of these
         Vectors are not copied.
     batch, seqlen : int
-        The shape of a batch.
+        Shape of a batch.
     seed : int
-        From 0 to 2**64 - 1. The order is a function of the seed and the step alone: the same on every machine.
+        From 0 to 2**64 - 1. The order depends only on the seed and the step: it is the same on every machine.
     start : int
-        The step of the first batch, where a run resumes.
+        Step of the first batch, for a run that resumes.
     rank, world : int
-        This process takes the rows ``rank * batch`` to ``(rank + 1) * batch`` of a batch of ``world * batch``: how
-        many processes share a batch does not change it.
+        This process takes the rows ``rank * batch`` to ``(rank + 1) * batch`` of a batch of ``world * batch``. The
+        number of processes that share a batch does not change it.
 
     Attributes
     ----------
     step : int
-        Of the next batch.
+        Step of the next batch.
     windows : int
-        Of an epoch, which therefore takes ``windows / (batch * world)`` steps.
+        Number of windows of an epoch, which therefore takes ``windows / (batch * world)`` steps.
 
     Raises
     ------
     ShapeError
         No source fills a window.
     DTypeError, OptionError
-        A source is none; a token is negative or at least 2**31; an option is out of range.
+        A source is invalid; a token is negative or at least 2**31; an option is out of range.
 
     Notes
     -----
     The order is a Feistel network of 8 rounds over the next power of two, whose keys are Philox words of the seed and
-    the epoch; numbers beyond the last window go through again. It takes no memory.
+    the epoch; numbers beyond the last window are permuted again. It needs no memory.
 
     Examples
     --------
@@ -87,8 +88,8 @@ class Batches:
         self.world = integer(op, "world", world, low=1, high=_MOST_ROWS)
         self.rank = integer(op, "rank", rank, low=0, high=self.world - 1)
         several = isinstance(tokens, (list, tuple)) and not is_numbers(tokens)
-        given = list(tokens) if several else [tokens]
-        self._sources = [_source(op, i, x) for i, x in enumerate(given)]
+        sources = list(tokens) if several else [tokens]
+        self._sources = [_source(op, i, x) for i, x in enumerate(sources)]
         lengths = [len(source) for source in self._sources]
         self._ends = np.cumsum([max(n - 1, 0) // self.seqlen for n in lengths], dtype=np.int64)
         self.windows = int(self._ends[-1]) if lengths else 0
@@ -102,13 +103,13 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[Array, Array]:
-        found = self.at(self.step)
+        batch = self.at(self.step)
         self.step += 1
-        return found
+        return batch
 
     @typed_memory_errors("Batches.at")
     def at(self, step: int) -> tuple[Array, Array]:
-        """ids and targets of a step, int32 (batch, seqlen) each."""
+        """Return ids and targets of a step, int32 (batch, seqlen) each."""
         step = integer("Batches.at", "step", step, low=0, high=_MOST_STEP)
         ids = np.empty((self.batch, self.seqlen), np.int32)
         targets = np.empty_like(ids)
@@ -122,11 +123,11 @@ class Batches:
     def _windows_of(self, step: int) -> Array:
         epoch, first = divmod((step * self.world + self.rank) * self.batch, self.windows)
         later, index = np.divmod(first + np.arange(self.batch), self.windows)
-        found = np.empty_like(index)
+        windows = np.empty_like(index)
         for e in range(int(later[-1]) + 1):  # nearly always one or two
             rows = later == e
-            found[rows] = permuted(index[rows], self.windows, self.seed, epoch + e)
-        return found
+            windows[rows] = permuted(index[rows], self.windows, self.seed, epoch + e)
+        return windows
 
 
 class _Vector:
@@ -143,15 +144,15 @@ class _Vector:
 
 
 def permuted(index: Array, n: int, seed: int, epoch: int) -> Array:
-    """The places of ``index``, in [0, n), in a permutation of the n numbers."""
+    """Permute ``index``, numbers in [0, n), by a permutation of the n numbers."""
     bits, keys = max((n - 1).bit_length(), 2), _round_keys(seed, epoch)
-    found = _feistel(index.astype(np.uint64), bits, keys)
-    while (outside := found >= n).any():  # less than half of the numbers are
-        found[outside] = _feistel(found[outside], bits, keys)
-    return found.astype(np.int64)
+    result = _feistel(index.astype(np.uint64), bits, keys)
+    while (outside := result >= n).any():  # less than half of the numbers are
+        result[outside] = _feistel(result[outside], bits, keys)
+    return result.astype(np.int64)
 
 
-_ROUNDS = 8  # even: the halves of an odd number of bits have changed places and are back
+_ROUNDS = 8  # even, so that the halves of an odd number of bits end in their original places
 
 
 @lru_cache(maxsize=8)
@@ -162,7 +163,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _feistel(x: Array, bits: int, keys: tuple[np.uint64, ...]) -> Array:
-    """A permutation of the numbers of so many bits: each round changes one half by a function of the other one."""
+    """Permute numbers of ``bits`` bits: each round changes one half by a function of the other."""
     low_bits = bits // 2
     for key in keys:
         high_bits = bits - low_bits

@@ -1,4 +1,4 @@
-"""Byte pair encoding of bytes: a tokenizer that is trained in seconds and gives any bytes back."""
+"""Byte pair encoding of bytes: a tokenizer that is trained in seconds and decodes to the exact bytes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ __all__ = ["BytePairEncoding"]
 
 _KIND, _ENCODING = "gpu_ops.kind", "BytePairEncoding 1"  # with the version of this layout
 _MOST_VOCAB, _MOST_FILE = 1 << 20, 1 << 26
-_MOST_TOKEN = 128  # bytes: of a word
-_TASK, _PIECE = 1 << 16, 64  # bytes of a task; tasks between two chances to interrupt or to show progress
-_LONG, _LONG_IDS = 16, 1 << 23  # pieces, and tokens to decode: about a second
-_AT_ONCE = 64  # merges, likewise
+_MOST_TOKEN = 128  # bytes, also of a word
+_TASK, _PIECE = 1 << 16, 64  # bytes of a task; tasks between checks for interrupts and progress
+_LONG, _LONG_IDS = 16, 1 << 23  # pieces to encode, tokens to decode: about a second
+_AT_ONCE = 64  # merges between checks for interrupts and progress
 _WORD_BEGINS = re.compile(rb"(?<=[^ \t\n\v\f\r])[ \t\n\v\f\r]")
 
 
 class BytePairEncoding:
     """A tokenizer of bytes: 256 tokens of one byte each, and one for each merge of two tokens.
 
-    Text is cut into words: runs of letters, of digits, of other signs or of white space, of 128 bytes at most. The
-    last space before another run belongs to that, and so does a single sign before letters; all bytes from 128 on are
-    letters. Within each word the pair of the earliest merge is replaced, the leftmost first, until there is none.
+    Text is cut into words: runs of letters, of digits, of other signs or of white space, of at most 128 bytes. The
+    last space before another run belongs to that run, and so does a single sign before letters; all bytes from 128 on
+    are letters. Within each word the pair of the earliest merge is replaced, leftmost first, until none is left.
     Tokens do not cross words.
 
     Parameters
     ----------
     merges : sequence of (int, int)
-        Merge i makes token 256 + i of two earlier ones.
+        Merge i makes token 256 + i from two earlier ones.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class BytePairEncoding:
     Raises
     ------
     OptionError
-        A merge of a token that is not there yet, a merge that is there twice, or a token of more than 128 bytes.
+        A merge of a token that does not exist yet, a repeated merge, or a token of more than 128 bytes.
 
     Notes
     -----
@@ -106,24 +106,25 @@ class BytePairEncoding:
     @classmethod
     @typed_memory_errors("BytePairEncoding.train")
     def train(cls, data: Any, vocab: int = 1024, *, progress: bool = True) -> BytePairEncoding:
-        """The tokenizer whose every merge is the most frequent pair of tokens; of two, the one of lower tokens.
+        """Train a tokenizer: every merge is the most frequent pair of tokens, and of two equal ones that of lower
+        tokens.
 
         Parameters
         ----------
         data : bytes or str, or iterable of these
-            A text, or documents. An iterable is gone through once, and only the different words stay in memory.
+            A text, or documents. An iterable is read once, and only distinct words are kept in memory.
         vocab : int
-            How many tokens, 256 to 1048576. Fewer where no pair occurs twice any more.
+            Number of tokens, 256 to 1048576. The result has fewer if no pair occurs twice any more.
         progress : bool
             Whether to show progress on stderr after a second.
 
         Raises
         ------
         DTypeError, OptionError
-            Data that are neither bytes nor text; different words of 2 GiB and more.
+            Data that are neither bytes nor text; distinct words of 2 GiB and more.
         """
         op = "BytePairEncoding.train"
-        most = integer(op, "vocab", vocab, low=256, high=_MOST_VOCAB) - 256
+        max_merges = integer(op, "vocab", vocab, low=256, high=_MOST_VOCAB) - 256
         show = flag(op, "progress", progress)
         from gpu_ops.kernels.text.cpu.bpe_learn import Learner
 
@@ -132,7 +133,7 @@ class BytePairEncoding:
             for document in _documents(op, data):
                 counts.update(_words(document))
             words = [word for word in counts if len(word) > 1]
-            if not words or not most:
+            if not words or not max_merges:
                 return cls(())
             lengths = np.fromiter(map(len, words), np.int64, len(words))
             if lengths.sum() >= 1 << 31:
@@ -140,9 +141,9 @@ class BytePairEncoding:
                     f"{op}: different words take {lengths.sum()} bytes; train on a sample of the text"
                 )
             symbols = np.frombuffer(b"".join(words), np.uint8)
-            learner = Learner(symbols, lengths, np.array([counts[word] for word in words]), most)
-        calls = -(-most // _AT_ONCE)
-        message = f"gpu_ops: learning {most} merges from {len(words)} words"
+            learner = Learner(symbols, lengths, np.array([counts[word] for word in words]), max_merges)
+        calls = -(-max_merges // _AT_ONCE)
+        message = f"gpu_ops: learning {max_merges} merges from {len(words)} words"
         with steps(message, calls) if show else contextlib.nullcontext(lambda: None) as advance:
             while learner.learn(_AT_ONCE):
                 advance()
@@ -150,7 +151,7 @@ class BytePairEncoding:
 
     @typed_memory_errors("BytePairEncoding.encode")
     def encode(self, data: Any) -> Array:
-        """The tokens of bytes, or of a str in UTF-8, as an int32 vector.
+        """Encode bytes, or a str in UTF-8, as an int32 vector of tokens.
 
         Raises
         ------
@@ -166,23 +167,23 @@ class BytePairEncoding:
         pieces = [cuts[i : i + _PIECE + 1] for i in range(0, len(cuts) - 1, _PIECE)]
         long = len(pieces) > _LONG
         message = f"gpu_ops: encoding {len(text) / 1e6:.0f} MB"
-        found = [np.empty(0, np.int32)]
+        parts = [np.empty(0, np.int32)]
         with steps(message, len(pieces)) if long else contextlib.nullcontext(lambda: None) as advance:
             for piece in pieces:
                 part = np.frombuffer(text, np.uint8, piece[-1] - piece[0], piece[0])
-                found.append(bpe.encode(part, np.array(piece) - piece[0], self._table))
+                parts.append(bpe.encode(part, np.array(piece) - piece[0], self._table))
                 advance()
-        return np.concatenate(found)
+        return np.concatenate(parts)
 
     def decode(self, ids: Any) -> bytes:
-        """The bytes of a vector or list of tokens.
+        """Return the bytes of a vector or list of tokens.
 
         Raises
         ------
         OptionError
-            A number that is no token.
+            A number that is not a token.
         ShapeError, DTypeError
-            What is no vector of integers.
+            The ids are not a vector of integers.
         """
         op = "BytePairEncoding.decode"
         tokens = vector(op, "ids", ids)
@@ -192,14 +193,14 @@ class BytePairEncoding:
             return b"".join([self._tokens[i] for i in tokens.tolist()])
 
     def save(self, path: Any) -> None:
-        """Write the merges to a JSON file, whole or not at all. Raises FileError."""
+        """Write the merges to a JSON file, atomically. Raises FileError."""
         op = "BytePairEncoding.save"
         text = json.dumps({_KIND: _ENCODING, "merges": self.merges.tolist()}, separators=(",", ":"))
         write_file(op, path_of(op, path), [text.encode()])
 
     @classmethod
     def load(cls, path: Any) -> BytePairEncoding:
-        """Read a file of :meth:`save`. Raises FormatError where it is damaged or another, and FileError."""
+        """Read a file of :meth:`save`. Raises FormatError if it is damaged or another file, and FileError."""
         op = "BytePairEncoding.load"
         where = path_of(op, path)
         with opened(op, where) as file:
@@ -213,10 +214,10 @@ class BytePairEncoding:
 def _merges_in(text: bytes) -> Any:
     if len(text) > _MOST_FILE:
         raise ValueError(f"it has more than {_MOST_FILE} bytes")
-    found = json.loads(text)
-    if not isinstance(found, dict) or found.keys() != {_KIND, "merges"} or found[_KIND] != _ENCODING:
+    contents = json.loads(text)
+    if not isinstance(contents, dict) or contents.keys() != {_KIND, "merges"} or contents[_KIND] != _ENCODING:
         raise ValueError(f"expected {_KIND!r}: {_ENCODING!r} and 'merges'")
-    merges = found["merges"]
+    merges = contents["merges"]
     if not isinstance(merges, list) or not all(
         isinstance(pair, list)
         and len(pair) == 2
@@ -247,7 +248,7 @@ def _documents(op: str, data: Any) -> Iterator[bytes]:
 
 
 def _cuts(text: bytes, step: int) -> list[int]:
-    """0, the end, and places about ``step`` bytes apart at which a word begins whatever is before it."""
+    """Positions to cut text: 0, the end, and places about ``step`` bytes apart where a word starts in any context."""
     cuts = [0]
     while (match := _WORD_BEGINS.search(text, cuts[-1] + step)) is not None:
         cuts.append(match.start())

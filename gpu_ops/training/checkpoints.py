@@ -1,4 +1,4 @@
-"""The last states of a run, as files of a folder."""
+"""Last states of a run, as files of a folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOST_STEP = 10**12 - 1
 
 
 class Checkpoints:
-    """The last states of a run, in a folder of its own.
+    """Last states of a run, in a separate folder.
 
     Parameters
     ----------
     folder : path
-        Made by the first save. One process at a time saves to it.
+        Created by the first save. Only one process at a time may save to it.
     keep : int
-        How many states stay. A save takes room for one more.
+        Number of states to keep. A save needs space for one more.
 
     Examples
     --------
@@ -44,10 +44,10 @@ class Checkpoints:
         self.keep = integer("Checkpoints", "keep", keep, low=1)
 
     def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Path:
-        """:func:`save_state` to a file of this step; then the oldest go. The file.
+        """Call :func:`save_state` for this step, remove the oldest states, and return the file.
 
-        A step before the last one is an error: a run that went back continues in another folder, or after the later
-        files were removed.
+        A step before the last one is an error: a run that goes back must use another folder, or remove the later
+        files first.
         """
         name = "Checkpoints.save"
         step = integer(name, "step", step, low=0, high=MOST_STEP)
@@ -69,16 +69,16 @@ class Checkpoints:
         return path
 
     def latest(self) -> Path | None:
-        """The file of the last step, for :func:`load_state`; None before the first save."""
+        """Return the file of the last step, for :func:`load_state`; None before the first save."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def steps(self) -> list[int]:
-        """The steps saved, in order. Files that are damaged or cut off do not count."""
+        """Return the saved steps, in order, without damaged or truncated files."""
         return [step for step in steps_in("Checkpoints", self.folder, _ENDING) if is_state(self.path(step))]
 
     def path(self, step: int) -> Path:
-        """The file of a step."""
+        """Return the file of a step."""
         return self.folder / f"{step_name(step)}{_ENDING}"
 
 
@@ -86,12 +86,12 @@ _ENDING = ".safetensors"
 
 
 def step_name(step: int) -> str:
-    """The name of a step's file or folder, without an ending."""
+    """Name of a step's file or folder, without the suffix."""
     return f"step-{step:012d}"
 
 
 def steps_in(op: str, folder: Path, ending: str = "") -> list[int]:
-    """The steps that a folder has a name of, in order; none if there is no such folder."""
+    """Steps of the names in a folder, in order; none if there is no such folder."""
     pattern = re.compile(r"step-([0-9]{12})" + re.escape(ending))
     with system_errors(op, folder):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
@@ -99,5 +99,5 @@ def steps_in(op: str, folder: Path, ending: str = "") -> list[int]:
 
 
 def outdated(steps: Sequence[int], keep: int) -> Sequence[int]:
-    """The steps that go when one more is saved and ``keep`` stay."""
+    """Steps to remove when one more is saved and ``keep`` stay."""
     return steps[: max(len(steps) + 1 - keep, 0)]

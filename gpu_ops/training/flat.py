@@ -1,4 +1,4 @@
-"""A model's parameters, gradients and optimiser states in one array each: one step for all of them."""
+"""A model's parameters, gradients and optimiser states in one array each, updated by one step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gpu_ops.ops.rows.adamw import adamw_step
 
 __all__ = ["FlatParams"]
 
-_SEGMENT = 256  # elements of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale for each
-_MOST = 1 << 48  # elements of a parameter, far more than addresses of memory
+_SEGMENT = 256  # elements of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale per segment
+_MOST = 1 << 48  # elements of a parameter, far more than memory can hold
 _CLASS = "FlatParams"
 
 
@@ -36,10 +36,10 @@ class _Segment:
 
 
 class FlatParams:
-    """Parameters by name over flat arrays, made by :meth:`from_shapes`.
+    """Parameters by name as views of flat arrays, made by :meth:`from_shapes`.
 
-    Segments begin at multiples of 512 bytes. Those that decay come first: a step is two calls of
-    :func:`gpu_ops.adamw_step`, with ``weight_decay`` and without, where a mask would move a byte more per parameter.
+    Segments start at multiples of 512 bytes. Parameters that decay come first: a step is two calls of
+    :func:`gpu_ops.adamw_step`, with ``weight_decay`` and without; a mask would move one more byte per parameter.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FlatParams:
         device: str | None,
     ) -> None:
         self.buffers: Mapping[str, Any] = MappingProxyType(dict(arrays))
-        """The flat arrays: ``params``, ``grads``, ``m``, ``v``, ``master`` where there is one, and with moments in
+        """Flat arrays: ``params``, ``grads``, ``m``, ``v``, ``master`` if there is one, and with moments in
         8 bits ``m_scale`` and ``v_scale``."""
         self._segments = segments
         self.params = self.views("params")
@@ -61,7 +61,7 @@ class FlatParams:
         self.device, self._module = device, _module(device)
         decayed, size = ends
         whole = (slice(0, decayed), slice(decayed, size))
-        # made once: a later call finds its program by its arrays
+        # made once, so that later calls find their program by the arrays
         self._parts = [_part(arrays, part) for part in whole]
         self._next = zeros((), np.dtype(np.int64), device)
         self._taken = zeros((), np.dtype(np.bool_), device)
@@ -79,23 +79,24 @@ class FlatParams:
         decay: Collection[str] | None = None,
         device: str | None = None,
     ) -> FlatParams:
-        """Zeros for parameters of these shapes.
+        """Make zeros for parameters of these shapes.
 
         Parameters
         ----------
         shapes : dict of tuples
         dtype : str or dtype
-            Of the parameters: float16, bfloat16, float32 or float64.
+            Dtype of the parameters: float16, bfloat16, float32 or float64.
         master : bool
-            Keep 16-bit parameters in float32 as well. Without, bfloat16 is rounded stochastically, float16 refused.
+            Keep 16-bit parameters in float32 as well. Without it, bfloat16 is rounded stochastically, float16
+            refused.
         grad_dtype : str or dtype, optional
-            Default: float32 (float64 for float64).
+            Dtype of the gradients; default: float32 (float64 for float64).
         moment_bits : int
-            32, or 8: m and v in bytes, with a scale for 256 elements. float64 has moments of its own.
+            32, or 8: m and v in bytes, with one scale per 256 elements. Moments of float64 are float64.
         decay : names, optional
-            The parameters that decay; default: those with two axes and more.
+            Parameters that decay; default: those with two or more axes.
         device : str, optional
-            ``"cuda"``: CuPy arrays on the current device. Otherwise NumPy arrays, and where a step runs:
+            ``"cuda"``: CuPy arrays on the current device. Otherwise NumPy arrays; the value is the device of a step:
             see :func:`gpu_ops.explain`.
 
         Examples
@@ -114,28 +115,33 @@ class FlatParams:
             checks.one_of(_CLASS, "device", device, ("cpu", "cuda", "emulator"), meant={"gpu": "cuda"})
         if device == "cuda" and (missing := cuda_missing()):
             raise DeviceError(f"{_CLASS}: device='cuda', but there is no usable CUDA device: {missing}")
-        kind = named_dtype(_CLASS, "dtype", dtype)
-        wide = checks.computing_dtype(kind.name)
-        has_master = checks.flag(_CLASS, "master", master) and kind != wide
-        if kind == np.float16 and not has_master:
+        param_dtype = named_dtype(_CLASS, "dtype", dtype)
+        acc_dtype = checks.computing_dtype(param_dtype.name)
+        has_master = checks.flag(_CLASS, "master", master) and param_dtype != acc_dtype
+        if param_dtype == np.float16 and not has_master:
             raise OptionError(
                 f"{_CLASS}: float16 parameters need master=True: in float16 small updates vanish"
             )
         segments, ends = _layout(shapes, decay)
         dtypes = {
-            "params": kind,
-            "grads": wide if grad_dtype is None else named_dtype(_CLASS, "grad_dtype", grad_dtype),
+            "params": param_dtype,
+            "grads": acc_dtype if grad_dtype is None else named_dtype(_CLASS, "grad_dtype", grad_dtype),
         }
-        dtypes |= {"m": wide, "v": wide} | ({"master": wide} if has_master else {})
+        dtypes |= {"m": acc_dtype, "v": acc_dtype} | ({"master": acc_dtype} if has_master else {})
         lengths = dict.fromkeys(dtypes, ends[1])
         if checks.integer(_CLASS, "moment_bits", moment_bits) not in (8, 32):
             raise OptionError(f"{_CLASS}: moment_bits must be 8 or 32, got {moment_bits}")
         if moment_bits == 8:
-            if kind == np.float64:
+            if param_dtype == np.float64:
                 raise OptionError(
                     f"{_CLASS}: moment_bits=8 is for parameters of at most 32 bits, not float64"
                 )
-            dtypes |= {"m": np.dtype(np.int8), "v": np.dtype(np.uint8), "m_scale": wide, "v_scale": wide}
+            dtypes |= {
+                "m": np.dtype(np.int8),
+                "v": np.dtype(np.uint8),
+                "m_scale": acc_dtype,
+                "v_scale": acc_dtype,
+            }
             lengths |= dict.fromkeys(("m_scale", "v_scale"), ends[1] // _SEGMENT)
         try:
             arrays = {name: zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
@@ -150,7 +156,7 @@ class FlatParams:
 
     @property
     def steps(self) -> int:
-        """Steps that were taken. On a GPU this waits for them."""
+        """Number of steps taken. On a GPU this waits for them."""
         return int(self._next) - 1
 
     def views(self, buffer: str) -> Mapping[str, Any]:
@@ -159,25 +165,25 @@ class FlatParams:
         return MappingProxyType({n: flat[s.place].reshape(s.shape) for n, s in self._segments.items()})
 
     def state(self) -> dict[str, Any]:
-        """What :func:`gpu_ops.training.save_state` saves and ``load_state(like=)`` fills: the flat arrays but the
-        gradients, and the step of the next update. A run that goes on from it is the same to the bit."""
+        """State for :func:`gpu_ops.training.save_state` and ``load_state(like=)``: the flat arrays except the
+        gradients, and the step of the next update. A run that resumes from it is the same to the bit."""
         return {name: x for name, x in self.buffers.items() if name != "grads"} | {"next_step": self._next}
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Set parameters by name, and their masters, from arrays in host memory. All is checked before any is set."""
-        given = {}
+        """Set parameters by name, and their masters, from arrays in host memory, after checking all of them."""
+        arrays = {}
         for name, value in values.items():
             try:
-                given[name] = np.asarray(value)
+                arrays[name] = np.asarray(value)
             except (TypeError, ValueError) as error:
                 raise DTypeError(f"{_CLASS}: {name} is no array: {error}") from error
-        for name, value in given.items():
+        for name, value in arrays.items():
             shape = self.params[checks.one_of(_CLASS, "name", name, self.params)].shape
             if value.shape != shape:
                 raise ShapeError(f"{_CLASS}: {name} has shape {value.shape}, expected {shape}")
             if value.dtype.kind not in "fiub" and value.dtype.name != "bfloat16":
                 raise DTypeError(f"{_CLASS}: {name} is {value.dtype}, expected real numbers")
-        for name, value in given.items():
+        for name, value in arrays.items():
             for target in (views[name] for views in self._values):
                 with np.errstate(all="ignore"):
                     cast = value.astype(target.dtype)
@@ -185,7 +191,7 @@ class FlatParams:
 
     def zero_grad(self) -> None:
         """Fill the gradients with zeros."""
-        self.buffers["grads"].view(np.uint8).fill(0)  # CuPy fills no bfloat16
+        self.buffers["grads"].view(np.uint8).fill(0)  # CuPy cannot fill bfloat16
 
     def step(
         self,
@@ -201,7 +207,7 @@ class FlatParams:
         backend: str | None = None,
         workspace: Any = None,
     ) -> None:
-        """One step of :func:`gpu_ops.adamw_step`, which has the options. Skipped steps do not count.
+        """Take one step of :func:`gpu_ops.adamw_step`, which documents the options. Skipped steps do not count.
 
         ``rounding``: default ``"stochastic"`` for bfloat16 without masters, else ``"nearest"``.
         """
@@ -234,7 +240,7 @@ class FlatParams:
 def _layout(
     shapes: Mapping[str, Any], decay: Collection[str] | None
 ) -> tuple[dict[str, _Segment], tuple[int, int]]:
-    """Segments in the order of ``shapes``, and where those that decay and all of them end."""
+    """Segments in the order of ``shapes``, and the ends of those that decay and of all."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
@@ -248,20 +254,20 @@ def _layout(
     decays = {name: len(shape) >= 2 if decay is None else name in decay for name, shape in sizes.items()}
     starts: dict[str, int] = {}
     ends: list[int] = []
-    at = 0
-    for wanted in (True, False):
-        for name in (n for n, d in decays.items() if d == wanted):
-            starts[name] = at
-            at += -(-math.prod(sizes[name]) // _SEGMENT) * _SEGMENT
-        ends.append(at)
+    end = 0
+    for decayed in (True, False):
+        for name in (n for n, d in decays.items() if d == decayed):
+            starts[name] = end
+            end += -(-math.prod(sizes[name]) // _SEGMENT) * _SEGMENT
+        ends.append(end)
     return {name: _Segment(starts[name], shape) for name, shape in sizes.items()}, (ends[0], ends[1])
 
 
 def _part(arrays: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    """The arguments of a step that are arrays; ``part`` begins and ends with segments, and so with scales."""
-    found = {name: x[part] for name, x in arrays.items() if not name.endswith("_scale")}
+    """Array arguments of a step; ``part`` starts and ends at segments, and so at scales."""
+    views = {name: x[part] for name, x in arrays.items() if not name.endswith("_scale")}
     scales = slice(part.start // _SEGMENT, part.stop // _SEGMENT)
-    return found | {n: (found[n], arrays[f"{n}_scale"][scales]) for n in ("m", "v") if f"{n}_scale" in arrays}
+    return views | {n: (views[n], arrays[f"{n}_scale"][scales]) for n in ("m", "v") if f"{n}_scale" in arrays}
 
 
 def _module(device: str | None) -> Any:

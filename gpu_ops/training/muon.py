@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal, for the hidden matrices of a model. AdamW is for all else."""
+"""Muon: orthogonalized momentum, for the hidden matrices of a model. Other parameters use AdamW."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpu_ops.ops.gemm.linear import linear
 
 __all__ = ["muon_step", "orthogonalized"]
 
-# Of x <- a x + (b s + c s^2) x with s = x x^T (Jordan et al. 2024): steep at 0, so that five of them bring singular
-# values of 0.01 to 1 to between 0.68 and 1.14.
+# Coefficients of x <- a x + (b s + c s^2) x with s = x x^T (Jordan et al. 2024): steep at 0, so that five iterations
+# map singular values from 0.01 to 1 to between 0.68 and 1.14.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _TINY = 1e-7
 _OP = "muon_step"
@@ -35,7 +35,7 @@ def muon_step(
     device: str | None = None,
     backend: str | None = None,
 ) -> None:
-    """One step of Muon (Jordan et al. 2024) for a matrix, in place.
+    """Take one step of Muon (Jordan et al. 2024) for a matrix, in place.
 
     In this order::
 
@@ -47,21 +47,21 @@ def muon_step(
     Parameters
     ----------
     param, grad, momentum : arrays (rows, cols), float32
-        NumPy or CuPy arrays; param and momentum are changed. Zeros are the first momentum.
+        NumPy or CuPy arrays; param and momentum are changed. The first momentum is zeros.
     lr, weight_decay : float
         At least 0.
     beta : float
         In [0, 1).
     nesterov : bool
     iterations : int
-        Of ``orthogonalized``.
+        Number of iterations of ``orthogonalized``.
     device, backend : str, optional
-        Of the products, as in :func:`gpu_ops.linear`.
+        Device and backend of the products, see :func:`gpu_ops.linear`.
 
     Notes
     -----
-    A step takes ``iterations * (4 m^2 n + 2 m^3)`` operations for the lesser length m and the greater n: many times
-    what AdamW takes, and little beside a batch of many more tokens than m.
+    A step takes ``iterations * (4 m^2 n + 2 m^3)`` operations for the smaller length m and the larger n: many times
+    more than AdamW, and little compared with a batch of many more tokens than m.
 
     Examples
     --------
@@ -107,9 +107,9 @@ def muon_step(
 def orthogonalized(
     x: Any, *, iterations: int = 5, device: str | None = None, backend: str | None = None
 ) -> Any:
-    """The matrix with the singular vectors of ``x`` and singular values near 1, by Newton-Schulz iterations.
+    """Return the matrix with the singular vectors of ``x`` and singular values near 1, by Newton-Schulz iterations.
 
-    Five bring those of more than 0.01 of the Frobenius norm to between 0.68 and 1.14; zeros stay zeros.
+    Five iterations map singular values above 0.01 of the Frobenius norm to between 0.68 and 1.14; zeros stay zeros.
     """
     iterations = checks.integer("orthogonalized", "iterations", iterations, low=0)
     if not x.size:
@@ -120,13 +120,13 @@ def orthogonalized(
 
         xp = cupy
     tall = x.shape[0] > x.shape[1]
-    wide = x.T if tall else x
+    matrix = x.T if tall else x
     # in float64: a float32 sum of squares may overflow
-    norm = xp.sqrt(xp.sum(xp.square(wide, dtype=np.float64)))
-    y = (wide / (norm + _TINY)).astype(x.dtype)
-    where = {"device": device, "backend": backend}
+    norm = xp.sqrt(xp.sum(xp.square(matrix, dtype=np.float64)))
+    y = (matrix / (norm + _TINY)).astype(x.dtype)
+    placement = {"device": device, "backend": backend}
     for _ in range(iterations):
-        square = linear(y, y, **where)
-        polynomial = _B * square + _C * linear(square, square, **where)  # square is symmetric
-        y = linear(polynomial, xp.ascontiguousarray(y.T), residual=_A * y, **where)
+        square = linear(y, y, **placement)
+        polynomial = _B * square + _C * linear(square, square, **placement)  # square is symmetric
+        y = linear(polynomial, xp.ascontiguousarray(y.T), residual=_A * y, **placement)
     return xp.ascontiguousarray(y.T) if tall else y

@@ -1,9 +1,10 @@
-"""Loss scaling for float16: the state machine of ``torch.amp.GradScaler`` with a floor; and the factor that clips.
+"""Loss scaling for float16: the state machine of ``torch.amp.GradScaler`` with a floor; and gradient clipping.
 
-A loss is multiplied by a scale, so that its gradients do not vanish in float16, and they are divided by it again.
-Where one of them overflows, the step is skipped and the scale halved; after 2000 steps without, it is doubled.
+The loss is multiplied by a scale, so that its gradients do not vanish in float16, and the gradients are divided by
+it. If a gradient overflows, the step is skipped and the scale halved; after 2000 steps without overflow, it is
+doubled.
 
-One step, in which no value is read on the host where the arrays are on a GPU::
+One step, in which the host reads no value if the arrays are on a GPU::
 
     dlogits = gpu_ops.cross_entropy_backward(scaler.scale, logits, targets, lse)
     ...                                                          # gradients, all multiplied by the scale
@@ -37,7 +38,7 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 
 
 def clip_coefficient(norm: Any, max_norm: float) -> Any:
-    """What gradients of this norm are multiplied by so that it is at most ``max_norm``: on the norm's device.
+    """Factor that limits gradients of this norm to at most ``max_norm``, on the norm's device.
 
     ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``. 0 for an infinite norm, NaN for
     NaN: skip such a step by the ``found_inf`` of :func:`gpu_ops.global_norm`.
@@ -73,12 +74,12 @@ def clip_coefficient(norm: Any, max_norm: float) -> Any:
 
 
 class GradScaler:
-    """The scale of a loss, and what it becomes after each step.
+    """Scale of a loss, and its update after each step.
 
     Parameters
     ----------
     init_scale : float
-        The first scale, at least ``min_scale``.
+        Initial scale, at least ``min_scale``.
     growth_factor, backoff_factor : float
         The scale is multiplied by the first, > 1, after ``growth_interval`` steps in a row without an overflow,
         unless the product overflows float32; and by the second, in (0, 1), after a step with one.
@@ -87,14 +88,14 @@ class GradScaler:
     min_scale : float
         The scale does not fall below it; 0 for no floor, as in torch. See :meth:`update`.
     device : str, optional
-        Where scale and tracker are: ``"cpu"``, the default, for NumPy arrays; ``"cuda"`` for CuPy arrays on the
-        current device, which no method but :meth:`check` and :meth:`state_dict` waits for.
+        Device of scale and tracker: ``"cpu"``, the default, for NumPy arrays; ``"cuda"`` for CuPy arrays on the
+        current device, for which only :meth:`check` and :meth:`state_dict` wait.
 
     Notes
     -----
-    The same scales to the bit as ``torch.amp.GradScaler``; products are rounded from float64 to float32. ``scale``,
-    float32, and ``growth_tracker``, int32, are arrays of shape (), the same ones for the life of the scaler, so that
-    a CUDA graph can hold them.
+    Scales have the same bits as those of ``torch.amp.GradScaler``; products are rounded from float64 to float32.
+    ``scale``, float32, and ``growth_tracker``, int32, are arrays of shape () that are never replaced, so that a CUDA
+    graph can hold them.
 
     Examples
     --------
@@ -109,9 +110,9 @@ class GradScaler:
     """
 
     scale: Any
-    """What the loss, or ``dloss``, is multiplied by."""
+    """Factor of the loss, or of ``dloss``."""
     growth_tracker: Any
-    """Steps without an overflow since the scale changed."""
+    """Number of steps without an overflow since the scale changed."""
     _found_inf: Any
 
     def __init__(
@@ -138,14 +139,14 @@ class GradScaler:
 
     @property
     def inv_scale(self) -> Any:
-        """float32 ``1 / scale``, rounded once: what a step multiplies gradients by."""
+        """float32 ``1 / scale``, rounded once: the factor of gradients in a step."""
         with np.errstate(all="ignore"):  # without a floor the scale may reach 0
             return _array((1.0 / self.scale.astype(np.float64)).astype(np.float32))
 
     def unscale(self, grads: Any) -> Any:
         """Multiply gradients by ``inv_scale``, in place.
 
-        A step that takes ``inv_scale`` itself saves this pass over all gradients.
+        Passing ``inv_scale`` to the step instead saves this pass over all gradients.
 
         Parameters
         ----------
@@ -178,19 +179,19 @@ class GradScaler:
         return found_inf
 
     def update(self, found_inf: Any = None) -> None:
-        """The scale of the next step.
+        """Compute the scale of the next step.
 
         Parameters
         ----------
         found_inf : array () or number, optional
-            Not 0 if a gradient of this step was not finite: of :func:`gpu_ops.global_norm`. By default what
-            :meth:`unscale` found since the last update.
+            Not 0 if a gradient of this step was not finite: a result of :func:`gpu_ops.global_norm`. Default: the
+            result of :meth:`unscale` since the last update.
 
         Raises
         ------
         LossScaleError
-            The scale would fall below ``min_scale``: float16 does not fit this model. Scale and tracker stay as they
-            are. On ``device="cuda"`` the scale falls, as torch's does, and :meth:`check` raises.
+            The scale would fall below ``min_scale``: float16 does not fit this model. Scale and tracker are not
+            changed. On ``device="cuda"`` the scale falls, as torch's does, and :meth:`check` raises.
         StateError
             There is no ``found_inf``.
         """
@@ -203,18 +204,18 @@ class GradScaler:
         if self.device == "cpu" and not isinstance(found_inf, np.ndarray) and on_cuda(found_inf):
             raise DeviceError("update: found_inf is on a CUDA device; make GradScaler(device='cuda')")
         xp, scale = self._xp, self.scale.astype(np.float64)
-        given = xp.asarray(found_inf)
-        if given.dtype.kind not in "fiub":
-            raise DTypeError(f"update: found_inf is {given.dtype}, expected a number")
-        if given.shape != ():
-            raise ShapeError(f"update: found_inf has shape {given.shape}, expected ()")
-        found = given != 0
-        tracker = xp.where(found, 0, self.growth_tracker.astype(np.int64) + 1)  # int32 would wrap
+        flag = xp.asarray(found_inf)
+        if flag.dtype.kind not in "fiub":
+            raise DTypeError(f"update: found_inf is {flag.dtype}, expected a number")
+        if flag.shape != ():
+            raise ShapeError(f"update: found_inf has shape {flag.shape}, expected ()")
+        overflowed = flag != 0
+        tracker = xp.where(overflowed, 0, self.growth_tracker.astype(np.int64) + 1)  # int32 would wrap
         with np.errstate(all="ignore"):
             grown = (scale * self.growth_factor).astype(np.float32)
         grows = tracker >= self.growth_interval
         kept = xp.where(grows & xp.isfinite(grown), grown, self.scale)
-        new = xp.where(found, (scale * self.backoff_factor).astype(np.float32), kept)
+        new = xp.where(overflowed, (scale * self.backoff_factor).astype(np.float32), kept)
         if xp is np and new < self.min_scale:
             raise self._too_small(float(new))
         self.scale[...] = new
@@ -227,7 +228,7 @@ class GradScaler:
             raise self._too_small(float(self.scale))
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers by torch's keys; waits for the device."""
+        """Return the state as numbers by torch's keys; waits for the device."""
         values = (
             float(self.scale),
             self.growth_factor,
@@ -238,12 +239,12 @@ class GradScaler:
         return dict(zip(_KEYS, values, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a :meth:`state_dict`, or one of torch's. ``min_scale`` stays.
+        """Load a :meth:`state_dict`, or one of torch's. ``min_scale`` is not changed.
 
         Raises
         ------
         OptionError
-            A key is missing or a value out of range; nothing has changed.
+            A key is missing or a value out of range; the scaler is unchanged.
         """
         missing = [key for key in _KEYS if key not in state]
         if missing:
@@ -255,7 +256,7 @@ class GradScaler:
         self.growth_tracker[...] = int(state["_growth_tracker"])
 
     def _set(self, scale: Any, growth: Any, backoff: Any, interval: Any, tracker: Any) -> Any:
-        """Check all, then keep the options; the scale in float32."""
+        """Check all values, then set the options; return the scale in float32."""
         name = "GradScaler"
         least = max(self.min_scale, 2.0**-149)  # 0 would stay 0
         with np.errstate(all="ignore"):
@@ -273,9 +274,9 @@ class GradScaler:
 
     def _check_gradient(self, name: str, x: Any) -> None:
         if not isinstance(x, self._xp.ndarray):
-            kind = f"{type(x).__module__}.{type(x).__name__}"
+            type_name = f"{type(x).__module__}.{type(x).__name__}"
             raise DTypeError(
-                f"unscale: {name} is {kind}, expected {self._xp.__name__}.ndarray for device='{self.device}'; "
+                f"unscale: {name} is {type_name}, expected {self._xp.__name__}.ndarray for device='{self.device}'; "
                 "convert it, or pass inv_scale to the step"
             )
         if x.dtype == np.float16:
@@ -293,12 +294,12 @@ class GradScaler:
 
 
 def _array(x: Any) -> Any:
-    """NumPy makes scalars of arrays of shape ()."""
+    """Convert a NumPy scalar back to an array of shape ()."""
     return np.asarray(x) if isinstance(x, np.generic) else x
 
 
 def _check_apart(arrays: list[Any]) -> None:
-    """No element is in two of the arrays: it would be scaled twice."""
+    """Refuse arrays that share an element, which would be scaled twice."""
     ordered = sorted(arrays, key=extent)
     for a, b in itertools.pairwise(ordered):
         if overlap(a, b):

@@ -1,7 +1,7 @@
-"""The state of a training run in one file: arrays to the bit, and the numbers beside them.
+"""State of a training run in one file: arrays, exact to the bit, and numbers.
 
-The file is a safetensors file, which other programs read too. Its metadata holds the numbers as JSON, and a checksum
-of the arrays: :func:`load_state` reads what :func:`save_state` wrote or says that it is damaged.
+The file is a safetensors file, which other programs can read too. Its metadata has the numbers as JSON, and a
+checksum of the arrays, by which :func:`load_state` detects damage.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _SAVE, _LOAD = "save_state", "load_state"
 
 @typed_memory_errors(_SAVE)
 def save_state(path: Any, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> None:
-    """Write arrays and numbers to a file, whole or not at all.
+    """Write arrays and numbers to a file, atomically.
 
     Parameters
     ----------
     path : path
-        A file that is there is replaced once the new one is on the disk; until then, and after an error, an interrupt
-        or a kill, it is as it was. Links and permissions are kept.
+        An existing file is replaced once the new one is on the disk; until then, and after an error, an interrupt or
+        a kill, it is unchanged. Links and permissions are kept.
     arrays : mapping of str to array
-        Of any library, on any device, of any shape and strides: bool, integers, float16, bfloat16, float32, float64,
+        Arrays of any library, device, shape and strides: bool, integers, float16, bfloat16, float32, float64,
         complex64, ``ml_dtypes.float8_e4m3fn`` and ``float8_e5m2``. CUDA arrays are copied to the host one by one.
     meta : mapping, optional
-        What JSON can hold: the step, the seed, the state of a random number generator or of a scaler. Floats keep
-        their bits, NaN and infinity included; NumPy's numbers become Python's, and tuples lists.
+        Values of JSON: the step, the seed, the state of a random number generator or of a scaler. Floats keep
+        their bits, including NaN and infinity; NumPy's numbers become Python's, and tuples become lists.
 
     Raises
     ------
     OptionError
-        Names that are no strings, ``meta`` that JSON cannot hold, or a header of more than 16 MiB.
+        Names that are not strings, ``meta`` that JSON cannot hold, or a header of more than 16 MiB.
     DTypeError
-        A value is no array, or of another dtype.
+        A value is not an array, or of another dtype.
     FileError
-        The file cannot be written; MissingFileError where there is no such folder.
+        The file cannot be written; MissingFileError if there is no such folder.
 
     Examples
     --------
@@ -65,15 +65,15 @@ def save_state(path: Any, arrays: Mapping[str, Any], meta: Mapping[str, Any] | N
     (array([0., 1., 2.]), {'step': 7})
     """
     target = path_of(_SAVE, path)
-    given = _mapped(_SAVE, "arrays", arrays)
-    if "__metadata__" in given:
+    mapping = _mapped(_SAVE, "arrays", arrays)
+    if "__metadata__" in mapping:
         raise OptionError(
             f"{_SAVE}: the file format keeps the name '__metadata__' for itself; rename the array"
         )
-    found = {name: StateArray(_SAVE, name, x) for name, x in given.items()}
-    tensors = {name: (_stored_dtype(name, a.dtype), a.shape) for name, a in found.items()}
-    # the widest first: all lie aligned
-    tensors = dict(sorted(tensors.items(), key=lambda item: -found[item[0]].dtype.itemsize))
+    states = {name: StateArray(_SAVE, name, x) for name, x in mapping.items()}
+    tensors = {name: (_stored_dtype(name, a.dtype), a.shape) for name, a in states.items()}
+    # the widest dtypes first, so that all arrays are aligned
+    tensors = dict(sorted(tensors.items(), key=lambda item: -states[item[0]].dtype.itemsize))
     metadata = {_KIND: _STATE, _META: _json(meta), _CHECKSUM: f"{0:08x}"}
     header = header_of(tensors, metadata)
     if len(header) > MOST_HEADER:
@@ -86,7 +86,7 @@ def save_state(path: Any, arrays: Mapping[str, Any], meta: Mapping[str, Any] | N
         nonlocal checksum
         yield header
         for name in tensors:
-            part = found[name].copied().reshape(-1).view(np.uint8)
+            part = states[name].copied().reshape(-1).view(np.uint8)
             checksum = zlib.crc32(part.data, checksum)
             yield part
 
@@ -108,28 +108,28 @@ def load_state(
     like : mapping of str to array, optional
         Arrays to write into, on any device. Their names, shapes and dtypes must be those of the file.
     device : {"cpu", "cuda", "emulator"}, optional
-        Without ``like``: "cuda" gives CuPy arrays, anything else NumPy arrays.
+        Without ``like``: "cuda" returns CuPy arrays, the others NumPy arrays.
 
     Returns
     -------
     arrays : dict of str to array
-        Those of ``like`` where given.
+        Those of ``like``, if given.
     meta : dict
 
     Raises
     ------
     FormatError
-        The file is none of :func:`save_state`, damaged, or cut off.
+        The file is not from :func:`save_state`, damaged, or truncated.
     ShapeError, DTypeError
         An array of ``like`` differs from the one in the file, or cannot be written.
     OptionError
-        Names that only ``like`` has, or only the file.
+        Names that only ``like`` or only the file has.
     FileError
-        The file cannot be read; MissingFileError where there is none.
+        The file cannot be read; MissingFileError if there is none.
 
     Notes
     -----
-    The whole file is read and checked before the first element of ``like`` is written: both take memory at a time.
+    The whole file is read and checked before the first element of ``like`` is written, so memory must hold both.
     """
     where = path_of(_LOAD, path)
     place = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
@@ -157,7 +157,7 @@ def load_state(
 
 
 def is_state(path: Path) -> bool:
-    """Whether a file is one of :func:`save_state`, with all its bytes; their checksum takes reading them."""
+    """Whether a file is a complete one of :func:`save_state`; the checksum, which needs all bytes, is not checked."""
     try:
         read_meta(path)
     except (FormatError, MissingFileError):
@@ -166,7 +166,7 @@ def is_state(path: Path) -> bool:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The numbers of a file of :func:`save_state`, without its arrays."""
+    """Read the numbers of a file of :func:`save_state`, without its arrays."""
     with opened(_LOAD, path) as file:
         return _read_meta(path, SafetensorsFile(_LOAD, path, file))
 
@@ -191,7 +191,7 @@ def _stored_dtype(name: str, dtype: np.dtype[Any]) -> str:
 
 
 def _json(meta: Any) -> str:
-    """``meta`` as JSON; what would not come back as it is, is an error."""
+    """``meta`` as JSON; a value that JSON would change is an error."""
     if meta is None:
         meta = {}
     if not isinstance(meta, Mapping):
@@ -204,7 +204,7 @@ def _json(meta: Any) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """JSON would make strings of other keys."""
+    """Refuse keys that are not strings: JSON would convert them."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if not isinstance(key, str):
@@ -225,10 +225,10 @@ def _plain(value: Any) -> Any:
 
 
 def _read_meta(where: Path, contents: SafetensorsFile) -> dict[str, Any]:
-    kind = contents.metadata.get(_KIND)
-    if kind != _STATE:
+    stored_kind = contents.metadata.get(_KIND)
+    if stored_kind != _STATE:
         raise FormatError(
-            f"{_LOAD}: {where} is no file of save_state: its {_KIND!r} is {kind!r:.80}; expected {_STATE!r}"
+            f"{_LOAD}: {where} is no file of save_state: its {_KIND!r} is {stored_kind!r:.80}; expected {_STATE!r}"
         )
     for name, stored in contents.tensors.items():
         if stored.dtype not in NUMPY_DTYPES:
@@ -245,7 +245,7 @@ def _read_meta(where: Path, contents: SafetensorsFile) -> dict[str, Any]:
 
 
 def _matched(where: Path, contents: SafetensorsFile, targets: dict[str, Any]) -> dict[str, StateArray]:
-    """The arrays to write into, each like the one of its name in the file."""
+    """Arrays to write into, checked against those of the same names in the file."""
     missing = sorted(targets.keys() - contents.tensors.keys())
     extra = sorted(contents.tensors.keys() - targets.keys())
     if missing or extra:

@@ -1,4 +1,4 @@
-"""Text that is on every machine: the source of Python's standard library."""
+"""Text available on every machine: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_ops.formats.files import system_errors
 
 __all__ = ["stdlib_text"]
 
-# Tests, tables of character sets, and what distributions leave out or put into packages of their own.
+# Tests, tables of character sets, and modules that distributions leave out or put into separate packages.
 _LEFT_OUT = {
     "test",
     "encodings",
@@ -28,14 +28,14 @@ _LEFT_OUT = {
 
 
 def stdlib_text() -> bytes:
-    """The modules of the standard library, sorted by name: 8 MB, the same for a version of Python.
+    """Return the source of the standard library, sorted by module: 8 MB, the same for each version of Python.
 
-    Tests, ``encodings`` and what distributions leave out are not in it. Say ``sys.version`` beside results.
+    Tests, ``encodings`` and modules that distributions leave out are excluded. Report ``sys.version`` with results.
 
     Raises
     ------
     FileError
-        A file cannot be read; MissingFileError where Python was installed without its source.
+        A file cannot be read; MissingFileError if Python was installed without its source.
 
     Examples
     --------
@@ -45,12 +45,12 @@ def stdlib_text() -> bytes:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     with system_errors("stdlib_text", folder):
-        found = [
+        sources = [
             path.read_bytes()
             for name in sorted(sys.stdlib_module_names - _LEFT_OUT)
             for path in (folder / f"{name}.py", *sorted((folder / name).rglob("*.py")))
             if path.is_file() and not {"test", "tests"} & set(path.parts[len(folder.parts) :])
         ]
-    if not found:
+    if not sources:
         raise MissingFileError(errno.ENOENT, "stdlib_text: no source of the standard library", str(folder))
-    return b"".join(found)
+    return b"".join(sources)

@@ -1,4 +1,4 @@
-"""The tokenizer of a published model, by the package tokenizers."""
+"""Tokenizers of published models, through the package tokenizers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["load_tokenizer"]
 
 
 def load_tokenizer(path: Any) -> Tokenizer:
-    """A ``tokenizers.Tokenizer`` from the tokenizer.json of a model.
+    """Load a ``tokenizers.Tokenizer`` from the tokenizer.json of a model.
 
-    ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes: all tokens of the text, and
-    the same ones in each call. Truncation, padding and the dropout of merges, which a tokenizer.json may have from
-    the training of its model, are switched off.
+    ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes: all tokens of the text, the
+    same in each call. Truncation, padding and the dropout of merges, which a tokenizer.json may have from the
+    training of its model, are switched off.
 
     Raises
     ------
@@ -27,7 +27,7 @@ def load_tokenizer(path: Any) -> Tokenizer:
     FormatError
         The package cannot read the file.
     FileError
-        The file cannot be read; MissingFileError where there is none.
+        The file cannot be read; MissingFileError if there is none.
     """
     op = "load_tokenizer"
     where = path_of(op, path)

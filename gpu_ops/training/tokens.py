@@ -1,8 +1,8 @@
 """Files of tokens.
 
-A token file is 32 bytes of header and the tokens, uint16 where the vocabulary fits and uint32 elsewhere, all little
-endian. It is read by the window, not mapped: a file that another process cuts off is an error then, where touching a
-mapped page would end the process.
+A token file is a header of 32 bytes and the tokens, uint16 if the vocabulary fits, else uint32, all little endian. It
+is read by the window, not mapped: if another process truncates the file, that is an error, where access to a mapped
+page would end the process.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ MOST_VOCAB = 1 << 31  # batches are int32
 
 @typed_memory_errors("write_tokens")
 def write_tokens(path: Any, tokens: Any, *, vocab: int) -> None:
-    """Write tokens to a file for :class:`TokenFile`, whole or not at all.
+    """Write tokens to a file for :class:`TokenFile`, atomically.
 
     Parameters
     ----------
     path : path
     tokens : array or iterable of arrays
-        Vectors of integers, or lists of them: each is checked and written before the next is asked for.
+        Vectors or lists of integers; each is checked and written before the next is requested.
     vocab : int
-        All tokens lie in [0, vocab). Up to 65536 a token takes two bytes, else four.
+        All tokens are in [0, vocab). A token takes two bytes if vocab is at most 65536, else four.
 
     Raises
     ------
     OptionError
-        A token outside of the vocabulary.
+        A token is outside the vocabulary.
     ShapeError, DTypeError
-        What is no vector of integers.
+        The tokens are not vectors of integers.
     FileError
-        The file cannot be written; the old one is as it was, as after any other error.
+        The file cannot be written; the old one is unchanged, as after any other error.
 
     Examples
     --------
@@ -83,11 +83,11 @@ def write_tokens(path: Any, tokens: Any, *, vocab: int) -> None:
 
 
 class TokenFile:
-    """A file of :func:`write_tokens`: a vector of tokens on the disk.
+    """A vector of tokens on the disk, in a file of :func:`write_tokens`.
 
-    ``len(tokens)`` is their number, ``tokens[start:stop]`` reads some as a new array, ``tokens.vocab`` and
-    ``tokens.dtype`` are what was written. Threads and forked processes may share one. FormatError where the file is
-    damaged or another, FileError where it cannot be read.
+    ``len(tokens)`` is their number, ``tokens[start:stop]`` reads some into a new array, ``tokens.vocab`` and
+    ``tokens.dtype`` are those of the file. Threads and forked processes may share one. FormatError if the file is
+    damaged or another, FileError if it cannot be read.
     """
 
     def __init__(self, path: Any) -> None:
@@ -122,7 +122,7 @@ class TokenFile:
         self._count: int = count
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, as in another process, opens the file itself."""
+        """Make copies, such as those in another process, open the file themselves."""
         return TokenFile, (str(self.path),)
 
     def __len__(self) -> int:
@@ -139,19 +139,21 @@ class TokenFile:
 
     @typed_memory_errors("TokenFile")
     def read(self, start: int, count: int) -> Array:
-        """``count`` tokens from ``start`` on, as a new array."""
+        """Read ``count`` tokens from ``start`` on into a new array."""
         if start < 0 or count < 0 or start + count > self._count:
             raise OptionError(
                 f"TokenFile: tokens [{start}, {start + count}) of {self.path}, which has {self._count}"
             )
         tokens = np.empty(count, self.dtype)
-        left, at = tokens.view(np.uint8).data, _HEADER.size + start * self.dtype.itemsize
+        left, position = tokens.view(np.uint8).data, _HEADER.size + start * self.dtype.itemsize
         with system_errors("TokenFile", self.path):
             while left:
-                got = os.preadv(self._descriptor, [left], at)
-                if not got:
-                    raise FormatError(f"TokenFile: {self.path} was cut off at {at} bytes after it was opened")
-                left, at = left[got:], at + got
+                nbytes = os.preadv(self._descriptor, [left], position)
+                if not nbytes:
+                    raise FormatError(
+                        f"TokenFile: {self.path} was cut off at {position} bytes after it was opened"
+                    )
+                left, position = left[nbytes:], position + nbytes
         if count and int(tokens.max()) >= self.vocab:
             i = int(np.argmax(tokens >= self.vocab))
             raise FormatError(
@@ -175,7 +177,7 @@ def is_numbers(x: Any) -> bool:
 
 
 def vector(op: str, name: str, x: Any) -> Array:
-    """One axis of integers."""
+    """Check a vector of integers and return it as an array."""
     if isinstance(x, (list, tuple)):
         try:
             x = np.asarray(x if x else np.empty(0, np.int64))
