@@ -34,7 +34,7 @@ class Allocator(Protocol):
         """Return an uninitialised result or workspace. ``device``: the one that would have allocated it."""
 
     def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
-        """Context around the steps of a call. ``nbytes``: what its CPU functions allocate themselves meanwhile."""
+        """Context around the steps of a call. ``nbytes``: bytes that its CPU functions allocate themselves."""
 
 
 IN_USE: dict[int, Allocator] = {}

@@ -189,7 +189,7 @@ def on_cuda(x: Any) -> bool:
 
 
 def in_place_of_array(x: Any) -> str:
-    """Advice on what to pass in place of an object that holds numbers and is no array; "" for any other object."""
+    """Advice on the array to pass in place of an object that holds numbers but is not an array; "" for others."""
     return str(getattr(type(x), "in_place_of_array", ""))
 
 

@@ -222,7 +222,7 @@ class Call:
 
         ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
         backends that cannot run this problem, and why; a function of the spec is called for GPU devices only.
-        ``finish`` makes the return value from the arrays by name. ``look`` reads, in every call, values that the
+        ``finish`` computes the return value from the arrays by name. ``look`` reads, in every call, values that the
         program depends on.
         """
         for argument, names in self._items.items():

@@ -139,7 +139,7 @@ def _environment() -> tuple[Any, ...]:
 
 
 def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
-    """For each array that receives results, the indices of the arguments' arrays that are the same object.
+    """Indices, for each array that receives results, of the arguments' arrays that are the same object.
 
     None: one is not an array, is read-only or misaligned, or may share memory with another array.
     """

@@ -218,7 +218,7 @@ def scalar(op: str, name: str, value: Any, dtype: str) -> None:
 
 
 def epsilon(op: str, value: Any, dtype: str) -> float:
-    """``eps`` of a norm, ``>= 0``, raised to at least the smallest positive number of the computing dtype.
+    """``eps`` of a norm, ``>= 0``, raised to at least the smallest positive number of ``dtype``'s computing dtype.
 
     1 / sqrt(0) would make NaN of a row of zeros.
     """

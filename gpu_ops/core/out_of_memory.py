@@ -30,7 +30,7 @@ class typed_memory_errors(contextlib.ContextDecorator):
 
 
 def out_of_memory(who: str, error: BaseException, what: str = "", required: int = 0) -> OutOfMemoryError:
-    """Convert any library's memory error to the typed one. ``what`` did not fit; ``required``: its bytes."""
+    """Convert any library's memory error to the typed one. ``what`` did not fit; ``required``: bytes of it."""
     on_gpu = type(error).__module__.partition(".")[0] == "cupy"
     required, available = required or required_bytes(error), available_bytes(on_gpu)
     text = f"{who}: no memory for {what or 'scratch or a copy of an argument'}"

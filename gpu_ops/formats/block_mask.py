@@ -140,7 +140,7 @@ class BlockMask:
         Raises
         ------
         DTypeError, OptionError
-            A block size is no integer; a length or a block size is out of range.
+            A block size is not an integer; a length or a block size is out of range.
 
         Examples
         --------
@@ -178,7 +178,7 @@ class BlockMask:
         Raises
         ------
         DTypeError, OptionError
-            A block size is no integer; a length, a block size or a side of the window is out of range.
+            A block size is not an integer; a length, a block size or a side of the window is out of range.
 
         Examples
         --------
@@ -299,7 +299,7 @@ class BlockMask:
         Raises
         ------
         DTypeError, OptionError
-            A block size is no integer; an option is out of range.
+            A block size is not an integer; an option is out of range.
 
         Notes
         -----

@@ -289,7 +289,7 @@ class RopeScaling:
         return self.attention_factor if long is None or not self._is_long(seqlen) else long
 
     def effective_seqlen(self, seqlen: int) -> int:
-        """Return a length with the same frequencies and attention factor, equal for all lengths that share them."""
+        """Return the representative of all lengths with the frequencies and attention factor of ``seqlen``."""
         original = self.original_max_position or 0
         if self.kind == "dynamic":
             return max(seqlen, original)

@@ -210,7 +210,7 @@ class TernaryMatrix:
 
         It is a safetensors file of ``scale`` (F32) and ``codes`` (U8, the bytes of the format). Its metadata are
         ``gpu_ops.kind`` ("TernaryMatrix 1"), ``gpu_ops.format`` (such as "w2") and ``gpu_ops.shape`` ("[N, K]").
-        FileError if it cannot be written, OptionError if ``path`` is no path.
+        FileError if it cannot be written, OptionError if ``path`` is not a path.
 
         >>> import tempfile, numpy as np
         >>> from gpu_ops import TernaryMatrix

@@ -106,8 +106,7 @@ class BytePairEncoding:
     @classmethod
     @typed_memory_errors("BytePairEncoding.train")
     def train(cls, data: Any, vocab: int = 1024, *, progress: bool = True) -> BytePairEncoding:
-        """Train a tokenizer: every merge is the most frequent pair of tokens, and of two equal ones that of lower
-        tokens.
+        """Train a tokenizer: every merge is the most frequent pair of tokens, or the pair of lower tokens in a tie.
 
         Parameters
         ----------

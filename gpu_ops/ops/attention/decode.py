@@ -68,7 +68,7 @@ def attention_decode(
     k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), optional
         Scales of quantized pages: int8, float8_e4m3fn, or uint8 with the bits of e4m3 for libraries without it.
         Key j of head h is ``k_cache[page, row, h] * k_scale[page, row, h]``, as :func:`rope_append_kv` writes it.
-        The kernels read the pages as they are. q is then float16, bfloat16 or float32.
+        The kernels read the quantized pages directly. q is then float16, bfloat16 or float32.
         With backend "raw" and 16-bit q, values are rounded to q's dtype, and are infinite beyond its range.
     num_splits : int
         Number of parts that the keys are split into, so that every SM or thread has work; 0: chosen automatically.

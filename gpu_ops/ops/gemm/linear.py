@@ -137,7 +137,7 @@ def linear_backward(
 
     Notes
     -----
-    4 * tokens * in_features * out_features flops. Sums over tokens are float32 whatever the dtype, in a fixed order:
+    4 * tokens * in_features * out_features flops. Sums over tokens are float32 for every dtype, in a fixed order:
     the same bits for any number of threads.
 
     Examples

@@ -76,13 +76,13 @@ def cross_entropy(
     Returns
     -------
     loss : array () or, with ``"none"``, (...), float32 (float64 for float64)
-    lse : array (...), likewise, only with ``return_lse``; -inf in ignored rows
+    lse : array (...), float32 (float64 for float64), only with ``return_lse``; -inf in ignored rows
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
         Raised before anything is written. Targets in host memory are checked. Targets on a GPU are not, since that
-        would wait for them: a row whose target is no class has the loss NaN.
+        would wait for them: a row whose target is not a class has loss NaN.
 
     Notes
     -----

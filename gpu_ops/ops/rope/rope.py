@@ -1,4 +1,4 @@
-"""rope and rope_backward: rotary position embedding of queries and keys, one pass over both."""
+"""Rotary position embedding of queries and keys, forward and backward, in one pass over both."""
 
 from __future__ import annotations
 

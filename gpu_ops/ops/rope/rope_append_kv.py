@@ -1,4 +1,4 @@
-"""rope_append_kv: rotates projected queries and keys and appends to a key/value cache, in one pass."""
+"""Rotation of projected queries and keys and append to a key/value cache, in one pass."""
 
 from __future__ import annotations
 

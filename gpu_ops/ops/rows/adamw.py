@@ -286,7 +286,7 @@ def _grad_scale(dtype: str, op: str, name: str, value: Any) -> float:
 
 
 def _grad_scale_or_overflow(dtype: str, op: str, name: str, value: Any) -> float:
-    """Check ``grad_scale``, which may be infinite or NaN: the factor of a skipped step comes from a norm that
+    """Check ``grad_scale``, which may be infinite or NaN: in a skipped step it is computed from a norm that
     overflowed. It is a number if NumPy multiplied two arrays of shape ()."""
     if isinstance(value, (float, np.floating)) and not np.isfinite(value):
         return float(value)
