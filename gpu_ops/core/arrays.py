@@ -55,8 +55,8 @@ def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
         return np.asarray(x), None
     if not _has(x, "__dlpack__"):
         description = f"a number of type {type(x).__name__}" if isinstance(x, np.number) else type(x).__name__
-        other = f"pass a NumPy array or an object with __dlpack__ (for a list: numpy.asarray({name}))"
-        raise DTypeError(f"{op}: {name} is {description}, not an array; {in_place_of_array(x) or other}")
+        advice = f"pass a NumPy array or an object with __dlpack__ (for a list: numpy.asarray({name}))"
+        raise DTypeError(f"{op}: {name} is {description}, not an array; {in_place_of_array(x) or advice}")
     try:
         device_type, device_id = x.__dlpack_device__()
         device = int(device_type), int(device_id)

@@ -167,15 +167,15 @@ def _place_on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     if not (flags.writeable and flags.aligned):
         return None
     owns = flags.owndata
-    same = []
+    matches = []
     for i, x in enumerate(arrays):
         if x is out:
-            same.append(i)
+            matches.append(i)
         elif not isinstance(x, np.ndarray) or (
             not (owns and x.flags.owndata) and np.may_share_memory(out, x)
         ):
             return None
-    return tuple(same)
+    return tuple(matches)
 
 
 def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None:
@@ -187,12 +187,12 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
     extents = [extent(x) for x in arrays]
     places: list[Any] = []
     for out in results:
-        same = [i for i, x in enumerate(arrays) if x is out]
-        low, high = extents[same[0]]
+        matches = [i for i, x in enumerate(arrays) if x is out]
+        low, high = extents[matches[0]]
         touched = [i for i, (start, end) in enumerate(extents) if start < high and low < end]
-        if touched and touched != same:  # an empty array touches nothing
+        if touched and touched != matches:  # an empty array touches nothing
             return None
-        places.append(tuple(same))
+        places.append(tuple(matches))
     return places
 
 

@@ -62,8 +62,8 @@ class Explanation:
         if device is None:
             device = EmulatorDevice()
         program = self.prepared.program(self.values, device.limits)
-        where = [] if self.bound.choice.device == "cpu" else [str(device)]
-        return [*where, *str(program).splitlines()]
+        header = [] if self.bound.choice.device == "cpu" else [str(device)]
+        return [*header, *str(program).splitlines()]
 
 
 class Op:

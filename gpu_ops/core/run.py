@@ -123,8 +123,8 @@ class Prepared:
         ]
         self._places = places
         # as_they_are: every array and number is used as it is, except those made from an argument
-        made = [p for p in places if p.source.make not in (None, as_integer)]
-        direct = [p for p in places if p not in made]
+        computed = [p for p in places if p.source.make not in (None, as_integer)]
+        direct = [p for p in places if p not in computed]
         as_they_are = self._library is None and all(
             p.is_direct and p.name not in bound.copied for p in direct
         )
@@ -136,10 +136,10 @@ class Prepared:
             [(p.name, p.position) for p in arguments if p.by_position] if as_they_are else None
         )
         self._by_keyword = [(p.name, p.source.argument) for p in arguments if not p.by_position]
-        inside = [p for p in direct if p.source.item is not None]
-        self._items_by_position = [(p.name, p.position, p.source.item) for p in inside if p.by_position]
-        self._items = [(p.name, p.source.argument, p.source.item) for p in inside if not p.by_position]
-        self._made = [(p.name, p.find, p.source.make) for p in made if p.source.make is not None]
+        in_items = [p for p in direct if p.source.item is not None]
+        self._items_by_position = [(p.name, p.position, p.source.item) for p in in_items if p.by_position]
+        self._items = [(p.name, p.source.argument, p.source.item) for p in in_items if not p.by_position]
+        self._made = [(p.name, p.find, p.source.make) for p in computed if p.source.make is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
         items = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
@@ -210,8 +210,8 @@ class Prepared:
         values: dict[str, Any] = _NO_VALUES
         if self._look is not None:
             views = dict(views)
-            values, more = self._look(views, self.backend)
-            views.update(more)
+            values, extra_views = self._look(views, self.backend)
+            views.update(extra_views)
         device = devices.EmulatorDevice() if self.device is None else self.device
         host: Views = {}
         if self.choice.copies:
@@ -299,13 +299,13 @@ def _copied_to_device(views: Views) -> Views:
     """Copy NumPy arrays to the current device; an array with several names is copied once."""
     import cupy
 
-    moved: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     copies: Views = {}
     for name, x in views.items():
         if isinstance(x, np.ndarray):
-            if id(x) not in moved:
-                moved[id(x)] = cupy.asarray(np.ascontiguousarray(as_bits(x))).view(x.dtype)
-            x = moved[id(x)]
+            if id(x) not in by_id:
+                by_id[id(x)] = cupy.asarray(np.ascontiguousarray(as_bits(x))).view(x.dtype)
+            x = by_id[id(x)]
         copies[name] = x
     return copies
 

@@ -158,8 +158,8 @@ def _shared(ids_q: Ints, ids_k: Ints, causal: bool, block_q: int, block_k: int) 
     )
     last = len(ids_k) - 1 - from_end  # bottom-right aligned: the same distance from the end as in the queries
     # Join on the document, by which both are sorted.
-    wanted = held_q // blocks_q
-    start, stop = (np.searchsorted(held_k, document * blocks_k) for document in (wanted, wanted + 1))
+    documents = held_q // blocks_q
+    start, stop = (np.searchsorted(held_k, document * blocks_k) for document in (documents, documents + 1))
     count = stop - start
     row = np.repeat(np.arange(len(held_q)), count)
     column = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - start, count)

@@ -94,15 +94,15 @@ class GGUFFile:
         return 0
 
     def _check_places(self, tensors: list[GGUFTensor]) -> None:
-        at, total = 0, os.fstat(self._file.fileno()).st_size
+        previous_end, total = 0, os.fstat(self._file.fileno()).st_size
         for tensor in sorted(tensors, key=lambda tensor: tensor.start):
             label = f"{self.what}: tensor {tensor.name[:80]!r}"
             try:
                 end = tensor.start + self._size(tensor)
             except ValueError as error:
                 raise FormatError(f"{label} has shape {tensor.shape}: {error}") from error
-            if tensor.start < at:
+            if tensor.start < previous_end:
                 raise FormatError(f"{label} begins at byte {tensor.start}, within the one before it")
             if end > total:
                 raise FormatError(f"{label} should end at byte {end}, and the file does at {total}")
-            at = end
+            previous_end = end

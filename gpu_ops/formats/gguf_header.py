@@ -110,7 +110,9 @@ class _Header:
             dims = [self._number(8) for _ in range(axes)]
             entries[label] = self._number(4), tuple(reversed(dims)), self._number(8)
         start = -(-self._at // alignment) * alignment
-        placed = [GGUFTensor(label, type, shape, start + at) for label, (type, shape, at) in entries.items()]
+        placed = [
+            GGUFTensor(label, type, shape, start + offset) for label, (type, shape, offset) in entries.items()
+        ]
         return GGUFHeader(placed, values)
 
     def _keys(self, keys: int) -> tuple[dict[str, tuple[int, int]], int]:

@@ -51,9 +51,9 @@ def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int,
     columns = np.broadcast_to(whole[:, None] if whole.ndim == 1 else whole, (n, blocks))
     with np.errstate(all="ignore"):
         halves = columns.astype("<f2")
-    lost = ~np.isfinite(halves) | ((halves == 0) & (columns != 0))
-    if lost.any():
-        raise FormatError(f"{what} has the scale {columns[lost][0]}, and {format} stores scales as float16")
+    bad = ~np.isfinite(halves) | ((halves == 0) & (columns != 0))
+    if bad.any():
+        raise FormatError(f"{what} has the scale {columns[bad][0]}, and {format} stores scales as float16")
     result = codes.copy()
     field = result.reshape(-1, fmt.unit_bytes)
     field = field[:, :2] if fmt.scale_first else field[:, -2:]

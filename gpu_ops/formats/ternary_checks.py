@@ -50,8 +50,8 @@ def check_trits(op: str, trits: Array) -> Array:
     """Check an integer matrix of -1, 0, +1 and return it as int8."""
     check_integers(op, trits)
     if trits.size and (trits.min() < -1 or trits.max() > 1):
-        where = tuple(int(i) for i in np.argwhere((trits < -1) | (trits > 1))[0])
-        raise FormatError(f"{op}: trits[{where[0]}, {where[1]}] is {trits[where]}; a trit is -1, 0 or +1")
+        index = tuple(int(i) for i in np.argwhere((trits < -1) | (trits > 1))[0])
+        raise FormatError(f"{op}: trits[{index[0]}, {index[1]}] is {trits[index]}; a trit is -1, 0 or +1")
     return trits.astype(np.int8, copy=False)
 
 

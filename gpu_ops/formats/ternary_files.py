@@ -163,7 +163,7 @@ def read_gguf(
         tensors = read_header(name, where, file).tensors
         ternary = [tensor.name for tensor in tensors if tensor.type in meanings or tensor.type in _CLASHES]
         chosen = set(_chosen(name, names, ternary))
-        matrices, read = {}, 0
+        matrices, total = {}, 0
         for tensor in tensors:
             if tensor.name not in chosen:
                 continue
@@ -174,10 +174,10 @@ def read_gguf(
                 )
             what = f"{name}: {tensor.name}"
             matrix = gguf_matrix(what, file, tensor, FORMATS[meanings[tensor.type]])
-            read += matrix.codes.nbytes
-            if read > os.fstat(file.fileno()).st_size:
+            total += matrix.codes.nbytes
+            if total > os.fstat(file.fileno()).st_size:
                 raise FormatError(
-                    f"{what}: the tensors up to this one take {read} bytes, more than the file has"
+                    f"{what}: the tensors up to this one take {total} bytes, more than the file has"
                 )
             matrices[tensor.name] = matrix
     return matrices
@@ -241,18 +241,18 @@ def _scale_meaning(name: str, given: str | None, config: Mapping[str, Any]) -> s
         quantization = {}
     if not isinstance(quantization, Mapping):
         raise FormatError(f"{name}: quantization_config of the model's config is no JSON object")
-    said = None
+    stated = None
     if quantization.get("quant_method") == "bitnet":
         layer = one_of(name, "linear_class", quantization.get("linear_class", "bitlinear"), _LINEAR_CLASSES)
-        said = _LINEAR_CLASSES[layer]
-    if given is None and said is None:
+        stated = _LINEAR_CLASSES[layer]
+    if given is None and stated is None:
         raise OptionError(
             f"{name}: whether weight_scale multiplies or divides is written nowhere: pass weight_scale='multiply' "
             "(mean |w|, AutoBitLinear), weight_scale='divide' (its reciprocal, BitLinear), or the model's config"
         )
-    if given is not None and said is not None and given != said:
-        raise OptionError(f"{name}: weight_scale={given!r}, but the config's linear_class says {said!r}")
-    return given or said or ""
+    if given is not None and stated is not None and given != stated:
+        raise OptionError(f"{name}: weight_scale={given!r}, but the config's linear_class says {stated!r}")
+    return given or stated or ""
 
 
 _LINEAR_CLASSES = {"bitlinear": "divide", "autobitlinear": "multiply"}
@@ -311,8 +311,8 @@ def _tl2_scale(shape: tuple[int, int], size: int) -> int:
     """Offset of tl2's scale: bitnet.cpp counts 256 columns in pairs and the rest in triples, for any tiles, and
     rounds up to 32 bytes."""
     n, k = shape
-    reckoned = (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8
-    return max(size, -(-reckoned // 32) * 32)
+    counted = (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8
+    return max(size, -(-counted // 32) * 32)
 
 
 # --- both ------------------------------------------------------------------------------------------

@@ -269,8 +269,8 @@ def merged(weight: Lora) -> Any:
     for name in ("base", "a", "b"):
         if not hasattr(getattr(weight, name), "ndim"):
             raise DTypeError(f"merged: {name} is {type(getattr(weight, name)).__name__}, expected an array")
-    at = np.ascontiguousarray(weight.a.T) if isinstance(weight.a, np.ndarray) else weight.a.T.copy()
-    return linear(weight.b, at, residual=weight.base)
+    a_transposed = np.ascontiguousarray(weight.a.T) if isinstance(weight.a, np.ndarray) else weight.a.T.copy()
+    return linear(weight.b, a_transposed, residual=weight.base)
 
 
 def with_latent(

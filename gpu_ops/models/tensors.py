@@ -123,8 +123,8 @@ def with_post_norms(names: Names) -> Names:
 def with_prefix(names: Names, prefix: str, old: str = "") -> Names:
     """Names of the same tensors with ``prefix`` in place of ``old``, except for the output layer."""
     outer = {part: modules for part, modules in names.modules.items() if part in _OUTER}
-    moved = {part: tuple(prefix + name.removeprefix(old) for name in each) for part, each in outer.items()}
-    return replace(names, modules={**names.modules, **moved}, layer=prefix + names.layer.removeprefix(old))
+    renamed = {part: tuple(prefix + name.removeprefix(old) for name in each) for part, each in outer.items()}
+    return replace(names, modules={**names.modules, **renamed}, layer=prefix + names.layer.removeprefix(old))
 
 
 def with_stored_prefix(names: Names, files: Files) -> Names:
@@ -202,8 +202,8 @@ def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[
         )
     plan = planned(config, names)
     packed = source.packed(plan)
-    read = {part.name for name in packed for part in plan[name]}
-    parts = {part.name: part for each in plan.values() for part in each if part.name not in read}
+    packed_names = {part.name for name in packed for part in plan[name]}
+    parts = {part.name: part for each in plan.values() for part in each if part.name not in packed_names}
     for name, part in parts.items():
         if name not in files:
             hint = "; if the output layer is the embedding table, set tie_word_embeddings"
@@ -219,7 +219,9 @@ def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[
             raise FormatError(
                 f"{files[name].what}: {name} is {stored.dtype[:80]}; {', '.join(names.dtypes)} are loaded"
             )
-    for name in sorted(files.keys() - parts.keys() - read - {f"{name}_scale" for name in read}):
+    for name in sorted(
+        files.keys() - parts.keys() - packed_names - {f"{name}_scale" for name in packed_names}
+    ):
         if not (config.tied and name == names.lm_head) and not name.endswith(names.unread):
             raise FormatError(
                 f"{files[name].what}: {name[:80]!r} is no part of a {config.nlayers}-layer model of this config; "
@@ -254,10 +256,10 @@ def fill(target: Array, file: File, name: str) -> None:
     """Read the elements of a tensor into ``target``, cast."""
     end = 0
     for piece in file.pieces(name):
-        place = target[end : end + len(piece)]
+        rows = target[end : end + len(piece)]
         with np.errstate(all="ignore"):
-            place[...] = piece
-        if piece.dtype != target.dtype and (np.isinf(place) & np.isfinite(piece)).any():
+            rows[...] = piece
+        if piece.dtype != target.dtype and (np.isinf(rows) & np.isfinite(piece)).any():
             raise OptionError(
                 f"{file.what}: {name} holds numbers beyond the range of {target.dtype}; load bfloat16 or float32"
             )

@@ -259,7 +259,7 @@ def _words(text: bytes) -> Iterator[bytes]:
 
     cuts = _cuts(text, _TASK)
     for start, end in pairwise(cuts):
-        part, at = text[start:end], 0
+        part, position = text[start:end], 0
         for stop in split(np.frombuffer(part, np.uint8)).tolist():
-            yield part[at:stop]
-            at = stop
+            yield part[position:stop]
+            position = stop

@@ -212,8 +212,8 @@ class FlatParams:
         ``rounding``: default ``"stochastic"`` for bfloat16 without masters, else ``"nearest"``.
         """
         if rounding is None:
-            alone = "master" not in self.buffers and self.buffers["params"].dtype.name == "bfloat16"
-            rounding = "stochastic" if alone else "nearest"
+            without_master = "master" not in self.buffers and self.buffers["params"].dtype.name == "bfloat16"
+            rounding = "stochastic" if without_master else "nearest"
         for i, (part, decays) in enumerate(zip(self._parts, (weight_decay, 0.0), strict=True)):
             adamw_step(
                 **part,

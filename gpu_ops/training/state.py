@@ -132,27 +132,27 @@ def load_state(
     The whole file is read and checked before the first element of ``like`` is written, so memory must hold both.
     """
     where = path_of(_LOAD, path)
-    place = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
+    target = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
     if like is not None and device is not None:
         raise OptionError(f"{_LOAD}: device= is for new arrays; those of like= are where they are")
-    check_device(_LOAD, place)
+    check_device(_LOAD, target)
     targets = None if like is None else _mapped(_LOAD, "like", like)
     with visible(f"gpu_ops: loading {where}"), opened(_LOAD, where) as file:
         contents = SafetensorsFile(_LOAD, where, file)
         meta = _read_meta(where, contents)
         writers = None if targets is None else _matched(where, contents, targets)
-        read, checksum = {}, 0
+        arrays, checksum = {}, 0
         for name in sorted(contents.tensors, key=lambda name: contents.tensors[name].start):
-            read[name] = contents.read(name)
-            checksum = zlib.crc32(read[name].reshape(-1).view(np.uint8).data, checksum)
+            arrays[name] = contents.read(name)
+            checksum = zlib.crc32(arrays[name].reshape(-1).view(np.uint8).data, checksum)
         if f"{checksum:08x}" != contents.metadata.get(_CHECKSUM):
             raise FormatError(
                 f"{_LOAD}: {where} is damaged: its arrays do not have the checksum saved with them"
             )
         if targets is None or writers is None:
-            return {name: to_device(x, place) for name, x in read.items()}, meta
+            return {name: to_device(x, target) for name, x in arrays.items()}, meta
         for name, writer in writers.items():
-            writer.write(read.pop(name))
+            writer.write(arrays.pop(name))
     return targets, meta
 
 
