@@ -75,7 +75,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The same at sizes that cross the tiles of a kernel.
+# The same options at sizes that cross the tiles of a kernel.
 KERNEL_FACTORS: dict[str, tuple[Any, ...]] = {
     **FACTORS,
     "dtype": ("float32", "bfloat16", "float16"),
@@ -89,7 +89,7 @@ KERNEL_FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Problem:
-    """Inputs of one call. ``options`` go to attention as they are."""
+    """Inputs of one call. ``options`` are passed to attention unchanged."""
 
     q: np.ndarray
     k: np.ndarray
@@ -177,13 +177,13 @@ def make(
     seed: int = 0,
     **extra: Any,
 ) -> Problem:
-    """Standard-normal inputs with the given options; ``extra`` options are passed through.
+    """Standard-normal inputs with the requested options; ``extra`` options are passed through.
 
-    ``side_dtype``: of sinks, slopes and float32 biases; float64 is for finite differences.
+    ``side_dtype``: dtype of sinks, slopes and float32 biases; float64 is for finite differences.
     """
     rng = np.random.default_rng(seed)
     native = DTYPES[dtype]
-    wide = np.dtype(side_dtype)
+    float_dtype = np.dtype(side_dtype)
     (seqlen_q, seqlen_k), (nheads, nheads_kv), (head_dim, head_dim_v) = seqlens, heads, head_dims
 
     def normal(*shape: int) -> np.ndarray:
@@ -203,16 +203,16 @@ def make(
     if softcap:
         options["softcap"] = softcap
     if sinks:
-        options["sinks"] = rng.standard_normal(nheads).astype(wide)
+        options["sinks"] = rng.standard_normal(nheads).astype(float_dtype)
     if alibi is not None:
         shape = (nheads,) if alibi == "heads" else (batch, nheads)
-        options["alibi_slopes"] = rng.uniform(0.05, 0.5, shape).astype(wide)
+        options["alibi_slopes"] = rng.uniform(0.05, 0.5, shape).astype(float_dtype)
     if bias == "full":
         options["bias"] = rng.standard_normal((batch, nheads, seqlen_q, seqlen_k)).astype(native)
     elif bias == "keys":
-        options["bias"] = rng.standard_normal((batch, 1, 1, seqlen_k)).astype(wide)
+        options["bias"] = rng.standard_normal((batch, 1, 1, seqlen_k)).astype(float_dtype)
     elif bias == "masks":
-        values = rng.standard_normal((nheads, seqlen_q, seqlen_k)).astype(wide)
+        values = rng.standard_normal((nheads, seqlen_q, seqlen_k)).astype(float_dtype)
         values[rng.random(values.shape) < 0.3] = -np.inf
         values[:, seqlen_q // 2] = -np.inf  # one query sees nothing
         options["bias"] = values
@@ -225,14 +225,14 @@ def make(
 
 @dataclass(frozen=True)
 class Expected:
-    """What a problem must give: exact values, and textbook values in its dtype (the yardstick)."""
+    """Expected results of a problem: exact values, and textbook values in its dtype (the yardstick)."""
 
     problem: Problem
     exact: dict[str, np.ndarray]
     naive: dict[str, np.ndarray]
 
     def check(self, name: str, actual: Any) -> None:
-        """``actual`` obeys the tolerance rule; float64 is held to float64 accuracy."""
+        """Check ``actual`` against the tolerance rule; float64 is held to float64 accuracy."""
         exact, dtype = self.exact[name], self.problem.q.dtype
         if dtype == np.float64:
             scale = np.abs(exact[np.isfinite(exact)]).max(initial=1.0)
@@ -255,7 +255,7 @@ def assert_gradient(
     lse: np.ndarray,
     noise: float = 0.0,
 ) -> None:
-    """The tolerance rule, and the half ulp that P loses because it is recomputed from a float32 lse.
+    """Check the tolerance rule plus the half ulp that P loses because it is recomputed from a float32 lse.
 
     ``noise``: see :func:`cancellation`.
     """
@@ -266,25 +266,25 @@ def assert_gradient(
 
 
 def mixed(arrays: Sequence[np.ndarray], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """out, dq, dk and dv by textbook code for tensor cores, of q, k, v and dout: a tighter naive_t for 16 bits.
+    """out, dq, dk and dv of q, k, v and dout by textbook code for tensor cores: a tighter naive_t for 16 bits.
 
     Factors of matrix products are rounded to the dtype of the inputs, all else to float32, so that it also measures
     scores that 16 bits cannot tell apart. NumPy alone: whether a CPU multiplies bfloat16 changes nothing.
     """
     q, k, v, dout = arrays
-    single, given = steps("naive", np.float32), DenseOptions(**options)
+    single, dense = steps("naive", np.float32), DenseOptions(**options)
     rounded = replace(single, matmul=lambda a, b: textbook_product(a.astype(q.dtype), b.astype(q.dtype)))
-    out, _ = reference._forward(q, k, v, given, rounded)
-    return [out, *reference_backward._backward(dout, q, k, v, None, given, rounded)[:3]]
+    out, _ = reference._forward(q, k, v, dense, rounded)
+    return [out, *reference_backward._backward(dout, q, k, v, None, dense, rounded)[:3]]
 
 
 def cancellation(
     name: str, dout: np.ndarray, out: np.ndarray, q: np.ndarray, k: np.ndarray, scale: float
 ) -> float:
-    """What dq and dk may be off where a row sees one key.
+    """Error allowed in dq and dk where a row sees one key.
 
     There ds = P (dP - delta) is 0: two sums of the same products. The naive reference forms both by one operation,
-    which cancels exactly; a kernel sums each in an order of its own, which leaves a float32 ulp.
+    which cancels exactly; a kernel sums each in a different order, which leaves a float32 ulp.
     """
     if name not in ("dq", "dk") or not q.size:
         return 0.0
@@ -294,7 +294,7 @@ def cancellation(
 
 
 def assert_lse(actual: Any, exact: np.ndarray, dtype: Any = np.float32, softcap: float | None = None) -> None:
-    """lse comes from float32 sums whatever the inputs are: some float32 roundings, -inf where -inf.
+    """Check lse, a float32 sum whatever the inputs are: a few float32 roundings of error, -inf where -inf.
 
     16-bit kernels cap scores by tanh.approx, which errs by up to 2^-11 of the tanh: that moves each score, and lse.
     """
@@ -337,5 +337,5 @@ def _expected(settings: tuple[tuple[str, Any], ...], gradients: bool) -> Expecte
 
 
 def expected(*, gradients: bool = False, **settings: Any) -> Expected:
-    """The problem ``make(**settings)`` and its results by the reference; do not write into it."""
+    """Problem ``make(**settings)`` and its results by the reference; do not write into them."""
     return _expected(tuple(settings.items()), gradients)

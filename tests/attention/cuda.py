@@ -1,4 +1,4 @@
-"""Runs one variant of the CUDA C++ attention kernel on the emulator, with every choice of its host in the open."""
+"""Run one variant of the CUDA C++ attention kernel on the emulator; the caller makes every choice of the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NULL = 0
 
 @dataclass(frozen=True)
 class Tiles:
-    """The shape of a block."""
+    """Tile shape of a block."""
 
     block_m: int = 64
     block_n: int = 64
@@ -29,7 +29,7 @@ class Tiles:
 
 @dataclass
 class Run:
-    """What came out, and how."""
+    """Results of a launch and its profiles."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -37,7 +37,7 @@ class Run:
 
 
 def variant(tiles: Tiles, dtype: Any, head_dim: int, head_dim_v: int, **macros: Any) -> CudaKernel:
-    """The kernel for these sizes; macros that are not given are off."""
+    """Kernel for these sizes; macros that are not passed are off."""
     part = -(-head_dim_v // tiles.value_parts)
     defines = {
         **dict.fromkeys(("DTYPE", "PAGE_DTYPE", "OUT"), NAMES[np.dtype(dtype).name]),
@@ -90,7 +90,7 @@ def run_attention(
     tiles: Tiles | None = None,
     arch: str = "sm_80",
 ) -> Run:
-    """Attention of "bshd" or "bhsd" arrays; of (total, nheads, head_dim) ones with ``cu_seqlens``."""
+    """Attention of "bshd" or "bhsd" arrays, or of (total, nheads, head_dim) arrays with ``cu_seqlens``."""
     tiles = tiles or Tiles()
     if cu_seqlens is not None:
         q, k, v = q[None], k[None], v[None]
@@ -182,7 +182,7 @@ def run_attention(
         one_k=tiles.one_k,
         split=split,
     )
-    given = [
+    arguments = [
         *(NULL if x is None else np.ascontiguousarray(x) for x in (*(cu_seqlens or (None, None)), seqused_k)),
         *(NULL if x is None else x for x in (block_table, None, None, sinks, alibi_slopes)),
         NULL if bias is None else bits(np.ascontiguousarray(bias), "bias"),
@@ -200,7 +200,7 @@ def run_attention(
                 *(bits(x, name) for name, x in {"q": q, "k": k, "v": v}.items()),
                 bits(parts if split else out, "out", written=False),
                 bits(part_lse if split else lse, "lse", written=False),
-                *given,
+                *arguments,
                 shape.tobytes(),
             ],
             shared=shared,

@@ -1,4 +1,4 @@
-"""attention takes arrays as they come: strided, read-only, into ``out``, from several threads."""
+"""Arrays that attention accepts: strided, read-only, into ``out``, from several threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.attention.cases import make
 DEVICES = ("cpu", "emulator", "cuda")
 
 
-# The host's part, which the twins share with the CUDA C++ kernels.
+# The host part, which the Numba twins share with the CUDA C++ kernels.
 SHARED = (
     "test_calls_from_many_threads",
     "test_the_same_call_gives_the_same_bits",
@@ -23,7 +23,7 @@ SHARED = (
 
 
 def quick_on_emulator(raw):
-    """Each behaviour once; test_attention_pairwise crosses the options."""
+    """Run each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_misaligned_arrays": {"which": ["k", "out"] * raw},
         **({} if raw else dict.fromkeys(SHARED, None)),
@@ -37,9 +37,9 @@ def test_misaligned_arrays(which, backend):
     arrays = dict(zip(("q", "k", "v"), p.arrays, strict=True))
     expected_out = gpu_ops.attention(**arrays, **p.options, backend="numba")
     arrays["out"] = np.full_like(expected_out, np.nan)
-    wide = np.zeros((*arrays[which].shape[:3], 20), np.float16)
-    wide[..., 3:19] = arrays[which]
-    arrays[which] = wide
+    padded = np.zeros((*arrays[which].shape[:3], 20), np.float16)
+    padded[..., 3:19] = arrays[which]
+    arrays[which] = padded
     if backend["device"] == "cuda":  # where a copy of a host array is aligned
         cupy = pytest.importorskip("cupy")
         arrays = {name: cupy.asarray(x) for name, x in arrays.items()}

@@ -24,7 +24,7 @@ from tests.attention.cases import (
 DEVICES = ("cpu", "emulator", "cuda")
 
 
-# What the twins share with the CUDA C++ kernels: masks as the host prepares them.
+# Masks as the host prepares them, shared by the Numba twins and the CUDA C++ kernels.
 SHARED = (
     "test_everything_masked",
     "test_windows_wider_than_any_sequence",
@@ -34,7 +34,7 @@ SHARED = (
 
 
 def quick_on_emulator(raw):
-    """Each behaviour once; test_attention_pairwise crosses the options."""
+    """Run each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_shapes": {
             "dtype": ["bfloat16"],
@@ -97,9 +97,11 @@ def test_head_dims(head_dims, dtype, backend):
     # The rule compares largest errors: a thin head needs more rows to have a typical one.
     batch = 1 if head_dims[0] >= 32 else 8
     settings = {"dtype": dtype, "seqlens": (113, 141), "mask": "causal", "heads": (2, 1), "batch": batch}
-    most = 256 if dtype == "float32" else 512
-    if backend["backend"] == "raw" and (max(head_dims) > most or any(d % 8 for d in head_dims)):
-        with pytest.raises(DeviceError, match=f"raw: head_dim .*: {dtype} wants multiples of 8 up to {most}"):
+    limit = 256 if dtype == "float32" else 512
+    if backend["backend"] == "raw" and (max(head_dims) > limit or any(d % 8 for d in head_dims)):
+        with pytest.raises(
+            DeviceError, match=f"raw: head_dim .*: {dtype} wants multiples of 8 up to {limit}"
+        ):
             check(backend, head_dims=head_dims, **settings)
         return
     check(backend, head_dims=head_dims, **settings)

@@ -25,12 +25,12 @@ DEVICES = ("cpu", "emulator", "cuda")
 REFERENCE = {"device": "cpu", "backend": "reference"}
 
 
-def runs(given):
-    return has_gradients(given["backend"])
+def runs(case):
+    return has_gradients(case["backend"])
 
 
 def quick_on_emulator(raw):
-    """Each behaviour once, on small problems. Numba kernels compile for seconds: all options once, in float64."""
+    """Run each behaviour once, on small problems. Numba kernels compile for seconds: all options once, in float64."""
     return {
         "test_small_shapes": {} if raw else {"dtype": ["bfloat16"]},
         "test_shapes": {"dtype": ["bfloat16"], "mask": ["causal"], "seqlens": [(1, 1), (113, 203)] * raw},
@@ -54,18 +54,18 @@ def quick_on_emulator(raw):
 
 
 def small(backend, *sizes):
-    """Sequence lengths, smaller ones on the emulator."""
+    """Sequence lengths, smaller on the emulator."""
     return tuple(-(-n // 3) for n in sizes) if backend["device"] == "emulator" else sizes
 
 
 def gradients(p, backend, **more):
-    """Forward, then backward, both on the backend; on the emulator the reference's forward."""
+    """Run forward, then backward, on the backend; on the emulator the forward is that of the reference."""
     forward = REFERENCE if backend["device"] == "emulator" else backend
     skip_what_raw_refuses("attention", *p.arrays, **p.options, return_lse=True, **forward)
     out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **forward)
-    given = (p.dout, *p.arrays, out, lse)
-    skip_what_raw_refuses("attention_backward", *given, **p.options, **more, **backend)
-    return gpu_ops.attention_backward(*given, **p.options, **more, **backend)
+    inputs = (p.dout, *p.arrays, out, lse)
+    skip_what_raw_refuses("attention_backward", *inputs, **p.options, **more, **backend)
+    return gpu_ops.attention_backward(*inputs, **p.options, **more, **backend)
 
 
 def skip_what_raw_refuses(op, *args, **kwargs):
@@ -89,7 +89,7 @@ def check(backend, **settings):
     for name, gradient in results.items():
         if name in ("dq", "dk") and settings["seqlens"][1] == 1:
             # One key: P = 1 and dP - delta is exactly 0, also in textbook code. Summed in another order
-            # it is a rounding of dP.
+            # the difference is a rounding of dP.
             np.testing.assert_allclose(gradient.astype(np.float64), e.exact[name], rtol=0, atol=3e-5)
         else:
             e.check(name, gradient)
@@ -333,7 +333,7 @@ def test_against_torch(mask, dtype, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_of_one_head_leaves_others_alone(dtype, rng):
-    """Not even by way of the scratch memory they share."""
+    """Heads do not leak into each other through the scratch memory they share."""
     heads, queries, keys = 16, 20, 40
     bias = rng.standard_normal((1, heads, queries, keys)).astype(dtype)
     bias[:, ::2] = np.nan

@@ -47,7 +47,7 @@ def run(problem, out, lse, **more):
 
 
 def check(deterministic=False, **settings):
-    """The gradients of a problem against the reference; they, and the profiles."""
+    """Check the gradients of a problem against the reference; return them and the profiles."""
     e = expected(gradients=True, **settings)
     out, lse = e.exact["out"].astype(e.problem.q.dtype), e.exact["lse"].astype(np.float32)
     gradients, extra, profiles = run(e.problem, out, lse, deterministic=deterministic)
@@ -79,7 +79,7 @@ def test_the_struct_is_what_the_host_packs():
     assert dict(zip(offsets, compiled, strict=True)) == offsets
 
 
-# dtype, (head_dim, head_dim_v), mask, the card: every way to divide rows and columns among warps.
+# dtype, (head_dim, head_dim_v), mask, card: every way to divide rows and columns among warps.
 TILES = [
     ("bfloat16", (64, 64), "causal", "sm_80"),
     ("float16", (64, 40), "full", "sm_120"),
@@ -167,7 +167,7 @@ def test_varlen(deterministic):
         )
         for precision in ("float64", "naive")
     )
-    *found, extra = gpu_ops.attention_varlen_backward(
+    *grads, extra = gpu_ops.attention_varlen_backward(
         *(dout, q, k, v, out.astype(dtype), lse.astype(np.float32), cu_q, cu_k),
         **options,
         deterministic=deterministic,
@@ -175,13 +175,13 @@ def test_varlen(deterministic):
         **RAW,
     )
     for i, name in enumerate(("dq", "dk", "dv")):
-        assert_gradient(name, found[i], exact[i], naive[i], dtype, lse)
+        assert_gradient(name, grads[i], exact[i], naive[i], dtype, lse)
     assert_gradient("dsinks", extra["sinks"], exact[3]["sinks"], naive[3]["sinks"], dtype, lse)
 
 
 @pytest.mark.parametrize("mask", ["causal", "blocks"])
 def test_work_is_five_products_of_the_tiles_that_somebody_sees(mask):
-    """Beside one more block of keys that a block mask hides, which is not read at all."""
+    """A further block of keys that a block mask hides is not read at all."""
     e = expected(
         dtype="bfloat16", seqlens=(256, 384), head_dims=(32, 32), heads=(1, 1), batch=1, mask="causal"
     )
@@ -211,7 +211,7 @@ def test_keys_of_a_group_are_read_once_for_each_part(parts, monkeypatch):
 
 
 def test_few_blocks_divide_the_heads_of_a_group():
-    assert head_parts(1024, 4, 64, 132, causal=False) == 1  # blocks enough
+    assert head_parts(1024, 4, 64, 132, causal=False) == 1  # enough blocks
     assert head_parts(128, 4, 32, 132, causal=True) == 2  # one wave, of which half would idle
     assert head_parts(16, 32, 32, 108, causal=True) == 16
     assert head_parts(16, 8, 2, 108, causal=True) == 1  # nothing to gain
@@ -219,7 +219,7 @@ def test_few_blocks_divide_the_heads_of_a_group():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_not_finite_reach_those_who_see_them_only(bad):
-    """In a tile of which every query and every key sees a part."""
+    """Every query and every key of the tile sees a part of it."""
     p = expected(
         dtype="bfloat16", seqlens=(70, 70), head_dims=(32, 32), heads=(1, 1), batch=1, mask="causal"
     ).problem
@@ -247,14 +247,14 @@ def test_values_that_are_not_finite_reach_those_who_see_them_only(bad):
 
 def test_every_head_dim_fits_every_card():
     for arch, itemsize in itertools.product(("sm_80", "sm_86", "sm_90", "sm_120"), (2, 4)):
-        most = smem_per_block_optin(arch)
+        limit = smem_per_block_optin(arch)
         for dims in itertools.product(range(8, 257, 8), (8, 64, 128, 192, 256)):
             sizes = itemsize, *head_dims(*dims)
             for options in range(4):
-                tile = select_tile(*sizes, most, options=options)
-                assert shared_bytes(tile, *sizes, keys=True) <= most
-            tile = select_bias_tile(*sizes, most)
-            assert bias_shared_bytes(tile, *sizes) <= most
+                tile = select_tile(*sizes, limit, options=options)
+                assert shared_bytes(tile, *sizes, keys=True) <= limit
+            tile = select_bias_tile(*sizes, limit)
+            assert bias_shared_bytes(tile, *sizes) <= limit
 
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""Block masks on the CPU whose blocks hide some panels of a tile and show others, in any order."""
+"""Block masks on the CPU that hide some panels of a tile and show others, in any order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = [(32, 64), (48, 40), (128, 128)]
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(600, (2, 2)), (5, (8, 2))], ids=str)
 def test_random_blocks(seqlen_q, heads, blocks, causal, dtype, rng):
-    """Of three blocks one is visible. 5 queries: the heads of a group are neighbours in a tile."""
+    """One block in three is visible. With 5 queries, the heads of a group are neighbours in a tile."""
     seqlen_k, nheads = 700, heads[0]
     shape = (1, nheads, -(-seqlen_q // blocks[0]), -(-seqlen_k // blocks[1]))
     visible = rng.random(shape) < 1 / 3
@@ -28,10 +28,14 @@ def test_random_blocks(seqlen_q, heads, blocks, causal, dtype, rng):
     dout = random(rng, arrays[0].shape, dtype)
     out, lse = gpu_ops.attention(*arrays, **options, return_lse=True)
     gradients = gpu_ops.attention_backward(dout, *arrays, out, lse, **options)
-    wide, wide_dout = [a.astype(np.float64) for a in arrays], dout.astype(np.float64)
-    want, want_lse = gpu_ops.attention(*wide, **options, return_lse=True, backend="reference")
-    exact = gpu_ops.attention_backward(wide_dout, *wide, want, want_lse, **options, backend="reference")
+    exact_inputs, exact_dout = [a.astype(np.float64) for a in arrays], dout.astype(np.float64)
+    want, want_lse = gpu_ops.attention(*exact_inputs, **options, return_lse=True, backend="reference")
+    exact = gpu_ops.attention_backward(
+        exact_dout, *exact_inputs, want, want_lse, **options, backend="reference"
+    )
     digits = {"float64": 1e-12, "float32": 3e-6, "float16": 3e-3, "bfloat16": 2e-2}[dtype.name]
     np.testing.assert_array_equal(np.isinf(lse), np.isinf(want_lse))
-    for found, right in zip((out, *gradients), (want, *exact), strict=True):
-        np.testing.assert_allclose(found.astype(np.float64), right, rtol=0, atol=digits * np.abs(right).max())
+    for actual, expected in zip((out, *gradients), (want, *exact), strict=True):
+        np.testing.assert_allclose(
+            actual.astype(np.float64), expected, rtol=0, atol=digits * np.abs(expected).max()
+        )

@@ -1,4 +1,4 @@
-"""BlockMask's builders against dense masks, written out pair by pair: all that is visible stays, no block in vain."""
+"""BlockMask builders against dense masks written pair by pair: all visible pairs are kept, no block needlessly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sizes = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 
 
 def grid(seqlen_q, seqlen_k):
-    """Positions of queries among the keys, as a column, and of keys."""
+    """Positions of queries among the keys, as a column, and positions of keys."""
     return np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q), np.arange(seqlen_k)
 
 
@@ -29,7 +29,7 @@ def window(seqlen_q, seqlen_k, left, right):
 
 
 def check(mask, dense, blocks, *, lead=()):
-    """The cover is complete, and tight: a block is kept exactly where a pair of it is visible."""
+    """Check that the cover is complete and tight: a block is kept exactly where one of its pairs is visible."""
     seqlen_q, seqlen_k = dense.shape[-2:]
     assert (mask.block_q, mask.block_k) == blocks
     assert mask.visible.shape == (*lead, *mask.num_blocks(seqlen_q, seqlen_k))
@@ -71,10 +71,10 @@ def test_prefix_lm(seqlen_q, seqlen_k):
         check(each, dense, blocks, lead=(len(lengths), 1))
 
 
-def document_ids(kind, rng, shape):
-    if kind == "packed":  # documents one after another
+def document_ids(pattern, rng, shape):
+    if pattern == "packed":  # documents one after another
         return np.sort(rng.integers(0, 6, shape), axis=-1)
-    if kind == "scattered":
+    if pattern == "scattered":
         return rng.integers(-3, 3, shape)
     return rng.choice(np.array([7, 2**40, -(2**50)]), shape)
 
@@ -180,20 +180,20 @@ def test_mistakes(build, error, message):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(700, 700), (77, 600), (600, 77), (3, 600)])
 def test_attention_is_the_same_bit_for_bit(seqlen_q, seqlen_k):
-    """What the mask leaves out is what attention's own options hide.
+    """The mask omits exactly the pairs that attention's causal and window options hide.
 
-    The CPU kernel's tiles of keys end where a block does, which decides the order of its sums. The same order has a
-    mask of such blocks that hides nothing, and no mask at all where a block is a whole tile.
+    Key tiles of the CPU kernel end where a block ends, which decides the order of its sums. A mask of the same blocks
+    that hides nothing has the same order, and so does no mask at all where a block is a whole tile.
     """
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, seqlen_q, 4, 32), dtype=np.float32)
     k, v = rng.standard_normal((2, 1, seqlen_k, 2, 32), dtype=np.float32)
     how = {"causal": True, "device": "cpu", "backend": "numba", "return_lse": True}
 
-    def same(one, other, window_size=(-1, -1)):
+    def same(mask_a, mask_b, window_size=(-1, -1)):
         results = (
             gpu_ops.attention(q, k, v, **how, window_size=window_size, block_mask=mask)
-            for mask in (one, other)
+            for mask in (mask_a, mask_b)
         )
         for a, b in zip(*results, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -204,7 +204,7 @@ def test_attention_is_the_same_bit_for_bit(seqlen_q, seqlen_k):
         same(mask, everything)
         mask = BlockMask.sliding_window(seqlen_q, seqlen_k, (40, 0), block_q=block_q, block_k=block_k)
         same(mask, everything, (40, -1))
-    if seqlen_q > 3:  # few queries have a kernel of their own, which takes no block mask
+    if seqlen_q > 3:  # few queries take a separate kernel, which has no block mask
         same(BlockMask.causal(seqlen_q, seqlen_k, block_q=64, block_k=256), None)
 
 
@@ -221,7 +221,7 @@ def test_attention_by_documents_is_attention_of_each():
 
 
 def test_long_sequences_need_memory_for_their_blocks_alone():
-    """Pairs of queries and keys would be a gigabyte, and seconds; blocks are 256 KiB."""
+    """A mask of query-key pairs would take a gigabyte and seconds; blocks are 256 KiB."""
     n = 32768
     ids = np.repeat(np.arange(8), n // 8)
     for build in (

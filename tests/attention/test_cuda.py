@@ -1,4 +1,4 @@
-"""The CUDA C++ attention kernel with tiles and packing of our choice, on the emulator against the reference."""
+"""The CUDA C++ attention kernel with chosen tiles and packing, on the emulator against the reference."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def decode(
     pack_gqa=True,
     **options,
 ):
-    """Checks a decode step; the cache is NaN where it is not used."""
+    """Check a decode step; the cache is NaN where it is not used."""
     rng = np.random.default_rng(0)
     native, batch = DTYPES[dtype], len(used)
     q = rng.standard_normal((batch, seqlen_q, heads[0], head_dim)).astype(native)
@@ -159,10 +159,10 @@ def decode(
         options["sinks"] = rng.standard_normal(heads[0]).astype(np.float32)
     if alibi:
         options["alibi_slopes"] = rng.uniform(0.05, 0.5, (batch, heads[0])).astype(np.float32)
-    given = {"seqused_k": seqused_k, "block_table": table, **options}
-    run = run_attention(q, k, v, **given, pack_gqa=pack_gqa, num_splits=num_splits, tiles=tiles)
+    inputs = {"seqused_k": seqused_k, "block_table": table, **options}
+    run = run_attention(q, k, v, **inputs, pack_gqa=pack_gqa, num_splits=num_splits, tiles=tiles)
     exact, naive = (
-        reference.attention_decode(q, k, v, **given, return_lse=True, precision=precision)
+        reference.attention_decode(q, k, v, **inputs, return_lse=True, precision=precision)
         for precision in ("float64", "naive")
     )
     assert_close(run.out, exact[0], naive[0], native)

@@ -1,6 +1,6 @@
-"""attention of CUDA arrays: nothing of the device is read on the host, out is filled in place.
+"""attention of CUDA arrays: device memory is not read on the host, out is filled in place.
 
-CuPy is an imitation that refuses to become NumPy, and the kernels run on the emulator; see fake_cupy.py.
+CuPy is a fake that refuses conversion to NumPy, and the kernels run on the emulator; see fake_cupy.py.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def on_device(x):
 
 
 def check(op, arrays, options, bounds=None):
-    """The same bits as on the emulator, whose NumPy arrays take the same path."""
+    """Check results against NumPy arrays on the emulator, which take the same path."""
     want, want_lse = op(*arrays, **options, return_lse=True, device="emulator", backend="raw")
-    there, given = [on_device(x) for x in arrays], {n: on_device(x) for n, x in options.items()}
-    got, lse = op(*there, **given, **(bounds or {}), return_lse=True, backend="raw")
+    device_arrays, device_options = (
+        [on_device(x) for x in arrays],
+        {n: on_device(x) for n, x in options.items()},
+    )
+    got, lse = op(*device_arrays, **device_options, **(bounds or {}), return_lse=True, backend="raw")
     np.testing.assert_allclose(got.host.astype(np.float32), want.astype(np.float32), rtol=0, atol=2e-3)
     np.testing.assert_allclose(lse.host, want_lse, rtol=0, atol=1e-5)
     out = FakeArray(np.full_like(want, np.nan))
-    assert op(*there, **given, **(bounds or {}), out=out, backend="raw") is out
+    assert op(*device_arrays, **device_options, **(bounds or {}), out=out, backend="raw") is out
     assert out.host.tobytes() == got.host.tobytes()
 
 

@@ -1,7 +1,7 @@
-"""The CPU decode kernel by itself: its row tiles, chunk tails, blocks, parts and address modes.
+"""The CPU decode kernel alone: its row tiles, chunk tails, blocks, parts and address modes.
 
-The options of attention_decode are crossed in test_attention_decode.py; here are the sizes at which this
-kernel takes another path.
+The options of attention_decode are crossed in test_attention_decode.py; the sizes here are those at which this
+kernel takes a different path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_check(**settings):
     check(CPU, **settings)
 
 
-# 1, 2, 3 .. 16 query rows per KV head: tiles of 1, 2 and 4 rows, filled up or not, one or several
+# 1, 2, 3 .. 16 query rows per KV head: tiles of 1, 2 and 4 rows, full or not, one or several
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "seqlen_q"),
@@ -50,7 +50,7 @@ def test_rows_per_kv_head(dtype, heads, seqlen_q):
     run_check(dtype=dtype, heads=heads, seqlen_q=seqlen_q, causal=True, used=(131, 3, 0, 64))
 
 
-# whole chunks, several at once, one at a time, and a rest of 1 .. chunk - 1 elements; K and V unlike
+# whole chunks, several at once, one at a time, and a remainder of 1 .. chunk - 1 elements; K and V differ
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "head_dims",
@@ -93,7 +93,7 @@ def test_block_boundaries(offset):
 
 
 def test_long_sums_keep_their_digits():
-    """Equal weights: O is the mean of V. Summed key after key it would be off by 6e-6."""
+    """Equal weights: O is the mean of V. A sum key after key would be off by 6e-6."""
     n = 1 << 15
     v = np.random.default_rng(0).uniform(0.5, 1.5, (1, n, 1, 64)).astype(np.float32)
     q, k = np.zeros((1, 1, 4, 64), np.float32), np.ones_like(v)
@@ -143,7 +143,7 @@ def test_strides(layout, dtype):
 
 
 def test_when_it_serves():
-    """Few query rows and neither bias nor block mask; attention() of one query uses it too."""
+    """The kernel serves few query rows with neither bias nor block mask; attention() of one query uses it too."""
     for heads, seqlen_q in ((16, 1), (4, 4), (1, 16)):
         assert select_config(1, heads, 1, seqlen_q, 100, decode=True).kernel == "decode"
         assert select_config(1, heads, 1, seqlen_q, 100).kernel == "tiled"
@@ -163,7 +163,7 @@ def test_result_does_not_depend_on_the_batch_or_the_page_table():
     (q, k, v), options = make(used=(300, 120, 300), dtype="bfloat16", heads=(8, 2))
     whole = gpu_ops.attention_decode(q, k, v, **options, num_splits=2, **CPU)
     for b in range(3):
-        one = gpu_ops.attention_decode(
+        single = gpu_ops.attention_decode(
             q[b : b + 1],
             k[b : b + 1],
             v[b : b + 1],
@@ -171,4 +171,4 @@ def test_result_does_not_depend_on_the_batch_or_the_page_table():
             num_splits=2,
             **CPU,
         )
-        np.testing.assert_array_equal(one[0], whole[b])
+        np.testing.assert_array_equal(single[0], whole[b])

@@ -1,4 +1,4 @@
-"""Dropout of attention weights: which are dropped, alike on every backend, and what comes out without them."""
+"""Dropout of attention weights: the same weights are dropped on every backend, and results without them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REFERENCE = {"device": "cpu", "backend": "reference"}
 SEED = 0x9E3779B97F4A7C15
 
 
-def runs(given):
+def runs(case):
     """CUDA C++ kernels take no float64."""
-    return given["backend"]["backend"] != "raw" or given.get("case", ("",))[0] != "float64"
+    return case["backend"]["backend"] != "raw" or case.get("case", ("",))[0] != "float64"
 
 
 def quick_on_emulator(raw):
-    """Each kernel once. Those of Numba compile for seconds, and draw for each weight."""
+    """Run each kernel once. Numba kernels compile for seconds, and draw for each weight."""
     return {
         "test_values_and_gradients": {"dtype": ["bfloat16"] * raw, "row": ROWS[1::2]},
         "test_the_masks_of_all_passes": {"case": [CASES[0], CASES[-1]] * raw},
@@ -51,14 +51,14 @@ def test_philox_gives_the_published_words():
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 def test_weights_are_dropped_independently(dropout_p):
-    """Each share is within five standard deviations: of all, and of pairs that lie any small distance apart."""
+    """The share kept is within five standard deviations, of all weights and of pairs a small distance apart."""
     kept = dropout_mask((2, 3, 96, 128), dropout_p, SEED)
     share = 1 - dropout_p
     pairs = [kept[..., :-i, :] & kept[..., i:, :] for i in (1, 8, 16, 32)]
     pairs += [kept[..., :-j] & kept[..., j:] for j in (1, 8, 16, 24, 32)]
     pairs += [kept[:, :1] & kept[:, 1:2], kept[:1] & kept[1:]]
-    for found, expected in [(kept, share), *((both, share**2) for both in pairs)]:
-        assert abs(found.mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / found.size)
+    for sample, expected in [(kept, share), *((both, share**2) for both in pairs)]:
+        assert abs(sample.mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / sample.size)
 
 
 def test_a_mask_is_a_part_of_a_larger_one():
@@ -90,16 +90,16 @@ CASES = [
 
 
 def check_masks(batch, n, dtype, head_dim, backend, *, starts=None, **of_backward):
-    """Where out and dv are 0, with equal weights and with unit vectors as values and as gradients."""
+    """Check where out and dv are 0, with equal weights and with unit vectors as values and as gradients."""
     nheads, starts = 2, starts or {}
     q, unit = (np.zeros((batch, n, nheads, dim), DTYPES[dtype]) for dim in (head_dim, n))
     unit[:] = np.eye(n)[None, :, None, :]
-    given = {"dropout_p": 0.4, "seed": SEED, **starts, **backend}
-    out, lse = gpu_ops.attention(q, q, unit, return_lse=True, **given)
+    forward_options = {"dropout_p": 0.4, "seed": SEED, **starts, **backend}
+    out, lse = gpu_ops.attention(q, q, unit, return_lse=True, **forward_options)
     kept = dropout_mask((batch, nheads, n, n), 0.4, SEED, **starts)
     np.testing.assert_array_equal(out.transpose(0, 2, 1, 3) != 0, kept)
     np.testing.assert_allclose(lse, np.log(n), rtol=1e-6)  # dropout does not change it
-    _, _, dv = gpu_ops.attention_backward(unit, q, q, unit, out, lse, **given, **of_backward)
+    _, _, dv = gpu_ops.attention_backward(unit, q, q, unit, out, lse, **forward_options, **of_backward)
     np.testing.assert_array_equal(dv.transpose(0, 2, 3, 1) != 0, kept)
     scale = 1 / (1 - rounded_dropout(0.4)) / n
     for x in (out, dv):
@@ -141,10 +141,10 @@ def dropped(dropout_p=0.3, seed=SEED, **settings):
     problem.options |= {"dropout_p": dropout_p, "seed": seed}
     exact, naive = {}, {}
     for results, precision in ((exact, "float64"), (naive, "naive")):
-        given = {**problem.options, "precision": precision}
-        out, lse = reference.attention(*problem.arrays, return_lse=True, **given)
+        options = {**problem.options, "precision": precision}
+        out, lse = reference.attention(*problem.arrays, return_lse=True, **options)
         dq, dk, dv, extra = reference.attention_backward(
-            problem.dout, *problem.arrays, out, lse, return_extra=True, **given
+            problem.dout, *problem.arrays, out, lse, return_extra=True, **options
         )
         results |= {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         results |= {f"d{name}": x for name, x in extra.items()}
@@ -171,21 +171,21 @@ def test_values_and_gradients(row, dtype, backend):
 
 
 def test_a_given_delta_and_a_wide_lse(backend):
-    """delta is that of the results, dropout included; lse that of the weights before it."""
+    """delta is that of the results with dropout; lse is that of the weights before dropout."""
     e = dropped(seqlens=(40, 70), heads=(2, 1), head_dims=(32, 32), batch=1, sinks=True, dtype="float32")
     p = e.problem
     delta = (p.dout * e.exact["out"]).sum(axis=-1).swapaxes(1, 2).astype(np.float32)
-    nothing = np.full_like(p.dout, np.nan)  # out is not read
+    poison = np.full_like(p.dout, np.nan)  # out is not read
     for lse in (e.exact["lse"], e.exact["lse"].astype(np.float32)):
         *gradients, extra = gpu_ops.attention_backward(
-            p.dout, *p.arrays, nothing, lse, delta=delta, **p.options, return_extra=True, **backend
+            p.dout, *p.arrays, poison, lse, delta=delta, **p.options, return_extra=True, **backend
         )
         for name, x in zip(("dq", "dk", "dv", "dsinks"), (*gradients, extra["sinks"]), strict=True):
             e.check(name, x)
 
 
 def test_packed_sequences(backend):
-    """The number of a sequence takes the place of the batch entry, and its positions count from its start."""
+    """The sequence number replaces the batch index, and positions count from the start of the sequence."""
     rng = np.random.default_rng(0)
     dtype = np.float32 if backend["backend"] == "numba" else np.float16
     lengths_q, lengths_k = (37, 0, 20), (50, 7, 33)
@@ -197,19 +197,19 @@ def test_packed_sequences(backend):
     exact = reference.attention_varlen(q, k, v, cu_q, cu_k, **options, precision="float64")
     naive = reference.attention_varlen(q, k, v, cu_q, cu_k, **options, precision="naive")
     assert_close(out, exact, naive, dtype)
-    given = (dout, q, k, v, exact, lse, cu_q, cu_k)
+    inputs = (dout, q, k, v, exact, lse, cu_q, cu_k)
     exact, naive = (
-        reference.attention_varlen_backward(*given, **options, precision=p) for p in ("float64", "naive")
+        reference.attention_varlen_backward(*inputs, **options, precision=p) for p in ("float64", "naive")
     )
-    for name, *found in zip(("dq", "dk", "dv"), grads, exact, naive, strict=True):
-        assert_close(*found, dtype, factor=3, what=name)
+    for name, *values in zip(("dq", "dk", "dv"), grads, exact, naive, strict=True):
+        assert_close(*values, dtype, factor=3, what=name)
 
 
 def test_packed_sequences_drop_what_a_batch_drops():
     q, k, v = np.random.default_rng(0).standard_normal((3, 3, 33, 2, 8))
     starts = np.arange(4, dtype=np.int32) * 33
-    for given in (REFERENCE, {"device": "cpu"}):
-        options = {"dropout_p": 0.5, "seed": SEED, **given}
+    for backend in (REFERENCE, {"device": "cpu"}):
+        options = {"dropout_p": 0.5, "seed": SEED, **backend}
         packed = gpu_ops.attention_varlen(
             *(x.reshape(99, 2, 8) for x in (q, k, v)), starts, starts, **options
         )
@@ -236,7 +236,7 @@ def test_the_reference_equals_finite_differences():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_value_that_is_dropped_may_not_hide(bad, backend):
-    """0 * NaN is NaN, whether a weight is 0 by dropout or not; what a mask hides still does not show."""
+    """0 * NaN is NaN, whether a weight is 0 by dropout or not; values that a mask hides still do not show."""
     dtype = np.float32 if backend["backend"] == "numba" else np.float16
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 1, 16)).astype(dtype)
     v[0, 20, 0, 3] = bad
@@ -250,7 +250,7 @@ def test_a_value_that_is_dropped_may_not_hide(bad, backend):
 
 
 def test_seeds():
-    """Every call of a key has its own seed, and is refused where a first one would be."""
+    """Every call has its own seed, and is refused wherever a first call would be."""
     q = np.random.default_rng(0).standard_normal((1, 40, 1, 8)).astype(np.float32)
     call = gpu_ops.attention
 
@@ -272,15 +272,15 @@ def test_seeds():
 
 
 def test_a_seed_in_an_array(backend):
-    """It is read at every call, so that a captured one drops other weights; int64 counts as its 64 bits."""
+    """The seed is read at every call, so that each replay drops other weights; int64 counts as its 64 bits."""
     dtype = np.float32 if backend["backend"] == "numba" else np.float16
     q, dout = np.random.default_rng(0).standard_normal((2, 1, 40, 1, 16)).astype(dtype)
     seed = np.array([7], np.int64)
     for number in (7, -1):
         seed[0] = number
         results = []
-        for given in (seed, number % 2**64):
-            options = {"dropout_p": 0.5, "seed": given, **backend}
+        for value in (seed, number % 2**64):
+            options = {"dropout_p": 0.5, "seed": value, **backend}
             out, lse = gpu_ops.attention(q, q, q, return_lse=True, **options)
             grads = gpu_ops.attention_backward(dout, q, q, q, out, lse, **options, deterministic=True)
             results.append((out, *grads))

@@ -1,4 +1,4 @@
-"""What attention_backward reads and writes beside the inputs: delta, a float64 lse, float32 dout and gradients."""
+"""Further arrays that attention_backward reads and writes: delta, a float64 lse, float32 dout and gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wide_of(dtype):
 
 
 def given(dtype, layout="bshd"):
-    """A problem with its results, and its arguments of the backward: out in the dtype, lse and delta beside it."""
+    """A problem with its results, and its arguments of the backward: out in the dtype, lse and delta."""
     e = expected(gradients=True, dtype=dtype, layout=layout, **SETTINGS)
     out = e.exact["out"].astype(DTYPES[dtype])
     products = (e.problem.dout.astype(np.float64) * e.exact["out"]).sum(axis=-1)
@@ -64,22 +64,22 @@ def backward(e, out, lse, backend, **more):
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_delta_takes_the_place_of_out(layout, dtype, backend):
     e, _, lse, delta = given(dtype, layout)
-    *found, extra = backward(e, None, lse, backend, delta=delta, return_extra=True)
-    for name, x in zip((*NAMES, "dsinks"), (*found, extra["sinks"]), strict=True):
+    *grads, extra = backward(e, None, lse, backend, delta=delta, return_extra=True)
+    for name, x in zip((*NAMES, "dsinks"), (*grads, extra["sinks"]), strict=True):
         e.check(name, x)
     ignored = np.full((3,), np.nan)  # its shape is not checked either
-    for x, y in zip(backward(e, ignored, lse, backend, delta=delta, deterministic=True), found, strict=True):
+    for x, y in zip(backward(e, ignored, lse, backend, delta=delta, deterministic=True), grads, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=2e-2, atol=1e-5)
     for x in backward(e, None, lse, backend, delta=np.zeros_like(delta))[:2]:
-        assert np.abs(x.astype(np.float64) - found[0 if x.shape == found[0].shape else 1]).max() > 0.05
+        assert np.abs(x.astype(np.float64) - grads[0 if x.shape == grads[0].shape else 1]).max() > 0.05
 
 
 def test_out_in_float32(backend):
-    """delta is then that of what was not rounded."""
+    """delta is then that of the values before rounding."""
     e, _, lse, delta = given("float16")
-    wide = tuple(np.empty(x.shape, np.float32) for x in e.problem.arrays)
-    backward(e, e.exact["out"].astype(np.float32), lse, backend, grads=wide, deterministic=True)
-    for name, x, y in zip(NAMES, wide, backward(e, None, lse, backend, delta=delta), strict=True):
+    grads = tuple(np.empty(x.shape, np.float32) for x in e.problem.arrays)
+    backward(e, e.exact["out"].astype(np.float32), lse, backend, grads=grads, deterministic=True)
+    for name, x, y in zip(NAMES, grads, backward(e, None, lse, backend, delta=delta), strict=True):
         e.check(name, x)
         np.testing.assert_allclose(x, y.astype(np.float32), rtol=2**-10, atol=2e-5)
 
@@ -92,7 +92,7 @@ def wide_dout(e, rng):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("with_delta", [False, True])
 def test_dout_in_float32(with_delta, dtype, backend, rng):
-    """Gradients within the rule. Kernels round dout first: the same bits as with dout rounded by the caller."""
+    """Gradients obey the rule. Kernels round dout first: the same bits as with dout rounded by the caller."""
     e, out, lse, _ = given(dtype)
     p, dout, inner = e.problem, wide_dout(e, rng), {"deterministic": True}
     exact, naive = (
@@ -102,11 +102,11 @@ def test_dout_in_float32(with_delta, dtype, backend, rng):
     if with_delta:
         inner["delta"] = np.einsum("bshd,bshd->bhs", dout, e.exact["out"]).astype(np.float32)
         out = None
-    found, rounded = (
+    actual, rounded = (
         gpu_ops.attention_backward(x, *p.arrays, out, lse, **p.options, **inner, **backend)
         for x in (dout, dout.astype(DTYPES[dtype]))
     )
-    for name, x, y, want, textbook in zip(NAMES, found, rounded, exact, naive, strict=True):
+    for name, x, y, want, textbook in zip(NAMES, actual, rounded, exact, naive, strict=True):
         assert_gradient(name, x, want, textbook, DTYPES[dtype], lse)
         assert x.dtype == DTYPES[dtype]
         if backend["backend"] != "reference":
@@ -127,7 +127,7 @@ def test_packed_dout_in_float32(backend, rng):
     p, cu = e.problem, np.array([0, 30, 30, 70], np.int32)
     q, k, v, dout = (x[0] for x in (*p.arrays, wide_dout(e, rng)))
     out, lse = gpu_ops.attention_varlen(q, k, v, cu, cu, return_lse=True, out_dtype=np.float32, **backend)
-    found, rounded = (
+    actual, rounded = (
         gpu_ops.attention_varlen_backward(x, q, k, v, out, lse, cu, cu, deterministic=True, **backend)
         for x in (dout, dout.astype(q.dtype))
     )
@@ -135,7 +135,7 @@ def test_packed_dout_in_float32(backend, rng):
         reference.attention_varlen_backward(dout, q, k, v, out, lse, cu, cu, precision=precision)
         for precision in ("float64", "naive")
     )
-    for name, x, y, want, textbook in zip(NAMES, found, rounded, exact, naive, strict=True):
+    for name, x, y, want, textbook in zip(NAMES, actual, rounded, exact, naive, strict=True):
         assert_gradient(name, x, want, textbook, q.dtype, lse)
         if backend["backend"] != "reference":
             np.testing.assert_array_equal(x, y, err_msg=name)
@@ -144,18 +144,20 @@ def test_packed_dout_in_float32(backend, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_are_added(deterministic, dtype, backend, rng):
-    """To what strided arrays hold, in every call again; by default they are written."""
+    """Gradients are added to the contents of strided arrays, in every call; by default they are written."""
     e, out, lse, _ = given(dtype)
-    wide = wide_of(dtype)
-    arrays = [rng.standard_normal((*x.shape[:-1], x.shape[-1] + 8)).astype(wide) for x in e.problem.arrays]
+    grad_dtype = wide_of(dtype)
+    arrays = [
+        rng.standard_normal((*x.shape[:-1], x.shape[-1] + 8)).astype(grad_dtype) for x in e.problem.arrays
+    ]
     before, grads = [x.copy() for x in arrays], tuple(x[..., : x.shape[-1] - 8] for x in arrays)
     more = {"grads": grads, "deterministic": deterministic}
     for times in (1, 2):
-        found = backward(e, out, lse, backend, **more, accumulate=True)
-        for name, x, mine, was in zip(NAMES, found, grads, before, strict=True):
+        actual = backward(e, out, lse, backend, **more, accumulate=True)
+        for name, x, mine, was in zip(NAMES, actual, grads, before, strict=True):
             assert x is mine
             added = (x.astype(np.float64) - was[..., :-8]) / times
-            # beside what was there before, a float32 unit of it
+            # a float32 unit of the previous contents
             noise = 4 * float(np.spacing(np.abs(was).max()))
             exact, naive = e.exact[name], e.naive[name]
             assert_gradient(name, added, exact, naive, DTYPES[dtype], e.exact["lse"], noise)
@@ -166,12 +168,12 @@ def test_gradients_are_added(deterministic, dtype, backend, rng):
     for name, x, y in zip(NAMES, grads, rounded, strict=True):
         e.check(name, x)
         assert dtype != "bfloat16" or (x != y).any(), "rounded to the dtype of the inputs"
-        np.testing.assert_allclose(x, y.astype(wide), rtol=2**-7, atol=1e-5)
+        np.testing.assert_allclose(x, y.astype(grad_dtype), rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [4000, -16000])
 def test_weights_of_a_row_sum_to_one(size, backend, rng):
-    """Scores as large as float32 tells apart: weights relative to a float64 lse are those of the forward."""
+    """Scores as large as float32 distinguishes: weights relative to a float64 lse are those of the forward."""
     q, k, v = (rng.standard_normal((1, n, 8, 32)).astype(np.float32) for n in (40, 150, 150))
     q[..., 0], k[..., 0] = 64.0, size / 16
     out, lse = gpu_ops.attention(
@@ -204,25 +206,35 @@ def test_packed_sequences(backend, rng):
 def test_what_it_refuses_to_add_to():
     e, out, lse, _ = given("float16")
     p = e.problem
-    narrow, wide = (tuple(np.zeros(x.shape, t) for x in p.arrays) for t in (np.float16, np.float32))
+    float16_grads, float32_grads = (
+        tuple(np.zeros(x.shape, t) for x in p.arrays) for t in (np.float16, np.float32)
+    )
     cases = [
         ({"accumulate": True}, OptionError, r"pass grads=\(dq, dk, dv\) of float32"),
-        ({"grads": narrow, "accumulate": True}, DTypeError, "grads dq is float16, expected exactly float32"),
-        ({"grads": (wide[0], *narrow[1:])}, DTypeError, "grads dq is float32, expected exactly float16"),
-        ({"grads": (*wide[:2], lse), "accumulate": True}, ShapeError, "grads dv has shape"),
         (
-            {"grads": (wide[0], wide[1], wide[1][..., :24]), "accumulate": True},
+            {"grads": float16_grads, "accumulate": True},
+            DTypeError,
+            "grads dq is float16, expected exactly float32",
+        ),
+        (
+            {"grads": (float32_grads[0], *float16_grads[1:])},
+            DTypeError,
+            "grads dq is float32, expected exactly float16",
+        ),
+        ({"grads": (*float32_grads[:2], lse), "accumulate": True}, ShapeError, "grads dv has shape"),
+        (
+            {"grads": (float32_grads[0], float32_grads[1], float32_grads[1][..., :24]), "accumulate": True},
             ShapeError,
             "shares memory with",
         ),
     ]
-    for _ in range(2):  # also after a call that was sound
+    for _ in range(2):  # also after a valid call
         for more, error, message in cases:
             with pytest.raises(error, match=message):
                 backward(e, out, lse, {"device": "cpu"}, **more)
-        assert not any(x.any() for x in (*narrow, *wide))
-        backward(e, out, lse, {"device": "cpu"}, grads=wide, accumulate=True)
-        for x in wide:
+        assert not any(x.any() for x in (*float16_grads, *float32_grads))
+        backward(e, out, lse, {"device": "cpu"}, grads=float32_grads, accumulate=True)
+        for x in float32_grads:
             x[...] = 0
 
 
@@ -244,8 +256,8 @@ def test_a_captured_call_adds_at_every_replay(cupy):
     before = [x.host.copy() for x in grads]
     for times in (1, 2):
         cupy.replay()
-        for x, was, one in zip(grads, before, once, strict=True):
-            np.testing.assert_allclose(x.host, was + times * one, rtol=1e-6, atol=1e-6)
+        for x, was, gradient in zip(grads, before, once, strict=True):
+            np.testing.assert_allclose(x.host, was + times * gradient, rtol=1e-6, atol=1e-6)
 
 
 def test_slopes_of_capped_scores_keep_their_digits():
@@ -253,14 +265,14 @@ def test_slopes_of_capped_scores_keep_their_digits():
     x = np.full((1, 1, 1, 8), 3.0, np.float32)
     options = {"softcap": 0.5, "softmax_scale": 0.04, "sinks": np.zeros(1, np.float32)}
     out, lse = gpu_ops.attention(x, x, x, return_lse=True, **options, device="cpu", backend="numba")
-    found = gpu_ops.attention_backward(x, x, x, x, out, lse, **options, device="cpu", backend="numba")
+    grads = gpu_ops.attention_backward(x, x, x, x, out, lse, **options, device="cpu", backend="numba")
     want = reference.attention_backward(x, x, x, x, out, lse, **options, precision="float64")
-    for f, w in zip(found, want, strict=True):
-        np.testing.assert_allclose(f, w, rtol=1e-5)
+    for actual, exact in zip(grads, want, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=1e-5)
 
 
 def test_weights_beside_a_large_lse():
-    """In float64 an lse of 300 is rounded by 3e-14, and again in base 2, where what is left out is added."""
+    """In float64 an lse of 300 is rounded by 3e-14, and again in base 2, where the remainder is added."""
     n, rng = 300, np.random.default_rng(0)
     lse = rng.uniform(200, 400, (n, 1, 1))
     bias = (lse - rng.uniform(0, 2, (n, 1, 1)))[..., None]

@@ -1,7 +1,7 @@
-"""What is not finite in q, k and v, on every backend as in the reference, whatever the tile and the weights.
+"""Non-finite elements of q, k and v: every backend matches the reference, whatever the tile and the weights.
 
-A value of inf that a query sees makes its column inf, however small its weight; NaN with -inf beside it. The other
-columns are as without it. A key whose score is -inf is hidden, a score of inf makes the whole row NaN.
+A value of inf that a query sees makes its column inf, however small its weight; together with -inf, NaN. The other
+columns are unaffected. A key whose score is -inf is hidden, a score of inf makes the whole row NaN.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def quick_on_emulator(raw):
     }
 
 
-def same(found, want, atol):
-    found, want = found.astype(np.float64), want.astype(np.float64)
-    for what in (np.isnan, np.isposinf, np.isneginf):
-        np.testing.assert_array_equal(what(found), what(want), err_msg=what.__name__)
-    finite = np.isfinite(want)
-    np.testing.assert_allclose(found[finite], want[finite], rtol=0, atol=atol)
+def same(actual, expected, atol):
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    for predicate in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(predicate(actual), predicate(expected), err_msg=predicate.__name__)
+    finite = np.isfinite(expected)
+    np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=atol)
 
 
 def problem(dtype, gap, keys):
-    """Of two heads. The score of key 0 is higher than those of the others by ``gap``, in units of 1."""
+    """q, k and v of two heads. The score of key 0 is higher than the others by ``gap``."""
     q, k = np.ones((1, 6, 2, 16), dtype), np.zeros((1, keys, 2, 16), dtype)
     v = np.ones((1, keys, 2, 24), dtype)
     k[0, 0] = gap / 4
@@ -56,12 +56,12 @@ def test_an_infinite_value(dtype, causal, gap, backend):
     v[0, 137, 1, 8] = NAN
     v[0, 0, 1, 9] = -INF
     want = reference(q, k, v, causal=causal)
-    found, lse = gpu_ops.attention(q, k, v, causal=causal, return_lse=True, **backend)
-    same(found, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
+    out, lse = gpu_ops.attention(q, k, v, causal=causal, return_lse=True, **backend)
+    same(out, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
     assert np.isfinite(lse).all()
     rest = np.isfinite(want.astype(np.float64))
     if gap == 2000:  # the others weigh nothing, not even a little
-        np.testing.assert_array_equal(found.astype(np.float64)[rest], np.where(rest, finite, 0)[rest])
+        np.testing.assert_array_equal(out.astype(np.float64)[rest], np.where(rest, finite, 0)[rest])
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
@@ -77,15 +77,15 @@ def test_infinite_queries_and_keys(dtype, softcap, backend, rng):
     q[0, 11, 0, 1] = NAN
     options = {"causal": True, "softcap": softcap, "return_lse": True}
     want = reference(q, k, v, **options)
-    found = gpu_ops.attention(q, k, v, **options, **backend)
-    for x, y in zip(found, want, strict=True):
+    actual = gpu_ops.attention(q, k, v, **options, **backend)
+    for x, y in zip(actual, want, strict=True):
         same(x, y, {2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize])
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_a_cache_of_infinities(dtype, num_splits, backend):
-    """Parts of the keys that weigh nothing beside another one; and what is past the end of the cache."""
+    """Splits of the keys whose weight is 0 next to another split, and elements past the end of the cache."""
     q, k, v = problem(dtype, 2000.0, 700)
     q = q[:, :1]
     v[0, 690, 0, 5] = INF
@@ -93,5 +93,5 @@ def test_a_cache_of_infinities(dtype, num_splits, backend):
     v[0, 695:] = NAN
     used = np.array([695], np.int32)
     want = reference_decode(q, k, v, seqused_k=used)
-    found = gpu_ops.attention_decode(q, k, v, seqused_k=used, num_splits=num_splits, **backend)
-    same(found, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
+    out = gpu_ops.attention_decode(q, k, v, seqused_k=used, num_splits=num_splits, **backend)
+    same(out, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])

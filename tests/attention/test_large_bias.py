@@ -1,4 +1,4 @@
-"""Scores beside which q.k is nothing: their keys weigh the same, and lse cannot say how many they are."""
+"""Scores so large that q.k vanishes: their keys have equal weights, and lse cannot tell how many there are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quick_on_emulator(raw):
         "test_gradients_of_equal_keys_in_sequences": {} if raw else None,
         "test_parts_of_the_keys_weigh_by_their_number": {"dtype": ["bfloat16"], "large": [lowest] * raw},
         "test_float64_tells_large_biases_apart": {},
-        "test_a_bias_of_nan_is_seen": {} if raw else None,  # a Numba kernel of its own, seconds to compile
+        "test_a_bias_of_nan_is_seen": {} if raw else None,  # a separate Numba kernel, seconds to compile
     }
 
 
@@ -45,7 +45,7 @@ def check(name, actual, exact, dtype):
 
 
 def biased(dtype, large, mask, sinks, queries=150, keys=260):
-    """All keys of one row have the same large bias, most keys of another too; half of a third are masked."""
+    """All keys of one row and most keys of another have the same large bias; half of a third row is masked."""
     p = make(mask=mask, seqlens=(queries, keys), head_dims=(16, 16), heads=(2, 1), dtype=dtype, sinks=sinks)
     bias = np.zeros((queries, keys), np.float64 if dtype == "float64" else np.float32)
     bias[3], bias[queries // 2, 40:] = large, large
@@ -54,7 +54,7 @@ def biased(dtype, large, mask, sinks, queries=150, keys=260):
 
 
 def check_gradients(p, settings, precise, dtype, backend, lse_dtype=None, **more):
-    """Those of the options as well. ``precise``: the settings for the reference, in float64."""
+    """Check gradients, those of the options included. ``precise``: settings for the reference, in float64."""
     exact = [x.astype(np.float64) for x in (p.dout, *p.arrays)]
     out, lse = gpu_ops.attention(*p.arrays, **settings, return_lse=True, **backend)
     lse = lse.astype(lse_dtype or lse.dtype)
@@ -136,7 +136,7 @@ def test_gradients_beside_other_options(option, deterministic, lse_dtype, backen
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize(("dtype", "head_dim"), [*((dtype, 16) for dtype in DTYPES), ("bfloat16", 128)])
 def test_gradients_of_one_bias_for_all_queries(dtype, head_dim, queries, backend):
-    """Every row is one that lse cannot tell, the last one before the padding of a tile included."""
+    """lse is ambiguous for every row, including the last before the padding of a tile."""
     if not has_gradients(backend):
         pytest.skip(f"attention_backward has no {backend['backend']} kernels")
     p = make(seqlens=(queries, 70), head_dims=(head_dim, head_dim), heads=(2, 2), dtype=dtype)
@@ -185,7 +185,7 @@ def test_gradients_of_equal_keys_in_sequences(backend):
 @pytest.mark.parametrize("large", LARGE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_the_keys_weigh_by_their_number(dtype, large, backend):
-    """One query: the keys go in parts, the last of which is shorter."""
+    """One query: the keys are split in parts, the last of which is shorter."""
     keys = 1000
     p = make(seqlens=(1, keys), head_dims=(16, 16), heads=(1, 1), batch=1, dtype=dtype)
     bias = np.full((1, keys), large, np.float64 if dtype == "float64" else np.float32)

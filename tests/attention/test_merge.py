@@ -16,14 +16,14 @@ from tests.support.compare import assert_close
 
 DEVICES = ("cpu", "emulator", "cuda")
 INF = np.inf
-# out1's shape, lse1's, layout: rows of part of a warp and longer, with and without vectors
+# shape of out1, shape of lse1, layout: rows of part of a warp and longer, with and without vectors
 SHAPES = [
     ((2, 7, 3, 40), (2, 3, 7), "bshd"),
     ((2, 3, 9, 64), (2, 3, 9), "bhsd"),
     ((11, 3, 17), (3, 11), "bshd"),
     ((1, 3, 2, 600), (1, 2, 3), "bshd"),
 ]
-# lse1 and lse2 of rows: nothing seen by either or one, infinite, NaN, far apart, large
+# lse1 and lse2 of rows: no key seen by both or one, infinite, NaN, far apart, large
 SPECIAL = [(-INF, -INF), (-INF, 2), (1, -INF), (INF, 1), (INF, INF), (np.nan, 0), (-INF, np.nan), (300, -300)]
 SPECIAL += [(16000, 16001.5), (-16000, -16000)]
 
@@ -43,7 +43,7 @@ def parts(rng, shape, lse_shape, dtype, lse_dtypes):
     logs = [3 * rng.standard_normal(lse_shape) for _ in range(2)]
     for i, lse in enumerate(logs):
         lse.reshape(-1)[: len(SPECIAL)] = [pair[i] for pair in SPECIAL][: lse.size]
-    lse1, lse2 = (lse.astype(to) for lse, to in zip(logs, lse_dtypes, strict=True))
+    lse1, lse2 = (lse.astype(dtype) for lse, dtype in zip(logs, lse_dtypes, strict=True))
     return out1, lse1, out2, lse2
 
 
@@ -88,13 +88,13 @@ def keys_of_size(size, dtype, seqlen=96):
 
 
 def merged(q, k, v, blocks, backend, **options):
-    """Attention over blocks of the keys, one after the other, summed in the first one's arrays."""
+    """Attention over blocks of the keys, one after the other, summed in the arrays of the first block."""
     out = lse = None
-    wide = {"out_dtype": np.float64 if q.dtype == np.float64 else np.float32, "lse_dtype": np.float64}
+    dtypes = {"out_dtype": np.float64 if q.dtype == np.float64 else np.float32, "lse_dtype": np.float64}
     for keys in np.array_split(np.arange(k.shape[1]), blocks):
         place = {"q_start": 0, "k_start": int(keys[0])}
         part = gpu_ops.attention(
-            q, k[:, keys], v[:, keys], **options, **place, **wide, return_lse=True, **backend
+            q, k[:, keys], v[:, keys], **options, **place, **dtypes, return_lse=True, **backend
         )
         if out is None:
             out, lse = part
@@ -117,8 +117,8 @@ def test_blocks_are_the_whole(options, blocks):
     for size in (0.0, 4000.0, 16000.0):
         arrays = keys_of_size(size, np.float64)
         out, lse = merged(*arrays, blocks, {"device": "cpu"}, **options)
-        # A unit of lse is a relative error of all weights of its block, and one of a score that of its weight: the
-        # reference rounds large scores otherwise.
+        # A unit of lse is a relative error of all weights of its block, a unit of a score is one of its weight: the
+        # reference rounds large scores differently.
         whole = functools.partial(gpu_ops.attention, device="cpu") if size else reference.attention
         want, want_lse = whole(*arrays, **options, return_lse=True)
         np.testing.assert_allclose(out, want, rtol=0, atol=1e-12 + 2 * np.spacing(size))
@@ -144,8 +144,8 @@ def test_blocks_err_no_more_than_textbook_code(size, blocks, backend):
 def test_a_part_may_be_merged_in_place(rng):
     out1, lse1, out2, lse2 = parts(rng, (1, 300, 4, 128), (1, 4, 300), np.float32, "ff")
     want = gpu_ops.attention_merge(out1, lse1, out2, lse2)
-    given = out1.copy(), lse1.copy()
-    found = gpu_ops.attention_merge(*given, out2, lse2, out=given)
-    for x, y, z in zip(found, given, want, strict=True):
+    buffers = out1.copy(), lse1.copy()
+    actual = gpu_ops.attention_merge(*buffers, out2, lse2, out=buffers)
+    for x, y, z in zip(actual, buffers, want, strict=True):
         assert x is y
         np.testing.assert_array_equal(y, z)

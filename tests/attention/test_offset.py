@@ -1,4 +1,4 @@
-"""q_start and k_start: where the queries and the keys of a call lie, for causal, windows and ALiBi."""
+"""q_start and k_start: positions of the queries and keys of a call, for causal, windows and ALiBi."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_forward_and_backward(place, backend):
 
 @pytest.mark.parametrize("first_key", [0, 4])
 def test_blocks_of_queries_and_keys_are_those_of_the_whole(first_key, rng):
-    """Scores of a pair depend on its positions alone, wherever the call cuts."""
+    """Scores of a pair depend only on its positions, wherever a call begins and ends."""
     q, k, v = rng.standard_normal((3, 1, 60, 2, 8))
     options = {"causal": True, "alibi_slopes": np.array([0.3, 0.02], np.float32)}
     if first_key:
@@ -120,7 +120,7 @@ def test_visible_pairs_are_those_of_the_masks():
 
 
 def test_windows_have_the_offset_counted_in():
-    """What the kernels get hides what the masks hide, in small numbers, and nothing where nothing is hidden."""
+    """The windows passed to kernels hide what the masks hide, in small numbers, and are open where all is visible."""
     sides = (-1, 0, 1, 3, 9, 2**40)
     for (rows, keys), offset in itertools.product(((5, 7), (7, 5), (1, 4)), (-FAR, -8, -3, 0, 1, 6, FAR)):
         for causal, window in itertools.product((False, True), itertools.product(sides, sides)):
@@ -145,5 +145,5 @@ def test_tiles_that_no_query_sees_are_not_read():
         with emulator.record() as profiles:
             gpu_ops.attention(q, k, k, causal=True, **place, device="emulator", backend="raw")
         products[str(place)] = sum(sum(p.multiply_adds.values()) for p in profiles)
-    nothing, some, more, all_keys = products.values()
-    assert nothing == 0 < some < more < all_keys
+    no_keys, some_keys, more_keys, all_keys = products.values()
+    assert no_keys == 0 < some_keys < more_keys < all_keys

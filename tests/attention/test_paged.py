@@ -53,7 +53,7 @@ def make(
     head_dims=(32, 32),
     **options,
 ):
-    """Arrays and options; what is not in use is NaN, and -1 in the table. Without pages, 3 keys to spare each."""
+    """Arrays and options; unused elements are NaN, and -1 in the table. Without pages, 3 spare keys per sequence."""
     rng = np.random.default_rng(0)
     native, (nheads, nheads_kv), (head_dim, head_dim_v) = DTYPES[dtype], heads, head_dims
     queries, used = np.array(lengths, np.int32).reshape(-1, 2).T
@@ -115,8 +115,8 @@ def test_the_reference_is_attention_of_the_gathered_keys(page_size):
             keys, values = keys.reshape(n, *k.shape[2:]), values.reshape(n, *v.shape[2:])
         else:
             keys, values = (x[cu[1][b] : cu[1][b] + n] for x in (k, v))
-        one = {"causal": True, "sinks": options["sinks"], "alibi_slopes": slopes[b]}
-        o, s = reference.attention(q[None, rows], keys[None], values[None], **one, **exact)
+        sequence_options = {"causal": True, "sinks": options["sinks"], "alibi_slopes": slopes[b]}
+        o, s = reference.attention(q[None, rows], keys[None], values[None], **sequence_options, **exact)
         np.testing.assert_array_equal(out[rows], o[0])
         np.testing.assert_array_equal(lse[:, rows], s[0])
 
@@ -136,7 +136,7 @@ def test_used_keys(backend):
 
 
 def test_chunks_equal_one_call(backend):
-    """A prompt in three chunks, each behind the keys of those before, beside a sequence that decodes."""
+    """A prompt in three chunks, each after the keys of the previous ones, batched with a sequence that decodes."""
     (q, k, v, _), options = make(lengths=((75, 75), (3, 43)), page_size=32, causal=True, softcap=3.0)
     prompt, tokens = q[:75], q[75:]
     whole = gpu_ops.attention_varlen(prompt, k, v, starts([75]), **of_sequence(0, options, 75), **backend)
@@ -147,8 +147,8 @@ def test_chunks_equal_one_call(backend):
         out = gpu_ops.attention_varlen(both, k, v, starts([end - begin, 1]), **options, **backend)
         chunks.append(out[:-1])
         alone = of_sequence(1, options, 41 + i)
-        one = reference.attention_decode(tokens[None, i : i + 1], k, v, **alone)
-        np.testing.assert_allclose(out[-1], one[0, 0], rtol=0, atol=2e-6)
+        expected = reference.attention_decode(tokens[None, i : i + 1], k, v, **alone)
+        np.testing.assert_allclose(out[-1], expected[0, 0], rtol=0, atol=2e-6)
     np.testing.assert_allclose(np.concatenate(chunks), whole, rtol=0, atol=2e-6)
 
 
@@ -200,7 +200,7 @@ def test_long_sequences_pack_the_heads_of_a_group_over_pages():
 
 
 def test_short_sequences_on_the_cpu_take_the_decode_kernel():
-    """In tiles they would take many times as long; so their results are those of attention_decode, bit by bit."""
+    """Tiles would take many times as long; so the results are those of attention_decode, bit for bit."""
     assert "sequences of up to 8 queries: decode kernel" in plan(16, device="cpu")
     lengths = ((1, 200), (70, 70), (9, 130), (1, 1))
     (q, k, v, cu), options = make(lengths=lengths, causal=True, sinks=True, alibi="batch_heads")
@@ -209,9 +209,9 @@ def test_short_sequences_on_the_cpu_take_the_decode_kernel():
     short = {name: x[[0, 3]] for name, x in options.items() if name not in ("causal", "sinks")}
     rows = [0, -1]
     some = {**options, **short}
-    one, one_lse = gpu_ops.attention_decode(q[rows][:, None], k, v, **some, return_lse=True, **cpu)
-    np.testing.assert_array_equal(out[rows], one[:, 0])
-    np.testing.assert_allclose(lse[:, rows], one_lse[..., 0].T, rtol=1e-6)
+    expected, expected_lse = gpu_ops.attention_decode(q[rows][:, None], k, v, **some, return_lse=True, **cpu)
+    np.testing.assert_array_equal(out[rows], expected[:, 0])
+    np.testing.assert_allclose(lse[:, rows], expected_lse[..., 0].T, rtol=1e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True])

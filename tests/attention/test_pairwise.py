@@ -1,8 +1,8 @@
-"""attention, attention_varlen and attention_decode where every two options meet, on the emulator and on a GPU.
+"""attention, attention_varlen and attention_decode with every pair of options, on the emulator and on a GPU.
 
-Every level of a factor meets every level of every other one in some case. The inputs may be views of arrays whose
-other entries are NaN, and so is all of a cache that is not in use. A third of ``FEW`` runs by default; the rest, and
-``MANY`` with the field's odd shapes and all widths of heads, are slow.
+Every level of a factor meets every level of every other factor in some case. The inputs may be views of arrays whose
+other elements are NaN, and unused parts of a cache are NaN. A third of ``FEW`` runs by default; the rest are slow,
+and so is ``MANY`` with odd shapes and all head widths.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ONLY_DENSE = ("bias", "block_mask", "layout")
 
 
 def applicable(row):
-    """The row without the options that its form does not have."""
+    """Row without the options that its form does not have."""
     drop = () if row["form"] == "dense" else ONLY_DENSE
     if row["form"] not in ("cache", "pages"):
         drop = (*drop, "num_splits")
@@ -76,7 +76,7 @@ DEVICES = [
 
 
 def wide(x):
-    """The same numbers, in the middle of an array of NaNs."""
+    """Copy of ``x`` in the middle of an array of NaNs."""
     around = np.full((*(n + 1 for n in x.shape[:-1]), x.shape[-1] + 16), np.nan, x.dtype)
     view = around[(*(slice(n) for n in x.shape[:-1]), slice(8, 8 + x.shape[-1]))]
     view[...] = x
@@ -130,7 +130,7 @@ def check(row, device):
 
 
 def by_default(rows):
-    """Every sixth row runs by default, the others are slow: on the emulator each compiles a kernel of its own."""
+    """Run every sixth row by default and mark the others slow: on the emulator each compiles a separate kernel."""
     return [
         p if i % 6 == 0 else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
         for i, p in enumerate(rows)
@@ -152,7 +152,7 @@ def test_shapes_and_options(row, device):
 
 @pytest.mark.parametrize("factors", [FEW, MANY, SOME], ids=["few", "many", "some"])
 def test_the_cases_cover_every_pair(factors):
-    """All but those of an option and a form that does not have it."""
+    """Every pair is covered, except of an option and a form that does not have it."""
     assert len(FEW_CASES) + len(MANY_CASES) >= 300
     rows = [p.values[0] for p in FEW_CASES + MANY_CASES]
     seen = {(a, row[a], b, row[b]) for row in rows for a in row for b in row}

@@ -58,12 +58,12 @@ def test_varlen_equals_one_call_per_sequence(data):
     dsinks = np.zeros(4)
     for b in range(len(lengths)):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        one = (q[None, rows], k[None, keys], v[None, keys])
-        out_b, lse_b = attention(*one, **of_sequence(options, b), return_lse=True)
+        sequence = (q[None, rows], k[None, keys], v[None, keys])
+        out_b, lse_b = attention(*sequence, **of_sequence(options, b), return_lse=True)
         close(out[rows], out_b[0])
         close(lse[:, rows], lse_b[0])
         *grads_b, extra_b = attention_backward(
-            dout[None, rows], *one, out_b, lse_b, **of_sequence(options, b), return_extra=True
+            dout[None, rows], *sequence, out_b, lse_b, **of_sequence(options, b), return_extra=True
         )
         for whole, part, where in zip(grads, grads_b, (rows, keys, keys), strict=True):
             close(whole[where], part[0])
@@ -85,7 +85,7 @@ def test_decode_equals_the_last_rows_of_attention(data):
     q = queries[:, -seqlen_q:]
     out, lse = attention_decode(q, k_cache, v_cache, seqused_k=np.array(used), **options, return_lse=True)
     for b, n in enumerate(used):
-        # A query's row depends on its distance to the end alone, so the longer call ends in the same rows.
+        # A query row depends only on its distance to the end, so the longer call ends in the same rows.
         full, full_lse = attention(
             queries[b : b + 1],
             k_cache[b : b + 1, :n],
@@ -152,8 +152,8 @@ def test_gradients_are_linear_in_dout(a, b, seed):
         return [*grads, *extra.values()]
 
     together = gradients(a * p.dout + b * other)
-    for sum_, one, two in zip(together, gradients(p.dout), gradients(other), strict=True):
-        close(sum_, a * one + b * two, atol=1e-11)
+    for combined, grad_a, grad_b in zip(together, gradients(p.dout), gradients(other), strict=True):
+        close(combined, a * grad_a + b * grad_b, atol=1e-11)
 
 
 @settings(max_examples=20, derandomize=True)

@@ -1,4 +1,4 @@
-"""Pages of int8 and e4m3 on every backend: what rope_append_kv writes and attention reads, against the reference."""
+"""Pages of int8 and e4m3 on every backend: rope_append_kv writes and attention reads, against the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXED = ((5, 90), (0, 7), (40, 60), (1, 1), (1, 130), (9, 0))
 
 
 def quick_on_emulator(raw):
-    """Numba compiles for seconds, a kernel for most tests; the CUDA C++ kernels take one."""
+    """Numba compiles a kernel for most tests, seconds each; the CUDA C++ kernels take one second."""
     if raw:
         return {"test_attention": {"codes": ["int8", "uint8"], "lengths": [MIXED, ((3, 77), (3, 3))]}}
     return {
@@ -34,7 +34,7 @@ def quick_on_emulator(raw):
 
 
 def new_tokens(dtype, codes, norm=True, head_dim=40):
-    """The arguments of rope_append_kv for 7 tokens in pages of 4; one is padding."""
+    """Arguments of rope_append_kv for 7 tokens in pages of 4; one token is padding."""
     rng = np.random.default_rng(0)
     native = DTYPES[dtype]
     q = rng.standard_normal((7, 4, head_dim)).astype(native)
@@ -60,8 +60,8 @@ def test_error_of_an_element(codes, seed, exponent):
     rng = np.random.default_rng(seed)
     x = np.exp(rng.normal(exponent, 3, (5, 33))) * rng.choice([-1, 0, 1], (5, 33))
     x = x.astype(np.float32)
-    found, scale = quantize(x, CODES[codes])
-    error, scale = np.abs(dequantize(found, scale) - x), scale[:, None].astype(np.float64)
+    quantized, scale = quantize(x, CODES[codes])
+    error, scale = np.abs(dequantize(quantized, scale) - x), scale[:, None].astype(np.float64)
     bound = scale / 2 if codes == "int8" else np.maximum(np.abs(x) / 16, scale / 1024)
     assert (error <= bound * (1 + 1e-5)).all()  # x / scale is rounded to float32 first
 
@@ -70,9 +70,9 @@ def test_rows_without_a_scale():
     tiny = np.float32(1e-37)
     x = np.array([[0, 0], [-0.0, 0], [tiny, 0], [np.nan, 1], [1, np.inf]], np.float32)
     for codes in ("int8", "uint8"):
-        found, scale = quantize(x, CODES[codes])
+        quantized, scale = quantize(x, CODES[codes])
         np.testing.assert_array_equal(scale, [0, 0, 0, np.nan, np.nan])
-        assert not found.any()
+        assert not quantized.any()
 
 
 def test_numbers_of_e4m3_are_those_of_ml_dtypes():
@@ -121,7 +121,7 @@ def no_scales(options):
 
 
 def make(dtype, codes, lengths=MIXED, page_size=8, **settings):
-    """attention_varlen's arguments; the scales of what is not in use are NaN."""
+    """Arguments of attention_varlen; scales of unused rows are NaN."""
     (q, k, v, cu), options = make_paged(lengths=lengths, page_size=page_size, dtype=dtype, **settings)
     (k, options["k_scale"]), (v, options["v_scale"]) = (quantize(x, CODES[codes]) for x in (k, v))
     return (q, k, v, cu), options
@@ -146,10 +146,10 @@ def check(backend, arrays, options):
 
 def test_the_reference_is_attention_over_the_numbers():
     (q, k, v, cu), options = make("float32", "uint8", causal=True)
-    found = reference.attention_varlen(q, k, v, cu, **options, precision="float64")
+    actual = reference.attention_varlen(q, k, v, cu, **options, precision="float64")
     numbers = [dequantize(x, scale) for x, scale in ((k, options["k_scale"]), (v, options["v_scale"]))]
     want = reference.attention_varlen(q, *numbers, cu, **no_scales(options), precision="float64")
-    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(actual, want)
 
 
 @pytest.mark.parametrize("lengths", [MIXED, ((1, 300), (1, 17), (1, 0)), ((3, 77), (3, 3))], ids=str)

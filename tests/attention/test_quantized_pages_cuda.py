@@ -1,4 +1,4 @@
-"""CUDA C++ kernels over quantized pages: tiles, every code, special numbers, what they read."""
+"""CUDA C++ kernels over quantized pages: tiles, every code, special numbers, bytes read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEGAL = [
 
 @pytest.fixture
 def only(monkeypatch):
-    """Calls take one tile, over whole sequences or parts of them."""
+    """Restrict calls to one tile, over whole sequences or parts of them."""
 
     def take(tile, num_splits=1):
         def choose(on, space, problem, device):
@@ -62,7 +62,7 @@ def test_blocks_that_share_the_values(dtype, head_dims):
 @pytest.mark.parametrize("page_size", [64, 16])
 @pytest.mark.parametrize("codes", ["int8", "uint8"])
 def test_parts_of_the_keys(codes, page_size, only):
-    """A tile in one page, and in several."""
+    """A tile lies in one page or in several."""
     only(Tile(16, 64, 1, 4), num_splits=3)
     lengths = ((1, 450), (1, 64), (1, 0))
     check(RAW, *make("float16", codes, lengths, page_size, head_dims=(128, 128)))
@@ -156,7 +156,7 @@ def test_a_value_beyond_float16_is_infinite():
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_decoding_reads_a_byte_per_element(page_size):
-    """Once, although the scales of rows that are not in use are NaN."""
+    """Each byte is read once, although the scales of unused rows are NaN."""
     (q, k, v, _), options = make(
         "bfloat16", "uint8", ((1, 400),), page_size, heads=(4, 2), head_dims=(64, 64)
     )
@@ -178,17 +178,17 @@ def test_pages_that_are_not_aligned():
 
 @pytest.mark.parametrize("head_dim", [40, 41])
 def test_new_tokens_in_pages_that_are_not_aligned(head_dim):
-    """Their codes are stored one by one: the bits are those of aligned pages."""
+    """Codes are stored one by one: the bits are those of aligned pages."""
     (q, k, v, *_), options = new_tokens("bfloat16", "uint8", head_dim=head_dim)
-    found = []
+    results = []
     for skip in (0, 1):
         pages = [
             np.zeros(5 * 4 * 2 * head_dim + skip, np.uint8)[skip:].reshape(5, 4, 2, head_dim) for _ in "kv"
         ]
         scales = {name: np.zeros((5, 4, 2), np.float32) for name in ("k_scale", "v_scale")}
         gpu_ops.rope_append_kv(q, k, v, *pages, **options | scales, **RAW)
-        found.append([*pages, *scales.values()])
-    for aligned, odd in zip(*found, strict=True):
+        results.append([*pages, *scales.values()])
+    for aligned, odd in zip(*results, strict=True):
         np.testing.assert_array_equal(aligned, odd)
     assert ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max == 448
-    assert (found[0][1] & 0x7F).max() == 0x7E  # the largest element of a head is 448 times its scale
+    assert (results[0][1] & 0x7F).max() == 0x7E  # the largest element of a head is 448 times its scale

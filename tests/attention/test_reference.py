@@ -45,7 +45,7 @@ def by_loops(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros((batch, seqlen_q, nheads, head_dim_v))
     lse = np.zeros((batch, nheads, seqlen_q))
     for b, h, i in np.ndindex(batch, nheads, seqlen_q):
-        here = i + seqlen_k - seqlen_q  # the key this query sits on
+        here = i + seqlen_k - seqlen_q  # key at the position of this query
         terms = []  # (logit, value) of each visible key
         for j in range(seqlen_k):
             if o.get("causal") and j > here:
@@ -88,7 +88,7 @@ def differences(loss, x: np.ndarray, h: float = 1e-5) -> np.ndarray:
     gradient = np.zeros_like(x)
     for index in np.ndindex(x.shape):
         kept = x[index]
-        if not np.isfinite(kept):  # a -inf bias is a mask, not a number to differentiate in
+        if not np.isfinite(kept):  # a -inf bias is a mask, not a number to differentiate by
             continue
         x[index] = kept + h
         above = loss()
@@ -269,7 +269,7 @@ def test_unseen_blocks_and_unused_cache_may_hold_anything():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_precisions(dtype):
     p = make(mask="causal", seqlens=(33, 40), head_dims=(16, 16), sinks=True, bias="keys", dtype=dtype)
-    native, wide = DTYPES[dtype], np.dtype(np.float64 if dtype == "float64" else np.float32)
+    native, float_dtype = DTYPES[dtype], np.dtype(np.float64 if dtype == "float64" else np.float32)
     results = {}
     for precision in ("float64", "rounded", "naive"):
         out, lse = attention(*p.arrays, **p.options, return_lse=True, precision=precision)
@@ -277,7 +277,7 @@ def test_precisions(dtype):
             p.dout, *p.arrays, out, lse, **p.options, return_extra=True, precision=precision
         )
         results[precision] = [out, dq, dk, dv, lse, extra["bias"], extra["sinks"]]
-    dtypes = [native] * 4 + [wide, np.dtype(np.float32), wide]
+    dtypes = [native] * 4 + [float_dtype, np.dtype(np.float32), float_dtype]
     for exact, rounded, naive, expected in zip(*results.values(), dtypes, strict=True):
         assert exact.dtype == np.float64
         assert rounded.dtype == naive.dtype == expected

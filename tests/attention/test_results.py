@@ -1,4 +1,4 @@
-"""out_dtype and lse_dtype: results of attention as they are computed, for parts that are merged."""
+"""out_dtype and lse_dtype: unrounded results of attention, for parts that are merged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quick_on_emulator(raw):
 
 
 def call(form, p, **options):
-    """A function of further options."""
+    """Bind arrays and options; the result is a function of further options."""
     if form == "dense":
         return lambda **more: gpu_ops.attention(*p.arrays, causal=True, return_lse=True, **options, **more)
     if form == "varlen":
@@ -43,37 +43,37 @@ def call(form, p, **options):
 
 @pytest.mark.parametrize("form", ["dense", "decode", "split", "varlen"])
 def test_wide_results(form, backend):
-    """Rounded, they are the results that there are by default."""
+    """Wide results, once rounded, equal the default results."""
     dtype = "float16" if form == "varlen" else "bfloat16"
     p = make(seqlens=(70, 70), heads=(4, 2), head_dims=(32, 64), dtype=dtype, batch=1)
-    one = call(form, p, **backend)
-    out, lse = one()
-    wide, wide_lse = one(**WIDE)
-    assert (wide.dtype, wide_lse.dtype) == (np.float32, np.float64)
+    attend = call(form, p, **backend)
+    out, lse = attend()
+    wide_out, wide_lse = attend(**WIDE)
+    assert (wide_out.dtype, wide_lse.dtype) == (np.float32, np.float64)
     if backend["backend"] == "reference":  # rounds float64: once, or twice here
-        np.testing.assert_allclose(wide, out, rtol=2**-8, atol=1e-7)
+        np.testing.assert_allclose(wide_out, out, rtol=2**-8, atol=1e-7)
     else:
-        np.testing.assert_array_equal(wide.astype(DTYPES[dtype]), out)
+        np.testing.assert_array_equal(wide_out.astype(DTYPES[dtype]), out)
     np.testing.assert_allclose(wide_lse, lse, rtol=3e-7, atol=3e-7)
-    given = np.empty_like(wide), np.empty_like(wide_lse)
-    assert one(**WIDE, out=given)[0] is given[0]
-    np.testing.assert_array_equal(given[0], wide)
-    np.testing.assert_array_equal(given[1], wide_lse)
+    buffers = np.empty_like(wide_out), np.empty_like(wide_lse)
+    assert attend(**WIDE, out=buffers)[0] is buffers[0]
+    np.testing.assert_array_equal(buffers[0], wide_out)
+    np.testing.assert_array_equal(buffers[1], wide_lse)
 
 
 @pytest.mark.parametrize("size", [4000.0, -16000.0])
 @pytest.mark.parametrize("seqlen_q", [1, 33])
 def test_no_digit_is_lost(seqlen_q, size, backend):
-    """Of n equal keys, lse is that of one and log n, whatever the size of the scores."""
+    """lse of n equal keys is lse of one key plus log n, whatever the size of the scores."""
     dtype = DTYPES["bfloat16"]
     q, k = np.zeros((1, seqlen_q, 1, 32), dtype), np.zeros((1, 200, 1, 32), dtype)
     q[..., 0], k[..., 0] = 64.0, size / 64
-    found = [
+    lse = [
         gpu_ops.attention(q, k[:, :n], k[:, :n], softmax_scale=1.0, return_lse=True, **WIDE, **backend)[1]
         for n in (1, 200)
     ]
-    np.testing.assert_allclose(found[0], size, rtol=1e-6)
-    np.testing.assert_allclose(found[1] - found[0], np.log(200), rtol=3e-7)
+    np.testing.assert_allclose(lse[0], size, rtol=1e-6)
+    np.testing.assert_allclose(lse[1] - lse[0], np.log(200), rtol=3e-7)
 
 
 def test_a_row_that_sees_nothing(backend, rng):
@@ -140,5 +140,5 @@ def test_tiles_are_rescaled_as_their_weights_are_rounded():
     q[..., :2], k[..., 0], k[:, 300:, :, 1] = [128.0, 1.0], 125.0, 1.0
     last = k[:, -1:]
     _, lse = gpu_ops.attention(q, k, k, softmax_scale=1.0, return_lse=True, **WIDE, device="cpu")
-    _, one = gpu_ops.attention(q, last, last, softmax_scale=1.0, return_lse=True, **WIDE, device="cpu")
-    np.testing.assert_allclose(lse - one, np.log(300 + 300 / np.e), rtol=3e-6)
+    _, single = gpu_ops.attention(q, last, last, softmax_scale=1.0, return_lse=True, **WIDE, device="cpu")
+    np.testing.assert_allclose(lse - single, np.log(300 + 300 / np.e), rtol=3e-6)

@@ -1,6 +1,6 @@
 """A ring: the keys of a sequence divided among four ranks, in one process, forward and backward.
 
-Every rank has queries, keys and values of its own pieces of the sequence. Keys and values go round, and their
+Every rank has the queries, keys and values of some pieces of the sequence. Keys and values circulate, and their
 gradients with them. Partial results are float32 with a float64 lse; the backward takes the lse and delta of whole
 rows, and adds to float32 gradients.
 """
@@ -33,19 +33,19 @@ SIZES = (0, 4000, -16000)  # about what the lse is
 LEVELS = (("float64", "float32", "bfloat16"), tuple(PIECES), tuple(MASKS), SIZES)
 
 
-def runs(given):
-    return given["backend"].get("backend") != "raw" or given["dtype"] != "float64"
+def runs(case):
+    return case["backend"].get("backend") != "raw" or case["dtype"] != "float64"
 
 
-def is_slow(given):
-    """On the CPU a third runs by default, in which every two levels meet; of the reference one case."""
-    levels = zip(LEVELS, (given[name] for name in ("dtype", "pieces", "mask", "size")), strict=True)
+def is_slow(case):
+    """Whether a case is slow: a third of the CPU cases, covering all pairs, and one reference case run by default."""
+    levels = zip(LEVELS, (case[name] for name in ("dtype", "pieces", "mask", "size")), strict=True)
     place = sum(
         weight * each.index(level) for weight, (each, level) in zip((1, 2, 1, 2), levels, strict=True)
     )
-    if given["backend"].get("backend") == "reference":
+    if case["backend"].get("backend") == "reference":
         return place != 0
-    return given["backend"]["device"] == "cpu" and place % 3 != 0
+    return case["backend"]["device"] == "cpu" and place % 3 != 0
 
 
 def quick_on_emulator(raw):
@@ -61,7 +61,7 @@ def quick_on_emulator(raw):
 
 
 def problem(dtype, mask, size, seqlen, seed=0):
-    """Scores of order one beside ``size``: what rows have in common counts in lse alone."""
+    """Scores of order one added to ``size``, which is common to a row and matters only in lse."""
     p = make(seqlens=(seqlen, seqlen), heads=(2, 1), head_dims=(32, 32), batch=1, dtype=dtype, seed=seed)
     options = {**MASKS[mask], "softmax_scale": 0.25}
     p.q[..., 0], p.k[..., 0] = 64.0, size / 16
@@ -78,7 +78,7 @@ class Ring:
         self.pieces = [[slice(a * eighth, b * eighth) for a, b in mine] for mine in PIECES[pieces]]
 
     def pairs(self):
-        """Rows and keys of each call: at each step every rank meets the keys of the one so far behind it."""
+        """Rows and keys of each call: at step i every rank meets the keys of the rank i behind it."""
         for step, rank in itertools.product(range(RANKS), range(RANKS)):
             yield from itertools.product(self.pieces[rank], self.pieces[(rank - step) % RANKS])
 
@@ -120,18 +120,18 @@ def test_a_ring_is_the_whole(dtype, pieces, mask, size, backend):
     p = problem(dtype, mask, size, 64 if backend["device"] == "emulator" else 192)
     ring = Ring(p, pieces, backend)
     out, lse = ring.forward()
-    found = dict(zip(NAMES, (out, *ring.backward(out, lse)), strict=True))
+    results = dict(zip(NAMES, (out, *ring.backward(out, lse)), strict=True))
     arrays = (*p.arrays, p.dout)
     for (name, x), ref, textbook in zip(
-        found.items(), exact(arrays, p.options)[0], mixed(arrays, p.options), strict=True
+        results.items(), exact(arrays, p.options)[0], mixed(arrays, p.options), strict=True
     ):
-        # Of a gradient, each term errs by units of its score times the other factor.
+        # Each term of a gradient errs by units of its score times the other factor.
         scale = max(np.abs(y.astype(np.float64)).max() for y in ({"dq": p.k, "dk": p.q}.get(name, ref), ref))
         check(name, x, ref, ..., textbook, (1e-12 + 4 * np.spacing(float(abs(size)))) * scale)
 
 
 def test_the_bound_finds_faults():
-    """A sum that lacks a rank, a key that a mask should hide, tokens of another rank: also where scores are large."""
+    """Faults: a sum that lacks a rank, a key that a mask should hide, tokens of another rank; large scores too."""
     options, rows = {"causal": True}, np.arange(72)[:, None, None]
     for dtype, level in itertools.product(("float32", "bfloat16"), (0.0, 4000.0)):
         q, k, v, dout = arrays = draw(72, dtype, level)
@@ -142,7 +142,7 @@ def test_the_bound_finds_faults():
         swapped = [np.concatenate((x[:, 48:], x[:, 24:48], x[:, :24]), axis=1) for x in want]
         for fault in ([out, *grads], mask, swapped):
             for name, x, ref, near in zip(NAMES, fault, want, textbook, strict=True):
-                # In 16 bits dq and dk round by more beside such keys and queries.
+                # In 16 bits dq and dk of such keys and queries round by more.
                 if level == 0 or name in ("out", "dv"):
                     with pytest.raises(AssertionError, match=name):
                         check(name, x.astype(q.dtype), ref, ..., near, 0.0)

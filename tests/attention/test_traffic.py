@@ -1,4 +1,4 @@
-"""What the CUDA C++ attention kernel moves and computes, counted by the emulator on the tiles of long sequences."""
+"""Traffic and arithmetic of the CUDA C++ attention kernel, counted by the emulator on tiles of long sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Sampler(EmulatorDevice):
-    """Runs only the chosen blocks (x, 0, 0) of every launch, and keeps the profile."""
+    """Device that runs only the chosen blocks (x, 0, 0) of every launch, and keeps the profile."""
 
     def __init__(self, *blocks):
         super().__init__()
@@ -44,16 +44,16 @@ class Sampler(EmulatorDevice):
         )
 
 
-def shared(one, batch, heads):
-    """The memory of one head for all of them, as of broadcast_to, which a kernel may not write to."""
-    _, seqlen, _, head_dim = one.shape
+def shared(head, batch, heads):
+    """Memory of one head shared by all heads, as broadcast_to does, but writable by a kernel."""
+    _, seqlen, _, head_dim = head.shape
     return np.lib.stride_tricks.as_strided(
-        one, (batch, seqlen, heads, head_dim), (0, one.strides[1], 0, one.itemsize)
+        head, (batch, seqlen, heads, head_dim), (0, head.strides[1], 0, head.itemsize)
     )
 
 
 def run(device, arrays, **options):
-    """Only out, no lse."""
+    """Run attention for out only, without lse."""
     seqlens = {"max_seqlen_q": arrays["q"].shape[1], "max_seqlen_k": arrays["k"].shape[1]}
     defaults = {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "layout": "bshd"}
     scale = {"softmax_scale": arrays["q"].shape[3] ** -0.5}
@@ -62,20 +62,20 @@ def run(device, arrays, **options):
 
 
 def sampled(blocks, seqlen, head_dim, dtype=BF16, *, causal=False, heads=16, batch=4):
-    """A profile of some blocks of a self-attention. All heads and sequences share one memory."""
+    """Profile of some blocks of a self-attention. All heads and sequences share the same memory."""
     device = Sampler(*blocks)
     rng = np.random.default_rng(0)
     arrays = {}
     for name in ("q", "k", "v"):
-        one = rng.standard_normal((1, seqlen, 1, head_dim)).astype(dtype)
-        device.name(name, one)
-        arrays[name] = np.broadcast_to(one, (batch, seqlen, heads, head_dim))
+        head = rng.standard_normal((1, seqlen, 1, head_dim)).astype(dtype)
+        device.name(name, head)
+        arrays[name] = np.broadcast_to(head, (batch, seqlen, heads, head_dim))
     out = shared(device.empty((1, seqlen, 1, head_dim), dtype, "out"), batch, heads)
     run(device, arrays | {"out": out}, causal=causal)
     return device
 
 
-# Warp instructions outside tensor cores for each of exp2: PTX has moves and address sums that ptxas removes, so this
+# Warp instructions outside tensor cores per exp2: PTX has moves and address sums that ptxas removes, so this
 # bounds the softmax, the fragments' loads and the loop together. Measured: 8.9, 17.0.
 CASES = {
     "full, head_dim 64": (1024, 64, False, 9.5),
@@ -93,7 +93,7 @@ def case(request):
 
 
 def tiles_seen(device, seqlen, causal):
-    """Keys that the two blocks have to look at, in whole tiles."""
+    """Keys that the two blocks have to read, in whole tiles."""
     block_m, block_n = device.defines["BLOCK_M"], device.defines["BLOCK_N"]
     if not causal:
         return 2 * seqlen
@@ -135,15 +135,15 @@ def test_tensor_cores_do_little_that_is_masked(case):
 
 
 def test_instructions_per_exponential(case, record_property):
-    device, *_, most = case
+    device, *_, limit = case
     profile = device.profile
     others = profile.counts.warps - profile.classes["tensor core"].warps
     exponentials = profile.opcodes["ex2"].warps
     record_property("instructions per exp2", others / exponentials)
-    assert others / exponentials <= most
+    assert others / exponentials <= limit
 
 
-# Beside tensor-core instructions, loads and what each score needs: scaling, maximum, exp2, sum, half a packing (4.5).
+# Per score, in addition to tensor-core instructions and loads: scaling, maximum, exp2, sum and half a packing (4.5).
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_machine_instructions_per_exponential(arch, head_dim):
@@ -158,7 +158,7 @@ def test_machine_instructions_per_exponential(arch, head_dim):
 
 
 def test_a_window_does_not_look_at_what_it_hides():
-    """128 rows that see 64 keys each to the left: at most 128 + 64 keys and what fills the tiles."""
+    """128 rows that see 64 keys each to the left read at most 128 + 64 keys, rounded up to tiles."""
     device = Sampler(-1)
     x = np.random.default_rng(0).standard_normal((1, 4096, 1, 64)).astype(BF16)
     arrays = dict.fromkeys(("q", "k", "v"), np.broadcast_to(x, (4, 4096, 16, 64)))
@@ -172,7 +172,7 @@ def test_a_window_does_not_look_at_what_it_hides():
 
 
 class Sparse(EmulatorDevice):
-    """Is given views of ``memory`` and passes all of it on: the sanitizer keeps no list of the gaps between them."""
+    """Device that passes all of ``memory`` on for views of it: the sanitizer keeps no list of gaps between them."""
 
     def __init__(self, memory):
         super().__init__()
@@ -186,7 +186,7 @@ class Sparse(EmulatorDevice):
     ("which", "far"), [("q", 0), ("q", 1), ("k", 1), ("k", 2), ("v", 0), ("v", 1), ("out", 1), ("out", 2)]
 )
 def test_offsets_have_64_bits(which, far):
-    """The last entry along one axis lies more than 2^31 elements behind the first; what is between is not touched."""
+    """The last entry along one axis is more than 2^31 elements after the first; the gap is not touched."""
     shape = (2, 34, 2, 32)
     strides = [shape[1] * shape[2] * 32, shape[2] * 32, 32, 1]
     strides[far] = (2**31 // (shape[far] - 1) + 64) // 8 * 8

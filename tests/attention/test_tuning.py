@@ -1,4 +1,4 @@
-"""What autotune() tries for attention, and which problems share what it found."""
+"""Candidates that autotune() tries for attention, and which problems share its results."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_problems_that_share_a_choice(problem, words):
 def test_candidates(card, num_splits, lengths):
     for itemsize, head_dim, heads in ((2, 64, (8, 2)), (2, 256, (4, 4)), (4, 128, (16, 1))):
         p = Problem(itemsize, 1, *heads, *lengths, head_dim, head_dim, num_splits=num_splits)
-        found = attention_tuning.candidates(p, card)
-        assert 1 <= len(found) == len(set(found.values())) <= 24
-        assert next(iter(found.values())) == select_config(p, card)
-        for label, config in found.items():
+        choices = attention_tuning.candidates(p, card)
+        assert 1 <= len(choices) == len(set(choices.values())) <= 24
+        assert next(iter(choices.values())) == select_config(p, card)
+        for label, config in choices.items():
             assert isinstance(config, Config)
             assert label.startswith(attention_tuning.label(config))
             assert config.shared_bytes <= card.smem_per_block_optin

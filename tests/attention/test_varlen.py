@@ -22,7 +22,7 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 def quick_on_emulator(raw):
-    """Each behaviour once; test_attention_pairwise crosses the options."""
+    """Run each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_options": None,
         "test_lengths": {
@@ -81,13 +81,13 @@ def make(
 
 def check(backend, *, max_seqlens=True, **settings):
     (dout, q, k, v), cu, options, longest = make(**settings)
-    given = longest if max_seqlens else {}
-    out, lse = gpu_ops.attention_varlen(q, k, v, *cu, **given, **options, return_lse=True, **backend)
+    lengths = longest if max_seqlens else {}
+    out, lse = gpu_ops.attention_varlen(q, k, v, *cu, **lengths, **options, return_lse=True, **backend)
     assert out.dtype == q.dtype
     results = [out, lse]
     if has_gradients(backend):
         *grads, extra = gpu_ops.attention_varlen_backward(
-            dout, q, k, v, out, lse, *cu, **given, **options, return_extra=True, **backend
+            dout, q, k, v, out, lse, *cu, **lengths, **options, return_extra=True, **backend
         )
         results += [*grads, *extra.values()]
         assert set(extra) == {"sinks"} & set(options)
@@ -154,9 +154,9 @@ def test_equals_attention_per_sequence(backend):
     out, lse = gpu_ops.attention_varlen(q, k, v, *cu, **options, return_lse=True, **backend)
     for b in range(len(cu[0]) - 1):
         rows, keys = slice(cu[0][b], cu[0][b + 1]), slice(cu[1][b], cu[1][b + 1])
-        one = {**options, "alibi_slopes": options["alibi_slopes"][b]}
+        sequence_options = {**options, "alibi_slopes": options["alibi_slopes"][b]}
         o, s = gpu_ops.attention(
-            q[None, rows], k[None, keys], v[None, keys], **one, return_lse=True, **backend
+            q[None, rows], k[None, keys], v[None, keys], **sequence_options, return_lse=True, **backend
         )
         np.testing.assert_allclose(out[rows], o[0], rtol=0, atol=2e-6)
         np.testing.assert_allclose(lse[:, rows], s[0], rtol=0, atol=2e-6)

@@ -1,7 +1,7 @@
-"""As much of nccl4py as gpu_ops uses, between processes of MPI, for arrays of the stand-in for CuPy.
+"""Fake of the part of nccl4py that gpu_ops uses, between processes of MPI, for arrays of the fake CuPy.
 
-Calls are work on the streams they name, by the driver's rules (fake_driver.py). ``CALLS`` has (name, stream, dtype)
-of each. It proves nothing about NCCL itself, nor about its speed.
+Calls are queued on the streams they name, by the rules of the driver (fake_driver.py). ``CALLS`` has (name, stream,
+dtype) of each call. It proves nothing about NCCL itself or its speed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _open: list[list[tuple]] = []  # groups that have begun: their sends and receive
 
 
 class NcclInvalid(Exception):
-    """An argument that nccl4py refuses."""
+    """Argument that nccl4py refuses."""
 
 
 class NCCLError(Exception):
-    """An error of the library."""
+    """Error of the library."""
 
 
 class UniqueId:
@@ -44,7 +44,7 @@ class UniqueId:
 
 
 def get_unique_id(empty=False):
-    """Random, and which process made it: there the others meet."""
+    """Random identifier that includes the rank of its process: the others connect to that rank."""
     return UniqueId(MPI.COMM_WORLD.rank.to_bytes(4) + secrets.token_bytes(2) + bytes(122))
 
 
@@ -70,7 +70,7 @@ def group():
 
 
 class Communicator:
-    """Made by :meth:`init`, which returns when all ranks have called it."""
+    """Communicator made by :meth:`init`, which returns when all ranks have called it."""
 
     def __init__(self, mpi):
         self.mpi, self.nranks, self.rank = mpi, mpi.size, mpi.rank
@@ -87,38 +87,38 @@ class Communicator:
             members = world.recv(source=root, tag=tag)
         else:
             assert world.rank == root
-            found = dict(world.recv(tag=tag) for _ in range(nranks - 1)) | {0: root}
-            members = [found[r] for r in range(nranks)]
+            world_ranks = dict(world.recv(tag=tag) for _ in range(nranks - 1)) | {0: root}
+            members = [world_ranks[r] for r in range(nranks)]
             for other in members[1:]:
                 world.send(members, other, tag)
         return cls(world.Create_group(world.group.Incl(members), tag))
 
     def allreduce(self, sendbuf, recvbuf, op, *, stream=None, config=None):
-        sent, found = self._buffers(sendbuf, recvbuf)
-        assert found.size >= sent.size
-        self._run("allreduce", stream, sent, lambda: np.copyto(found, self._reduced(sent, op)))
+        sent, received = self._buffers(sendbuf, recvbuf)
+        assert received.size >= sent.size
+        self._run("allreduce", stream, sent, lambda: np.copyto(received, self._reduced(sent, op)))
 
     def reduce_scatter(self, sendbuf, recvbuf, op, *, stream=None, config=None):
-        sent, found = self._buffers(sendbuf, recvbuf)
+        sent, received = self._buffers(sendbuf, recvbuf)
         n = sent.size // self.nranks
-        if not n or found.size < n:
+        if not n or received.size < n:
             raise NcclInvalid("Buffer count mismatch")
         mine = slice(self.rank * n, (self.rank + 1) * n)
-        self._run("reduce_scatter", stream, sent, lambda: np.copyto(found, self._reduced(sent, op)[mine]))
+        self._run("reduce_scatter", stream, sent, lambda: np.copyto(received, self._reduced(sent, op)[mine]))
 
     def allgather(self, sendbuf, recvbuf, *, stream=None, config=None):
-        sent, found = self._buffers(sendbuf, recvbuf)
-        self._run("allgather", stream, sent, lambda: np.copyto(found, self._gathered(sent).reshape(-1)))
+        sent, received = self._buffers(sendbuf, recvbuf)
+        self._run("allgather", stream, sent, lambda: np.copyto(received, self._gathered(sent).reshape(-1)))
 
     def broadcast(self, sendbuf, recvbuf, root, *, stream=None, config=None):
-        sent, found = self._buffers(sendbuf, recvbuf)
+        sent, received = self._buffers(sendbuf, recvbuf)
 
         def work():
             if self.rank == root:
-                found[...] = sent
-            self.mpi.Bcast([found.view(np.uint8), MPI.BYTE], root)
+                received[...] = sent
+            self.mpi.Bcast([received.view(np.uint8), MPI.BYTE], root)
 
-        self._run("broadcast", stream, found, work)
+        self._run("broadcast", stream, received, work)
 
     def send(self, sendbuf, peer, *, stream=None):
         self._message("send", sendbuf, peer, stream)
@@ -126,10 +126,10 @@ class Communicator:
     def recv(self, recvbuf, peer, *, stream=None):
         self._message("recv", recvbuf, peer, stream)
 
-    def _message(self, kind, buffer, peer, stream):
+    def _message(self, direction, buffer, peer, stream):
         assert _open, "alone it would wait for its peer, which waits for this rank"
         assert 0 <= peer < self.nranks
-        _open[-1].append((self, kind, *self._buffers(buffer), peer, stream))
+        _open[-1].append((self, direction, *self._buffers(buffer), peer, stream))
 
     def _run(self, name, stream, x, work):
         CALLS.append((name, stream, x.dtype.name))
@@ -141,19 +141,19 @@ class Communicator:
             driver.streams.pop()
 
     def _in_turn(self, work):
-        """Work that finds the calls before it done: those of a communicator do not overtake each other."""
-        turn = self.begun
+        """Wrap work with a check that earlier calls have ended: calls of a communicator do not overtake each other."""
+        number = self.begun
         self.begun += 1
 
         def checked():
-            assert self.ended == turn, f"call {turn} of a communicator runs when {self.ended} have ended"
+            assert self.ended == number, f"call {number} of a communicator runs when {self.ended} have ended"
             work()
             self.ended += 1
 
         return checked
 
     def _buffers(self, *arrays):
-        """Flat views, by NCCL's rules."""
+        """Flat views that satisfy the rules of NCCL."""
         for x in arrays:
             if not isinstance(x, FakeArray) or x.dtype.name not in DTYPES:
                 raise NcclInvalid(f"Unsupported data type: {x.dtype}")
@@ -165,30 +165,30 @@ class Communicator:
         return [x.host.reshape(-1) for x in arrays]
 
     def _gathered(self, sent):
-        found = np.empty((self.nranks, sent.size), sent.dtype)
-        self.mpi.Allgather([sent.view(np.uint8), MPI.BYTE], [found.view(np.uint8), MPI.BYTE])
-        return found
+        gathered = np.empty((self.nranks, sent.size), sent.dtype)
+        self.mpi.Allgather([sent.view(np.uint8), MPI.BYTE], [gathered.view(np.uint8), MPI.BYTE])
+        return gathered
 
     def _reduced(self, sent, op):
         parts = self._gathered(sent)
-        wide = parts.astype(np.float32) if sent.dtype.name in ("float16", "bfloat16") else parts
+        terms = parts.astype(np.float32) if sent.dtype.name in ("float16", "bfloat16") else parts
         with np.errstate(invalid="ignore", over="ignore"):
-            return functools.reduce(np.add if op == SUM else np.maximum, wide).astype(sent.dtype)
+            return functools.reduce(np.add if op == SUM else np.maximum, terms).astype(sent.dtype)
 
 
 def _exchange(messages):
-    """The sends and receives of a group, all at once."""
+    """Run the sends and receives of a group together."""
     if not messages:
         return
     comm, stream = messages[0][0], messages[0][-1]
-    assert {(one[0], one[-1]) for one in messages} == {(comm, stream)}
+    assert {(message[0], message[-1]) for message in messages} == {(comm, stream)}
 
     def work():
         requests = []
         for wanted in ("recv", "send"):
-            for _, kind, x, peer, _ in messages:
-                if kind == wanted:
-                    move = comm.mpi.Irecv if kind == "recv" else comm.mpi.Isend
+            for _, direction, x, peer, _ in messages:
+                if direction == wanted:
+                    move = comm.mpi.Irecv if direction == "recv" else comm.mpi.Isend
                     requests.append(move([x.view(np.uint8), MPI.BYTE], peer))
         MPI.Request.Waitall(requests)
 
@@ -196,7 +196,7 @@ def _exchange(messages):
 
 
 def install():
-    """In place of nccl4py."""
+    """Install this module in place of nccl4py."""
     core, nccl, bindings = (ModuleType(name) for name in ("nccl.core", "nccl", "nccl.bindings.nccl"))
     names = ("Communicator", "MAX", "NcclInvalid", "SUM", "UniqueId", "get_unique_id", "get_version", "group")
     vars(core).update({name: globals()[name] for name in names})

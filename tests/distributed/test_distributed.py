@@ -1,4 +1,4 @@
-"""Ranks under a real MPI (``ranks/``), what happens when one of them fails, and what needs no MPI."""
+"""Ranks under a real MPI (``ranks/``), failures of a rank, and features that need no MPI."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SEVERAL = (
 
 
 def launch(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``scripts/launch.sh command``."""
+    """Run ``scripts/launch.sh command``."""
     return subprocess.run(
         ["scripts/launch.sh", *map(str, command)],
         cwd=ROOT,
@@ -63,7 +63,7 @@ def launch(*command: object, **variables: str) -> subprocess.CompletedProcess[st
 
 
 def ranks_run(ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``python arguments`` as so many ranks of one thread each."""
+    """Run ``python arguments`` on ``ranks`` ranks of one thread each."""
     threads = {"NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return launch(ranks, sys.executable, *arguments, **threads, **variables)
 
@@ -90,8 +90,8 @@ def passes(ranks: int, groups: list[str]) -> None:
 
 
 ENDED = "for rank 2 (2 of the world, on "
-# fault and its argument, whether calls are compared, what some rank says, the job's status (None: some failure),
-# whether the default tests run it
+# fault and its argument, whether calls are compared, message of some rank, exit status of the job (None: any
+# failure), whether the default tests run it
 FAULTS = (
     ("killed", "0", "", None, True),
     ("raises", "0", "ValueError: the data ends here", 1, True),
@@ -146,7 +146,7 @@ while True:
 
 @needs_mpi
 def test_ranks_end_with_the_script_that_launched_them():
-    """Also where it was started in the background of a shell, which ignores Ctrl-C there."""
+    """Ranks end also if the script was started in the background of a shell, where Ctrl-C is ignored."""
     command = ["scripts/launch.sh", "2", "--restarts", "2", sys.executable, "-c", UNTIL_KILLED]
     shell = subprocess.Popen(
         ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command],
@@ -166,7 +166,7 @@ def test_ranks_end_with_the_script_that_launched_them():
 
 @needs_mpi
 def test_last_words_are_waited_for():
-    """Until the other end of a pipe has read them; not of what is no pipe, and not for ever."""
+    """Wait until the other end of a pipe has read the output; not for other files, and not forever."""
     from gpu_ops.distributed.mpi import wait_until_read
 
     reading, writing = os.pipe()
@@ -214,7 +214,7 @@ def test_a_rank_that_never_comes_is_named():
 @needs_mpi
 @pytest.mark.slow
 def test_processes_compile_a_kernel_once(tmp_path):
-    """And one of them says so."""
+    """One process compiles a kernel and reports it."""
     done = ranks_run(3, "-m", "tests.distributed.ranks.compiles", GPU_OPS_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["1"]
@@ -237,10 +237,10 @@ VARIABLES = {
 
 @pytest.mark.parametrize("launcher", VARIABLES)
 def test_launchers(launcher):
-    found = launched(VARIABLES[launcher])
-    assert found is not None
-    assert (found.launcher, found.rank, found.size) == (launcher, 1, 4)
-    assert found.has_mpi == (launcher != "torchrun")
+    launch_info = launched(VARIABLES[launcher])
+    assert launch_info is not None
+    assert (launch_info.launcher, launch_info.rank, launch_info.size) == (launcher, 1, 4)
+    assert launch_info.has_mpi == (launcher != "torchrun")
 
 
 def test_no_launcher():
@@ -281,7 +281,7 @@ def test_abort_of_one_rank():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_one_rank(group):
-    """The checks that take one rank, in this process."""
+    """Run the checks for one rank in this process."""
     comm = distributed.world()
     assert (comm.rank, comm.size) == (0, 1)
     for name, check in vars(importlib.import_module(f"tests.distributed.ranks.{group}")).items():
@@ -291,18 +291,18 @@ def test_one_rank(group):
 
 @pytest.mark.peers
 def test_torch_tensors():
-    """They come back as torch tensors."""
+    """Results of torch tensors are torch tensors."""
     torch = pytest.importorskip("torch")
     comm = Single()
     x = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
-    for found in (
+    for result in (
         comm.all_reduce(x.T),
         comm.all_gather(x.T, 1),
         comm.shift(x.T).wait()[0],
         comm.broadcast(x.T),
     ):
-        assert found.dtype == torch.bfloat16
-        assert torch.equal(found, x.T)
+        assert result.dtype == torch.bfloat16
+        assert torch.equal(result, x.T)
     out = torch.empty_like(x)
     assert comm.all_reduce(x, out=out) is out
     assert torch.equal(out, x)
@@ -327,7 +327,7 @@ def test_torch_tensors():
 @needs_mpi
 @pytest.mark.slow
 def test_launch_script(tmp_path):
-    """Threads are shared out; a failed run starts again, and its last exit status is the script's."""
+    """Threads are divided among ranks; a failed run restarts, and the script exits with the last exit status."""
     code = "import os, sys; print(os.environ['NUMBA_NUM_THREADS']); open(sys.argv[1], 'a').write('x'); sys.exit(3)"
     count = tmp_path / "count"
     cores = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What a launch hands to CuPy, recorded by a stand-in: there need not be a GPU."""
+"""Arguments that a launch passes to CuPy, recorded by a fake; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.processes import PATIENCE
 
 
 class Recorder:
-    """As much of CuPy as a launch touches: loads cubins, has attributes that count, and remembers launches."""
+    """Fake of the part of CuPy that a launch uses: loads cubins, counts attribute queries, and records launches."""
 
     def __init__(self):
         self.device, self.capability = 0, "90"
@@ -105,7 +105,7 @@ def test_a_kernel_whose_blocks_wait_for_each_other_is_launched_cooperatively(cup
 
 @needs_nvrtc
 def test_a_cooperative_grid_that_does_not_fit_is_refused(cupy, kernel):
-    """CuPy would launch 20 blocks, and they would wait for the others for ever."""
+    """CuPy would launch 20 blocks, and they would wait for the others forever."""
     team = replace(kernel, cooperative=True)
     for blocks in (20, 20, 10):
         run(team, (blocks,), (32,), (ARRAY, ARRAY, 4))
@@ -149,7 +149,7 @@ def test_threads_raise_the_leave_together(cupy, kernel):
 
 
 def test_an_empty_grid_launches_nothing(kernel):
-    """CuPy would round it up to one block."""
+    """CuPy would round an empty grid up to one block."""
     builder = Builder(Limits())
     builder.launch(kernel, (4, 0), (32,), (4,))
     assert builder.program().steps == ()
@@ -177,9 +177,9 @@ def test_wrong_arguments_do_not_reach_the_gpu(cupy, kernel):
     ],
 )
 def test_numbers_take_the_parameters_size(value, size, want):
-    found = launch.for_parameter(value, size)
-    assert found == want
-    assert found.dtype == want.dtype
+    parameter = launch.for_parameter(value, size)
+    assert parameter == want
+    assert parameter.dtype == want.dtype
 
 
 def test_numbers_that_do_not_fit_are_refused():
@@ -196,7 +196,7 @@ def test_numbers_that_do_not_fit_are_refused():
     [((7, 5), "sm_75"), ((8, 6), "sm_86"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")],
 )
 def test_architecture_of_a_device(capability, arch):
-    """With the instructions that only this very architecture has."""
+    """The architecture includes instructions specific to it."""
     assert nvrtc.nearest_arch(capability) == arch
     jit.compile_text('extern "C" __global__ void k() {}', arch)
 

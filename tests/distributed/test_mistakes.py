@@ -1,4 +1,4 @@
-"""Arguments of another kind than the functions of several ranks and of models take."""
+"""Arguments of wrong types to functions of several ranks and of models."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def parallel():
     return distributed.DataParallel(CONFIG, COMM)
 
 
-def pipeline(*given, **options):
-    return distributed.Pipeline(CONFIG, COMM).loss_and_grads(IDS, IDS, *given, microbatches=1, **options)
+def pipeline(*arguments, **options):
+    return distributed.Pipeline(CONFIG, COMM).loss_and_grads(IDS, IDS, *arguments, microbatches=1, **options)
 
 
 def vocabulary_loss(**options):

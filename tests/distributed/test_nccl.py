@@ -1,4 +1,4 @@
-"""CUDA arrays between ranks: on stand-ins for CuPy and nccl4py, since NCCL wants a GPU for each rank."""
+"""CUDA arrays between ranks, on fakes of CuPy and nccl4py, since NCCL requires a GPU for each rank."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_one_rank_copies(cupy):
     comm = Single()
     x = FakeArray(np.arange(6, dtype=np.float32).reshape(2, 3))
     out = FakeArray(np.zeros((2, 3), np.float32))
-    for found in (
+    for result in (
         *(comm.all_reduce(x), comm.all_gather(x, 1), comm.reduce_scatter(x), comm.all_to_all(x, 1, 0)),
         *(comm.broadcast(x), *comm.shift(x).wait(), comm.all_reduce(x, out=out)),
         *(comm.start_all_gather(x).wait(), comm.start_reduce_scatter(x, 1).wait()),
     ):
-        assert isinstance(found, FakeArray)
-        assert found is out or not np.shares_memory(found.host, x.host)
-        np.testing.assert_array_equal(found.host, x.host)
+        assert isinstance(result, FakeArray)
+        assert result is out or not np.shares_memory(result.host, x.host)
+        np.testing.assert_array_equal(result.host, x.host)
     assert not cupy.waits
     with pytest.raises(
         DTypeError, match=r"x is a CUDA array of type ForeignArray; pass .* cupy\.from_dlpack\(x\)"
@@ -53,15 +53,15 @@ def test_a_missing_package_names_its_extra(cupy, monkeypatch):
     monkeypatch.delitem(sys.modules, "nccl.core", raising=False)
     x = FakeArray(np.ones(3, np.float32))
     assert ".[nccl12]" in nccl_missing()
-    one = Mpi.__new__(Mpi)
+    mpi = Mpi.__new__(Mpi)
     with pytest.raises(
         DeviceError, match=r"Mpi sends arrays in host memory: pass x.get\(\), or .*\.\[nccl12\]"
     ):
-        one.all_reduce(x)
-    two = Nccl.__new__(Nccl)
-    super(Mpi, two).__init__(0, [0, 1], "world", 1.0)
+        mpi.all_reduce(x)
+    nccl_comm = Nccl.__new__(Nccl)
+    super(Mpi, nccl_comm).__init__(0, [0, 1], "world", 1.0)
     with pytest.raises(MissingPackageError, match=r"nccl4py does not load .* pip install '\.\[nccl12\]'"):
-        NcclTransport(two, 0)
+        NcclTransport(nccl_comm, 0)
 
 
 def test_without_a_device_host_arrays_need_no_cupy():
@@ -74,7 +74,7 @@ def test_world_says_that_nccl_is_untested():
 
 
 def test_parts_of_sequences_on_a_gpu(cupy):
-    """Of one rank: the loss and gradients of whole sequences."""
+    """On one rank, loss and gradients are those of whole sequences."""
     config = models.LlamaConfig(vocab=32, hidden=32, ffn=32, nlayers=1, nheads=2)
     arrays, ids = models.initial_weights(config, std=0.2), np.arange(16, dtype=np.int32).reshape(2, 8)
 
@@ -90,8 +90,8 @@ def test_parts_of_sequences_on_a_gpu(cupy):
 
     want = run(np.copy, None, ids)
     context = distributed.ContextParallel(Single(), 8, device="cuda")
-    found = run(lambda x: FakeArray(x.copy()), context, context.part(FakeArray(ids)))
-    for x, y in zip(found, want, strict=True):
+    actual = run(lambda x: FakeArray(x.copy()), context, context.part(FakeArray(ids)))
+    for x, y in zip(actual, want, strict=True):
         np.testing.assert_allclose(x.host, y, rtol=1e-4, atol=1e-5)
     with pytest.raises(OptionError, match="device='gpu' is unknown"):
         distributed.ContextParallel(Single(), 8, device="gpu")

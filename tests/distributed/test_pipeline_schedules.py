@@ -1,4 +1,4 @@
-"""Schedules of pipelines as tables: every row once, in an order that works, with the bubble of the formula."""
+"""Schedules of pipelines as tables: every row once, in a valid order, with the bubble of the formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 
 def held(rows):
-    """The most microbatches whose forward pass is done and whose last action is not."""
+    """Maximum number of microbatches whose forward pass is done and whose last action is not."""
     last = "W" if any(row.action == "W" for row in rows) else "B"
     change = {"F": 1, last: -1}
     return max(itertools.accumulate(change.get(row.action, 0) for row in rows))
@@ -41,11 +41,11 @@ def test_every_row_once_and_microbatches_in_order(name, p, m, v):
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
 def test_bubble_is_the_formulas(name, p, m, v):
-    found = bubble(schedule(name, p, m, v))
+    share = bubble(schedule(name, p, m, v))
     if name == "zb-h1":
-        assert found == pytest.approx((p - 1) / (3 * m)) if m >= p else found < (p - 1) / m or p == 1
+        assert share == pytest.approx((p - 1) / (3 * m)) if m >= p else share < (p - 1) / m or p == 1
     else:
-        assert found == pytest.approx((p - 1) / (v * m))
+        assert share == pytest.approx((p - 1) / (v * m))
 
 
 @pytest.mark.parametrize(("f", "i", "w"), [(2.0, 3.0, 1.5), (1.0, 1.25, 0.75), (1.0, 1.0, 1.0)])
@@ -65,8 +65,8 @@ def test_how_many_microbatches_are_held(p, m):
         assert held(schedule("1f1b", p, m)[r]) == min(p - r, m)
         assert held(schedule("zb-h1", p, m)[r]) == min(p, m)
         if m % p == 0:
-            most = min(2 * (p - r) - 1 + p, 2 * m) if p > 1 else 2
-            assert held(schedule("interleaved", p, m, 2)[r]) == most
+            max_held = min(2 * (p - r) - 1 + p, 2 * m) if p > 1 else 2
+            assert held(schedule("interleaved", p, m, 2)[r]) == max_held
 
 
 def test_orders_that_never_end():

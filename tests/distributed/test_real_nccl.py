@@ -1,6 +1,6 @@
-"""The real nccl4py, without a driver: what gpu_ops takes from it, and what reaches the library; scripts/test_nccl.sh.
+"""The real nccl4py without a driver: what gpu_ops uses of it, and calls that reach the library; scripts/test_nccl.sh.
 
-Nothing is sent: :class:`Library` stands for libnccl's calls on a communicator. fake_nccl.py sees to the numbers.
+Nothing is sent: :class:`Library` replaces the calls of libnccl on a communicator. fake_nccl.py tests the numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Library:
-    """Functions of libnccl by name, as the binding has them: each call is noted, and none is made."""
+    """Functions of libnccl by name, as the binding has them: calls are recorded, and none is made."""
 
     def __init__(self):
         self.calls = []
@@ -52,24 +52,24 @@ class Communicator(nccl.core.Communicator):
 
 @pytest.fixture
 def library(cupy, monkeypatch):
-    """nccl4py's Python above a library that only notes, for arrays of the stand-in for CuPy."""
-    found = Library()
+    """Python part of nccl4py over a library that only records calls, for arrays of the fake CuPy."""
+    fake = Library()
     for module in ("communicator", "group"):  # nccl.core.group is the function
-        monkeypatch.setattr(sys.modules[f"nccl.core.{module}"], "_nccl_bindings", found)
+        monkeypatch.setattr(sys.modules[f"nccl.core.{module}"], "_nccl_bindings", fake)
     monkeypatch.setattr(nccl.core.interop.cupy, "_cupy_enabled", True)
     monkeypatch.setattr(nccl.core.interop.cupy, "cupy", cupy, raising=False)
-    return found
+    return fake
 
 
 @pytest.fixture
 def transport(library):
     comm = Nccl.__new__(Nccl)
     comm.size, comm.rank, comm.name = SIZE, RANK, "world"
-    found = NcclTransport(comm, 0)
-    found._nccl = Communicator()
-    found._nccl._comm = 1
+    result = NcclTransport(comm, 0)
+    result._nccl = Communicator()
+    result._nccl._comm = 1
     library.calls.clear()
-    return found
+    return result
 
 
 def array(shape, dtype=np.float32):
@@ -116,7 +116,7 @@ def test_reductions(transport, library, cupy, dtype, op):
 
 
 def test_what_moves_as_bytes(transport, library, cupy):
-    """Any dtype, 16-bit integers too, which NCCL does not know."""
+    """Any dtype moves as bytes, even 16-bit integers, which NCCL does not support."""
     x, whole = array(4, np.int16), array((SIZE, 4), np.int16)
     stream, byte = cupy.cuda.get_current_stream().ptr, int(nccl.core.NcclDataType.UINT8)
     transport.all_gather(x, whole, beside=False)

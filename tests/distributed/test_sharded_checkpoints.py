@@ -1,4 +1,4 @@
-"""Checkpoints of one rank: of another model, damaged, beside files of others."""
+"""Checkpoints of one rank: of another model, damaged, in a folder with other files."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_parts_cover_an_array_or_do_not():
 
 
 def test_what_parts_have_in_common():
-    """Against arrays of numbers: all pairs of random parts of arrays with one to three axes."""
+    """Check against arrays of numbers: all pairs of random parts of arrays with one to three axes."""
     rng = np.random.default_rng(0)
     for shape, axis in (((7,), 0), ((5, 4), 0), ((5, 6), 1), ((3, 4, 5), 1), ((2, 3, 4), 2), ((4, 0), 0)):
         numbers = np.arange(np.prod(shape)).reshape(shape)
@@ -151,7 +151,7 @@ def test_what_parts_have_in_common():
             values = np.take(numbers, chosen, axis).reshape(-1)[first:last]
             parts.append((Slices(shape, axis, pieces, first, last), values))
         for (a, of_a), (b, of_b) in itertools.product(parts, parts):
-            found = np.full(of_a.size, -1)
-            for here, there, n in zip(*common(runs_of(a), runs_of(b)), strict=True):
-                found[here : here + n] = of_b[there : there + n]
-            np.testing.assert_array_equal(found, np.where(np.isin(of_a, of_b), of_a, -1))
+            merged = np.full(of_a.size, -1)
+            for target, source, n in zip(*common(runs_of(a), runs_of(b)), strict=True):
+                merged[target : target + n] = of_b[source : source + n]
+            np.testing.assert_array_equal(merged, np.where(np.isin(of_a, of_b), of_a, -1))

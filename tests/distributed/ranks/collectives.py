@@ -1,4 +1,4 @@
-"""Every operation of a communicator against NumPy over all ranks' arrays."""
+"""Every operation of a communicator against NumPy over the arrays of all ranks."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8")
 
 
 def draw(comm, shape, dtype="float32", seed=0):
-    """Of all ranks."""
+    """Arrays of all ranks."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((comm.size, *shape)) * 100
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def in_rank_order(xs):
-    wide = np.float32 if xs.dtype.itemsize == 2 else xs.dtype
-    total = xs[0].astype(wide)
+    sum_dtype = np.float32 if xs.dtype.itemsize == 2 else xs.dtype
+    total = xs[0].astype(sum_dtype)
     with np.errstate(over="ignore"):  # of uint8
         for x in xs[1:]:
-            total = total + x.astype(wide)
+            total = total + x.astype(sum_dtype)
     return total.astype(xs.dtype)
 
 
-def same(found, expected):
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found, expected)
+def same(actual, expected):
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
 
 
 def sent_by(comm, op, call):
-    """What ``call`` returns, and the bytes it sent as ``op``; no others."""
+    """Result of ``call`` and the bytes that it sent as ``op``; check that it sent no others."""
     before = dict(comm.bytes_sent)
-    found = call()
+    result = call()
     grown = {name: n - before.get(name, 0) for name, n in comm.bytes_sent.items() if n != before.get(name, 0)}
     assert set(grown) <= {op}
-    return found, grown.get(op, 0)
+    return result, grown.get(op, 0)
 
 
 def check_all_reduce(comm):
     for dtype in DTYPES:
         for shape in ((), (0,), (1,), (7,), (5, comm.size), (3, 1, 101)):
             xs = draw(comm, shape, dtype)
-            found, sent = sent_by(comm, "all_reduce", lambda xs=xs: comm.all_reduce(xs[comm.rank]))
-            same(found, in_rank_order(xs))
+            actual, sent = sent_by(comm, "all_reduce", lambda xs=xs: comm.all_reduce(xs[comm.rank]))
+            same(actual, in_rank_order(xs))
             p, n = comm.size, xs[0].size
             lengths = [n * (r + 1) // p - n * r // p for r in range(p)]
             assert sent == (n - lengths[comm.rank] + (p - 1) * lengths[comm.rank]) * xs.itemsize
@@ -61,9 +61,9 @@ def check_all_reduce_special_values(comm):
     with np.errstate(invalid="ignore", over="ignore"):
         expected = in_rank_order(xs)
     for _ in range(2):
-        found = comm.all_reduce(xs[comm.rank])
-        same(found, expected)
-        assert np.signbit(found[3])
+        actual = comm.all_reduce(xs[comm.rank])
+        same(actual, expected)
+        assert np.signbit(actual[3])
     same(comm.all_reduce(xs[comm.rank], "max"), xs.max(axis=0))
 
 
@@ -97,7 +97,7 @@ def check_out(comm):
 
 
 def check_layouts(comm):
-    """Views of any strides, read-only ones, and every axis."""
+    """Check views of any strides, read-only arrays, and every axis."""
     p = comm.size
     for dtype in ("bfloat16", "float64"):
         xs = draw(comm, (2 * p, 3, 4 * p), dtype)
@@ -106,32 +106,32 @@ def check_layouts(comm):
             all_ = np.stack([make(x) for x in xs])
             x = make(xs[comm.rank])
             for axis in (0, 1, 2, -1):
-                found, sent = sent_by(comm, "all_gather", lambda x=x, axis=axis: comm.all_gather(x, axis))
-                same(found, np.concatenate(list(all_), axis))
+                actual, sent = sent_by(comm, "all_gather", lambda x=x, axis=axis: comm.all_gather(x, axis))
+                same(actual, np.concatenate(list(all_), axis))
                 assert sent == x.nbytes * (p - 1)
             for axis in (0, 2):
-                found, sent = sent_by(
+                actual, sent = sent_by(
                     comm, "reduce_scatter", lambda x=x, axis=axis: comm.reduce_scatter(x, axis)
                 )
-                same(found, np.split(in_rank_order(all_), p, axis)[comm.rank])
+                same(actual, np.split(in_rank_order(all_), p, axis)[comm.rank])
                 assert sent == x.nbytes * (p - 1) // p
                 same(comm.reduce_scatter(x, axis, op="max"), np.split(all_.max(axis=0), p, axis)[comm.rank])
             for split, concat in ((0, 2), (2, 0), (2, 1), (0, 0), (2, 2)):
-                found, sent = sent_by(
+                actual, sent = sent_by(
                     comm, "all_to_all", lambda x=x, s=split, c=concat: comm.all_to_all(x, s, c)
                 )
-                same(found, np.concatenate([np.split(y, p, split)[comm.rank] for y in all_], concat))
+                same(actual, np.concatenate([np.split(y, p, split)[comm.rank] for y in all_], concat))
                 assert sent == x.nbytes * (p - 1) // p
             root = p - 1
-            found, sent = sent_by(comm, "broadcast", lambda x=x, root=root: comm.broadcast(x, root))
-            same(found, all_[root])
+            actual, sent = sent_by(comm, "broadcast", lambda x=x, root=root: comm.broadcast(x, root))
+            same(actual, all_[root])
             assert sent == (x.nbytes * (p - 1) if comm.rank == root else 0)
 
 
 def check_results_are_new(comm):
     x = np.ones(4, np.float32)
-    for found in (comm.all_reduce(x), comm.all_gather(x), comm.broadcast(x), *comm.shift(x).wait()):
-        assert not np.shares_memory(found, x)
+    for result in (comm.all_reduce(x), comm.all_gather(x), comm.broadcast(x), *comm.shift(x).wait()):
+        assert not np.shares_memory(result, x)
 
 
 def check_shift(comm):
@@ -151,7 +151,7 @@ def check_shift(comm):
 
 
 def check_in_place(comm):
-    """Each operation that can, where out is x."""
+    """Check the operations that allow it with out being x."""
     xs = draw(comm, (2 * comm.size, 1 << 14), "bfloat16")
     expected = {
         "all_reduce": in_rank_order(xs),
@@ -168,15 +168,15 @@ def check_in_place(comm):
 
 
 def check_send_and_recv(comm):
-    """Along a line, as pipelines do. A shift has a channel of its own, so its order among sends is free."""
+    """Send along a line, as pipelines do. A shift has a separate channel, so its order among sends is free."""
     big, handles = 1 << 18, []
     if comm.rank + 1 < comm.size:
         handles = [comm.send(np.full(big, 10 * comm.rank + i, np.float32), comm.rank + 1) for i in range(3)]
     ring = comm.shift(np.full(3, comm.rank))
     if comm.rank > 0:
         for i in range(3):
-            found = comm.recv((big,), np.float32, comm.rank - 1).wait()
-            assert (found == 10 * (comm.rank - 1) + i).all()
+            message = comm.recv((big,), np.float32, comm.rank - 1).wait()
+            assert (message == 10 * (comm.rank - 1) + i).all()
     assert [handle.wait() for handle in handles] == [None] * len(handles)
     assert (ring.wait()[0] == (comm.rank - 1) % comm.size).all()
     for mistake in (comm.rank, comm.size, -1, 0.5):
@@ -185,7 +185,7 @@ def check_send_and_recv(comm):
 
 
 def check_several_under_way(comm):
-    """Collectives that were started end in any order; their results are those of the calls that wait."""
+    """Collectives may be started together and end in any order; results equal those of the blocking calls."""
     xs = draw(comm, (3 * comm.size, 512 * comm.size), "bfloat16")
     x = xs[comm.rank]
     out = np.empty((3 * comm.size**2, 512 * comm.size), x.dtype)
@@ -196,14 +196,14 @@ def check_several_under_way(comm):
     assert gathers[0].wait() is out
     same(out, np.concatenate(list(xs)))
     same(gathers[1].wait(), np.concatenate(list(xs), 1))
-    for axis, found in enumerate(sums):
-        same(found.wait(), np.split(in_rank_order(xs), comm.size, axis)[comm.rank])
+    for axis, handle in enumerate(sums):
+        same(handle.wait(), np.split(in_rank_order(xs), comm.size, axis)[comm.rank])
 
 
 def check_tags(comm):
-    """Messages of one tag arrive in order, whatever the order of the others."""
-    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    handles = [comm.send(np.array([10 * tag + i]), to, tag=tag) for i in range(2) for tag in (0, 7, 999)]
+    """Messages of one tag arrive in order, whatever the order of other tags."""
+    target, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    handles = [comm.send(np.array([10 * tag + i]), target, tag=tag) for i in range(2) for tag in (0, 7, 999)]
     for tag in (999, 0, 7):
         assert [comm.recv((1,), np.int64, source, tag=tag).wait()[0] for _ in range(2)] == [
             10 * tag,
@@ -212,14 +212,14 @@ def check_tags(comm):
     for handle in handles:
         handle.wait()
     with pytest.raises(OptionError, match="tag"):
-        comm.send(np.ones(1), to, tag=1000)
+        comm.send(np.ones(1), target, tag=1000)
 
 
 def check_sends_that_nobody_waits_for(comm):
-    """Their arrays live until they have arrived."""
-    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    """Arrays of a send stay alive until they have arrived."""
+    target, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for _ in range(3):
-        comm.send(np.full(1 << 16, 7.0), to)
+        comm.send(np.full(1 << 16, 7.0), target)
     others = [np.full(1 << 16, 9.0) for _ in range(6)]
     comm.barrier()
     for _ in range(3):
@@ -237,7 +237,7 @@ def check_a_message_of_another_size(comm):
 
 
 def check_a_different_call(comm):
-    """Every rank gets the error, and may go on."""
+    """Every rank gets the error, and may continue."""
     last = comm.rank == comm.size - 1
     calls = (
         lambda: comm.all_reduce(np.ones(1024 if last else 1000)),
@@ -269,9 +269,9 @@ def check_mistakes(comm):
         (OptionError, "axis", lambda: comm.all_gather(x, 2)),
         (ShapeError, "no axes", lambda: comm.all_gather(x[0, 0].reshape(()))),
     )
-    for kind, words, call in mistakes:
+    for error, message, call in mistakes:
         for _ in range(2):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(error, match=message):
                 call()
     comm.barrier()
 

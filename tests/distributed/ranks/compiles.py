@@ -1,4 +1,4 @@
-"""Ranks that need the same kernel at once, with an empty cache: prints how many compiled it."""
+"""Ranks that need the same kernel at once, with an empty cache: print how many compiled it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> None:
     comm = distributed.world(timeout=300)
     saved = []
     publish = jit.publish
-    jit.publish = lambda *given: (saved.append(given[-1]), publish(*given))
+    jit.publish = lambda *arguments: (saved.append(arguments[-1]), publish(*arguments))
     comm.barrier()
     gpu_ops.softmax(np.ones((4, 64), np.float32), device="cpu", backend="numba")
     each = comm.all_gather(np.array([len(saved)]))

@@ -1,4 +1,4 @@
-"""Attention over a divided sequence against the reference in float64."""
+"""Attention over a sequence divided among ranks against the reference in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = {"device": "cpu"}
 
 
 def draw(seqlen, dtype, level=0.0, heads=(4, 2), seed=0):
-    """q, k, v and dout. ``level``: about what lse is, by what all scores have in common."""
+    """q, k, v and dout. ``level``: common part of all scores, and so the approximate lse."""
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((2, seqlen, n, 16)) for n in heads)
     v, dout = (rng.standard_normal((2, seqlen, n, 8)) for n in reversed(heads))
@@ -44,13 +44,13 @@ def unchanged(x):
 
 
 def ring(comm, arrays, layout, options, there=unchanged, back=unchanged):
-    """out in float32, dq, dk and dv of this rank, and lse. ``there``, ``back``: to the device that computes."""
+    """out in float32, dq, dk and dv of this rank, and lse. ``there``, ``back``: copies to the device and back."""
     mine = distributed.sequence_positions(comm, arrays[0].shape[1], layout)
     q, k, v, dout = (there(x[:, mine]) for x in arrays)
-    wide = np.float64 if q.dtype == np.float64 else np.float32
-    given = {"layout": layout, **options}
-    out, lse = distributed.ring_attention(comm, q, k, v, return_lse=True, out_dtype=wide, **given)
-    grads = distributed.ring_attention_backward(comm, dout, q, k, v, out, lse, **given)
+    out_dtype = np.float64 if q.dtype == np.float64 else np.float32
+    settings = {"layout": layout, **options}
+    out, lse = distributed.ring_attention(comm, q, k, v, return_lse=True, out_dtype=out_dtype, **settings)
+    grads = distributed.ring_attention_backward(comm, dout, q, k, v, out, lse, **settings)
     return [back(x) for x in (out, *grads)], back(lse)
 
 
@@ -61,7 +61,7 @@ def exact(arrays, options):
 
 
 def check(name, x, ref, part, textbook, in_float64):
-    """``x`` is that part of ``ref``, by the tolerance rule for the whole array; in float64 to so much."""
+    """Check ``x`` against a part of ``ref``, by the tolerance rule for the whole; float64 to ``in_float64``."""
     bound = in_float64
     if x.dtype != np.float64:
         bound = tolerance(ref, textbook.astype(x.dtype), x.dtype, FORWARD if name == "out" else GRADIENT)
@@ -71,11 +71,11 @@ def check(name, x, ref, part, textbook, in_float64):
 
 def compare(comm, arrays, layout, options, level=0.0, **device):
     mine = context_parallel.sequence_positions(comm.rank, comm.size, arrays[0].shape[1], layout)
-    found, lse = ring(comm, arrays, layout, options, **device)
+    results, lse = ring(comm, arrays, layout, options, **device)
     want, want_lse = exact(arrays, options)
     np.testing.assert_allclose(lse, want_lse[:, :, mine], rtol=2e-6, atol=1e-5)
-    for name, x, ref, textbook in zip(NAMES, found, want, mixed(arrays, options), strict=True):
-        # of a gradient, each term errs by units of its score times the other factor
+    for name, x, ref, textbook in zip(NAMES, results, want, mixed(arrays, options), strict=True):
+        # each term of a gradient errs by units of its score times the other factor
         other = {"dq": arrays[1], "dk": arrays[0]}.get(name, ref)
         largest = max(1.0, *(float(np.abs(y).max()) for y in (ref, other)))
         check(name, x, ref, np.s_[:, mine], textbook, (1e-12 + 4 * np.spacing(abs(level))) * largest)
@@ -89,9 +89,11 @@ def layouts_for(options):
 def check_positions(comm):
     for layout in LAYOUTS:
         for seqlen in (0, 2 * comm.size, 6 * comm.size):
-            found = distributed.sequence_positions(comm, seqlen, layout)
-            assert found.tolist() == context_parallel.sequence_positions(comm.rank, comm.size, seqlen, layout)
-            both = np.sort(comm.all_gather(found))
+            positions = distributed.sequence_positions(comm, seqlen, layout)
+            assert positions.tolist() == context_parallel.sequence_positions(
+                comm.rank, comm.size, seqlen, layout
+            )
+            both = np.sort(comm.all_gather(positions))
             assert both.tolist() == list(range(seqlen))
 
 
@@ -103,21 +105,21 @@ def check_ring_in_float64(comm):
 
 
 def check_ring_in_other_dtypes(comm):
-    """Lengths that no tile divides."""
+    """Check lengths that no tile divides."""
     for dtype, layout in itertools.product(("float32", "bfloat16"), LAYOUTS):
         for name in ("full", "causal"):
             compare(comm, draw(74 * comm.size, dtype), layout, OPTIONS[name])
 
 
 def check_ring_with_large_scores(comm):
-    """Where float32 has too few digits for lse: 2839 is the least such, 16000 far beyond."""
+    """Check scores at which float32 has too few digits for lse: 2839 is the smallest such level, 16000 far beyond."""
     for dtype, level in itertools.product(("float64", "float32", "bfloat16"), (4000.0, -16000.0)):
         for layout in LAYOUTS[:2]:
             compare(comm, draw(24 * comm.size, dtype, level), layout, OPTIONS["causal"], level)
 
 
 def check_ring_rows_that_see_no_key(comm):
-    """A query whose keys all score -inf: 0, lse -inf and no gradients. NaN stays with the queries that see it."""
+    """A query whose keys all score -inf has out 0, lse -inf, no gradients. NaN reaches only queries that see it."""
     q, k, v, dout = draw(8 * comm.size, "float64")
     q[0, 5], k[0, ..., 0] = 0.0, 1.0
     q[0, 5, :, 0] = -np.inf
@@ -134,20 +136,20 @@ def check_ring_rows_that_see_no_key(comm):
 
 
 def check_ring_bytes(comm):
-    """Forward (p - 1) times k and v; backward the same, and p times their gradients in float32."""
+    """Forward sends k and v (p - 1) times; backward does too, and sends their float32 gradients p times."""
     p = comm.size
-    for dtype, wide in (("bfloat16", 4), ("float64", 8)):
+    for dtype, grad_size in (("bfloat16", 4), ("float64", 8)):
         arrays = draw(16 * p, dtype)
         per_rank = (arrays[1].size + arrays[2].size) // p
         item = arrays[1].itemsize
         before = comm.bytes_sent["shift"]
         ring(comm, arrays, "zigzag", {"causal": True})
         sent = comm.bytes_sent["shift"] - before
-        assert sent == (2 * (p - 1) * per_rank * item + p * per_rank * wide if p > 1 else 0)
+        assert sent == (2 * (p - 1) * per_rank * item + p * per_rank * grad_size if p > 1 else 0)
 
 
 def check_ring_twice(comm):
-    """The same bits again."""
+    """A repeated call gives the same bits."""
     arrays = draw(20 * comm.size, "bfloat16")
     first, second = (ring(comm, arrays, "zigzag", {"causal": True})[0] for _ in range(2))
     for x, y in zip(first, second, strict=True):
@@ -155,30 +157,33 @@ def check_ring_twice(comm):
 
 
 def check_ulysses(comm):
-    """Bit for bit one rank's, and its bytes."""
+    """Check the results bit for bit against one rank, and the bytes sent."""
     p = comm.size
     slopes = np.linspace(0.01, 0.5, 4 * p).astype(np.float32)
     options = {**OPTIONS, "alibi": {"causal": True, "alibi_slopes": slopes}}
-    for dtype, (name, given) in itertools.product(("float64", "float32", "bfloat16"), options.items()):
+    for dtype, (name, settings) in itertools.product(("float64", "float32", "bfloat16"), options.items()):
         if dtype != "float32" and name not in ("causal", "alibi"):
             continue
         q, k, v, dout = draw(10 * p, dtype, heads=(4 * p, 2 * p))
-        one_out, one_lse = gpu_ops.attention(q, k, v, return_lse=True, **given, **CPU)
-        one = [one_out, *gpu_ops.attention_backward(dout, q, k, v, one_out, one_lse, **given, **CPU)]
+        single_out, single_lse = gpu_ops.attention(q, k, v, return_lse=True, **settings, **CPU)
+        single_rank = [
+            single_out,
+            *gpu_ops.attention_backward(dout, q, k, v, single_out, single_lse, **settings, **CPU),
+        ]
         mine = [np.split(x, p, axis=1)[comm.rank] for x in (q, k, v, dout)]
         before = comm.bytes_sent["all_to_all"]
-        out, saved = distributed.ulysses_attention(comm, *mine[:3], return_saved=True, **given)
+        out, saved = distributed.ulysses_attention(comm, *mine[:3], return_saved=True, **settings)
         forward = comm.bytes_sent["all_to_all"] - before
-        grads = distributed.ulysses_attention_backward(comm, mine[3], saved, **given)
-        for x, ref in zip((out, *grads), one, strict=True):
+        grads = distributed.ulysses_attention_backward(comm, mine[3], saved, **settings)
+        for x, ref in zip((out, *grads), single_rank, strict=True):
             np.testing.assert_array_equal(x, np.split(ref, p, axis=1)[comm.rank])
-        moved = sum(x.nbytes for x in (q, k, v, one_out)) // p
+        moved = sum(x.nbytes for x in (q, k, v, single_out)) // p
         assert forward == moved * (p - 1) // p
         assert comm.bytes_sent["all_to_all"] - before == 2 * forward
 
 
 def check_documents(comm):
-    """Documents that begin and end anywhere, some empty, some longer than a rank's share; and the bytes."""
+    """Check documents with any bounds, some empty, some longer than the share of a rank; and the bytes sent."""
     p, share = comm.size, 30
     total = p * share
     cases = (
@@ -193,15 +198,15 @@ def check_documents(comm):
             if more and (not causal or dtype != "float64"):
                 continue
             options = {"causal": causal, **more}
-            want = documents_of((q, k, v, dout), cu, options, lambda *one: exact(*one)[0])
+            want = documents_of((q, k, v, dout), cu, options, lambda *arguments: exact(*arguments)[0])
             textbook = documents_of((q, k, v, dout), cu, options, mixed)
-            own = slice(comm.rank * share, (comm.rank + 1) * share)
+            local = slice(comm.rank * share, (comm.rank + 1) * share)
             before = {n: comm.bytes_sent[n] for n in ("all_gather", "reduce_scatter")}
-            found, lse = distributed.gathered_attention_varlen(
-                comm, q[own], k[own], v[own], cu, return_lse=True, **options
+            out, lse = distributed.gathered_attention_varlen(
+                comm, q[local], k[local], v[local], cu, return_lse=True, **options
             )
             grads = distributed.gathered_attention_varlen_backward(
-                comm, dout[own], q[own], k[own], v[own], found, lse, cu, **options
+                comm, dout[local], q[local], k[local], v[local], out, lse, cu, **options
             )
             item = 8 if dtype == "float64" else 4
             assert (
@@ -211,18 +216,18 @@ def check_documents(comm):
             assert comm.bytes_sent["reduce_scatter"] - before["reduce_scatter"] == (
                 (p - 1) * (k.size + v.size) * item // p
             )
-            for name, x, ref, by_textbook in zip(NAMES, (found, *grads), want, textbook, strict=True):
-                check(name, x, ref, own, by_textbook, 1e-12 * max(1.0, np.abs(ref).max()))
+            for name, x, ref, by_textbook in zip(NAMES, (out, *grads), want, textbook, strict=True):
+                check(name, x, ref, local, by_textbook, 1e-12 * max(1.0, np.abs(ref).max()))
 
 
 def documents_of(arrays, cu, options, compute):
-    """out, dq, dk and dv by ``compute``, one document after the other."""
+    """out, dq, dk and dv by ``compute``, document by document."""
     slopes = options.get("alibi_slopes")
-    found = []
+    documents = []
     for i, (begin, end) in enumerate(itertools.pairwise(cu)):
-        given = options if slopes is None else {**options, "alibi_slopes": slopes[i]}
-        found.append([x[0] for x in compute([x[None, begin:end] for x in arrays], given)])
-    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        settings = options if slopes is None else {**options, "alibi_slopes": slopes[i]}
+        documents.append([x[0] for x in compute([x[None, begin:end] for x in arrays], settings)])
+    return [np.concatenate(parts) for parts in zip(*documents, strict=True)]
 
 
 def check_context_mistakes(comm):
@@ -255,15 +260,15 @@ def check_context_mistakes(comm):
     if comm.size > 1:
         three = np.ones((1, 4, 2 * comm.size + 1, 8), np.float32)
         mistakes += ((ShapeError, "use ring_attention", lambda: ulysses(comm, three, three, three)),)
-    for kind, words, call in mistakes:
+    for error, message, call in mistakes:
         for _ in range(2):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(error, match=message):
                 call()
     assert dict(comm.bytes_sent) == before
 
 
 def check_different_options(comm):
-    """Every rank gets the error, before it sends anything else."""
+    """Every rank gets the error before it sends anything else."""
     q, k, v, dout = draw(16, "float32", heads=(2 * comm.size, comm.size))
     other = {"causal": comm.rank == comm.size - 1}
     _, lse = distributed.ring_attention(comm, q, k, v, return_lse=True)

@@ -1,4 +1,4 @@
-"""CuPy arrays by NCCL, on the stand-ins for both: a GPU for each rank, in host memory."""
+"""CuPy arrays sent by NCCL, on fakes of both: a GPU for each rank, in host memory."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ OPS += ("start_all_gather", "start_reduce_scatter")
 
 
 def prepare():
-    """Before the world is made."""
+    """Install the fakes before the world is made."""
     sys.modules["cupy"] = fake = FakeCupy(devices=4)
     jit.load = fake.load
     fake_nccl.install()
 
 
 class OnCuda:
-    """The communicator for NumPy arrays that are taken for CuPy's."""
+    """Communicator that passes NumPy arrays on as CuPy arrays."""
 
     def __init__(self, comm):
         self._comm = comm
 
     def __getattr__(self, name):
-        found = getattr(self._comm, name)
-        return functools.partial(self._call, found) if name in OPS else found
+        attribute = getattr(self._comm, name)
+        return functools.partial(self._call, attribute) if name in OPS else attribute
 
     def _call(self, method, *arguments, **options):
         fake = sys.modules["cupy"]
-        given = {id(x): (on_gpu(x), x) for x in (*arguments, *options.values()) if isinstance(x, np.ndarray)}
+        copies = {id(x): (on_gpu(x), x) for x in (*arguments, *options.values()) if isinstance(x, np.ndarray)}
 
         def there(x):
-            return given[id(x)][0] if id(x) in given else x
+            return copies[id(x)][0] if id(x) in copies else x
 
         def back(x):
             if isinstance(x, FakeArray):
-                return next((host for gpu, host in given.values() if gpu is x), x.host)
+                return next((host for gpu, host in copies.values() if gpu is x), x.host)
             return tuple(map(back, x)) if isinstance(x, tuple) else x
 
         with fake.cuda.Device(fake.current_device()):
-            found = method(*map(there, arguments), **{name: there(x) for name, x in options.items()})
-        return _Waits(found, back) if isinstance(found, Pending) else back(found)
+            result = method(*map(there, arguments), **{name: there(x) for name, x in options.items()})
+        return _Waits(result, back) if isinstance(result, Pending) else back(result)
 
 
 class _Waits:
@@ -73,7 +73,7 @@ def on_gpu(x):
 
 @contextlib.contextmanager
 def deferred():
-    """Work of a stream is done as late as its order allows."""
+    """Run the work of a stream as late as its order allows."""
     fake = sys.modules["cupy"]
     fake.deferred = True
     try:
@@ -83,14 +83,14 @@ def deferred():
 
 
 def check_the_world(comm):
-    """Every rank has a device of its own, which it uses without being told."""
+    """Every rank has a separate device, which it uses by default."""
     assert isinstance(comm, Nccl)
     assert sys.modules["cupy"].current_device() == comm.rank
     assert repr(comm) == f"<Nccl 'world': rank {comm.rank} of {comm.size}>"
 
 
 def check_as_in_host_memory(comm):
-    """What holds of NumPy arrays holds of CuPy's."""
+    """Repeat the checks of NumPy arrays with CuPy arrays."""
     for name in (
         *("all_reduce", "all_reduce_special_values", "layouts", "results_are_new", "shift", "in_place"),
         *("several_under_way", "a_different_call", "uneven_lengths"),
@@ -104,9 +104,9 @@ def check_as_in_host_memory(comm):
 
 def check_results_are_cupy_arrays(comm):
     x = on_gpu(draw(comm, (2 * comm.size, 3), "bfloat16")[comm.rank])
-    for found in (comm.all_reduce(x), comm.all_gather(x, 1), comm.reduce_scatter(x), *comm.shift(x).wait()):
-        assert isinstance(found, FakeArray)
-        assert (found.dtype, found.device.id) == (x.dtype, comm.rank)
+    for result in (comm.all_reduce(x), comm.all_gather(x, 1), comm.reduce_scatter(x), *comm.shift(x).wait()):
+        assert isinstance(result, FakeArray)
+        assert (result.dtype, result.device.id) == (x.dtype, comm.rank)
     out = on_gpu(np.empty((2 * comm.size, 5), x.dtype))[:, :3]
     assert comm.all_reduce(x, out=out) is out
     same(out.host, comm.all_reduce(x).host)
@@ -121,7 +121,7 @@ def check_host_arrays_go_by_mpi(comm):
 
 
 def check_streams(comm):
-    """A call runs on the current stream; what is started, on another, in the order of the current one."""
+    """A blocking call runs on the current stream; a started one on another stream, ordered after the current one."""
     fake, x = sys.modules["cupy"], on_gpu(np.ones(comm.size, np.float32))
     mine = fake.cuda.Stream(non_blocking=True)
     for call, beside in (
@@ -137,7 +137,7 @@ def check_streams(comm):
 
 
 def check_order(comm):
-    """Each transfer sees what the current stream wrote before it, and what follows on that stream sees its result."""
+    """A transfer sees earlier writes of the current stream, and later work of that stream sees its result."""
     p, r = comm.size, comm.rank
     with deferred() as fake:
         x, sent = (fake.empty((4,), np.float32) for _ in range(2))
@@ -156,14 +156,14 @@ def check_order(comm):
         again = comm.all_reduce(x)  # after the shift, on every rank
         assert not fake.waits
         same(fake.asnumpy(y), np.repeat(np.arange(p, dtype=np.float32), 4) - 1)
-        for found in (again, total):
-            same(fake.asnumpy(found), np.full(4, sum(range(10, 10 + p)), np.float32))
+        for result in (again, total):
+            same(fake.asnumpy(result), np.full(4, sum(range(10, 10 + p)), np.float32))
         same(fake.asnumpy(arrived), np.full(4, (r - 1) % p - 2, np.float32))
     fake.waits.clear()
 
 
 def check_arrays_live_until_sent(comm):
-    """The arrays of a transfer without a wait: CuPy's pool would give their memory to the next array."""
+    """Arrays of a transfer without a wait stay alive: CuPy's pool would give their memory to the next array."""
     with deferred() as fake:
         x = fake.empty((64,), np.float32)
         x.fill(comm.rank)
@@ -179,7 +179,7 @@ def check_arrays_live_until_sent(comm):
 
 
 def check_capture(comm):
-    """A call is part of the graph that its stream records, and runs again with it."""
+    """A call is recorded in the graph that its stream captures, and runs again with it."""
     fake = sys.modules["cupy"]
     x, out = on_gpu(np.full(3, comm.rank, np.float32)), on_gpu(np.zeros(3, np.float32))
     whole = on_gpu(np.zeros(3 * comm.size, np.float32))
@@ -196,18 +196,18 @@ def check_capture(comm):
 
 
 def check_groups(comm):
-    """Each has an NCCL communicator of its own, made at its first call; a group of one copies."""
+    """Each group has a separate NCCL communicator, made at its first call; a group of one copies."""
     pair = comm.split(comm.rank // 2, name="pair")
     x = on_gpu(np.full(2, comm.rank, ml_dtypes.bfloat16))
     same(pair.all_reduce(x).host, np.full(2, sum(pair.ranks), ml_dtypes.bfloat16))
     calls, alone = len(fake_nccl.CALLS), comm.split(comm.rank)
-    for found in (alone.all_reduce(x), alone.reduce_scatter(x), alone.all_gather(x), *alone.shift(x).wait()):
-        same(found.host, x.host)
+    for result in (alone.all_reduce(x), alone.reduce_scatter(x), alone.all_gather(x), *alone.shift(x).wait()):
+        same(result.host, x.host)
     assert len(fake_nccl.CALLS) == calls
 
 
 def check_mistakes(comm):
-    """Found before anything is sent."""
+    """Mistakes are reported before anything is sent."""
     x, calls = on_gpu(np.ones((comm.size, 2), np.float32)), len(fake_nccl.CALLS)
     mistakes = (
         (
@@ -227,8 +227,8 @@ def check_mistakes(comm):
         (ShapeError, "no axes", lambda: comm.all_gather(x[0, 0])),
         (CommError, "on CUDA.*call", lambda: comm.all_gather(x if comm.rank else x.host)),
     )
-    for kind, words, call in mistakes:
-        with pytest.raises(kind, match=words):
+    for error, message, call in mistakes:
+        with pytest.raises(error, match=message):
             call()
     assert len(fake_nccl.CALLS) == calls
     same(comm.all_gather(on_gpu(np.full(1, comm.rank, np.int16))).host, np.arange(comm.size, dtype=np.int16))
@@ -245,15 +245,15 @@ def check_an_error_of_nccl(comm):
 
 
 def check_ring_attention(comm):
-    """By the GPU's kernels, to the same tolerances."""
+    """Check the GPU kernels to the same tolerances."""
     if compiler_missing("raw"):
         return
     for dtype in ("float32", "bfloat16"):
         arrays = context.draw(20 * comm.size, dtype)
         device = {"there": on_gpu, "back": from_gpu}
         context.compare(comm, arrays, "zigzag", context.OPTIONS["causal"], **device)
-        found = distributed.ring_attention(comm, *(on_gpu(x[:, : 2 * comm.size]) for x in arrays[:3]))
-        assert (type(found), found.dtype) == (FakeArray, arrays[0].dtype)
+        out = distributed.ring_attention(comm, *(on_gpu(x[:, : 2 * comm.size]) for x in arrays[:3]))
+        assert (type(out), out.dtype) == (FakeArray, arrays[0].dtype)
 
 
 def from_gpu(x):
@@ -262,12 +262,12 @@ def from_gpu(x):
 
 
 def check_zero(comm):
-    """Gradients are added up to the bits of host memory, each rank steps its share, and all get the weights."""
+    """Gradient sums have the same bits as in host memory, each rank updates its share, and all get the weights."""
     if compiler_missing("raw"):
         return
     config = models.LlamaConfig(vocab=16, hidden=8, ffn=16, nlayers=1, nheads=2, nheads_kv=1)
     for stage in (1, 2):
-        found = []
+        results = []
         for device in (None, "cuda"):
             parallel = distributed.DataParallel(config, comm, stage=stage, bucket_mb=0.001, device=device)
             parallel.assign(models.initial_weights(config))
@@ -283,10 +283,10 @@ def check_zero(comm):
                 name: from_gpu(x).copy() if device else x.copy() for name, x in parallel.flat.grads.items()
             }
             parallel.step(lr=1e-2)
-            found.append(
+            results.append(
                 (sums, {n: from_gpu(x) if device else x for n, x in parallel.gather_weights().items()})
             )
-        (sums, weights), (gpu_sums, gpu_weights) = found
+        (sums, weights), (gpu_sums, gpu_weights) = results
         for name, x in sums.items():
             same(gpu_sums[name], x)
         for name, x in weights.items():
@@ -294,7 +294,7 @@ def check_zero(comm):
 
 
 def check_tensor_parallel_projections(comm):
-    """Columns, then rows: hidden states and gradients of whole weights, with tokens on all ranks or divided."""
+    """Check column then row projections against whole weights, with tokens on all ranks or divided."""
     if compiler_missing("raw"):
         return
     p, r = comm.size, comm.rank
@@ -313,8 +313,8 @@ def check_tensor_parallel_projections(comm):
         gdown, gup = (on_gpu(np.zeros((16, 16), np.float32)) for _ in range(2))
         dx = column.project_backward(row.project_backward(gdy, hidden, gdown, None), gx, gup, None)
         h, dh = x @ up.T, dy @ down
-        for found, exact in (
+        for actual, exact in (
             *((y, (h @ down.T + x)[:, rows]), (dx, (dh @ up)[:, rows])),
             *((gdown, (dy[0].T @ h[0])[:, mine]), (gup, (dh[0].T @ x[0])[mine])),
         ):
-            np.testing.assert_allclose(from_gpu(found), exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+            np.testing.assert_allclose(from_gpu(actual), exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())

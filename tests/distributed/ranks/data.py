@@ -18,7 +18,7 @@ from tests.models.test_block import made, tokens
 CONFIG = LlamaConfig(vocab=29, hidden=20, ffn=24, nlayers=3, nheads=2, head_dim=8, biases=("qkv",))
 TIED = dataclasses.replace(CONFIG, tied=True, nlayers=2, layers=(Layer(None, None, 3), Layer(500.0)))
 STAGES = (0, 1, 2, 3)
-# microbatches, options of a step, clipped at; in the last one Adam does not hide a wrong scale
+# microbatches, options of a step, maximum norm; in the last case Adam does not hide a wrong scale
 STEPS = (
     (1, {"lr": 3e-2, "weight_decay": 0.1}, 0.05),
     (2, {"lr": 3e-2, "weight_decay": 0.1}, 0.05),
@@ -27,7 +27,7 @@ STEPS = (
 
 
 def share(step, rank, microbatch):
-    """ids and targets of a rank's microbatch, the same on all ranks."""
+    """ids and targets of a microbatch of one rank, the same whichever rank computes them."""
     seed = 100 * step + 10 * microbatch + rank
     ids, targets = tokens((2, 6), seed), tokens((2, 6), seed + 1000)
     targets[0, rank] = -100
@@ -35,14 +35,14 @@ def share(step, rank, microbatch):
 
 
 def grads_of(arrays, config, batches, **options):
-    """By name, of batches one after the other."""
-    kind = arrays["embed"].dtype
-    wide = np.float64 if kind == np.float64 else np.float32
-    found = {name: np.zeros(x.shape, wide) for name, x in arrays.items()}
-    weights, into = models.Llama.of(arrays, config), models.Llama.of(found, config)
+    """Gradients by name, summed over batches one after the other."""
+    dtype = arrays["embed"].dtype
+    grad_dtype = np.float64 if dtype == np.float64 else np.float32
+    grads = {name: np.zeros(x.shape, grad_dtype) for name, x in arrays.items()}
+    weights, grads_model = models.Llama.of(arrays, config), models.Llama.of(grads, config)
     for ids, targets in batches:
-        models.loss_and_grads(ids, targets, weights, config, grads=into, **options)
-    return found
+        models.loss_and_grads(ids, targets, weights, config, grads=grads_model, **options)
+    return grads
 
 
 def in_order(gradients):
@@ -53,32 +53,32 @@ def in_order(gradients):
 
 
 def summed(arrays, config, size, stage, microbatches, step):
-    """The gradients of all ranks' microbatches, added as the stage adds them."""
+    """Gradients of the microbatches of all ranks, added as the stage adds them."""
     each = [[share(step, r, j) for r in range(size)] for j in range(microbatches)]
     options = {"dloss": 1 / microbatches}
     if stage < 2:
-        return in_order([grads_of(arrays, config, own, **options) for own in zip(*each, strict=True)])
-    sums = [in_order([grads_of(arrays, config, [one], **options) for one in row]) for row in each]
+        return in_order([grads_of(arrays, config, batches, **options) for batches in zip(*each, strict=True)])
+    sums = [in_order([grads_of(arrays, config, [batch], **options) for batch in row]) for row in each]
     return in_order(sums)
 
 
 def one_rank(config, dtype, size, stage, case, steps=2):
     """Parameters and norms after each step."""
-    microbatches, options, most = case
+    microbatches, options, max_norm = case
     flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype)
     flat.assign(made(config, np.float32)[0])
     for step in range(steps):
         for name, x in summed(flat.params, config, size, stage, microbatches, step).items():
             flat.grads[name][...] = x
         norm = math.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in flat.grads.values())) / size
-        scale = training.clip_coefficient(norm, most) if most else 1.0
+        scale = training.clip_coefficient(norm, max_norm) if max_norm else 1.0
         flat.step(grad_scale=scale / size if size > 1 else scale, **options)
         yield flat.params, norm
 
 
 def many(parallel, case, start=None, steps=2):
-    """The same of ranks."""
-    microbatches, options, most = case
+    """Parameters and norms after each step, trained on all ranks."""
+    microbatches, options, max_norm = case
     parallel.assign(made(parallel.config, np.float32)[0] if start is None else start)
     for step in range(steps):
         for j in range(microbatches):
@@ -86,28 +86,28 @@ def many(parallel, case, start=None, steps=2):
             last = j == microbatches - 1
             parallel.loss_and_grads(ids, targets, last=last, dloss=1 / microbatches)
         norm = parallel.grad_norm()
-        scale = training.clip_coefficient(norm, most) if most else 1.0
+        scale = training.clip_coefficient(norm, max_norm) if max_norm else 1.0
         parallel.step(grad_scale=scale, **options)
         yield parallel.gather_weights(), norm
 
 
 def check_the_bits_of_one_rank(comm):
-    """Parameters and norms of every stage, in buckets of one part, of several and of all."""
+    """Parameters and norms of every stage have the bits of one rank, with buckets of one part, several and all."""
     dtypes = ("float32", "bfloat16", "float64")
     for stage, (dtype, case, bucket_mb, config) in itertools.product(
         STAGES, zip(dtypes, STEPS, (0, 0.01, 25), (CONFIG, TIED, CONFIG), strict=True)
     ):
         parallel = DataParallel(config, comm, stage=stage, bucket_mb=bucket_mb, dtype=dtype)
         pairs = zip(many(parallel, case), one_rank(config, dtype, comm.size, stage, case), strict=True)
-        for (found, norm), (want, want_norm) in pairs:
-            assert found.keys() == want.keys()
+        for (weights, norm), (want, want_norm) in pairs:
+            assert weights.keys() == want.keys()
             for name, x in want.items():
-                np.testing.assert_array_equal(found[name].view(np.uint8), x.view(np.uint8))
+                np.testing.assert_array_equal(weights[name].view(np.uint8), x.view(np.uint8))
             assert abs(norm - want_norm) <= 1e-14 * want_norm
 
 
 def check_the_loss_falls_as_in_float64(comm):
-    """Gradients to 1e-12 of those of the whole batch, whose tokens the ranks do not share equally."""
+    """Gradients match those of the whole batch to 1e-12, with tokens divided unequally among ranks."""
     batches = [share(0, r, 0) for r in range(comm.size)]
     for rank, (_, targets) in enumerate(batches):
         targets[1, : rank % 4] = -100
@@ -118,25 +118,25 @@ def check_the_loss_falls_as_in_float64(comm):
         parallel = DataParallel(CONFIG, comm, stage=stage, dtype="float64", mean=False)
         parallel.assign(made(CONFIG)[0])
         loss = parallel.loss_and_grads(*batches[comm.rank], denominator=count, policy="layer")
-        found = {}
+        grads = {}
         for bucket in parallel._buckets:
             shares = (bucket.joined(parallel.flat.grads)[None], 0)
             whole = shares[0][0] if stage == 0 else comm.all_gather(*shares).reshape(-1)
-            found |= bucket.views_of(whole)
+            grads |= bucket.views_of(whole)
         for name, x in want.items():
-            assert np.abs(found[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
+            assert np.abs(grads[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
         want_loss = models.loss(ids, targets, models.Llama.of(made(CONFIG)[0], CONFIG), CONFIG)
         assert abs(comm.all_reduce(np.array([loss]))[0] - want_loss) <= 1e-12
         assert abs(models.loss(ids, targets, parallel.model(), CONFIG) - want_loss) <= 1e-12
 
 
 def check_bytes(comm):
-    """Of memory and of messages, by the formulas; with microbatches, stages 0 and 1 send nothing before the last."""
+    """Check bytes of memory and messages by the formulas; stages 0 and 1 send nothing before the last microbatch."""
     p, dtype = comm.size, "bfloat16"
     for config, stage, microbatches in itertools.product((CONFIG, TIED), STAGES, (1, 2)):
         parallel = DataParallel(config, comm, stage=stage, dtype=dtype, bucket_mb=0)
         shards = p if stage else 1
-        sizes = {}  # of a part, with its arrays and itself filled up
+        sizes = {}  # of a part, whose arrays and total are padded
         for part in passes.parts_of(config):
             names = passes.names_of(config, part)
             n = sum(-(-math.prod(config.shapes()[name]) // 256) * 256 for name in names)
@@ -165,13 +165,13 @@ def check_bytes(comm):
 
 
 def check_sums_begin_behind_the_backward_pass(comm):
-    """And in stage 3 no more than two layers are there at a time."""
+    """Sums start behind the backward pass, and stage 3 holds at most two layers at a time."""
     block_backward, seen = passes.block_backward, []
 
-    def backward(*given, **options):
+    def backward(*arguments, **options):
         begun = len(parallel._grads._sent), len(parallel._weights._gathers)
         seen.append((*begun, len(parallel._started)))
-        return block_backward(*given, **options)
+        return block_backward(*arguments, **options)
 
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
@@ -190,7 +190,7 @@ def check_sums_begin_behind_the_backward_pass(comm):
 
 
 def check_with_tensor_parallelism(comm):
-    """Weights and gradients to 1e-12 of one rank's, heads of keys and values on several ranks included."""
+    """Weights and norms match one rank to 1e-12, also where KV heads are on several ranks."""
     tp = 2 if comm.size % 2 == 0 else 1
     mesh = Mesh(comm, tp=tp, dp=comm.size // tp)
     config = dataclasses.replace(CONFIG, nheads_kv=1, qk_norm=True)
@@ -200,8 +200,8 @@ def check_with_tensor_parallelism(comm):
         parallel = DataParallel(parts, mesh.dp, stage=stage, dtype="float64")
         of_one = one_rank(config, "float64", mesh.dp.size, stage, case)
         start = parts.shard_weights(made(config, np.float32)[0])
-        for (found, norm), (want, want_norm) in zip(many(parallel, case, start), of_one, strict=True):
-            whole = parts.gather_weights(found)
+        for (weights, norm), (want, want_norm) in zip(many(parallel, case, start), of_one, strict=True):
+            whole = parts.gather_weights(weights)
             for name, x in want.items():
                 assert np.abs(whole[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
             assert abs(norm - want_norm) <= 1e-12 * want_norm
@@ -220,12 +220,12 @@ def check_a_step_that_one_rank_skips(comm):
 
 
 def check_other_options(comm):
-    """bfloat16 without masters, moments in bytes, a choice of what decays: the same bits on all ranks, and as one."""
+    """bfloat16 without masters, 8-bit moments, a choice of decayed weights: the bits of one rank on all ranks."""
     for stage in STAGES:
         for options in ({"dtype": "bfloat16", "master": False}, {"moment_bits": 8}, {"decay": ("norm",)}):
             parallel = DataParallel(CONFIG, comm, stage=stage, **options)
-            *_, (found, _) = many(parallel, STEPS[0])
-            for x in found.values():
+            *_, (weights, _) = many(parallel, STEPS[0])
+            for x in weights.values():
                 each = comm.all_gather(x[None].view(np.uint8))
                 assert (each == each[0]).all()
             if "master" in options:
@@ -242,27 +242,27 @@ def check_other_options(comm):
                 scale = training.clip_coefficient(norm, STEPS[0][2])
                 flat.step(grad_scale=scale / comm.size if comm.size > 1 else scale, **STEPS[0][1])
             for name, x in flat.params.items():
-                np.testing.assert_array_equal(found[name], x)
+                np.testing.assert_array_equal(weights[name], x)
 
 
 def check_gradients_that_are_forgotten(comm):
-    """Those of microbatches that no step follows, also where their sums are under way."""
+    """zero_grad drops gradients of microbatches, also while their sums are in progress."""
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
         parallel.assign(made(CONFIG, np.float32)[0])
         parallel.loss_and_grads(*share(5, comm.rank, 0), last=False)
         parallel.zero_grad()
         parallel.loss_and_grads(*share(0, comm.rank, 0))
-        found = parallel.grad_norm()
+        norm = parallel.grad_norm()
         parallel.zero_grad()
         assert parallel.grad_norm() == 0
         parallel.zero_grad()
         parallel.loss_and_grads(*share(0, comm.rank, 0))
-        assert parallel.grad_norm() == found
+        assert parallel.grad_norm() == norm
 
 
 def check_a_pass_that_failed(comm):
-    """On all ranks, by a target beyond the vocabulary: the next one has the weights and gradients of its own."""
+    """After a pass fails on all ranks (a target beyond the vocabulary), the next has correct weights and gradients."""
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
         parallel.assign(made(CONFIG, np.float32, 1)[0])
@@ -299,8 +299,8 @@ def check_data_mistakes(comm):
         (OptionError, "z_loss", lambda: parallel.loss_and_grads(ids, targets, zloss=1.0)),
         (StateError, "call step", lambda: parallel.loss_and_grads(ids, targets)),
     )  # fmt: skip
-    for kind, words, call in mistakes:
+    for error, message, call in mistakes:
         for _ in range(2):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(error, match=message):
                 call()
     assert dict(comm.bytes_sent) == before

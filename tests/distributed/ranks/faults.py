@@ -1,4 +1,4 @@
-"""Ranks that go wrong, one way per run: the last rank does.
+"""Ranks with a fault, one per run: it is in the last rank.
 
 ``mpiexec -n 3 python -m tests.distributed.ranks.faults raises``
 """
@@ -38,13 +38,13 @@ def killed(comm):
 
 
 def killed_while_saving(comm):
-    """All ranks save steps 1 and 2 to the folder of the command line; the last one is killed in the second save."""
+    """Save steps 1 and 2 on all ranks to the folder of the command line; kill the last rank in the second save."""
     parallel = distributed.DataParallel(CONFIG, comm, stage=1)
     checkpoints = distributed.ShardedCheckpoints(sys.argv[2], comm)
     for step in (1, 2):
         parallel.flat.buffers["params"].fill(step)
         if step == 2 and comm.rank == comm.size - 1:
-            sharded_checkpoints.save_state = lambda *given: killed(comm)
+            sharded_checkpoints.save_state = lambda *arguments: killed(comm)
         checkpoints.save(step, parallel)
 
 
@@ -98,7 +98,7 @@ def exits_while_a_thread_runs(comm):
 
 
 def swallows_an_exit(comm):
-    """Returns from the program, long after a sys.exit that did not end it."""
+    """Return from the program, long after a sys.exit that did not end it."""
     with contextlib.suppress(SystemExit):
         sys.exit(3)
 
@@ -116,9 +116,9 @@ def ends(comm):
 
 
 def first_to_end(comm):
-    """No fault: the last rank ends when all that the others need of it has begun; they go on without it.
+    """No fault: the last rank ends when everything that the others need of it has begun; they continue without it.
 
-    Its main thread ends even earlier, and another one makes its last call.
+    Its main thread ends even earlier, and another thread makes its last call.
     """
     last, words = comm.size - 1, np.arange(1 << 18, dtype=np.float64)
     others = comm.split(int(comm.rank == last))
@@ -145,7 +145,7 @@ def main(fault: str) -> None:
         last_starts_mpi_only()
     if fault == "ends_before_world" and os.environ["PMI_RANK"] == "2":
         sys.exit(0)
-    if fault == "first_to_end":  # after world()'s own: when all ranks have ended
+    if fault == "first_to_end":  # after the handler of world(): when all ranks have ended
         atexit.register(lambda: distributed.world().barrier())
     comm = distributed.world(timeout=PATIENCE[fault] if fault.endswith("_world") else LONG)
     pair = comm.split(0, name="pair")

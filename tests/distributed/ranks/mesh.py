@@ -1,4 +1,4 @@
-"""Meshes, splits and the world itself."""
+"""Meshes, splits and the world."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_axes(comm):
 
 
 def check_splits_are_apart(comm):
-    """Counts, sums and messages of one group do not show in another."""
+    """Counts, sums and messages of one group do not appear in another."""
     halves = comm.split(comm.rank % 2, name="halves")
     assert (halves.name, halves.timeout) == ("halves", comm.timeout)
     assert halves.ranks == tuple(range(comm.rank % 2, comm.size, 2))
@@ -54,5 +54,5 @@ def check_splits_are_apart(comm):
     total = halves.all_reduce(np.array([comm.rank + 1]))
     assert total[0] == sum(r + 1 for r in halves.ranks)
     assert comm.bytes_sent == before
-    here, there = halves.shift(np.array([1.0])), comm.shift(np.array([2.0]))
-    assert (there.wait()[0][0], here.wait()[0][0]) == (2.0, 1.0)
+    group_shift, world_shift = halves.shift(np.array([1.0])), comm.shift(np.array([2.0]))
+    assert (world_shift.wait()[0][0], group_shift.wait()[0][0]) == (2.0, 1.0)

@@ -1,4 +1,4 @@
-"""Pipelines against one rank that takes one microbatch after the other."""
+"""Pipelines against one rank that runs one microbatch after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(rows):
 
 
 def one_rank(config, dtype, microbatches, mean=True, ids_and_targets=None, **options):
-    """The loss and the gradients by name."""
+    """Loss, and gradients by name."""
     arrays, grads = made(config, np.float32)
     arrays = {name: x.astype(dtype) for name, x in arrays.items()}
     grads = {name: x.astype(np.float64 if dtype == np.float64 else np.float32) for name, x in grads.items()}
@@ -44,40 +44,40 @@ def one_rank(config, dtype, microbatches, mean=True, ids_and_targets=None, **opt
 
 
 def schedules(comm):
-    """Names, chunks, and numbers of microbatches: fewer than ranks, equally many, more."""
+    """Names, chunks, and numbers of microbatches: fewer than ranks, as many, more."""
     p = comm.size
     plain = [(name, 1, m) for name in ("gpipe", "1f1b", "zb-h1") for m in sorted({1, 2, p, 2 * p + 1})]
     return [*plain, ("interleaved", 2, p), ("interleaved", 2, 2 * p), ("interleaved", 1, p)]
 
 
 def held_by(comm, line, config=CONFIG, **options):
-    """This rank's parts of the model."""
+    """Parts of the model held by this rank."""
     parallel = DataParallel(config, Single(), parts=line.parts, **options)
     parallel.assign(made(config, np.float32)[0])
     return parallel
 
 
 def same_grads(parallel, want):
-    found = parallel._grads.arrays
-    assert found
-    for name, x in found.items():
+    grads = parallel._grads.arrays
+    assert grads
+    for name, x in grads.items():
         assert x.dtype == want[name].dtype
         np.testing.assert_array_equal(x, want[name], err_msg=name)
-    return set(found)
+    return set(grads)
 
 
 def check_the_bits_of_one_rank_by_one(comm):
-    """Of the loss and of all gradients, for every schedule."""
+    """Loss and all gradients have the bits of one rank, for every schedule."""
     dtypes = itertools.cycle(("float32", "bfloat16", "float64"))
     for (name, chunks, m), dtype in zip(schedules(comm), dtypes, strict=False):
         config = GEMMA if m == comm.size else CONFIG
         line = Pipeline(config, comm, schedule=name, chunks=chunks)
         parallel = held_by(comm, line, config, dtype=dtype)
-        kind = parallel.flat.buffers["params"].dtype
+        param_dtype = parallel.flat.buffers["params"].dtype
         ids, targets = batch(2 * m)
         policy = ("none", "layer")[m % 2]
         loss = line.loss_and_grads(ids, targets, parallel, microbatches=m, policy=policy)
-        want_loss, want = one_rank(config, kind, m)
+        want_loss, want = one_rank(config, param_dtype, m)
         assert loss.dtype == want_loss.dtype
         assert loss == want_loss
         same_grads(parallel, want)
@@ -102,7 +102,7 @@ def check_a_denominator_of_the_whole_batch(comm):
 
 
 def check_how_many_passes_are_held(comm):
-    """By the table's bounds."""
+    """The number of passes held obeys the bounds of the schedule table."""
     p, r, m = comm.size, comm.rank, 3 * comm.size
     bounds = {
         "gpipe": m,
@@ -114,8 +114,8 @@ def check_how_many_passes_are_held(comm):
     most = [0]
 
     class Counted(real):
-        def __init__(self, *given, **options):
-            super().__init__(*given, **options)
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
             alive.add(self)
             most[0] = max(most[0], len(alive))
 
@@ -127,14 +127,14 @@ def check_how_many_passes_are_held(comm):
             most[0] = 0
             line.loss_and_grads(*batch(m), parallel, microbatches=m)
             assert not alive
-            # of stages without a table to add to, zb-h1 holds no pass for W
+            # in stages without a table to add to, zb-h1 holds no pass for W
             assert most[0] == bound if name != "zb-h1" or r == 0 else most[0] <= bound, name
     finally:
         pipeline.Pass = real
 
 
 def check_pipeline_bytes(comm):
-    """N between two stages and N back, for each microbatch; and the loss, once."""
+    """Each microbatch sends N between two stages and N back; the loss is sent once."""
     p, m = comm.size, 2 * comm.size
     for name, chunks, dtype in (
         ("1f1b", 1, "bfloat16"),
@@ -157,15 +157,15 @@ def check_pipeline_bytes(comm):
 
 
 def check_training_on_a_mesh(comm):
-    """Pipelines of ranks that also divide the batch, or the weights, against one rank."""
+    """Check pipelines of ranks that also divide the batch or the weights against one rank."""
     p = comm.size
     pp = 2 if p % 2 == 0 else p
-    for kind, stage in (("dp", 0), ("dp", 1), ("tp", 1)):
-        mesh = Mesh(comm, pp=pp, **{kind: p // pp})
+    for axis, stage in (("dp", 0), ("dp", 1), ("tp", 1)):
+        mesh = Mesh(comm, pp=pp, **{axis: p // pp})
         config = dataclasses.replace(CONFIG, nlayers=2 * pp)
-        parts = TensorParallel(config, mesh.tp) if kind == "tp" else config
+        parts = TensorParallel(config, mesh.tp) if axis == "tp" else config
         whole = made(config, np.float32)[0]
-        start = parts.shard_weights(whole) if kind == "tp" else whole
+        start = parts.shard_weights(whole) if axis == "tp" else whole
         for name in ("1f1b", "zb-h1"):
             line = Pipeline(config, mesh.pp, schedule=name)
             parallel = DataParallel(parts, mesh.dp, stage=stage, parts=line.parts, dtype="float64")
@@ -188,9 +188,9 @@ def check_training_on_a_mesh(comm):
                 assert abs(mean[0] - want) <= 1e-12
                 same_on_all(mesh.pp, np.asarray(loss))
                 same_on_all(mesh.tp, np.asarray(loss))
-            found = parallel.gather_weights()
-            exact = parts.shard_weights(flat.params) if kind == "tp" else flat.params
-            for array, x in found.items():
+            gathered = parallel.gather_weights()
+            exact = parts.shard_weights(flat.params) if axis == "tp" else flat.params
+            for array, x in gathered.items():
                 assert np.abs(x - exact[array]).max() <= 1e-12 * max(1.0, np.abs(x).max()), array
 
 
@@ -199,7 +199,7 @@ def check_pipeline_mistakes(comm):
     line = Pipeline(CONFIG, comm)
     parallel = held_by(comm, line)
     ids, targets = batch(6)
-    run, given = line.loss_and_grads, {"microbatches": 3}
+    run, options = line.loss_and_grads, {"microbatches": 3}
     three = DataParallel(CONFIG, Single(), stage=2, parts=line.parts)
     before = dict(comm.bytes_sent)
     mistakes = [
@@ -207,35 +207,35 @@ def check_pipeline_mistakes(comm):
         (OptionError, "use interleaved", lambda: Pipeline(CONFIG, comm, chunks=2)),
         (OptionError, "fewer than", lambda: Pipeline(CONFIG, comm, schedule="interleaved", chunks=10)),
         (OptionError, "microbatches", lambda: run(ids, targets, parallel, microbatches=0)),
-        (OptionError, "z_loss", lambda: run(ids, targets, parallel, zloss=0.1, **given)),
-        (OptionError, "mean", lambda: run(ids, targets, parallel, mean=2, **given)),
-        (OptionError, "expected stage 0 or 1", lambda: run(ids, targets, three, **given)),
-        (ShapeError, "divide evenly", lambda: run(ids[:5], targets[:5], parallel, **given)),
-        (ShapeError, "divide evenly", lambda: run(ids[0], targets[0], parallel, **given)),
-        (ShapeError, "targets", lambda: run(ids, targets[:5], parallel, **given)),
+        (OptionError, "z_loss", lambda: run(ids, targets, parallel, zloss=0.1, **options)),
+        (OptionError, "mean", lambda: run(ids, targets, parallel, mean=2, **options)),
+        (OptionError, "expected stage 0 or 1", lambda: run(ids, targets, three, **options)),
+        (ShapeError, "divide evenly", lambda: run(ids[:5], targets[:5], parallel, **options)),
+        (ShapeError, "divide evenly", lambda: run(ids[0], targets[0], parallel, **options)),
+        (ShapeError, "targets", lambda: run(ids, targets[:5], parallel, **options)),
     ]
     if p > 1:
         tied, whole = dataclasses.replace(CONFIG, tied=True), DataParallel(CONFIG, Single())
         uneven = Pipeline(CONFIG, comm, schedule="interleaved", chunks=2).loss_and_grads
         mistakes += [
             (OptionError, "tied=False", lambda: Pipeline(tied, comm)),
-            (OptionError, "expected stage 0 or 1, and parts=", lambda: run(ids, targets, whole, **given)),
+            (OptionError, "expected stage 0 or 1, and parts=", lambda: run(ids, targets, whole, **options)),
             (OptionError, "multiple of", lambda: uneven(ids, targets, parallel, microbatches=p + 1)),
         ]
-    for kind, words, call in mistakes:
+    for error, message, call in mistakes:
         for _ in range(2):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(error, match=message):
                 call()
     assert dict(comm.bytes_sent) == before
-    run(ids, targets, parallel, **given)
+    run(ids, targets, parallel, **options)
     parallel.finish()
     with pytest.raises(StateError, match="call step"):
-        run(ids, targets, parallel, **given)
+        run(ids, targets, parallel, **options)
     comm.barrier()
 
 
 def check_different_options(comm):
-    """Every rank gets the error, before it sends anything else."""
+    """Every rank gets the error before it sends anything else."""
     last = comm.rank == comm.size - 1
     line = Pipeline(CONFIG, comm, schedule="gpipe" if last else "1f1b")
     with pytest.raises(CommError, match=r"schedule='1f1b'.*schedule='gpipe'"):

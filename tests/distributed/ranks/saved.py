@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: saved by one division of a model, loaded by others, to the bit."""
+"""Checkpoints of several ranks: saved from one division of a model, loaded into others, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("params", "master", "m", "v")
 
 @contextmanager
 def folder_of_all(comm):
-    """A new folder, which all ranks see."""
+    """New folder that all ranks see."""
     name = np.zeros(200, np.uint8)
     if comm.rank == 0:
         text = tempfile.mkdtemp().encode()
@@ -47,20 +47,20 @@ def folder_of_all(comm):
 
 
 def config_of(comm):
-    """With heads of keys and values that several ranks hold."""
+    """Config with KV heads that several ranks hold."""
     nheads, nheads_kv = UNEVEN[comm.size]
     return config_for(comm, nheads=nheads, nheads_kv=nheads_kv, qk_norm=True, biases=ALL_BIASES, nlayers=1)
 
 
 def layouts(comm):
-    """Ranks for tensor parallelism, and the stage."""
+    """Layouts: number of ranks for tensor parallelism, and stage."""
     p = comm.size
-    found = [(1, 1), (p, 0), (1, 3), (1, 0), (p, 2), *([(2, 1), (2, 2), (2, 3)] if p == 4 else [])]
-    return list(dict.fromkeys(found))
+    pairs = [(1, 1), (p, 0), (1, 3), (1, 0), (p, 2), *([(2, 1), (2, 2), (2, 3)] if p == 4 else [])]
+    return list(dict.fromkeys(pairs))
 
 
 class Run:
-    """A model under training, divided in one way."""
+    """Model in training, divided in one way."""
 
     def __init__(self, comm, config, tp, stage, **options):
         self.mesh = Mesh(comm, tp=tp, dp=comm.size // tp)
@@ -72,7 +72,7 @@ class Run:
         self.parallel.assign(self.parts.shard_weights(made(self.parts.whole, np.float32, seed)[0]))
 
     def train(self, first, last):
-        """Steps, whose batches are those of 12 rows whatever the division."""
+        """Run steps; each batch has the same 12 rows whatever the division."""
         dp = self.mesh.dp
         rows = 12 // dp.size
         batches = Batches(np.arange(400) % 29, rows, 12, seed=5, rank=dp.rank, world=dp.size, start=first)
@@ -85,37 +85,37 @@ class Run:
 
 
 def assembled(folder, config):
-    """The whole arrays, "m/norm" and so on, of the files of a checkpoint; every element is in one of them."""
+    """Whole arrays ("m/norm" etc.) from the files of a checkpoint; check that every element is in some file."""
     index = json.loads((folder / "index.json").read_text())
     files = [training.load_state(folder / name)[0] for name in index["files"]]
     assert index["tensors"].keys() == config.shapes().keys()
-    found = {}
+    arrays = {}
     for name, entry in index["tensors"].items():
-        for kind in index["dtypes"]:
+        for state in index["dtypes"]:
             whole, seen = None, np.zeros(entry["shape"], bool)
             for shard in entry["shards"]:
-                part = files[shard["file"]][f"{kind}/{name}"]
+                part = files[shard["file"]][f"{state}/{name}"]
                 whole = np.zeros(entry["shape"], part.dtype) if whole is None else whole
                 axis = shard["axis"]
                 bounds = shard["pieces"] or [[0, whole.shape[0]]]
                 rows = np.concatenate([np.arange(a, b) for a, b in bounds])
-                local, there = np.take(whole, rows, axis), np.take(seen, rows, axis)
+                local, known = np.take(whole, rows, axis), np.take(seen, rows, axis)
                 at = slice(*shard["elements"])
-                fresh = ~there.reshape(-1)[at]
+                fresh = ~known.reshape(-1)[at]
                 old = local.reshape(-1)[at]
                 assert (old[~fresh] == part[~fresh]).all()  # on several ranks: the same
-                local.reshape(-1)[at], there.reshape(-1)[at] = part, True
+                local.reshape(-1)[at], known.reshape(-1)[at] = part, True
                 place = (slice(None),) * axis + (rows,)
-                whole[place], seen[place] = local, there
+                whole[place], seen[place] = local, known
             assert seen.all(), name
-            found[f"{kind}/{name}"] = whole
-    return found, index
+            arrays[f"{state}/{name}"] = whole
+    return arrays, index
 
 
-def same(found, want):
-    assert found.keys() == want.keys()
-    for name, x in want.items():
-        np.testing.assert_array_equal(found[name].view(np.uint8), x.view(np.uint8), err_msg=name)
+def same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(actual[name].view(np.uint8), x.view(np.uint8), err_msg=name)
 
 
 def check_any_layout_loads_any_other(comm):
@@ -137,22 +137,22 @@ def check_any_layout_loads_any_other(comm):
             for other in layouts(comm):
                 if (tp, stage) != (1, 1) and other not in ((1, 3), (comm.size, 0), (tp, stage)):
                     continue
-                to = Run(comm, config, *other)
-                to.start(seed=1)
-                assert first.load(to.parallel) == (2, {"loss": 0.5, "who": [tp, stage]})
+                target = Run(comm, config, *other)
+                target.start(seed=1)
+                assert first.load(target.parallel) == (2, {"loss": 0.5, "who": [tp, stage]})
                 second = ShardedCheckpoints(folder / f"{number}-{other[0]}-{other[1]}", comm)
-                second.save(2, to.parallel)
-                found, again = assembled(second.path(2), config)
+                second.save(2, target.parallel)
+                actual, again = assembled(second.path(2), config)
                 assert again["next_step"] == 3
-                same(found, want)
-                same(to.parts.gather_weights(to.parallel.gather_weights()), weights)
+                same(actual, want)
+                same(target.parts.gather_weights(target.parallel.gather_weights()), weights)
             alone = DataParallel(config, Single(), dtype="bfloat16")
             ShardedCheckpoints(folder / f"from{number}", Single()).load(alone)
             same(alone.gather_weights(), weights)
 
 
 def check_a_run_goes_on(comm):
-    """To the bit of one that was not interrupted; and in float64 to 1e-12 where it is divided otherwise."""
+    """A resumed run has the bits of an uninterrupted one; with another division it matches to 1e-12 in float64."""
     config = config_of(comm)
     for (tp, stage), dtype in zip(layouts(comm)[:3], ("bfloat16", "float32", "float64"), strict=True):
         with folder_of_all(comm) as folder:
@@ -166,16 +166,16 @@ def check_a_run_goes_on(comm):
                 again = Run(comm, config, *other, dtype=dtype)
                 step, _ = checkpoints.load(again.parallel)
                 again.train(step, 4)
-                found = again.parts.gather_weights(again.parallel.gather_weights())
+                weights = again.parts.gather_weights(again.parallel.gather_weights())
                 if other == (tp, stage):
-                    same(found, want)
+                    same(weights, want)
                 elif dtype == "float64":
                     for name, x in want.items():
-                        assert np.abs(found[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
+                        assert np.abs(weights[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
 
 
 def check_pipelines(comm):
-    """Each rank saves its layers; ranks that have parts of all layers load them, and the other way round."""
+    """Each rank saves its layers; ranks that have parts of all layers load them, and vice versa."""
     config = dataclasses.replace(config_of(comm), nlayers=comm.size)
     whole = made(config, np.float32)[0]
     line = Pipeline(config, comm)
@@ -183,11 +183,11 @@ def check_pipelines(comm):
         for backwards in (False, True):
             layers = DataParallel(config, Single(), parts=line.parts)
             shares = DataParallel(config, comm, stage=3)
-            one, other = (shares, layers) if backwards else (layers, shares)
-            one.assign(whole)
+            source, target = (shares, layers) if backwards else (layers, shares)
+            source.assign(whole)
             checkpoints = ShardedCheckpoints(folder / str(backwards), comm)
-            checkpoints.save(1, one)
-            checkpoints.load(other)
+            checkpoints.save(1, source)
+            checkpoints.load(target)
             same(layers.gather_weights(), {n: x for n, x in whole.items() if n in layers.gather_weights()})
             same(shares.gather_weights(), whole)
 
@@ -229,14 +229,14 @@ def check_what_does_not_fit(comm):
             (ShapeError, "gate_up", lambda: checkpoints.load(wider)),
             (ShapeError, r"layers\.1\.\w+ has shape .* lacks it", lambda: checkpoints.load(deeper)),
         )  # fmt: skip
-        for kind, words, call in mistakes:
-            with pytest.raises(kind, match=words):
+        for error, message, call in mistakes:
+            with pytest.raises(error, match=message):
                 call()
             comm.barrier()
 
 
 def check_an_error_on_one_rank(comm):
-    """Is one on all of them, and none waits; the state before stays."""
+    """An error on one rank is raised on all ranks, and none waits; the previous state stays."""
     config, last = config_of(comm), comm.size - 1
     run = Run(comm, config, 1, 1)
     run.start()
@@ -244,8 +244,8 @@ def check_an_error_on_one_rank(comm):
     with folder_of_all(comm) as folder:
         checkpoints = ShardedCheckpoints(folder, comm)
         path = checkpoints.save(1, run.parallel)
-        kind = OptionError if comm.rank == last else CommError
-        with pytest.raises(kind, match="meta cannot be written"):
+        error = OptionError if comm.rank == last else CommError
+        with pytest.raises(error, match="meta cannot be written"):
             checkpoints.save(2, run.parallel, {"x": object()} if comm.rank == last else {})
         assert checkpoints.steps() == [1]
         comm.barrier()
@@ -272,12 +272,12 @@ def check_ranks_without_which_the_model_is_not_whole(comm):
 
 
 def check_interrupted_saves(comm):
-    """Wherever a save ends, the state before is the last one; the next save is whole."""
+    """Wherever a save is interrupted, the previous state is the last one; the next save is complete."""
     config, alone = config_of(comm), Single()
     parallel = DataParallel(config, alone)
     parallel.assign(made(config, np.float32)[0])
 
-    def fails(*given, **options):
+    def fails(*arguments, **options):
         raise KeyboardInterrupt
 
     with folder_of_all(comm) as folder:

@@ -1,4 +1,4 @@
-"""Models whose weights are divided among ranks, against the whole model on each of them."""
+"""Models whose weights are divided among ranks, against the whole model on each rank."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ GEMMA = {"post_norms": True, "weight_offset": 1.0, "softcap": 5.0, "logits_softc
 
 
 def config_for(comm, **changes):
-    """Two heads of queries per rank, and one of keys and values."""
+    """Config with two query heads and one KV head per rank."""
     p = comm.size
     sizes = {"vocab": VOCAB, "hidden": 20, "ffn": 6 * p, "nlayers": 2, "head_dim": 8}
     return LlamaConfig(**({**sizes, "nheads": 2 * p, "nheads_kv": p} | changes))
 
 
-# heads of queries, and of keys and values, by ranks that do not divide the latter: those on two ranks, or three
+# query heads and KV heads by number of ranks, where ranks do not divide KV heads: these are on two ranks, or three
 UNEVEN = {1: (3, 1), 2: (6, 3), 3: (12, 2), 4: (12, 6)}
 
 
 def configs(comm):
-    """Some with fewer heads of keys and values than ranks."""
+    """Configs, some with fewer KV heads than ranks."""
     windows = (Layer(None, None, 3), Layer(500.0))
     yield config_for(comm)
     nheads, nheads_kv = UNEVEN[comm.size]
@@ -54,14 +54,14 @@ def batch(seqlen):
 
 
 def of_whole(config, dtype, ids, targets, **options):
-    """The loss, and gradients by name."""
+    """Loss, and gradients by name."""
     arrays, grads = made(config, dtype)
     weights, into = models.Llama.of(arrays, config), models.Llama.of(grads, config)
     return models.loss_and_grads(ids, targets, weights, config, grads=into, **options), grads
 
 
 def of_parts(parts, dtype, ids, targets, **options):
-    """The same of all ranks, and this one's gradients."""
+    """Loss and whole gradients of all ranks, and the gradients of this rank."""
     arrays, grads = (parts.shard_weights(x) for x in made(parts.whole, dtype))
     weights, into = parts.model(arrays), parts.grads(grads)
     loss = models.loss_and_grads(ids, targets, weights, parts.config, grads=into, **options)
@@ -69,9 +69,9 @@ def of_parts(parts, dtype, ids, targets, **options):
     return loss, parts.gather_weights(into), grads
 
 
-def close(found, want, name=""):
-    largest = max(1.0, np.abs(want).max(initial=0))
-    assert np.abs(found - want).max(initial=0) <= 1e-12 * largest, name
+def close(actual, expected, name=""):
+    largest = max(1.0, np.abs(expected).max(initial=0))
+    assert np.abs(actual - expected).max(initial=0) <= 1e-12 * largest, name
 
 
 def same_on_all(comm, x):
@@ -93,7 +93,7 @@ def check_weights_come_back(comm):
 
 
 def check_copies_of_heads(comm):
-    """As many as the ranks' heads of queries need, and no more."""
+    """KV heads are copied as often as the query heads of the ranks need, and no more."""
     p, heads = comm.size, {"nheads": 8 * comm.size}
     for nheads_kv, held, copies in ((8 * p, 8, 1), (2 * p, 2, 1), (p, 1, 1), (1, 1, p)):
         parts = TensorParallel(config_for(comm, **heads, nheads_kv=nheads_kv), comm)
@@ -105,7 +105,7 @@ def check_copies_of_heads(comm):
 
 
 def check_gradients_in_float64(comm):
-    """Of every weight, and their norm; and the same bits wherever ranks hold the same."""
+    """Check gradients of every weight and their norm; ranks that hold the same array have the same bits."""
     ids, targets = batch(4 * comm.size)
     for config in configs(comm):
         want_loss, want = of_whole(config, np.float64, ids, targets, reduction="sum")
@@ -141,30 +141,30 @@ def check_policies_and_packed_sequences(comm):
 
 
 def check_gradients_in_other_dtypes(comm):
-    """By the tolerance rule, with textbook code of every op."""
+    """Check gradients by the tolerance rule, with textbook code of every op."""
     ids, targets = batch(6 * comm.size)
     *_, config = configs(comm)
     config = dataclasses.replace(config, tied=True)
     for dtype in ("float32", "bfloat16"):
-        kind = DTYPES[dtype]
-        rounded = {name: x.astype(np.float64) for name, x in made(config, kind)[0].items()}
+        param_dtype = DTYPES[dtype]
+        rounded = {name: x.astype(np.float64) for name, x in made(config, param_dtype)[0].items()}
         exact = {name: np.zeros(x.shape) for name, x in rounded.items()}
         weights, into = models.Llama.of(rounded, config), models.Llama.of(exact, config)
         exact["loss"] = models.loss_and_grads(ids, targets, weights, config, grads=into, reduction="sum")
         with naive_ops():
-            loss, grads = of_whole(config, kind, ids, targets, reduction="sum")
+            loss, grads = of_whole(config, param_dtype, ids, targets, reduction="sum")
         textbook = {"loss": loss, **grads}
         for parts in layouts(comm, config):
-            loss, grads, _ = of_parts(parts, kind, ids, targets, reduction="sum")
-            found = {"loss": loss, **grads}
+            loss, grads, _ = of_parts(parts, param_dtype, ids, targets, reduction="sum")
+            actual_values = {"loss": loss, **grads}
             for name, ref in exact.items():
-                x, factor = found[name], FORWARD if name == "loss" else GRADIENT
+                x, factor = actual_values[name], FORWARD if name == "loss" else GRADIENT
                 problem = error_report(x, ref, tolerance(ref, textbook[name], x.dtype, factor))
                 assert problem is None, f"{name} in {dtype}: {problem}"
 
 
 def check_a_block(comm):
-    """Its output and dx, the same bits on all ranks, and the bytes that it sends."""
+    """Check output and dx of a block, equal bits on all ranks, and the bytes sent."""
     p, config = comm.size, next(configs(comm))
     arrays, grads = made(config)
     rng = np.random.default_rng(5)
@@ -182,14 +182,14 @@ def check_a_block(comm):
         y, saved = models.block_forward(x[:, mine], layer, parts.config)
         dx = models.block_backward(dy[:, mine], layer, saved, parts.config, grads=into)
         assert sum(comm.bytes_sent.values()) - before == sent * x.nbytes * (p - 1) // p
-        for found, ref in ((y, want), (dx, want_dx)):
-            close(found, ref[:, mine])
+        for actual, ref in ((y, want), (dx, want_dx)):
+            close(actual, ref[:, mine])
             if not parts.stream.divided:
-                same_on_all(comm, found)
+                same_on_all(comm, actual)
 
 
 def check_gradients_add_up(comm):
-    """Parts of a batch, whose shared gradients are summed once; frozen weights are left out."""
+    """Gradients of parts of a batch add up; shared ones are summed once, frozen weights are omitted."""
     ids, targets = batch(4 * comm.size)
     *_, config = configs(comm)
     _, want = of_whole(config, np.float64, ids, targets, denominator=targets.size - 1)
@@ -198,9 +198,9 @@ def check_gradients_add_up(comm):
         weights, grads = parts.model(arrays), parts.grads(zeros)
         grads.embed = grads.layers[0].qkv = None
         for row in range(2):
-            one = slice(row, row + 1)
+            rows = slice(row, row + 1)
             models.loss_and_grads(
-                ids[one], targets[one], weights, parts.config, grads=grads, denominator=targets.size - 1
+                ids[rows], targets[rows], weights, parts.config, grads=grads, denominator=targets.size - 1
             )
         parts.sum_shared_grads(grads)
         assert not zeros["embed"].any()
@@ -212,7 +212,7 @@ def check_gradients_add_up(comm):
 
 
 def check_training(comm):
-    """The losses of one rank, on ranks that also divide the batch and clip gradients."""
+    """Losses match one rank, on ranks that also divide the batch and clip gradients."""
     tp = 2 if comm.size % 2 == 0 else comm.size
     mesh = Mesh(comm, tp=tp, dp=comm.size // tp)
     config = config_for(mesh.tp, nlayers=1, nheads_kv=1, qk_norm=True)
@@ -223,24 +223,26 @@ def check_training(comm):
     def losses(shapes, values, model, into, run, share, steps=20):
         flat = training.FlatParams.from_shapes(shapes, dtype="float64", device="cpu")
         flat.assign(values)
-        weights, grads, found = model(flat.params), into(flat.grads), []
+        weights, grads, history = model(flat.params), into(flat.grads), []
         for _ in range(steps):
             flat.zero_grad()
-            found.append(models.loss_and_grads(ids[share], targets[share], weights, run, grads=grads))
-            norm = yield flat, found
+            history.append(models.loss_and_grads(ids[share], targets[share], weights, run, grads=grads))
+            norm = yield flat, history
             flat.step(lr=3e-3, weight_decay=0.1, grad_scale=min(1.0, 0.5 / norm))
 
     def whole(arrays):
         return models.Llama.of(arrays, config)
 
-    one = losses(config.shapes(), start, whole, whole, config, slice(None))
+    single_run = losses(config.shapes(), start, whole, whole, config, slice(None))
     rows = slice(mesh.dp.rank, None, mesh.dp.size)
-    many = losses(parts.shapes(), parts.shard_weights(start), parts.model, parts.grads, parts.config, rows)
+    split_run = losses(
+        parts.shapes(), parts.shard_weights(start), parts.model, parts.grads, parts.config, rows
+    )
     norms: list = [None, None]
     while True:
         try:
-            flat, want = one.send(norms[0])
-            parted, found = many.send(norms[1])
+            flat, expected = single_run.send(norms[0])
+            parted, history = split_run.send(norms[1])
         except StopIteration:
             break
         norms[0] = np.sqrt(sum(np.vdot(x, x) for x in flat.grads.values()))
@@ -249,14 +251,14 @@ def check_training(comm):
         mesh.dp.all_reduce(summed, out=summed)
         summed /= mesh.dp.size
         norms[1] = parts.grad_norm(parted.grads)
-    assert len(want) == len(found) == 20
-    assert want[-1] < want[0] - 0.5
-    mean = mesh.dp.all_reduce(np.array(found)) / mesh.dp.size
-    np.testing.assert_allclose(mean, want, rtol=0, atol=1e-9)
+    assert len(expected) == len(history) == 20
+    assert expected[-1] < expected[0] - 0.5
+    mean = mesh.dp.all_reduce(np.array(history)) / mesh.dp.size
+    np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-9)
 
 
 def check_next_logits(comm):
-    """Prompts in parts and single tokens, over caches of this rank's heads; and whole texts."""
+    """Check prompts in parts and single tokens over caches of the heads of this rank, and whole texts."""
     for config in configs(comm):
         arrays, _ = made(config)
         whole, parts = models.Llama.of(arrays, config), TensorParallel(config, comm)
@@ -265,28 +267,28 @@ def check_next_logits(comm):
         caches = [inference.cache_for(*run, num_pages=8, page_size=4) for run in runs]
         assert caches[1].keys[0].shape[2] == parts.config.nheads_kv
         for start, stop in ((0, 7), (7, 10), (10, 11)):
-            found = []
+            logits = []
             for cache, run in zip(caches, runs, strict=True):
                 handles = cache.handles or (cache.add(), cache.add())
                 new = {h: row[start:stop] for h, row in zip(handles, text, strict=True)}
-                found.append(inference.next_logits(*run, cache, cache.reserve(new)))
+                logits.append(inference.next_logits(*run, cache, cache.reserve(new)))
                 cache.commit()
-            close(found[1], found[0])
-            same_on_all(comm, found[1])
+            close(logits[1], logits[0])
+            same_on_all(comm, logits[1])
         want = models.logits(np.array(text), whole, config)
         for each in layouts(comm, config)[: 1 if 11 % comm.size else 2]:
             close(models.logits(np.array(text), each.model(each.shard_weights(arrays)), each.config), want)
 
 
 def check_generation(comm):
-    """Every rank draws the tokens of one."""
+    """Every rank draws the same tokens as a single rank."""
     config = config_for(comm)
     arrays, parts = made(config)[0], TensorParallel(config, comm)
     prompts = tokens((3, 5)).tolist()
     sampling = inference.Sampling(temperature=0.8, seed=4)
     texts = [
-        inference.generate(weights, own, prompts, max_new_tokens=6, sampling=sampling)
-        for weights, own in (
+        inference.generate(weights, run_config, prompts, max_new_tokens=6, sampling=sampling)
+        for weights, run_config in (
             (models.Llama.of(arrays, config), config),
             (parts.model(parts.shard_weights(arrays)), parts.config),
         )
@@ -295,7 +297,7 @@ def check_generation(comm):
 
 
 def check_what_cannot_be_divided(comm):
-    """Said on one rank alone, with nothing sent."""
+    """Errors are raised on one rank alone, with nothing sent."""
     p, config = comm.size, config_for(comm)
     parts = TensorParallel(config, comm)
     arrays, _ = made(config)
@@ -335,9 +337,9 @@ def check_what_cannot_be_divided(comm):
     step = cache.reserve({0: [1] * p})
     call = (model, parts.config, cache, step)
     mistakes.append((OptionError, "sequence_parallel=False", lambda: inference.next_logits(*call)))
-    for kind, words, call_ in mistakes:
+    for error, message, call_ in mistakes:
         for _ in range(2):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(error, match=message):
                 call_()
     assert dict(comm.bytes_sent) == before
     if p > 1:

@@ -1,4 +1,4 @@
-"""A Llama that trains on all ranks, against one rank: loss and gradient norm of every step, in float64."""
+"""Llama trained on all ranks against one rank: loss and gradient norm of every step, in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH, SEQLEN, STEPS = 6, 24, 50  # which 2, 3 and 4 ranks divide
 
 
 def batch(step):
-    """ids and targets: runs of counting, from places and by strides of their own."""
+    """ids and targets: each row counts from a random start by a random stride."""
     rng = np.random.default_rng(step)
     starts, strides = rng.integers(0, CONFIG.vocab, (BATCH, 1)), rng.integers(1, 4, (BATCH, 1))
     run = (starts + strides * np.arange(SEQLEN + 1)) % CONFIG.vocab
@@ -39,7 +39,7 @@ def start(config):
 
 
 def options(step):
-    """Of a step: a warm-up, and a gradient that is clipped at first."""
+    """Options of a step: lr with warm-up, and weight decay."""
     return {"lr": 2e-2 * min(1.0, (step + 1) / 5), "weight_decay": 0.1}
 
 
@@ -49,44 +49,44 @@ def scale(norm):
 
 @functools.cache
 def of_one_rank(comm, config, steps):
-    """Losses and norms, which rank 0 computes without the others."""
-    found = alone(config, steps) if comm.rank == 0 else np.empty((steps, 2))
-    return comm.broadcast(found)
+    """Losses and norms, computed by rank 0 alone."""
+    history = alone(config, steps) if comm.rank == 0 else np.empty((steps, 2))
+    return comm.broadcast(history)
 
 
 def alone(config, steps):
     flat = training.FlatParams.from_shapes(config.shapes(), dtype="float64")
     flat.assign(start(config))
     weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
-    found = []
+    history = []
     for step in range(steps):
         loss = models.loss_and_grads(*batch(step), weights, config, grads=grads)
         norm = math.sqrt(sum(np.sum(np.square(x)) for x in flat.grads.values()))
         flat.step(grad_scale=scale(norm), **options(step))
-        found.append((float(loss), norm))
+        history.append((float(loss), norm))
         flat.zero_grad()
-    return np.array(found)
+    return np.array(history)
 
 
 def of_ranks(parallel, part, steps, **more):
-    """``part``: this rank's part of an array (batch, seqlen)."""
-    found = []
+    """Losses and norms on all ranks. ``part``: part of this rank of an array (batch, seqlen)."""
+    history = []
     for step in range(steps):
         ids, targets = map(part, batch(step))
         loss = parallel.loss_and_grads(ids, targets, **more)
         norm = parallel.grad_norm()
         parallel.step(grad_scale=scale(norm), **options(step))
-        found.append((parallel.comm.all_reduce(np.array([loss]))[0] / parallel.comm.size, norm))
-    return np.array(found)
+        history.append((parallel.comm.all_reduce(np.array([loss]))[0] / parallel.comm.size, norm))
+    return np.array(history)
 
 
 def pair(comm):
-    """Ranks that share something, beside others that share something else; an odd rank has no neighbour."""
+    """Number of ranks in a group: 2 where the size is even, else 1."""
     return 2 if comm.size % 2 == 0 else 1
 
 
-def equal(found, want):
-    worst = np.abs(found - want).max(axis=0)
+def equal(actual, expected):
+    worst = np.abs(actual - expected).max(axis=0)
     assert (worst <= 1e-9).all(), f"loss and norm differ by up to {worst}"
 
 
@@ -96,7 +96,7 @@ def rows_of(comm: Comm):
 
 
 def check_heads_and_batch(comm):
-    """Two ranks share each layer, and pairs the batch."""
+    """Two ranks share each layer, and pairs share the batch."""
     mesh = Mesh(comm, tp=pair(comm), dp=comm.size // pair(comm))
     want = of_one_rank(comm, CONFIG, STEPS)
     assert want[-1, 0] < 0.5 * want[0, 0]
@@ -144,7 +144,7 @@ def check_mistakes_with_sequences(comm):
         (ShapeError, "ContextParallel.part", lambda: context.part(np.zeros((2, SEQLEN // 2)))),
         (ShapeError, "ContextParallel.part", lambda: context.part(np.zeros(SEQLEN))),
     )
-    for kind, words, call in mistakes:
-        with pytest.raises(kind, match=words):
+    for error, message, call in mistakes:
+        with pytest.raises(error, match=message):
             call()
     assert dict(comm.bytes_sent) == before

@@ -1,4 +1,4 @@
-"""Data parallelism of ranks that have unequal shares, and of ranks that differ where they must not."""
+"""Data parallelism of ranks with unequal shares, and of ranks that differ where they must not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.test_block import made
 
 
 def check_tables_that_ranks_do_not_divide(comm):
-    """The ranks have the same buckets, and round what all of them hold alike."""
+    """Ranks have the same buckets, and round shared weights alike."""
     if comm.size % 2:
         return
     mesh = Mesh(comm, tp=2, dp=comm.size // 2)
@@ -24,14 +24,14 @@ def check_tables_that_ranks_do_not_divide(comm):
         parts = TensorParallel(CONFIG, mesh.tp, sequence_parallel=True)
         options = {"dtype": "bfloat16", "master": False, "bucket_mb": bucket_mb}
         parallel = DataParallel(parts, mesh.dp, stage=stage, **options)
-        *_, (found, _) = many(parallel, STEPS[0], parts.shard_weights(made(CONFIG, np.float32)[0]))
-        for name in (name for name in found if name.endswith("norm")):
-            each = comm.all_gather(found[name][None].view(np.uint8))
+        *_, (weights, _) = many(parallel, STEPS[0], parts.shard_weights(made(CONFIG, np.float32)[0]))
+        for name in (name for name in weights if name.endswith("norm")):
+            each = comm.all_gather(weights[name][None].view(np.uint8))
             assert (each == each[0]).all(), (stage, name)
 
 
 def check_ranks_that_differ(comm):
-    """Are told so when they make a model, not by a wait or weights of other layers."""
+    """Ranks that differ get an error when they make a model, not a hang or weights of other layers."""
     for of_rank in (
         {"stage": comm.rank % 2},
         {"stage": 1, "parts": ("embed", 0) if comm.rank else (1, 2, "head")},
@@ -42,7 +42,7 @@ def check_ranks_that_differ(comm):
 
 
 def check_a_rank_without_rows(comm):
-    """Adds nothing to the gradients of the others."""
+    """A rank without rows adds nothing to the gradients of the others."""
     ids, targets = share(0, 0, 0)
     rows = len(ids) if comm.rank == 0 else 0
     for stage in STAGES:

@@ -1,4 +1,4 @@
-"""Embedding, logits and loss over rows of a table that ranks share, against the ops over the whole table."""
+"""Embedding, logits and loss over rows of a table divided among ranks, against the ops over the whole table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOSSES = {
 
 
 def draw(comm, dtype="float64", level=0.0):
-    """h, the table, and a target in each rank's rows. ``level``: how far apart the largest logits are."""
+    """h, the table, and a target in the rows of each rank. ``level``: distance between the largest logits."""
     rng = np.random.default_rng(3)
     h, weight = rng.standard_normal((2, 2 * comm.size, HIDDEN)), rng.standard_normal((VOCAB, HIDDEN))
     h[..., 0], weight[:, 0] = 1.0, np.linspace(0, level, VOCAB)
@@ -41,16 +41,16 @@ def table_of(comm, weight, **options):
     return VocabularyRows(comm, weight[at], VOCAB, **options), at
 
 
-def close(found, want):
+def close(actual, expected):
     with np.errstate(invalid="ignore"):  # inf - inf
-        error = np.where(found == want, 0, np.abs(found - want))
-    finite = np.abs(want)[np.isfinite(want)]
+        error = np.where(actual == expected, 0, np.abs(actual - expected))
+    finite = np.abs(expected)[np.isfinite(expected)]
     assert not (error > 1e-12 * max(1.0, finite.max(initial=0))).any()
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(want))
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
 
 
 def check_embedding(comm):
-    """The bits of one rank; its gradient."""
+    """Check that the embedding has the bits of one rank, and its gradient."""
     _, weight, _ = draw(comm)
     ids = np.resize(np.arange(VOCAB, dtype=np.int32), (2, 3 * comm.size))
     dx = np.random.default_rng(1).standard_normal((*ids.shape, HIDDEN))
@@ -59,13 +59,13 @@ def check_embedding(comm):
         mine = slice(3 * comm.rank, 3 * comm.rank + 3) if divided else slice(None)
         want = gpu_ops.embedding(ids, weight, scale=scale)[:, mine]
         np.testing.assert_array_equal(table.embed(ids, scale=scale), want)
-        found = np.ones(table.shape)
-        table.embed_backward(dx[:, mine], ids, dweight=found, scale=scale)
-        close(found, 1 + gpu_ops.embedding_backward(dx, ids, VOCAB, scale=scale)[at])
+        grads = np.ones(table.shape)
+        table.embed_backward(dx[:, mine], ids, dweight=grads, scale=scale)
+        close(grads, 1 + gpu_ops.embedding_backward(dx, ids, VOCAB, scale=scale)[at])
 
 
 def check_loss(comm):
-    """Loss and gradients in float64; the loss has the same bits on every rank."""
+    """Check loss and gradients in float64; the loss has the same bits on every rank."""
     h, weight, drawn = draw(comm)
     for options, divided in itertools.product(LOSSES.values(), (False, True)):
         targets = np.where(drawn == -100, options.get("ignore_index", -100), drawn)
@@ -73,10 +73,10 @@ def check_loss(comm):
         want, dh, dweight = gpu_ops.linear_cross_entropy(h, weight, targets, **of_loss)
         table, at = table_of(comm, weight, sequence_parallel=divided)
         mine = slice(2 * comm.rank, 2 * comm.rank + 2) if divided else slice(None)
-        found = table.loss(h[:, mine], targets, **of_loss)
-        for x, ref in zip(found, (want, dh[:, mine], dweight[at]), strict=True):
+        results = table.loss(h[:, mine], targets, **of_loss)
+        for x, ref in zip(results, (want, dh[:, mine], dweight[at]), strict=True):
             close(x, ref)
-        each = comm.all_gather(np.atleast_1d(found[0])[None])
+        each = comm.all_gather(np.atleast_1d(results[0])[None])
         np.testing.assert_array_equal(each, np.broadcast_to(each[0], each.shape))
         sums = np.ones(table.shape)
         table.loss(h[:, mine], targets, **of_loss, dweight=sums)
@@ -88,7 +88,7 @@ def check_loss(comm):
 
 
 def check_loss_in_other_dtypes(comm):
-    """By the tolerance rule, for the whole of what ranks divide."""
+    """Check loss and gradients by the tolerance rule for the whole arrays."""
     for dtype in ("float32", "bfloat16"):
         h, weight, targets = draw(comm, dtype)
         exact, naive = (
@@ -96,9 +96,9 @@ def check_loss_in_other_dtypes(comm):
             for p in ("float64", "naive")
         )
         table, at = table_of(comm, weight)
-        found = table.loss(h, targets, grads=True)
+        results = table.loss(h, targets, grads=True)
         for name, x, ref, textbook, part, factor in zip(
-            *(("loss", "dx", "dweight"), found, exact, naive),
+            *(("loss", "dx", "dweight"), results, exact, naive),
             *((..., ..., at), (FORWARD, GRADIENT, GRADIENT)),
             strict=True,
         ):
@@ -107,7 +107,7 @@ def check_loss_in_other_dtypes(comm):
 
 
 def check_logits_far_from_zero(comm):
-    """Equal logits, of which float64 knows lse to nothing: the loss of a guess, and its gradient."""
+    """Equal logits so large that float64 loses lse: the loss is that of a uniform guess, with its gradient."""
     h, weight, targets = draw(comm)
     h[...], weight[...] = 2.0**30 / HIDDEN, 2.0**30
     table, at = table_of(comm, weight)
@@ -118,7 +118,7 @@ def check_logits_far_from_zero(comm):
 
 
 def check_large_and_infinite_logits(comm):
-    """exp of the difference of two ranks' logits overflows; some are -inf, all of a row, or NaN."""
+    """exp of the difference between logits of two ranks overflows; some or all logits of a row are -inf, or NaN."""
     h, weight, targets = draw(comm, level=4000.0)
     table, at = table_of(comm, weight)
     for x, ref, part in zip(
@@ -137,32 +137,32 @@ def check_large_and_infinite_logits(comm):
     h[1, 0] = np.nan
     h[0, 1] = np.nan  # ignored
     table, _ = table_of(comm, weight)
-    found = table.loss(h, targets, **options)
-    assert found[0, 1] == 0
-    assert np.isnan(found.ravel()[np.arange(found.size) != 1]).all()
+    losses = table.loss(h, targets, **options)
+    assert losses[0, 1] == 0
+    assert np.isnan(losses.ravel()[np.arange(losses.size) != 1]).all()
 
 
 def check_loss_bytes(comm):
-    """Three numbers per token, and N for the gradient of h."""
+    """Ranks send three numbers per token, and N for the gradient of h."""
     p = comm.size
-    for dtype, wide in (("bfloat16", 4), ("float64", 8)):
+    for dtype, sum_size in (("bfloat16", 4), ("float64", 8)):
         h, weight, targets = draw(comm, dtype)
         table, _ = table_of(comm, weight)
         for grads in (False, True):
             before = dict(comm.bytes_sent)
             table.loss(h, targets, grads=grads)
             sent = sum(comm.bytes_sent.values()) - sum(before.values())
-            n = 3 * wide * targets.size + (h.nbytes if grads else 0)
+            n = 3 * sum_size * targets.size + (h.nbytes if grads else 0)
             assert sent == 2 * n * (p - 1) // p
 
 
 def check_no_tokens(comm):
     _, weight, _ = draw(comm)
     table, _ = table_of(comm, weight)
-    none, nothing = np.zeros((1, 0), np.int64), np.zeros((1, 0, HIDDEN))
+    none, empty = np.zeros((1, 0), np.int64), np.zeros((1, 0, HIDDEN))
     assert table.embed(none).shape == (1, 0, HIDDEN)
-    assert table.logits(nothing).shape == (1, 0, VOCAB)
-    loss, dh = table.loss(nothing, none, grads=True, only="dx")
+    assert table.logits(empty).shape == (1, 0, VOCAB)
+    loss, dh = table.loss(empty, none, grads=True, only="dx")
     assert (loss, dh.shape) == (0, (1, 0, HIDDEN))
 
 
@@ -187,8 +187,8 @@ def check_vocabulary_mistakes(comm):
         (ShapeError, "part has shape", lambda: VocabularyRows(comm, weight[1:], VOCAB)),
         (OptionError, "vocab", lambda: VocabularyRows(comm, weight, 0)),
     )
-    for kind, words, call in mistakes:
+    for error, message, call in mistakes:
         for _ in range(2):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(error, match=message):
                 call()
     assert dict(comm.bytes_sent) == before
