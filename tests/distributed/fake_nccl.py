@@ -141,7 +141,7 @@ class Communicator:
             driver.streams.pop()
 
     def _in_turn(self, work):
-        """Wrap work with a check that earlier calls have ended: calls of a communicator do not overtake each other."""
+        """Wrap work with a check that earlier calls have ended: calls of a communicator never overtake each other."""
         number = self.begun
         self.begun += 1
 

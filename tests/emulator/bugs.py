@@ -29,7 +29,7 @@ def row(good: Callable[[np.ndarray], Any] = lambda x: x[::-1], n: int = 64, outp
 
 @dataclass(frozen=True)
 class Bug:
-    """``thread``: the block and thread that must be named; ``says``: other parts of the message."""
+    """Planted bug. ``thread``: block and thread that must be named; ``says``: other parts of the message."""
 
     name: str
     kind: str
@@ -46,16 +46,18 @@ class Bug:
     max_instructions: int = 1_000_000
 
     def source(self, form: str) -> str:
-        """The CUDA C++ of one form; dropped lines become empty, so line numbers stay."""
+        """CUDA C++ of one form; dropped lines become empty, so line numbers stay."""
         dropped = {"good": "bad", "bad": "good"}[form]
         head = f'extern "C" __global__ void k({self.parameters}) {{\n  int t = threadIdx.x;\n'
         text = f"{HELPERS}\n{head}{self.body}}}\n"
         return "\n".join("" if dropped in _comment(line) else line for line in text.split("\n"))
 
     def line(self, marker: str) -> int:
-        """The number of the line with a marker in the bad form."""
-        (found,) = [i for i, line in enumerate(self.source("bad").split("\n"), 1) if marker in _comment(line)]
-        return found
+        """Number of the line with a marker in the bad form."""
+        (number,) = [
+            i for i, line in enumerate(self.source("bad").split("\n"), 1) if marker in _comment(line)
+        ]
+        return number
 
 
 def _comment(line: str) -> list[str]:
@@ -132,7 +134,7 @@ def _matrix(rng: np.random.Generator) -> Arguments:
 
 OUT = "out of bounds"
 
-#: Bugs of a single access: its address, and the contents there.
+#: Bugs of a single access: its address, and the contents at that address.
 BUGS = [
     Bug(
         "read past the end",

@@ -32,18 +32,18 @@ FORMATS = {
 
 
 def form_op(form: str) -> Op:
-    """The :class:`Op` of a form named as in PTX, for instance ``"setp.lt.and.f32"``."""
+    """:class:`Op` of a form named as in PTX, for instance ``"setp.lt.and.f32"``."""
     opcode, *modifiers = form.split(".")
     return lookup(opcode, tuple(modifiers))
 
 
 def dtype_of(ptx_type: str) -> np.dtype[Any]:
-    """The dtype of an operand; ``cc``, the carry flag, is a bool."""
+    """Dtype of an operand; ``cc``, the carry flag, is a bool."""
     return np.dtype(np.bool_) if ptx_type == "cc" else DTYPE[ptx_type]
 
 
 def pack(ptx_type: str, values: Iterable[int | float]) -> Array:
-    """An operand from Python numbers; integers wrap to the width of the type."""
+    """Operand from Python numbers; integers wrap to the width of the type."""
     dtype = dtype_of(ptx_type)
     if dtype.kind not in "iu":
         return np.array(list(values), dtype)
@@ -52,16 +52,16 @@ def pack(ptx_type: str, values: Iterable[int | float]) -> Array:
 
 
 def bits_of(array: Array) -> Array:
-    """The bits of an operand or result as unsigned integers; bool stays bool."""
+    """Bits of an operand or result as unsigned integers; bool stays bool."""
     return array if array.dtype == np.bool_ else array.view(f"u{array.itemsize}")
 
 
 def run_form(form: str, *operands: Array) -> list[Array]:
-    """The results of one form, after checking the contract between machine and instructions.
+    """Run one form and check the contract between machine and instructions.
 
     Operands have the dtypes that the form reads, and T elements or 1. Results must have the dtypes that the form
-    writes and the common length. Operands must not change, an operand that is equal for all threads may arrive as
-    one element, and a kernel on the emulator must store the same results.
+    writes and the common length. Operands must not change, an operand that is equal for all threads may have one
+    element, and a kernel on the emulator must store the same results.
     """
     op = form_op(form)
     assert len(operands) == len(op.reads), f"{form} reads {op.reads}"
@@ -97,11 +97,11 @@ def _evaluate(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
 
 
 def _assert_same(what: str, got: Sequence[Array], want: Sequence[Array]) -> None:
-    """Equal bits, except that any NaN equals any other."""
-    for one, other in zip(got, want, strict=True):
-        wide = np.broadcast_to(one, other.shape)
-        same = bits_of(wide) == bits_of(other)
-        same |= (wide != wide) & (other != other)
+    """Check for equal bits, except that any NaN equals any other."""
+    for actual, expected in zip(got, want, strict=True):
+        broadcast = np.broadcast_to(actual, expected.shape)
+        same = bits_of(broadcast) == bits_of(expected)
+        same |= (broadcast != broadcast) & (expected != expected)
         assert same.all(), f"{what}: element {np.argmin(same)} differs"
 
 
@@ -124,7 +124,7 @@ def check_form(form: str, oracle: Callable[..., Any], operands: Sequence[Array])
 
 
 def expand(*patterns: str) -> list[str]:
-    """Form names from patterns as the shell expands them: ``mul.{lo,hi}.u32``."""
+    """Form names from patterns with shell brace expansion: ``mul.{lo,hi}.u32``."""
     names: list[str] = []
     for pattern in patterns:
         pieces = re.split(r"\{([^}]*)\}", pattern)
@@ -157,7 +157,7 @@ def edges(ptx_type: str, rng: np.random.Generator, n: int) -> Array:
 
 
 def special(ptx_type: str, rng: np.random.Generator) -> Array:
-    """The values of a PTX type at which definitions differ, in random order; of a pair type, pairs of them."""
+    """Values of a PTX type at which definitions differ, in random order; for a pair type, pairs of them."""
     dtype = dtype_of(ptx_type)
     if dtype == np.bool_:
         return rng.permutation(np.array([False, True]))
@@ -170,7 +170,7 @@ def special(ptx_type: str, rng: np.random.Generator) -> Array:
 
 
 def _halves(ptx_type: str) -> tuple[str, tuple[int, ...]]:
-    """The type of the values that an operand holds, and at which bits they start."""
+    """Type of the values that an operand holds, and the bits at which they start."""
     if ptx_type.endswith("x2"):
         return ptx_type[:-2], (0, BITS[ptx_type] // 2)
     return ptx_type, (0,)
@@ -180,11 +180,11 @@ def _random_bits(ptx_type: str, rng: np.random.Generator, n: int) -> Array:
     width = BITS.get(ptx_type, 8)  # the 8-bit formats are types only in pairs
     random = rng.integers(0, 1 << width, n, np.uint64)
     if ptx_type not in FORMATS:
-        # Half of them short: a random number of leading zeros.
+        # Half of them are short: a random number of leading zeros.
         return np.where(rng.random(n) < 0.5, random >> rng.integers(0, width, n, np.uint64), random)
     exponent, fraction, below = FORMATS[ptx_type]
     random &= ~np.uint64((1 << below) - 1)
-    # A third of them near 1, where operands meet: random bits alone are far apart in magnitude.
+    # A third of them are near 1, where operands are comparable: random bits alone are far apart in magnitude.
     field = ((1 << exponent) - 1) << fraction + below
     near = rng.integers((1 << exponent - 1) - 4, (1 << exponent - 1) + 3, n, np.uint64)
     moved = random & ~np.uint64(field) | near << np.uint64(fraction + below)
@@ -200,18 +200,18 @@ def _integer_bits(width: int) -> list[int]:
 
 def _float_bits(exponent: int, fraction: int, below: int) -> list[int]:
     bias = (1 << exponent - 1) - 1
-    one = bias << fraction
+    unity = bias << fraction
     infinity = ((1 << exponent) - 1) << fraction  # in e4m3 an ordinary number
     last = (1 << fraction) - 1
     positive = [0, 1, 2, last]  # zero, the smallest and the largest subnormals
     positive += [last + 1, last + 2]  # the smallest normals
     positive += [
-        one - 1,
-        one,
-        one + 1,
-        one + (1 << fraction - 1),
-        one + (1 << fraction),
-        one - (1 << fraction),
+        unity - 1,
+        unity,
+        unity + 1,
+        unity + (1 << fraction - 1),
+        unity + (1 << fraction),
+        unity - (1 << fraction),
     ]
     positive += [infinity - 1, infinity, infinity + 1, infinity + (1 << fraction - 1), infinity + last]
     sign = 1 << exponent + fraction

@@ -20,7 +20,7 @@ NAN = "NaN"
 
 
 def decode(element: str, bits: int) -> float:
-    """The value that these bits have in a format."""
+    """Value of these bits in a format."""
     exponent, fraction, below = FORMATS[element]
     bits >>= below
     all_ones = (1 << exponent) - 1
@@ -37,7 +37,7 @@ def decode(element: str, bits: int) -> float:
 
 
 def encode(element: str, value: float, mode: str = "rn") -> int | str:
-    """The bits of a value, rounded if the format cannot represent it."""
+    """Bits of a value, rounded if the format cannot represent it."""
     exponent, fraction, below = FORMATS[element]
     sign = int(math.copysign(1.0, value) < 0) << exponent + fraction
     if math.isnan(value):
@@ -48,7 +48,7 @@ def encode(element: str, value: float, mode: str = "rn") -> int | str:
 
 
 def rounded(element: str, exact: Fraction, mode: str) -> int:
-    """The bits of a rational number other than zero, in one of the modes rn, rz, rm, rp and rna (ties away)."""
+    """Bits of a rational number other than zero, in one of the modes rn, rz, rm, rp and rna (ties away)."""
     exponent, fraction, below = FORMATS[element]
     negative, size = exact < 0, abs(exact)
     bias = (1 << exponent - 1) - 1
@@ -75,7 +75,7 @@ def rounded(element: str, exact: Fraction, mode: str) -> int:
 
 
 def flushed(element: str, bits: int | str) -> int | str:
-    """Subnormal bits as zero of their sign."""
+    """Flush subnormal bits to zero of their sign."""
     exponent, fraction, below = FORMATS[element]
     assert below == 0
     if bits == NAN or bits >> fraction & (1 << exponent) - 1:
@@ -84,13 +84,13 @@ def flushed(element: str, bits: int | str) -> int | str:
 
 
 def flushed_value(element: str, value: float) -> float:
-    """A value, or zero of its sign if it is subnormal in the format."""
+    """Flush a value to zero of its sign if it is subnormal in the format."""
     bias = (1 << FORMATS[element][0] - 1) - 1
     return math.copysign(0.0, value) if abs(value) < 2.0 ** (1 - bias) else value
 
 
 def clamped(element: str, bits: int | str, flags: Sequence[str]) -> int | str:
-    """A result after ``.sat`` or ``.relu``, if they are among the flags."""
+    """Apply ``.sat`` or ``.relu`` to a result, if they are among the flags."""
     value = math.nan if bits == NAN else decode(element, bits)
     if "sat" in flags:
         return encode(element, min(value, 1.0) if value > 0 else 0.0)
@@ -100,7 +100,7 @@ def clamped(element: str, bits: int | str, flags: Sequence[str]) -> int | str:
 
 
 def elements(ptx_type: str, array: Array) -> list[int]:
-    """The bits of every element, of pairs the lower one first."""
+    """Bits of every element; of pairs, the lower element first."""
     words = bits_of(array)
     if ptx_type.endswith("x2"):
         return words.view(f"u{words.itemsize // 2}").tolist()
@@ -108,7 +108,7 @@ def elements(ptx_type: str, array: Array) -> list[int]:
 
 
 def values(ptx_type: str, array: Array) -> list[float] | list[int]:
-    """The numbers an operand stands for."""
+    """Numbers that an operand represents."""
     element = ptx_type.removesuffix("x2")
     if element not in FORMATS:
         return array.tolist()
@@ -141,7 +141,7 @@ def compare(
 
 
 def bits_array(ptx_type: str, bits: Sequence[int]) -> Array:
-    """An operand from the bits of its elements, of pairs the lower one first."""
+    """Operand from the bits of its elements; of pairs, the lower element first."""
     dtype = DTYPE[ptx_type]
     size = dtype.itemsize // (2 if ptx_type.endswith("x2") else 1)
     return np.array(bits, f"u{size}").view(dtype)

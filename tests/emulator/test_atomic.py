@@ -27,14 +27,14 @@ def modifiers(ptx_type):
 
 
 def round_bfloat16(value):
-    """A float32 (NaN excepted) to the nearest bfloat16, ties to even, as bits."""
-    wide = int(np.float32(value).view(np.uint32))
-    return (wide + 0x7FFF + (wide >> 16 & 1)) >> 16
+    """Round a float32 (not NaN) to the nearest bfloat16, ties to even, as bits."""
+    word = int(np.float32(value).view(np.uint32))
+    return (word + 0x7FFF + (word >> 16 & 1)) >> 16
 
 
-def half_sum(kind, old, operand):
-    """The sum of two 16-bit patterns."""
-    if kind == "f16":
+def half_sum(dtype, old, operand):
+    """Sum of two 16-bit patterns."""
+    if dtype == "f16":
         x, y = (float(np.uint16(bits).view(np.float16)) for bits in (old, operand))
         return int(np.float64(x + y).astype(np.float16).view(np.uint16))  # exact in float64
     x, y = (np.uint32(bits << 16).view(np.float32) for bits in (old, operand))
@@ -43,11 +43,11 @@ def half_sum(kind, old, operand):
 
 
 def one_step(op, ptx_type, old, *operands):
-    """The value in memory after one lane: a Python integer, or a NumPy scalar for f32 and f64."""
+    """Value in memory after one lane: a Python integer, or a NumPy scalar for f32 and f64."""
     if op == "add" and ptx_type in HALF:
-        kind = ptx_type.removesuffix("x2")
+        element = ptx_type.removesuffix("x2")
         parts = range(0, BITS[ptx_type], 16)
-        return sum(half_sum(kind, old >> i & 0xFFFF, operands[0] >> i & 0xFFFF) << i for i in parts)
+        return sum(half_sum(element, old >> i & 0xFFFF, operands[0] >> i & 0xFFFF) << i for i in parts)
     if op == "add" and ptx_type[0] == "f":
         return old + operands[0]
     value = operands[-1]
@@ -76,7 +76,7 @@ def scalars(array, ptx_type):
 
 
 def same(got, want, ptx_type):
-    """Equal bits, except that any NaN equals any other."""
+    """Check for equal bits, except that any NaN equals any other."""
     assert got.dtype == DTYPE[ptx_type]
     want = np.array(want, f"u{got.itemsize}" if ptx_type in HALF else got.dtype)
     if ptx_type in FLOAT:
@@ -106,10 +106,10 @@ def test_combine(op, ptx_type, rng):
         array.flags.writeable = False
     with np.errstate(all="ignore"):
         got = combine(op, ptx_type, modifiers(ptx_type))(old, *operands)
-        one = combine(op, ptx_type, modifiers(ptx_type))(old, *(operand[:1] for operand in operands))
+        uniform = combine(op, ptx_type, modifiers(ptx_type))(old, *(operand[:1] for operand in operands))
         rows = list(zip(*(scalars(x, ptx_type) for x in (old, *operands)), strict=True))
         same(got, [one_step(op, ptx_type, *row) for row in rows], ptx_type)
-        same(one, [one_step(op, ptx_type, row[0], *rows[0][1:]) for row in rows], ptx_type)
+        same(uniform, [one_step(op, ptx_type, row[0], *rows[0][1:]) for row in rows], ptx_type)
 
 
 def address_patterns(rng, n):
@@ -136,13 +136,13 @@ def test_lanes_take_turns_in_order(op, ptx_type, rng):
         with np.errstate(all="ignore"):
             old, last, new = run(addresses, before, *operands)
             memory = dict(zip(addresses.tolist(), scalars(before, ptx_type), strict=True))
-            found = []
+            previous = []
             for address, *row in zip(
                 addresses.tolist(), *(scalars(x, ptx_type) for x in operands), strict=True
             ):
-                found.append(memory[address])
+                previous.append(memory[address])
                 memory[address] = one_step(op, ptx_type, memory[address], *row)
-        same(old, found, ptx_type)
+        same(old, previous, ptx_type)
         assert sorted(last) == sorted(places.values())
         same(new, [memory[address] for address in addresses[last].tolist()], ptx_type)
 
@@ -156,12 +156,12 @@ def test_one_operand_for_all_lanes(op, rng):
     before = addresses.astype(np.uint32)
     short = in_order(op, ptx_type, ())(addresses, before, *operands)
     long = in_order(op, ptx_type, ())(addresses, before, *(np.repeat(operand, 64) for operand in operands))
-    for one, other in zip(short, long, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(short, long, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_inc_and_dec_wrap():
-    """A ring of five: 0 1 2 3 4 0 1 ..., and back."""
+    """Count in a ring of five: 0 1 2 3 4 0 1 ..., and back."""
     addresses, limit, zero = np.zeros(12, np.int64), np.full(12, 4, np.uint32), np.zeros(12, np.uint32)
     np.testing.assert_array_equal(in_order("inc", "u32", ())(addresses, zero, limit)[0], np.arange(12) % 5)
     np.testing.assert_array_equal(in_order("dec", "u32", ())(addresses, zero, limit)[0], -np.arange(12) % 5)
@@ -176,7 +176,7 @@ def test_a_lock_goes_to_the_first_lane():
 
 
 def test_many_lanes_on_one_counter(rng):
-    """Fast enough for a grid-wide counter; float32 is still added one value at a time."""
+    """Atomics are fast enough for a grid-wide counter; float32 is still added one value at a time."""
     addresses, operand = np.zeros(65536, np.int64), rng.integers(0, 2**32, 65536, np.uint32)
     old, _, new = in_order("add", "u32", ())(addresses, np.full(65536, 7, np.uint32), operand)
     running = 7 + np.concatenate([[0], operand.cumsum(dtype=np.uint64)])

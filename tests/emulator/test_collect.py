@@ -1,4 +1,4 @@
-"""``sanitize="collect"``: all faults of a launch in one error, and notes of what is no fault."""
+"""``sanitize="collect"``: all faults of a launch in one error, and notes about accesses that are not faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
 
 
 def collect(source, block, args, grid=1, **options):
-    """(the error or None, texts of the notes)."""
+    """Error or None, and texts of the notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -56,8 +56,8 @@ def line_of(text):
 def test_every_fault_is_reported_once():
     x, y = np.zeros(128, np.float32), Buffer(np.zeros(100, np.float32), written=False)
     error, notes = collect(SOURCE, 64, (x, y, 3), grid=2)
-    found = [(f.kind, f.count) for f in error.faults]
-    assert found == [
+    faults = [(f.kind, f.count) for f in error.faults]
+    assert faults == [
         ("out of bounds", 1),  # x[-1]
         ("shared-memory race", 128),  # s[63 - t]
         ("shared-memory race", 2 * 39),  # s[0]
@@ -81,7 +81,7 @@ def test_every_fault_is_reported_once():
 
 
 def test_a_launch_goes_on_after_a_fault():
-    """What a fault does not touch is computed; an access that is not valid reads zeros and writes nothing."""
+    """Results that a fault does not affect are computed; an invalid access reads zeros and writes nothing."""
     source = 'extern "C" __global__ void k(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x] + 1; }'
     x, y = np.arange(40, dtype=np.float32), np.zeros(50, np.float32)
     error, _ = collect(source, 64, (x, y))
@@ -204,16 +204,16 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
 
 @pytest.mark.parametrize(("name", "limit"), [("max_instructions", 20_000), ("max_seconds", 7)])
 def test_an_endless_loop_is_named(name, limit, monkeypatch):
-    """The clock is the CPU time of this thread, here a second at each look."""
+    """The clock is the CPU time of this thread, here one second per query."""
     monkeypatch.setattr(endless, "thread_time", itertools.count().__next__)
     x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
     with pytest.raises(SanitizerError, match=rf"stopped after {limit} .*\({name}\)") as caught:
         launch(ENDLESS, "k", 3, 64, (x, y, 5), **{"max_seconds": 1e9, name: limit})
     assert caught.value.kind == "endless loop"
-    found = re.search(
+    match = re.search(
         r"PTX lines (\d+) to (\d+) from label (\S+), with (\d+) threads, first (.*?);", str(caught.value)
     )
-    first, last, label, threads, at = found.groups()
+    first, last, label, threads, at = match.groups()
     text = compile_text(ENDLESS, "sm_80").ptx.splitlines()
     loop = "\n".join(text[int(first) - 1 : int(last)])
     assert "fma.rn.f32" in loop

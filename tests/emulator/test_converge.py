@@ -1,4 +1,4 @@
-"""Warp instructions in several arms of a branch: lanes of all arms meet."""
+"""Warp instructions in several arms of a branch: lanes of all arms converge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERY = "0xffffffffu"
 
 
 def arms(*calls):
-    """Lanes take turns: the first takes the first arm, and so on. Each arm changes v, then makes its call."""
+    """Lanes take the arms in turn. Each arm changes v, then makes its call."""
     chain = " else ".join(
         f"if (t % {len(calls)} == {i}) {{ v += {100 * i}; r = {call}; r += {i}; }}"
         for i, call in enumerate(calls)
@@ -73,7 +73,7 @@ def test_syncwarp_orders_the_arms():
 
 
 def test_a_loop_and_an_arm():
-    """The lanes of one arm shuffle twice, those of the other in a loop of two."""
+    """Lanes of one arm shuffle twice, lanes of the other in a loop of two."""
     call = f"__shfl_xor_sync({EVERY}, v, 16)"
     source = KERNEL % (
         f"if (t < 16) {{ v = {call} + 1; v = {call} + 1; }}"
@@ -134,7 +134,7 @@ def test_registers_that_stand_for_each_other():
 
 
 def test_one_register_does_not_stand_for_two():
-    """Both sources of one arm are one register, those of the other two."""
+    """Both sources of one arm are the same register, those of the other are two registers."""
     y = np.zeros(32, np.int32)
     launch(PTX % ("%r9", "%r9, %r7, %r7", "%r9"), "k", 1, 32, (y,))
     np.testing.assert_array_equal(y, np.where(LANES % 2, 1, LANES + 101))

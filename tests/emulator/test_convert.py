@@ -28,9 +28,9 @@ from tests.emulator.rounding import (
 INTEGERS = "{u8,s8,u16,s16,u32,s32,u64,s64}"
 MODES = ("rn", "rz", "rm", "rp")
 INTEGRAL = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
-#: Pairs of formats: the second has all values of the first.
+#: Pairs of formats: the second includes all values of the first.
 WIDER = [("f16", "f32"), ("f16", "f64"), ("bf16", "f32"), ("bf16", "f64"), ("f32", "f64")]
-NARROWER = [*((wide, narrow) for narrow, wide in WIDER), ("f16", "bf16"), ("bf16", "f16")]
+NARROWER = [*((wider, narrow) for narrow, wider in WIDER), ("f16", "bf16"), ("bf16", "f16")]
 
 
 def limits(ptx_type):
@@ -45,17 +45,17 @@ def wrap(ptx_type, value):
 
 @pytest.mark.parametrize("form", expand(f"cvt.{INTEGERS}.{INTEGERS}", f"cvt.sat.{INTEGERS}.{INTEGERS}"))
 def test_integer_to_integer(form, rng):
-    *flags, to, source = form.split(".")[1:]
-    low, high = limits(to)
-    oracle = (lambda x: min(max(x, low), high)) if flags else (lambda x: wrap(to, x))
+    *flags, target, source = form.split(".")[1:]
+    low, high = limits(target)
+    oracle = (lambda x: min(max(x, low), high)) if flags else (lambda x: wrap(target, x))
     check_elements(form, oracle, [edges(source, rng, 200)])
 
 
 @pytest.mark.parametrize("form", expand(f"cvt.{{rn,rz,rm,rp}}.{{f16,bf16,f32,f64}}.{INTEGERS}"))
 def test_integer_to_float(form, rng):
-    _, mode, to, source = form.split(".")
+    _, mode, target, source = form.split(".")
     operand = edges(source, rng, 200)
-    check_elements(form, lambda x: encode_integer(to, x, mode), [operand])
+    check_elements(form, lambda x: encode_integer(target, x, mode), [operand])
 
 
 def encode_integer(element, value, mode):
@@ -65,8 +65,8 @@ def encode_integer(element, value, mode):
 @pytest.mark.parametrize("form", expand("cvt.{rn,rz,rm,rp}.{f16,bf16,f32,f64}.{u64,s64}"))
 def test_long_integers_next_to_ties(form, rng):
     """Integers at or close to a value of the format or the midpoint between two."""
-    _, mode, to, source = form.split(".")
-    fraction = FORMATS[to][1]
+    _, mode, target, source = form.split(".")
+    fraction = FORMATS[target][1]
     leading = rng.integers(1 << fraction + 1, 1 << fraction + 2, 300).tolist()  # one bit more than fits
     shifts = rng.integers(0, BITS[source] - fraction - 2, 300).tolist()
     numbers = [
@@ -74,15 +74,15 @@ def test_long_integers_next_to_ties(form, rng):
     ]
     numbers += [-x for x in numbers]
     operand = np.array([wrap(source, x) for x in numbers], DTYPE[source])
-    check_elements(form, lambda x: encode_integer(to, x, mode), [operand])
+    check_elements(form, lambda x: encode_integer(target, x, mode), [operand])
 
 
-def to_integer(to, source, mode):
-    low, high = limits(to)
+def to_integer(target, source, mode):
+    low, high = limits(target)
 
     def oracle(x):
         if math.isnan(x):
-            return wrap(to, 1 << BITS[to] - 1) if source == "f64" or BITS[to] == 64 else 0
+            return wrap(target, 1 << BITS[target] - 1) if source == "f64" or BITS[target] == 64 else 0
         if math.isinf(x):
             return high if x > 0 else low
         return min(max(INTEGRAL[mode](x), low), high)
@@ -102,21 +102,21 @@ def near_limits(source, rng):
 
 @pytest.mark.parametrize("form", expand(f"cvt.{{rni,rzi,rmi,rpi}}.{INTEGERS}.{{f16,bf16,f32,f64}}"))
 def test_float_to_integer(form, rng):
-    _, mode, to, source = form.split(".")
+    _, mode, target, source = form.split(".")
     operand = np.concatenate([edges(source, rng, 150), near_limits(source, rng)])
-    check_elements(form, to_integer(to, source, mode), [operand])
+    check_elements(form, to_integer(target, source, mode), [operand])
 
 
 @pytest.mark.parametrize("form", expand("cvt.{rzi,rpi}.ftz.{s32,u64}.f32", "cvt.rni.sat.u8.f32"))
 def test_float_to_integer_with_flags(form, rng):
-    _, mode, flag, to, source = form.split(".")
-    oracle = to_integer(to, source, mode)
+    _, mode, flag, target, source = form.split(".")
+    oracle = to_integer(target, source, mode)
     operand = np.concatenate([edges(source, rng, 150), near_limits(source, rng)])
     check_elements(form, (lambda x: oracle(flushed_value(source, x))) if flag == "ftz" else oracle, [operand])
 
 
-def between(to, source, flags):
-    """The definition of a conversion between floating-point types."""
+def between(target, source, flags):
+    """Definition of a conversion between floating-point types."""
     mode = next((flag for flag in flags if flag in MODES), "rn")
     integral = next((INTEGRAL[flag] for flag in flags if flag in INTEGRAL), None)
 
@@ -125,18 +125,18 @@ def between(to, source, flags):
             x = flushed_value(source, x)
         if integral and math.isfinite(x):
             x = math.copysign(float(integral(x)), x)
-        bits = clamped(to, encode(to, x, mode), flags)
-        if "satfinite" in flags and bits != NAN and math.isinf(decode(to, bits)):
+        bits = clamped(target, encode(target, x, mode), flags)
+        if "satfinite" in flags and bits != NAN and math.isinf(decode(target, bits)):
             bits -= 1  # the largest value has the bits before infinity
-        return flushed(to, bits) if "ftz" in flags and to == "f32" else bits
+        return flushed(target, bits) if "ftz" in flags and target == "f32" else bits
 
     return oracle
 
 
-def next_to_ties(to, source, rng):
+def next_to_ties(target, source, rng):
     """Values of ``to`` and midpoints between them, plus or minus one unit in the last place of ``source``."""
-    codes = rng.integers(0, (1 << BITS[to] - 1) - 1, 300).tolist()
-    pairs = [(decode(to, code), decode(to, code + 1)) for code in codes]
+    codes = rng.integers(0, (1 << BITS[target] - 1) - 1, 300).tolist()
+    pairs = [(decode(target, code), decode(target, code + 1)) for code in codes]
     points = [x for low, high in pairs if math.isfinite(high) for x in (low, (low + high) / 2)]
     bits = [encode(source, x) for x in points if x]
     unsigned = np.dtype(f"u{DTYPE[source].itemsize}")
@@ -146,8 +146,8 @@ def next_to_ties(to, source, rng):
 
 
 FLOAT_FORMS = [
-    *(f"cvt.{flag}{to}.{source}" for source, to in WIDER for flag in ("", "sat.")),
-    *(f"cvt.{mode}.{to}.{source}" for source, to in NARROWER for mode in MODES),
+    *(f"cvt.{flag}{target}.{source}" for source, target in WIDER for flag in ("", "sat.")),
+    *(f"cvt.{mode}.{target}.{source}" for source, target in NARROWER for mode in MODES),
     *expand(
         "cvt.{rn,rm}.{ftz,ftz.sat,sat}.f32.f64", "cvt.{rn,rz}.{relu,satfinite,relu.satfinite}.{f16,bf16}.f32"
     ),
@@ -161,13 +161,13 @@ FLOAT_FORMS = [
 
 @pytest.mark.parametrize("form", FLOAT_FORMS)
 def test_float_to_float(form, rng):
-    *flags, to, source = form.split(".")[1:]
+    *flags, target, source = form.split(".")[1:]
     operand = edges(source, rng, 300)
-    if (source, to) in NARROWER:
-        operand = np.concatenate([operand, next_to_ties(to, source, rng)])
+    if (source, target) in NARROWER:
+        operand = np.concatenate([operand, next_to_ties(target, source, rng)])
     else:
         operand = np.concatenate([operand, near_limits(source, rng)])
-    check_elements(form, between(to, source, flags), [operand])
+    check_elements(form, between(target, source, flags), [operand])
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_float_to_float(form, rng):
     ),
 )
 def test_pair(form, rng):
-    *flags, to, _ = form.split(".")[1:]
-    element = to.removesuffix("x2")
+    *flags, target, _ = form.split(".")[1:]
+    element = target.removesuffix("x2")
     a, b = (
         np.concatenate([edges("f32", rng, 200), next_to_ties(element, "f32", rng)])[:450] for _ in range(2)
     )
@@ -187,7 +187,11 @@ def test_pair(form, rng):
     rows = list(zip(values("f32", b), values("f32", a), strict=True))
     oracle = between(element, "f32", flags)
     compare(
-        form, to, result, [oracle(x) for row in rows for x in row], [row for row in rows for _ in range(2)]
+        form,
+        target,
+        result,
+        [oracle(x) for row in rows for x in row],
+        [row for row in rows for _ in range(2)],
     )
 
 
@@ -222,18 +226,18 @@ def test_tf32(form, rng):
 FLOAT8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
 
 
-def float8(to, numbers, flags):
+def float8(target, numbers, flags):
     """8-bit codes from ml_dtypes for values clamped to the range."""
-    dtype, largest = FLOAT8[to]
+    dtype, largest = FLOAT8[target]
     numbers = np.where(numbers <= 0, 0, numbers) if "relu" in flags else numbers
     with np.errstate(invalid="ignore"):
         codes = np.clip(numbers, -largest, largest).astype(dtype).view(np.uint8)
     return np.where(np.isnan(numbers), 0x7F, codes).astype(np.uint8)
 
 
-def about_float8(to, rng, n):
+def about_float8(target, rng, n):
     """Values at or close to those of the format, the midpoints between neighbours, and some out of range."""
-    dtype, _ = FLOAT8[to]
+    dtype, _ = FLOAT8[target]
     grid = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     grid = np.sort(grid[np.isfinite(grid)])
     points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, grid[-1:] * 1.04, grid[:1] * 1.1])
@@ -244,21 +248,21 @@ def about_float8(to, rng, n):
     "form", expand("cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32", "cvt.rn.satfinite.relu.{e4m3x2,e5m2x2}.f32")
 )
 def test_float8_from_f32(form, rng):
-    *flags, to, _ = form.split(".")[1:]
-    a, b = (np.concatenate([edges("f32", rng, 500), about_float8(to, rng, 1500)]) for _ in range(2))
+    *flags, target, _ = form.split(".")[1:]
+    a, b = (np.concatenate([edges("f32", rng, 500), about_float8(target, rng, 1500)]) for _ in range(2))
     (result,) = run_form(form, a, b)
-    np.testing.assert_array_equal(result >> 8, float8(to, a, flags))
-    np.testing.assert_array_equal(result & 0xFF, float8(to, b, flags))
+    np.testing.assert_array_equal(result >> 8, float8(target, a, flags))
+    np.testing.assert_array_equal(result & 0xFF, float8(target, b, flags))
 
 
 @pytest.mark.parametrize(
     "form", expand("cvt.rn.satfinite.{e4m3x2,e5m2x2}.f16x2", "cvt.rn.satfinite.relu.{e4m3x2,e5m2x2}.f16x2")
 )
 def test_float8_from_f16(form):
-    *flags, to, _ = form.split(".")[1:]
+    *flags, target, _ = form.split(".")[1:]
     every = np.arange(1 << 16, dtype=np.uint16)
     (result,) = run_form(form, every.view(np.uint32))
-    wanted = float8(to, every.view(np.float16).astype(np.float32), flags)
+    wanted = float8(target, every.view(np.float16).astype(np.float32), flags)
     np.testing.assert_array_equal(result.view(np.uint8), wanted)
 
 
@@ -278,9 +282,9 @@ def test_float8_to_f16(form):
     "form", [*expand("cvt.pack.sat.{u16,s16}.s32"), *expand("cvt.pack.sat.{u8,s8,u4,s4,u2,s2}.s32.b32")]
 )
 def test_pack(form, rng):
-    to = form.split(".")[3]
-    width = int(to[1:])
-    low, high = (0, 2**width - 1) if to[0] == "u" else (-(2 ** (width - 1)), 2 ** (width - 1) - 1)
+    target = form.split(".")[3]
+    width = int(target[1:])
+    low, high = (0, 2**width - 1) if target[0] == "u" else (-(2 ** (width - 1)), 2 ** (width - 1) - 1)
     reads = form_op(form).reads
     operands = [edges(ptx_type, rng, 300) for ptx_type in reads]
     operands[1][:100] = rng.integers(low - 3, high + 4, 100)

@@ -1,4 +1,4 @@
-"""A complete flash-attention kernel on tensor cores, written like production kernels."""
+"""Complete flash-attention kernel on tensor cores, written like production kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[e
 
 
 def attention(q, k, v, out, source=SOURCE, arch="sm_80"):
-    """``out = softmax(q k^T / 8) v`` by the kernel, 128 threads per 64 rows of q."""
+    """Run the kernel for ``out = softmax(q k^T / 8) v``, 128 threads per 64 rows of q."""
     scale = np.float32(np.log2(np.e) / 8)
     emulator.launch(source, "flash", len(q) // 64, 128, (q, k, v, out, len(k), scale), arch=arch)
 
@@ -55,9 +55,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_line_is_missing(rng, what):
-    line, kind = FAULTS[what]
+    line, message = FAULTS[what]
     assert SOURCE.count(line) == 1
     kept = line.splitlines(keepends=True)[0] if "wait" in what else ""
     q, k, v = (random(rng, (128, 64), BF16) for _ in range(3))
-    with pytest.raises(GpuOpsError, match=kind):
+    with pytest.raises(GpuOpsError, match=message):
         attention(q, k, v, np.zeros_like(q), SOURCE.replace(line, kept))

@@ -21,7 +21,7 @@ def saturate(value):
 
 
 def signed(value, width):
-    """The value of the low ``width`` bits in two's complement."""
+    """Value of the low ``width`` bits in two's complement."""
     value %= 1 << width
     return value - (1 << width) if value >> width - 1 else value
 
@@ -114,7 +114,7 @@ def test_carry_of_product(form, rng):
 
 
 def test_carries_chain_to_wide_integers(rng):
-    """128-bit sums, differences and products from 32-bit instructions, as compilers generate them."""
+    """Carries chain to 128-bit sums, differences and products of 32-bit instructions, as compilers generate them."""
     a, b = ([int.from_bytes(rng.bytes(16), "little") for _ in range(200)] for _ in range(2))
     a[:3], b[:3] = [(1 << 128) - 1, 0, 1 << 64], [1, 1, (1 << 64) + 1]
 
@@ -221,10 +221,10 @@ def test_highest_bit(form, rng):
 
     def oracle(a):
         sign = ptx_type[0] == "s" and a < 0
-        found = [i for i in range(width) if (a >> i & 1) != sign]
-        if not found:
+        positions = [i for i in range(width) if (a >> i & 1) != sign]
+        if not positions:
             return 0xFFFFFFFF
-        return width - 1 - found[-1] if "shiftamt" in form else found[-1]
+        return width - 1 - positions[-1] if "shiftamt" in form else positions[-1]
 
     every_length = [(1 << i) + d for i in range(width) for d in (-1, 0, 1)]
     every_length += [-value for value in every_length]
@@ -236,8 +236,8 @@ def test_nth_bit(rng):
         if offset == 0:
             return base if mask >> base & 1 else 0xFFFFFFFF
         order = range(base, 32) if offset > 0 else range(base, -1, -1)
-        found = [i for i in order if mask >> i & 1]
-        return found[abs(offset) - 1] if abs(offset) <= len(found) else 0xFFFFFFFF
+        positions = [i for i in order if mask >> i & 1]
+        return positions[abs(offset) - 1] if abs(offset) <= len(positions) else 0xFFFFFFFF
 
     n = 2000
     mask, base = edges("b32", rng, n), pack("b32", rng.integers(0, 32, n).tolist())

@@ -30,7 +30,7 @@ def test_one_input(form, rng):
 
 
 def three_inputs(a, b, c, table):
-    """The bits of the table selected by the bits of the operands."""
+    """Bits of the table selected by the bits of the operands."""
     return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
 
 
@@ -73,7 +73,7 @@ def test_three_inputs_and_a_predicate(name, rng):
 
 @pytest.mark.parametrize("form", expand("{shl,shr}.{b16,b32,b64}", f"shr.{INTEGERS}"))
 def test_shift(form, rng):
-    """A shift by the width or more gives the same as shifting one bit at a time."""
+    """A shift by the width or more equals shifting one bit at a time."""
     opcode, ptx_type = form.split(".")
 
     def oracle(a, amount):
@@ -125,7 +125,7 @@ PERMUTATIONS = {
 
 @pytest.mark.parametrize("mode", PERMUTATIONS)
 def test_permute_by_mode(mode, rng):
-    """Lowest byte first: forward and backward extraction, replication, clamping to an edge."""
+    """Bytes are numbered from the lowest: forward and backward extraction, replication, clamping to an edge."""
 
     def oracle(a, b, control):
         source = struct.pack("<II", a, b)
@@ -143,7 +143,7 @@ SMALLEST_NORMAL = {"f16": 2.0**-14, "bf16": 2.0**-126, "f32": 2.0**-126, "f64": 
 
 
 def number(bits, ptx_type):
-    """The value of the bits of a floating-point operand."""
+    """Value of the bits of a floating-point operand."""
     if ptx_type == "bf16":
         bits, ptx_type = bits << 16, "f32"
     width, code = {"f16": ("H", "e"), "f32": ("I", "f"), "f64": ("Q", "d")}[ptx_type]
@@ -151,7 +151,7 @@ def number(bits, ptx_type):
 
 
 def compare(name, x, y):
-    """An ordered comparison is false for a NaN, an unordered one true."""
+    """Compare two numbers; an ordered comparison is false for a NaN, an unordered one true."""
     if isinstance(x, int):
         return getattr(operator, UNSIGNED.get(name, name))(x, y)
     numbers = not (math.isnan(x) or math.isnan(y))
@@ -163,7 +163,7 @@ def compare(name, x, y):
 
 
 def outcomes(name, ptx_type, a, b, ftz=False):
-    """The comparison of two operands, or of both halves of a pair type."""
+    """Results of comparing two operands, or both halves of a pair type."""
     if ptx_type.endswith("x2"):
         half = ptx_type[:-2]
         return [outcomes(name, half, a >> at & 0xFFFF, b >> at & 0xFFFF, ftz)[0] for at in (0, 16)]
@@ -195,8 +195,8 @@ def test_set_predicate(form, rng):
     _, name, *qualifiers, ptx_type = form.split(".")
 
     def oracle(a, b, c=None):
-        found = outcomes(name, ptx_type, a, b, "ftz" in qualifiers)
-        p, q = found if len(found) == 2 else (found[0], not found[0])
+        results = outcomes(name, ptx_type, a, b, "ftz" in qualifiers)
+        p, q = results if len(results) == 2 else (results[0], not results[0])
         if c is not None:
             p, q = (BOOLEAN[qualifiers[0]](x, c) for x in (p, q))
         return p, q
@@ -226,12 +226,12 @@ def test_set(form, rng):
     _, name, *qualifiers, result, source = form.split(".")
 
     def oracle(a, b, c=None):
-        found = outcomes(name, source, a, b, "ftz" in qualifiers)
+        results = outcomes(name, source, a, b, "ftz" in qualifiers)
         if c is not None:
-            found = [BOOLEAN[qualifiers[0]](x, c) for x in found]
-        if len(found) == 1:
-            return ONE.get(result, -1) * found[0]
-        low, high = (ONE.get(result[:-2], 0xFFFF) * x for x in found)
+            results = [BOOLEAN[qualifiers[0]](x, c) for x in results]
+        if len(results) == 1:
+            return ONE.get(result, -1) * results[0]
+        low, high = (ONE.get(result[:-2], 0xFFFF) * x for x in results)
         return low + (high << 16)
 
     check_form(form, oracle, operands_of(form, rng))

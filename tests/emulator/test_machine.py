@@ -1,4 +1,4 @@
-"""The emulator runs compiled CUDA C++ as CUDA defines it: divergence, barriers, calls, memory, launches."""
+"""Compiled CUDA C++ on the emulator behaves as CUDA defines: divergence, barriers, calls, memory, launches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(case, arch="sm_80", **options):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", *slow("sm_86", "sm_89", "sm_90", "sm_90a", "sm_120")])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel(name, arch):
-    """A newer NVVM compiles sm_100 and later, and generates different PTX."""
+    """Test sm_100 and later too: a newer NVVM compiles them, and generates different PTX."""
     run(CASES[name](), arch)
 
 
@@ -77,7 +77,7 @@ def test_launches_leave_nothing_behind():
 
 
 def test_a_dropped_program_is_freed_at_once(monkeypatch):
-    """Its machines refer to themselves; searches for cyclic garbage are seldom, and slow among so many objects."""
+    """Machines must not form reference cycles; cyclic garbage collection is rare, and slow with many objects."""
     programs, seen, y = runner._Programs(1), [], np.zeros(32, np.float32)
     monkeypatch.setattr(runner, "link_source", programs)
     gc.disable()
@@ -180,15 +180,15 @@ extern "C" __global__ void both(float* y) {
     ("arch", "kib"), [("sm_75", 64), ("sm_80", 163), ("sm_86", 99), ("sm_90a", 227), ("sm_120", 99)]
 )
 def test_a_block_has_the_shared_memory_of_its_architecture(arch, kib):
-    y, most = np.zeros(1, np.float32), kib * 1024
-    launch(SHARED, "dynamic", 1, 1, (y,), shared=most, arch=arch)
-    launch(SHARED, "both", 1, 1, (y,), shared=most - 1024, arch=arch)
+    y, limit = np.zeros(1, np.float32), kib * 1024
+    launch(SHARED, "dynamic", 1, 1, (y,), shared=limit, arch=arch)
+    launch(SHARED, "both", 1, 1, (y,), shared=limit - 1024, arch=arch)
     assert y[0] == 14
-    message = f"bytes of dynamic and {{}} of static .* of {arch.rstrip('a')} may have {most}"
+    message = f"bytes of dynamic and {{}} of static .* of {arch.rstrip('a')} may have {limit}"
     with pytest.raises(EmulatorError, match=message.format(0)):
-        launch(SHARED, "dynamic", 1, 1, (y,), shared=most + 1, arch=arch)
+        launch(SHARED, "dynamic", 1, 1, (y,), shared=limit + 1, arch=arch)
     with pytest.raises(EmulatorError, match=message.format(1024)):
-        launch(SHARED, "both", 1, 1, (y,), shared=most - 1023, arch=arch)
+        launch(SHARED, "both", 1, 1, (y,), shared=limit - 1023, arch=arch)
 
 
 @pytest.mark.parametrize(

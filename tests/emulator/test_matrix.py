@@ -1,4 +1,4 @@
-"""mma.sync against matrix products, with registers filled element by element."""
+"""mma.sync against matrix products; registers are filled element by element."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def sizes(text):
 
 
 def operand(rng, ptx_type, shape):
-    """Random elements: their bits, and their values (float64 or int64)."""
+    """Random elements: bits, and values (float64 or int64)."""
     if ptx_type in RANGE:
         values = rng.integers(*RANGE[ptx_type], shape)
         return (values & ((1 << WIDTH[ptx_type]) - 1)).astype(np.uint64), values
@@ -95,7 +95,7 @@ def run(text, a_bits, b_bits, c, truncating=False):
     assert [len(fragment) for fragment in fragments] == [op.a[0], op.b[0], op.c[0]]
     d = op.run(*fragments, truncating)
     assert len(d) == op.d[0]
-    assert all(one.shape == (len(c), 32) and one.dtype == fragments[2][0].dtype for one in d)
+    assert all(fragment.shape == (len(c), 32) and fragment.dtype == fragments[2][0].dtype for fragment in d)
     return from_registers(d, sizes(text)[0], c.dtype)
 
 
@@ -108,7 +108,7 @@ def test_float_products_are_the_sum_rounded_once(text, rng):
     c = rng.standard_normal((3, m, n)).astype(FLOAT[c_type])
     got = run(text, a_bits, b_bits, c)
     for w, i, j in np.ndindex(got.shape):
-        products = a[w, i] * b[w, :, j]  # exact, but for f64
+        products = a[w, i] * b[w, :, j]  # exact, except for f64
         exact = math.fsum([*products, float(c[w, i, j])])
         sums = (k + 2) * 2.0**-53 * (np.abs(products).sum() + abs(float(c[w, i, j])))
         bound = sums + UNIT[c_type] * (abs(exact) + sums) + (2.0**-25 if c_type == "f16" else 0)
@@ -134,11 +134,11 @@ def test_largest_integer_products(a_type, b_type):
     shape = "m16n8k32" if a_type[1] == "8" else "m16n8k64"
     text = f"{shape}.row.col.s32.{a_type}.{b_type}.s32"
     m, n, k = sizes(text)
-    most = 1 << WIDTH[a_type] - 1 if a_type[0] == "s" else (1 << WIDTH[a_type]) - 1  # -128 as bits, or 255
+    largest = 1 << WIDTH[a_type] - 1 if a_type[0] == "s" else (1 << WIDTH[a_type]) - 1  # -128 as bits, or 255
     got = run(
-        text, *(np.full(s, most, np.uint64) for s in ((1, m, k), (1, k, n))), np.ones((1, m, n), np.int32)
+        text, *(np.full(s, largest, np.uint64) for s in ((1, m, k), (1, k, n))), np.ones((1, m, n), np.int32)
     )
-    np.testing.assert_array_equal(got, k * most**2 + 1)
+    np.testing.assert_array_equal(got, k * largest**2 + 1)
 
 
 @pytest.mark.parametrize("text", BIT_FORMS)
@@ -223,8 +223,8 @@ def test_warps_do_not_depend_on_each_other(text, rng):
         together = op.run(*fragments)
         for w in (0, 1, 63, 64, 700, warps - 1):
             alone = op.run(*([register[w : w + 1] for register in fragment] for fragment in fragments))
-            for one, every in zip(alone, together, strict=True):
-                np.testing.assert_array_equal(one[0], every[w])
+            for single, batched in zip(alone, together, strict=True):
+                np.testing.assert_array_equal(single[0], batched[w])
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,12 @@ def test_what_a_form_takes(text, a, b, c, macs, kind):
 
 
 def towards_zero(x, exponent):
-    """The multiple of 2^exponent below ``|x|``, with the sign of x."""
+    """Multiple of 2^exponent below ``|x|``, with the sign of x."""
     return math.trunc(x / Fraction(2) ** exponent) * Fraction(2) ** exponent
 
 
 def truncated(a, b, c, width, kept, result):
-    """The adders of a tensor core, in exact arithmetic: ``width`` products and the sum so far at a time."""
+    """Adders of a tensor core in exact arithmetic: ``width`` products and the partial sum at a time."""
     total = Fraction(float(c))
     for first in range(0, len(a), width):
         along = slice(first, first + width)
@@ -286,7 +286,7 @@ def test_truncating_adders(text, width, kept, rng):
         [truncated(a[0, i], b[0, :, j], c[0, i, j], width, kept, c_type) for j in range(n)] for i in range(m)
     ]
     np.testing.assert_array_equal(got[0], want)
-    if c_type == "f32":  # the case tells the two apart
+    if c_type == "f32":  # the case distinguishes the two
         assert (got != run(text, a_bits, b_bits, c)).any()
 
 

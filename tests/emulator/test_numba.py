@@ -18,7 +18,7 @@ THREADS = 64
 
 
 def reverse_blocks(x, y):
-    """Reverses each block through shared memory; the last block is not full."""
+    """Reverse each block through shared memory; the last block is not full."""
     s = cuda.shared.array(THREADS, float32)
     t = cuda.threadIdx.x
     i = cuda.grid(1)
@@ -41,7 +41,7 @@ def past_the_end(x, y):
 
 
 def histograms(x, y):
-    """A local array per thread."""
+    """Count in a local array per thread."""
     count = cuda.local.array(8, int32)
     i = cuda.grid(1)
     if i < x.shape[0]:
@@ -82,7 +82,7 @@ def softplus(v):
 
 
 def functions(x, y):
-    """Six functions in float64, one of them a device function."""
+    """Evaluate six functions in float64, one of them a device function."""
     i = cuda.grid(1)
     if i < x.size:
         v = x[i]
@@ -139,7 +139,7 @@ def test_shuffles(rng):
 
 
 def test_float64_functions(rng):
-    """As accurate as the libraries: a few units in the last place."""
+    """Functions are as accurate as the libraries: a few units in the last place."""
     x = np.append(rng.uniform(-8, 8, 90), [0.0, -0.0, 1e-300, 700.0, -700.0, 1e5])
     y = np.zeros((6, x.size))
     run(functions, "void(float64[::1], float64[:,::1])", 2, 64, (x, y))

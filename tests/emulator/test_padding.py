@@ -1,4 +1,4 @@
-"""Reads that only the compiler adds are no faults: padding that is copied along, and unused lanes of wider loads."""
+"""Reads that only the compiler adds are not faults: copied padding, and unused lanes of wider loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ C = {"f8": "double", "f4": "float", "i4": "int", "i2": "short", "i1": "char"}
 
 
 def struct_of(fields):
-    return "struct Best { " + " ".join(f"{C[kind]} {name};" for name, kind in fields) + " };"
+    return "struct Best { " + " ".join(f"{C[dtype]} {name};" for name, dtype in fields) + " };"
 
 
 ARG_MAX = """

@@ -1,4 +1,4 @@
-"""Addresses of arrays in the fields of structs and in tables of pointers, as foreign kernels take them."""
+"""Addresses of arrays in fields of structs and in tables of pointers, as third-party kernels take them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def table(arrays):
 
 
 def test_a_structure_with_an_array_in_it(rng):
-    """A reduction over a strided array whose shape and strides travel with its pointer."""
+    """Reduce a strided array whose shape and strides are passed with its pointer."""
     source = r"""
     template <class T, int N> struct CArray {
       T* data; long long size; long long shape[N], strides[N];
@@ -92,18 +92,18 @@ __global__ void axpby(int size, Lists<3> lists, float a, float b) {
 
 
 def lists(tensors, chunk):
-    found = np.zeros((), [("a", "u8", (3, 36)), ("n", "i4", 36), ("t", "u1", 320), ("c", "i4", 320)])
-    found["a"][:, : len(tensors)] = [[pointer(a) for a in row] for row in zip(*tensors, strict=True)]
-    found["n"][: len(tensors)] = [t[0].size for t in tensors]
+    metadata = np.zeros((), [("a", "u8", (3, 36)), ("n", "i4", 36), ("t", "u1", 320), ("c", "i4", 320)])
+    metadata["a"][:, : len(tensors)] = [[pointer(a) for a in row] for row in zip(*tensors, strict=True)]
+    metadata["n"][: len(tensors)] = [t[0].size for t in tensors]
     places = [(i, c) for i, t in enumerate(tensors) for c in range(-(-t[0].size // chunk))]
-    found["t"][: len(places)], found["c"][: len(places)] = zip(*places, strict=True)
-    return found[()], len(places)
+    metadata["t"][: len(places)], metadata["c"][: len(places)] = zip(*places, strict=True)
+    return metadata[()], len(places)
 
 
 def test_many_tensors_in_one_launch(rng):
     tensors = [[*rng.standard_normal((2, n), np.float32), np.zeros(n, np.float32)] for n in (5, 130, 64, 1)]
-    given, blocks = lists(tensors, 64)
-    launch(MULTI_TENSOR, "axpby", blocks, 32, (64, given, 2.0, -1.0))
+    metadata, blocks = lists(tensors, 64)
+    launch(MULTI_TENSOR, "axpby", blocks, 32, (64, metadata, 2.0, -1.0))
     for x, y, out in tensors:
         np.testing.assert_allclose(out, 2 * x - y, rtol=1e-6)
 
@@ -171,8 +171,8 @@ def test_faults_name_the_array():
 def test_a_pointer_to_what_is_gone_is_a_fault():
     y = np.zeros(4, np.float32)
     x = np.ones(4, np.float32)
-    at = pointer(x[1:][:2])  # the view goes, its memory stays
-    gc.disable()  # nothing that a launch leaves behind keeps an array alive, not even after a fault
+    at = pointer(x[1:][:2])  # the view is freed, its memory stays
+    gc.disable()  # no object that a launch leaves behind keeps an array alive, not even after a fault
     try:
         first(at, y, threads=2)
         with pytest.raises(SanitizerError, match="past the end"):
@@ -187,7 +187,7 @@ def test_a_pointer_to_what_is_gone_is_a_fault():
 
 
 def test_an_array_that_is_an_argument_as_well():
-    """Both addresses are the same, so that what one writes the other may read."""
+    """Both addresses are the same, so that a write through one is visible through the other."""
     source = """
     struct S { float* x; };
     extern "C" __global__ void k(S s, float* x, int* same) {
@@ -199,10 +199,10 @@ def test_an_array_that_is_an_argument_as_well():
     """
     x, same = np.zeros(64, np.float32), np.zeros(1, np.int32)
     args = np.uint64(pointer(x)).tobytes(), Buffer(x, "x", written=False), same
-    found = profile(source, "k", 1, 32, args)
+    result = profile(source, "k", 1, 32, args)
     assert same[0] == 1
     assert (x == 3).all()
-    assert [b.name for b in found.buffers] == ["x", "same"]
+    assert [b.name for b in result.buffers] == ["x", "same"]
     pages = np.zeros((4, 8), np.float32)
     assert [pointer(page) - pointer(pages) for page in pages] == [0, 32, 64, 96]
     assert pointer(pages) == pointer(pages)

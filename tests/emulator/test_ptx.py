@@ -1,4 +1,4 @@
-"""Hand-written PTX: forms that compilers rarely generate, and malformed text."""
+"""Handwritten PTX: forms that compilers rarely generate, and malformed text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STORE = """
 
 
 def run(body, x, before="", threads=None):
-    """``body`` computes %r3 of %r2, the thread's element of ``x``, and %r1, its number."""
+    """Run ``body``, which computes %r3 from %r2 (element of ``x``) and %r1 (number of the thread)."""
     x = np.asarray(x).astype(np.int32)
     y = np.zeros_like(x)
     launch(HEAD + before + REGISTERS + body + STORE, "k", 1, threads or x.size, (x, y))
@@ -123,8 +123,8 @@ def test_forms(body, expected, rng):
 }
 """
     x = rng.integers(0, 1000, 64)
-    found = run(".local .align 8 .b8 place[16];\n" + body, x, before)
-    np.testing.assert_array_equal(found, expected(x, np.arange(64)).astype(np.int32))
+    actual = run(".local .align 8 .b8 place[16];\n" + body, x, before)
+    np.testing.assert_array_equal(actual, expected(x, np.arange(64)).astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_wrong_text_is_named_with_its_line(body, error, message):
     with pytest.raises(error, match=message) as caught:
         run(body, np.arange(32))
     line = line_of(body, body)
-    # A missing ';' is found on the next line.
+    # A missing ';' is reported on the next line.
     assert re.match(rf"PTX line ({line}|{line + 1}): ", str(caught.value))
 
 

@@ -1,4 +1,4 @@
-"""The race detector against brute force: random programs, and an oracle with every access and vector clocks."""
+"""Race detector against brute force: random programs, and an oracle that keeps every access and vector clocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_ops.emulator import SanitizerError, launch
 
 THREADS, LOCATIONS = 96, 3
 NONE, READ, WRITE, ATOMIC = range(4)
-BLOCK_BARRIER, WARP_BARRIER = 256, 512  # bits of a word beside kind and location
+BLOCK_BARRIER, WARP_BARRIER = 256, 512  # bits of a word in addition to kind and location
 
 # In each step a thread reads its word and executes the barriers in it, then the access. Locations are initialised
 # first.
@@ -65,7 +65,7 @@ LOOP:
 KIND_OF_LINE = {
     number: kind
     for number, line in enumerate(PTX.splitlines(), 1)
-    for kind, word in ((READ, "READ"), (WRITE, "WRITE"), (ATOMIC, "ATOMIC"))
+    for access, word in ((READ, "READ"), (WRITE, "WRITE"), (ATOMIC, "ATOMIC"))
     if f"// {word}" in line
 }
 
@@ -82,7 +82,7 @@ def conflict(a, b):
 
 
 def first_race(words):
-    """(thread, kind, the accesses it races with) of the first access in execution order that races, or None."""
+    """First access in execution order that races: (thread, kind, accesses that it races with), or None."""
     known = np.zeros((THREADS, THREADS), np.int64)  # each thread's view of the others' clocks
     known[np.diag_indices(THREADS)] = 1
     past = [[] for _ in range(LOCATIONS)]
@@ -97,18 +97,18 @@ def first_race(words):
         for first in range(0, THREADS, 32):
             if step[first] & WARP_BARRIER:
                 join(np.arange(first, first + 32))
-        for kind in (READ, WRITE, ATOMIC):
-            for t in np.flatnonzero(step & 15 == kind):
+        for access in (READ, WRITE, ATOMIC):
+            for t in np.flatnonzero(step & 15 == access):
                 before = past[step[t] >> 4 & 3]
-                racing = [p for p in before if conflict(p.kind, kind) and known[t, p.thread] < p.clock]
+                racing = [p for p in before if conflict(p.kind, access) and known[t, p.thread] < p.clock]
                 if racing:
-                    return int(t), kind, {(p.thread, p.kind) for p in racing}
-                before.append(Past(int(t), kind, known[t, t]))
+                    return int(t), access, {(p.thread, p.kind) for p in racing}
+                before.append(Past(int(t), access, known[t, t]))
     return None
 
 
 def random_program(rng):
-    """Few threads access few locations, with enough barriers that about half of the programs have no race."""
+    """Program of few threads and locations, with enough barriers that about half of the programs have no race."""
     steps = int(rng.integers(2, 9))
     words = np.zeros((steps, THREADS), np.int32)
     barriers, writers = rng.choice([0.2, 0.5, 0.8]), rng.choice([0.1, 0.3, 0.5])
@@ -125,7 +125,7 @@ def random_program(rng):
 
 
 def report(words):
-    """The sanitizer's report in the form of ``first_race``, with a single other access."""
+    """Report of the sanitizer in the form of ``first_race``, with a single other access."""
     error = None
     try:
         launch(PTX, "k", 1, THREADS, (words, len(words)))
@@ -145,24 +145,24 @@ def test_no_false_alarm_and_none_missed(seed):
     racy = 0
     for _ in range(150):
         words = random_program(rng)
-        expected, found = first_race(words), report(words)
-        assert (found is None) == (expected is None), (words.tolist(), expected, found)
+        expected, actual = first_race(words), report(words)
+        assert (actual is None) == (expected is None), (words.tolist(), expected, actual)
         if expected is not None:
             racy += 1
-            assert found[:2] == expected[:2]
-            assert found[2] in expected[2], (words.tolist(), expected, found)
+            assert actual[:2] == expected[:2]
+            assert actual[2] in expected[2], (words.tolist(), expected, actual)
     assert 30 <= racy <= 120  # programs with and without races
 
 
 def program(*steps):
-    """Steps of ``{thread: (kind, location)}`` and barriers, given as their bit."""
+    """Words of a program. Steps are ``{thread: (kind, location)}``, or the bit of a barrier."""
     words = np.zeros((len(steps), THREADS), np.int32)
     for word, step in zip(words, steps, strict=True):
         if isinstance(step, int):
             word |= step
             continue
-        for thread, (kind, location) in step.items():
-            word[thread] = kind | location << 4
+        for thread, (access, location) in step.items():
+            word[thread] = access | location << 4
     return words
 
 
@@ -201,5 +201,5 @@ CASES = {
 def test_chosen_programs(name):
     words, expected = CASES[name]
     assert report(words) == expected
-    found = first_race(words)
-    assert found is None if expected is None else found[:2] == expected[:2] and expected[2] in found[2]
+    race = first_race(words)
+    assert race is None if expected is None else race[:2] == expected[:2] and expected[2] in race[2]

@@ -1,4 +1,4 @@
-"""Features that the emulator does not have are refused by name, with the line; text that looks odd is parsed."""
+"""Features that the emulator lacks are refused by name, with the line; unusual but valid text is parsed."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ CASES = {
 def test_a_missing_feature_is_named_with_its_line(name):
     parameters, body, feature = CASES[name]
     source = f'extern "C" __global__ void k({parameters}) {{\n  if (threadIdx.x == 7)\n    {body}\n}}'
-    given = [0] if "Object" in parameters else []
+    prefix = [0] if "Object" in parameters else []
     with pytest.raises(UnknownInstruction, match=f"the emulator does not have .*{feature}") as caught:
-        launch(source, "k", 1, 32, (*given, np.zeros(32, np.float32)), arch="sm_90")
+        launch(source, "k", 1, 32, (*prefix, np.zeros(32, np.float32)), arch="sm_90")
     message = str(caught.value)
     assert message.startswith("PTX line ")
     assert f"kernel.cu line 3: {body[:40]}" in message
@@ -83,7 +83,7 @@ def test_a_texture_reference_in_ptx():
 
 
 def test_declarations_that_touch_the_brace():
-    """The maths of <cuda_fp16.h> is inline PTX with ``{.reg.b16 h;``, without blanks."""
+    """Functions of <cuda_fp16.h> are inline PTX with ``{.reg.b16 h;``, without blanks."""
     source = r"""
 #include <cuda_fp16.h>
 extern "C" __global__ void k(const __half* x, float* y) {
@@ -122,19 +122,19 @@ def test_redux_of_floats(operation, modifiers):
 """
     x = np.array([[3, -5, -0.0, 0.0], [3, np.nan, 1, -7], [np.nan] * 4, [-0.0, 0.0, 0.0, -0.0]], np.float32)
     x = np.repeat(x, 8, axis=1)
-    given = np.abs(x) if "abs" in modifiers else x
+    operands = np.abs(x) if "abs" in modifiers else x
     result = x.copy()
     launch(text, "k", 1, 128, (result,))
-    for row, found in zip(given, result, strict=True):
+    for row, actual in zip(operands, result, strict=True):
         numbers = row[~np.isnan(row)]
         if numbers.size == 0 or (numbers.size < row.size and "NaN" in modifiers):
-            assert (found.view(np.uint32) == 0x7FFFFFFF).all()
+            assert (actual.view(np.uint32) == 0x7FFFFFFF).all()
             continue
         expected = sorted(numbers.tolist(), key=lambda v: (v, not np.signbit(v)))[
             0 if operation == "min" else -1
         ]
-        assert (found == expected).all()
-        assert (np.signbit(found) == np.signbit(expected)).all()
+        assert (actual == expected).all()
+        assert (np.signbit(actual) == np.signbit(expected)).all()
 
 
 def test_redux_of_floats_that_does_not_exist():

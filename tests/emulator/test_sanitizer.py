@@ -1,4 +1,4 @@
-"""The sanitizer finds planted bugs, names their line and thread, and reports nothing for the corrected kernels."""
+"""Sanitizer: it finds planted bugs, names their line and thread, and reports nothing for the corrected kernels."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def run(bug, form, rng, **options):
 def test_the_good_form_is_clean_and_right(bug, rng):
     args, expected = run(bug, "good", rng)
     for i, value in expected.items():
-        found = args[i].array if hasattr(args[i], "array") else args[i]
-        np.testing.assert_array_equal(found, value)
+        actual = args[i].array if hasattr(args[i], "array") else args[i]
+        np.testing.assert_array_equal(actual, value)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
@@ -63,13 +63,13 @@ def test_the_bug_is_found_and_named(bug, rng):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_without_the_sanitizer_only_the_machine_finds_faults(bug, rng):
-    found = None
+    actual = None
     try:
         run(bug, "bad", rng, sanitize=False)
     except SanitizerError as error:
-        found = error.kind
+        actual = error.kind
     always = (bug.kind in ALWAYS or bug.name in ALSO_ALWAYS) and bug.name not in NOT_ALWAYS
-    assert found == (bug.kind if always else None)
+    assert actual == (bug.kind if always else None)
 
 
 @pytest.mark.filterwarnings("ignore::gpu_ops.emulator.SanitizerNote")
@@ -96,12 +96,12 @@ ADD = 'extern "C" __global__ void k(float* y) { atomicAdd(y, 1.f); }'
 )
 @pytest.mark.parametrize("memory", ["bytes", "file"])
 def test_what_is_read_only_stays_as_it_is(source, verb, memory, sanitize, tmp_path):
-    """A write would change an immutable object, or end the process for a mapped file."""
-    given = bytes(256)
-    y = np.frombuffer(given, np.float32)
+    """A write would change an immutable object, or kill the process for a mapped file."""
+    data = bytes(256)
+    y = np.frombuffer(data, np.float32)
     if memory == "file":
         path = tmp_path / "y"
-        path.write_bytes(given)
+        path.write_bytes(data)
         y = np.memmap(path, np.float32, "r")
     with pytest.raises(SanitizerError, match=verb) as caught:
         launch(source, "k", 1, 32, (y,), sanitize=sanitize)
@@ -110,7 +110,7 @@ def test_what_is_read_only_stays_as_it_is(source, verb, memory, sanitize, tmp_pa
 
 
 def test_a_read_only_view_of_what_may_be_written():
-    """`out=x` where one of the two is a read-only view of writable memory."""
+    """Pass `out=x` where one of the two is a read-only view of writable memory."""
     y = np.zeros(64, np.float32)
     x = y[:]
     x.flags.writeable = False
@@ -134,7 +134,7 @@ extern "C" __global__ void k(volatile int* flag, int* y) {
 
 
 def test_a_loop_of_atomics_is_none(monkeypatch):
-    """The rounds look alike, but registers change."""
+    """Iterations look alike, but registers change."""
     monkeypatch.setattr(machine, "_REPEATS", 2)
     source = """
 extern "C" __global__ void k(int* y, int n) {

@@ -1,4 +1,4 @@
-"""What the emulator knows of a kernel's parameters: names and types from CUDA C++ text and from mangled names."""
+"""Kernel parameters as the emulator sees them: names and types from CUDA C++ text and from mangled names."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ k(const float* __restrict__ x, float4 *y, unsigned long long int n, const half z
 
 
 def test_a_declaration_in_cuda():
-    found = signature("k", SOURCE)
-    assert [p.name for p in found] == ["x", "y", "n", "z", "t", "pp", "pair", "v", "u", "bytes"]
-    assert [p.type for p in found][:4] == ["const float*", "float4*", "unsigned long long int", "const half*"]
-    assert [(p.element, p.scalar) for p in found] == [
+    parameters = signature("k", SOURCE)
+    assert [p.name for p in parameters] == ["x", "y", "n", "z", "t", "pp", "pair", "v", "u", "bytes"]
+    assert [p.type for p in parameters][:4] == [
+        "const float*",
+        "float4*",
+        "unsigned long long int",
+        "const half*",
+    ]
+    assert [(p.element, p.scalar) for p in parameters] == [
         *((4, 4), (16, 4), (0, 0), (2, 2), (0, 0), (8, 8), (0, 0), (1, 1), (4, 4), (1, 1))
     ]
 
@@ -52,8 +57,8 @@ def test_stars_of_template_arguments_are_no_pointers():
 
 
 def test_a_definition_counts_more_than_a_declaration():
-    (found,) = signature("k", "__global__ void k(float*);\n__global__ void k(float* x) {}")
-    assert (found.name, found.type) == ("x", "float*")
+    (parameter,) = signature("k", "__global__ void k(float*);\n__global__ void k(float* x) {}")
+    assert (parameter.name, parameter.type) == ("x", "float*")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +74,9 @@ def test_a_definition_counts_more_than_a_declaration():
     ],
 )
 def test_mangled_names(name, types, sizes):
-    found = signature(name)
-    assert [p.type for p in found] == types
-    assert [p.element for p in found] == sizes
+    parameters = signature(name)
+    assert [p.type for p in parameters] == types
+    assert [p.element for p in parameters] == sizes
 
 
 NAMES = r"""
@@ -117,7 +122,7 @@ TYPES = {
     "several": ("float", "P*", "P*", "P", "float*", "float*", "unsigned char*"),
     "qualified": ("P*", "int*", "P*", "float*"),
     "function": ("float[]*", "float*", "a function*"),
-    # Of templates only the name is read.
+    # For templates only the name is read.
     **dict.fromkeys(("numbers", "dependent", "packed", "given", "templates")),
 }
 
@@ -125,9 +130,9 @@ TYPES = {
 def test_names_that_the_compiler_mangles():
     pytest.importorskip("cuda.bindings.nvrtc")
     ptx = compile_text(NAMES, "sm_80").ptx
-    found = [demangle(name) for name in re.findall(r"\.entry (\w+)", ptx)]
-    assert dict(found) == TYPES
-    assert len(found) == len(TYPES)
+    names = [demangle(name) for name in re.findall(r"\.entry (\w+)", ptx)]
+    assert dict(names) == TYPES
+    assert len(names) == len(TYPES)
     variables = {demangle(name).name for name in re.findall(r"\b_Z\w+", ptx)}
     assert variables - TYPES.keys() == {"s", "w"} | ({"half_of"} & variables)
     y = np.zeros(1, np.float32)
@@ -163,8 +168,8 @@ def test_names_of_variables_and_of_nothing(mangled, plain):
 def test_declarations_of_variables():
     text = "__device__ __constant__ float c[3 * N]; __device__ int n; "
     text += "__constant__ int z = 0; __constant__ double d[] {1};"
-    found = {name: variable(name, text) for name in "cnzdq"}
-    assert {name: p and (p.type, p.element) for name, p in found.items()} == {
+    variables = {name: variable(name, text) for name in "cnzdq"}
+    assert {name: p and (p.type, p.element) for name, p in variables.items()} == {
         "c": ("__constant__ float", 4),
         "n": ("int", 4),
         "z": ("int =", 4),
@@ -183,9 +188,9 @@ extern "C" __global__ void k(const float* x, float2* out, const __half* h, Pair*
 
 
 def arguments(**other):
-    given = dict(x=np.ones(8, np.float32), out=np.zeros(8, np.complex64), h=np.zeros(4, np.float16))
-    given |= dict(pairs=np.zeros((4, 2), np.float32), bytes=np.zeros(4, np.int64), n=7)
-    return [*(given | other).values()]
+    defaults = dict(x=np.ones(8, np.float32), out=np.zeros(8, np.complex64), h=np.zeros(4, np.float16))
+    defaults |= dict(pairs=np.zeros((4, 2), np.float32), bytes=np.zeros(4, np.int64), n=7)
+    return [*(defaults | other).values()]
 
 
 @pytest.mark.parametrize(

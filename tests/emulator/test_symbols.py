@@ -43,9 +43,9 @@ def test_constants_are_set_by_array_or_number():
 
 def test_device_variables_are_read_back_and_live_on_in_their_arrays():
     calls, last = np.zeros(1, np.uint32), np.zeros((2, 4), np.float32)
-    given = {"weights": WEIGHTS, "top": 10.0, "calls": calls, "last": last}
-    run(given)
-    run(given)
+    symbols = {"weights": WEIGHTS, "top": 10.0, "calls": calls, "last": last}
+    run(symbols)
+    run(symbols)
     assert calls[0] == 12
     assert last.tolist() == [[0, 0, 0, 2], [0, 0, 0, 2]]
     assert run({"calls": calls}, "other") == [12] * 6  # another kernel of the module

@@ -65,9 +65,13 @@ def test_sectors_of_random_addresses(rng, name, size, spread):
             sectors += len(here)
             lanes += sum(i >= 0 for i in warp)
             touched |= here
-    found = buffer(p, "x")
-    assert (found.requests, found.sectors, found.bytes) == (requests, sectors, lanes * size)
-    assert (found.footprint, found.footprint_read, found.footprint_written) == (len(touched), len(touched), 0)
+    traffic = buffer(p, "x")
+    assert (traffic.requests, traffic.sectors, traffic.bytes) == (requests, sectors, lanes * size)
+    assert (traffic.footprint, traffic.footprint_read, traffic.footprint_written) == (
+        len(touched),
+        len(touched),
+        0,
+    )
     assert buffer(p, "y").footprint_written == buffer(p, "y").footprint
 
 
@@ -127,7 +131,7 @@ def test_sectors_of_atomics():
 
 def test_variables_of_the_module():
     p = profiled("variables", 1, 32, (np.zeros(32, np.float32),))
-    assert sorted(b.name for b in p.buffers) == ["calls", "y"]  # constants have a cache of their own
+    assert sorted(b.name for b in p.buffers) == ["calls", "y"]  # constants have a separate cache
     assert buffer(p, "calls").times_read == 1
 
 
@@ -137,7 +141,7 @@ WIDTHS = {"shared1": 1, "shared4": 4, "shared8": 8, "shared16": 16}
 
 
 def shared_load(name, index, count=2048):
-    """The profile of a load from shared memory of element index[t] by thread t."""
+    """Profile of a load from shared memory of element index[t] by thread t."""
     size = WIDTHS[name]
     word = np.dtype(f"u{min(size, 4)}")
     x, y = (np.zeros(n * size, np.uint8).view(word) for n in (count, len(index)))
@@ -167,14 +171,14 @@ lane = np.arange(32)
     ],
 )
 def test_bank_conflicts(name, index, waves, replays, ideal):
-    found = shared_load(name, index)
-    assert (found.shared_requests, found.waves, found.replays, found.ideal_waves) == (
+    traffic = shared_load(name, index)
+    assert (traffic.shared_requests, traffic.waves, traffic.replays, traffic.ideal_waves) == (
         1,
         waves,
         replays,
         ideal,
     )
-    assert found.shared_bytes == 32 * WIDTHS[name]
+    assert traffic.shared_bytes == 32 * WIDTHS[name]
 
 
 @pytest.mark.parametrize("name", WIDTHS)
@@ -182,7 +186,7 @@ def test_bank_conflicts(name, index, waves, replays, ideal):
 def test_waves_of_random_addresses(rng, name, spread):
     size = WIDTHS[name]
     index = rng.integers(-1, spread, 200)
-    found = shared_load(name, index)
+    traffic = shared_load(name, index)
 
     in_phase = {1: 32, 4: 32, 8: 16, 16: 8}[size]
     waves = phases = ideal = 0
@@ -198,7 +202,7 @@ def test_waves_of_random_addresses(rng, name, spread):
             phases += bool(words)
             waves += max(sum(word % 32 == bank for word in words) for bank in range(32))
         ideal += -(-int((warp >= 0).sum()) * size // 128)
-    assert (found.waves, found.phases, found.ideal_waves) == (waves, phases, ideal)
+    assert (traffic.waves, traffic.phases, traffic.ideal_waves) == (waves, phases, ideal)
 
 
 @pytest.mark.parametrize(("pitch", "swizzled", "waves"), [(128, False, 32), (144, False, 4), (128, True, 4)])

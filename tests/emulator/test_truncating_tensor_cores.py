@@ -1,4 +1,4 @@
-"""Every kernel of matrix products keeps to its tolerance on tensor cores that truncate, as those of A100 and H100."""
+"""Matrix-product kernels stay within tolerance on tensor cores that truncate, such as those of A100 and H100."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ def test_gated_mlp(dtype, rng):
     assert_close(y, want, naive, dtype)
     got = gpu_ops.swiglu_mlp_backward(dy, x, *weights, **RAW)
     wanted, naives = (swiglu.swiglu_mlp_backward(dy, x, *weights, precision=p) for p in ("float64", "naive"))
-    for one, want, naive in zip(got, wanted, naives, strict=True):
-        assert_close(one, want, naive, dtype, GRADIENT)
+    for actual, want, naive in zip(got, wanted, naives, strict=True):
+        assert_close(actual, want, naive, dtype, GRADIENT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ternary_matmul(dtype, rng):
     w = TernaryMatrix.from_trits(rng.integers(-1, 2, (256, 512)).astype(np.int8), np.float32(0.7))
     x, dy = random(rng, (33, 512), dtype), random(rng, (33, 256), dtype)
-    given = w.trits(), w.scale
+    weights = w.trits(), w.scale
     exact, naive = (
-        ternary.ternary_matmul(x, *given, activations="native", precision=p) for p in ("float64", "naive")
+        ternary.ternary_matmul(x, *weights, activations="native", precision=p) for p in ("float64", "naive")
     )
     assert_close(gpu_ops.ternary_matmul(x, w, activations="native", **RAW), exact, naive, dtype)
     exact, naive = (
-        ternary.ternary_matmul_backward(dy, x, *given, activations="native", precision=p)
+        ternary.ternary_matmul_backward(dy, x, *weights, activations="native", precision=p)
         for p in ("float64", "naive")
     )
-    found = gpu_ops.ternary_matmul_backward(dy, x, w, activations="native", **RAW)
-    for got, want, textbook in zip(found, exact, naive, strict=True):
+    grads = gpu_ops.ternary_matmul_backward(dy, x, w, activations="native", **RAW)
+    for got, want, textbook in zip(grads, exact, naive, strict=True):
         assert_close(got, want, textbook, dtype, GRADIENT)
 
 

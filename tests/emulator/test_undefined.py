@@ -38,7 +38,7 @@ SHUFFLE = (
     'asm volatile("{.reg .pred p; .reg .b32 r; shfl.sync.idx.b32 r|p, %%1, %s, 31, -1; selp.b32 %%0, 1, 0, p;}"'
     ' : "=r"(y[t]) : "r"(t & 31), "r"(a));'
 )
-#: Ends of the kernel that use the value of one thread; what that is, and the thread.
+#: Ends of the kernel that use the value of one thread, with a name of the use and the thread.
 FOUND = [
     ("y[t] = a;", STORES, 63),
     ("y[t] = 2 * a + 1;", STORES, 63),
@@ -89,7 +89,7 @@ FOUND = [
         63,
     ),
 ]
-#: Ends that discard it, and what they write.
+#: Ends that discard the value, and what they write.
 CLEAN = [
     ("y[t] = t < 63 ? a : -1;", [*range(1, 64), -1]),
     ("int b = a * 3 + 1; y[t] = t < 63 ? b : -1;", [*range(4, 193, 3), -1]),
@@ -165,7 +165,7 @@ def test_a_value_that_is_discarded(body, expected):
 
 
 def test_every_fault_of_a_launch():
-    """With all faults collected each load is one fault, counted once for each thread that uses the value."""
+    """With all faults collected, each load is one fault, counted once for each thread that uses the value."""
     with pytest.raises(SanitizerError) as caught:
         run("int b = z[t]; y[t] = b; y[63 - t] = b; y[t] += a;", sanitize="collect")
     assert [(f.kind, f.count) for f in caught.value.faults] == [
@@ -229,7 +229,7 @@ FORMS = {
 
 
 def _source(op, k, opcode, rng):
-    """Values of a source, which bits of them are unknown, and all that they can be."""
+    """Values of a source, their unknown bits, and all possible values."""
     dtype, width, count = DTYPE[op.reads[k]], BITS[op.reads[k]], 300
     control, compared = k in flow.CONTROLS.get(opcode, ()), len(op.writes) == 2
     values = rng.integers(0, 4 if opcode == "lop3" else 40 if control or compared else 2**31, count)
@@ -263,11 +263,11 @@ def test_the_bits_of_a_result_that_change(opcode, ending):
     form = flow.Flow(0, -1, op=op, compares=opcode == "setp", words=set(words), controls=controls)
     results = [r if isinstance(r, tuple) else (r,) for r in (op.run(*trial) for trial in product(*trials))]
     known = ~np.logical_or.reduce([np.zeros(300, bool), *(unknown[k] != 0 for k in controls)])
-    for k, found in enumerate(bits.changing(form, list(values), list(unknown))):
+    for k, changing in enumerate(bits.changing(form, list(values), list(unknown))):
         each = [r[k].view(f"u{r[k].itemsize}") for r in results]
         expected = np.bitwise_or.reduce([e ^ each[0] for e in each])
         assert expected.any()
-        marked = found.astype(expected.dtype)
+        marked = changing.astype(expected.dtype)
         assert not (expected & ~marked).any()
         if "f32" not in words and not (opcode == "lop3" and k):  # otherwise the marks may be too many
             np.testing.assert_array_equal(marked[known], expected[known])
@@ -302,7 +302,7 @@ extern "C" __global__ void k(float* y, int rows, int use) {
 
 @pytest.mark.parametrize(("use", "wrong"), [(0, True), (1, False), (2, False), (3, True)])
 def test_tiles(use, wrong):
-    """Eight of sixteen rows of a tile have values; so have eight of the product and of what ``ldmatrix`` loads."""
+    """Eight of sixteen rows of a tile have values; so do eight of the product and of what ``ldmatrix`` loads."""
     y = np.zeros(32, np.float32)
     if wrong:
         with pytest.raises(SanitizerError, match="uninitialised read"):
@@ -313,7 +313,7 @@ def test_tiles(use, wrong):
 
 
 def test_the_other_arm_of_a_branch_has_the_value():
-    """The lanes of two shuffles meet, each with its own registers."""
+    """Lanes of two shuffles converge, each with its own registers."""
     body = """
     int v;
     if (t & 1) { v = __shfl_xor_sync(~0u, a, 1); y[t] = v + 1; }

@@ -39,7 +39,7 @@ def frozen(*arrays):
 
 
 def cuda_source(mode, lane, argument, width):
-    """The lane that __shfl_*_sync(..., argument, width) reads, or None if it keeps its own value."""
+    """Lane that __shfl_*_sync(..., argument, width) reads, or None if the lane keeps its own value."""
     first, place = lane // width * width, lane % width
     if mode == "up":
         return lane - argument if place >= argument else None
@@ -52,7 +52,7 @@ def cuda_source(mode, lane, argument, width):
 
 
 def ptx_source(mode, lane, b, c):
-    """The pseudocode of the PTX document for one lane: (source, in range)."""
+    """Pseudocode of the PTX document for one lane: (source, in range)."""
     bval, cval, mask = b & 0x1F, c & 0x1F, c >> 8 & 0x1F
     low = lane & mask
     high = (lane & mask) | (cval & ~mask)
@@ -96,7 +96,7 @@ def test_shfl_with_different_operands_in_every_lane(mode, rng):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("uniform", [True, False])
 def test_shfl_from_a_lane_that_takes_no_part_is_undefined(mode, uniform, rng):
-    """Lanes that do not execute, or are not in the mask of the reading lane."""
+    """A lane takes no part if it does not execute or is not in the mask of the reading lane."""
     a, active = bits(rng, 6), rng.random((6, 32)) < 0.7
     members = rng.choice(bits(rng, 1)[0, :3], (6, 32)) | np.uint32(1) << np.arange(32, dtype=np.uint32)
     b = everywhere(6, 5) if uniform else bits(rng, 6)
@@ -105,10 +105,10 @@ def test_shfl_from_a_lane_that_takes_no_part_is_undefined(mode, uniform, rng):
     seen = 0
     for w, lane in zip(*np.nonzero(active), strict=True):
         source, in_range = ptx_source(mode, int(lane), int(b[w, lane]), int(c[w, lane]))
-        there = active[w, source] and members[w, lane] >> np.uint32(source) & np.uint32(1)
-        assert d[w, lane] == (a[w, source] if there else UNDEFINED)
+        participates = active[w, source] and members[w, lane] >> np.uint32(source) & np.uint32(1)
+        assert d[w, lane] == (a[w, source] if participates else UNDEFINED)
         assert p[w, lane] == in_range
-        seen += not there
+        seen += not participates
     assert seen > 10
 
 
@@ -138,14 +138,14 @@ def cases(rng):
 
 
 def group_of(w, lane, members, active):
-    """The lanes in the group of this one: those that execute with the same mask."""
+    """Lanes in the group of this lane: those that execute with the same mask."""
     return [
         i for i in range(32) if active[w, i] and members[w, i] == members[w, lane] and members[w, i] >> i & 1
     ]
 
 
 def participants(rng):
-    """Masks, lanes that execute, and (warp, lane, its group) of those that execute and are in their own mask."""
+    """Masks, executing lanes, and (warp, lane, group) of those that execute and are in their own mask."""
     for members, active in cases(rng):
         frozen(members, active)
         lanes = [
@@ -186,14 +186,14 @@ def test_match(dtype, different, rng):
         value = rng.integers(0, 2**32, different, np.uint64)[rng.integers(0, different, active.shape)]
         value = (value << np.uint64(8 * (np.dtype(dtype).itemsize - 4))).astype(dtype)
         some, _ = match("any", value, members, active)
-        every, one = match("all", value, members, active)
+        every, all_equal = match("all", value, members, active)
         assert some.dtype == every.dtype == np.uint32
-        assert one.dtype == np.bool_
+        assert all_equal.dtype == np.bool_
         for w, lane, group in lanes:
             same = [i for i in group if value[w, i] == value[w, lane]]
             assert some[w, lane] == mask(same)
             assert every[w, lane] == (mask(group) if same == group else 0)
-            assert one[w, lane] == (same == group)
+            assert all_equal[w, lane] == (same == group)
 
 
 def fold(op, values):
@@ -240,7 +240,7 @@ def test_elect_and_activemask(rng):
 
 
 def test_many_warps(rng):
-    """As many warps as a large batch has: the same as each warp by itself."""
+    """A batch of many warps gives the same results as each warp alone."""
     a, members, active = bits(rng, 2048), everywhere(2048), all_active(2048)
     d, p = shfl("bfly", a, everywhere(2048, 16), everywhere(2048, 0x1F), members, active)
     np.testing.assert_array_equal(d, np.roll(a, 16, axis=1))

@@ -31,29 +31,29 @@ REGISTERS = {
 }
 ACCUMULATORS = {"f32": "f32", "s32": "b32", "f16": "b32", "f64": "f64"}
 CASES = [
-    *((kind, tile) for kind, tile in REGISTERS if kind not in ("f16", "s4", "u4", "b1")),
+    *((dtype, tile) for dtype, tile in REGISTERS if dtype not in ("f16", "s4", "u4", "b1")),
     *(("f16", tile, c, d) for tile in TILES for c in ("f16", "f32") for d in ("f16", "f32")),
 ]
 
 
-def kernel(kind, tile, c_type, d_type, layouts, stride="%r1", space=""):
+def kernel(element, tile, c_type, d_type, layouts, stride="%r1", space=""):
     """PTX of ``d = a b + c`` for one tile."""
     shape = "m{}n{}k{}".format(*tile)
     la, lb, lc = layouts
-    words = "b64" if kind == "f64" else "b32"
+    words = "b64" if element == "f64" else "b32"
     results = [tile[0] * tile[1] // (64 if t == "f16" else 32) for t in (c_type, d_type)]
-    counts = (*REGISTERS[kind, tile], *results)
+    counts = (*REGISTERS[element, tile], *results)
     held = (words, words, ACCUMULATORS[c_type], ACCUMULATORS[d_type])
     a, b, c, d = (
         "{" + ", ".join(f"%{x}{i}" for i in range(n)) + "}" for x, n in zip("abcd", counts, strict=True)
     )
     declared = "\n".join(f".reg .{t} %{x}<{n}>;" for x, t, n in zip("abcd", held, counts, strict=True))
-    product = f"{d_type}.{c_type}" if kind == "f16" else f"{d_type}.{kind}.{kind}.{c_type}"
+    product = f"{d_type}.{c_type}" if element == "f16" else f"{d_type}.{element}.{element}.{c_type}"
     strides = [f", {stride.replace('1', str(i))}" if stride else "" for i in range(3)]
     loads = "\n".join(
         f"wmma.load.{x}.sync.aligned.{layout}.{shape}.global.{t} {registers}, [%rd{i}]{strides[i]};"
         for i, (x, layout, t, registers) in enumerate(
-            [("a", la, kind, a), ("b", lb, kind, b), ("c", lc, c_type, c)]
+            [("a", la, element, a), ("b", lb, element, b), ("c", lc, c_type, c)]
         )
     )
     return f"""
@@ -76,29 +76,29 @@ ret;
 """
 
 
-def matrix(rng, rows, columns, kind, layout, padding):
+def matrix(rng, rows, columns, dtype, layout, padding):
     """(values, the array in memory: rows or columns apart by the padded width)."""
-    low, high = (0, 8) if kind == "u8" else (-8, 8)
-    values = rng.integers(low, high, (rows, columns)).astype(TYPES[kind])
+    low, high = (0, 8) if dtype == "u8" else (-8, 8)
+    values = rng.integers(low, high, (rows, columns)).astype(TYPES[dtype])
     lines = values if layout == "row" else values.T
     memory = np.zeros((lines.shape[0], lines.shape[1] + padding), values.dtype)
     memory[:, : lines.shape[1]] = lines
-    return values, memory.view(np.uint16) if kind == "bf16" else memory
+    return values, memory.view(np.uint16) if dtype == "bf16" else memory
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_product_of_tiles(case, rng):
-    kind, tile, *rest = case
-    c_type, d_type = rest or 2 * [{"bf16": "f32", "tf32": "f32", "f64": "f64"}.get(kind, "s32")]
+    dtype, tile, *rest = case
+    c_type, d_type = rest or 2 * [{"bf16": "f32", "tf32": "f32", "f64": "f64"}.get(dtype, "s32")]
     m, n, k = tile
     for layouts in itertools.product(("row", "col"), repeat=3):
         padding = 16 * (layouts.count("row") % 2)
-        a, a_memory = matrix(rng, m, k, kind, layouts[0], padding)
-        b, b_memory = matrix(rng, k, n, kind, layouts[1], padding)
+        a, a_memory = matrix(rng, m, k, dtype, layouts[0], padding)
+        b, b_memory = matrix(rng, k, n, dtype, layouts[1], padding)
         c, c_memory = matrix(rng, m, n, c_type, layouts[2], padding)
         d = np.zeros(c_memory.shape, TYPES[d_type])
         strides = [x.shape[1] for x in (a_memory, b_memory, c_memory)]
-        text = kernel(kind, tile, c_type, d_type, layouts, "%r1" if padding else "")
+        text = kernel(dtype, tile, c_type, d_type, layouts, "%r1" if padding else "")
         launch(text, "k", 1, 32, (a_memory, b_memory, c_memory, d, *strides))
         expected = a.astype(np.float64) @ b.astype(np.float64) + c
         lines = expected if layouts[2] == "row" else expected.T

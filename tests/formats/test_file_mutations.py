@@ -1,4 +1,4 @@
-"""Files damaged at random, thousands of them: a typed error or a sound matrix, in bounded time and memory."""
+"""Thousands of randomly damaged files: each gives a typed error or a sound matrix, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ TOKENS = (
 
 
 def mutant(whole, rng):
-    """``whole`` after one to three accidents, most of them in the header."""
+    """Copy of ``whole`` after one to three random changes, most of them in the header."""
     data = bytearray(whole)
     for _ in range(rng.integers(1, 4)):
         at = int(rng.integers(min(len(data), 900) if rng.random() < 0.8 else len(data)))
@@ -120,7 +120,7 @@ def mutant(whole, rng):
 
 
 def check(read, path):
-    """What became of it: an error of gpu_ops, or matrices whose bytes are sound."""
+    """Outcome of a read: an error of gpu_ops, or matrices whose bytes are sound."""
     try:
         for w in read(path):
             assert not w.trits().size or np.abs(w.trits()).max() <= 1
@@ -130,8 +130,8 @@ def check(read, path):
     return "read", 0
 
 
-def survive(kind, count, path, rng):
-    write, read = KINDS[kind]
+def survive(format, count, path, rng):
+    write, read = KINDS[format]
     write(path, rng)
     whole = path.read_bytes()
     assert check(read, path) == ("read", 0)
@@ -166,7 +166,7 @@ def test_many_damaged_files(kind, tmp_path):
 
 
 def test_memory_is_bounded_for_large_files(tmp_path, rng):
-    """Codes are decoded to be checked; no format takes more than 40 times its bytes for that."""
+    """Codes are decoded to be checked; no format takes more than 40 times its bytes for it."""
     for name in ("planes", "bitnet_gpu", "tl2", "tq1_0"):
         w = gpu_ops.TernaryMatrix.from_trits(trits(rng, (1280, 1536)), format=name)
         w.save(tmp_path / "a")
@@ -178,7 +178,7 @@ def test_memory_is_bounded_for_large_files(tmp_path, rng):
 
 
 def test_tensors_that_share_bytes_cannot_multiply_them(tmp_path):
-    """A small GGUF file whose thousand tensors all begin at the same byte."""
+    """Read a small GGUF file whose thousand tensors all begin at the same byte."""
     from tests.weights.test_damaged import header
 
     path = tmp_path / "a"
@@ -195,7 +195,7 @@ def test_tensors_that_share_bytes_cannot_multiply_them(tmp_path):
 
 
 def test_a_json_header_of_many_objects_is_bounded(tmp_path):
-    """Of 3 bytes each, which become lists of 64."""
+    """Objects of 3 bytes each become lists of 64."""
     text = b'{"a":[' + b"[]," * (1 << 17) + b"[]]}"
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text)
     assert len(json.loads(text)["a"]) == (1 << 17) + 1

@@ -1,4 +1,4 @@
-"""What lies at a path, and files that are written: whole, or not at all."""
+"""Paths that are not regular files, and file writes, which are complete or leave no file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("path", [None, 5, 1.5, [], object(), "", "a\0b", b"a\0b", Path("a\0b"), "\ud800"])
 def test_what_is_no_path_is_refused(name, path):
-    if path is None and "config" in name:  # says to look beside the weights
+    if path is None and "config" in name:  # its message refers to the folder of the weights
         return
     with pytest.raises(OptionError, match=r"(path|config) .*(must be|is no path|cannot be encoded)"):
         BOTH[name](path)
@@ -56,7 +56,7 @@ def test_what_is_no_path_is_refused(name, path):
     "kind", ["folder", "pipe", "socket", "device", "zeros", "loop", "too long", "below a file"]
 )
 def test_what_is_no_regular_file_is_refused_at_once(name, kind, tmp_path):
-    """A pipe would wait for a writer, a device give bytes without end."""
+    """A pipe would wait for a writer, a device would give bytes without end."""
     path = tmp_path / "it"
     if kind == "folder":
         path.mkdir()
@@ -100,7 +100,7 @@ def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
         FormatError, match=r"is a pointer of git LFS, .* 4976698672 bytes: run 'git lfs pull'"
     ):
         (READERS | {"models.load": models.load})[name](path)
-    path.write_bytes(POINTER.ljust(1024))  # a file of that size is none
+    path.write_bytes(POINTER.ljust(1024))  # a file of that size is not a pointer
     with pytest.raises(GpuOpsError) as caught:
         (READERS | {"models.load": models.load})[name](path)
     assert "LFS" not in str(caught.value)
@@ -170,7 +170,7 @@ def test_an_interrupt_leaves_the_old_file(tmp_path):
 
 
 def test_what_the_parts_raise_is_passed_on(tmp_path):
-    """Not taken for an error of the file that is written."""
+    """Errors of the parts are not reported as errors of the file that is written."""
 
     def parts():
         yield b"new"
@@ -183,7 +183,7 @@ def test_what_the_parts_raise_is_passed_on(tmp_path):
 
 @contextlib.contextmanager
 def without_privileges():
-    """Root may write anywhere, whatever the permissions are."""
+    """Drop privileges: root may write anywhere, whatever the permissions are."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -209,7 +209,7 @@ def test_a_folder_that_may_not_be_written(name):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_read_only_file_stays(name, tmp_path):
-    """A rename would replace it, and so would root."""
+    """A rename would replace a read-only file, and so would root."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
     path.chmod(0o444)
@@ -248,15 +248,15 @@ def test_a_file_that_is_written_by_many_is_whole_at_any_time(tmp_path):
     threads = [threading.Thread(target=lambda w=w: [w.save(path) for _ in range(20)]) for w in matrices]
     for thread in threads:
         thread.start()
-    found = [gpu_ops.TernaryMatrix.load(path).trits() for _ in range(50)]
+    results = [gpu_ops.TernaryMatrix.load(path).trits() for _ in range(50)]
     for thread in threads:
         thread.join()
-    assert all(len(np.unique(trits)) == 1 for trits in found)
+    assert all(len(np.unique(trits)) == 1 for trits in results)
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
-    """An array mapped to the file would end the process."""
+    """An array mapped to the file would kill the process."""
     path = tmp_path / "file"
     gpu_ops.TernaryMatrix.from_trits(np.zeros((4, 200_000), np.int8)).save(path)
     size = os.fstat

@@ -1,4 +1,4 @@
-"""GGUF files as gpu_ops writes them, read by the gguf package and by gpu_ops; and files of the package's writer."""
+"""GGUF files written by gpu_ops, read by the gguf package and by gpu_ops; and files written by the package."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_floats_are_read_back_by_the_package_byte_for_byte(gguf, tmp_path, rng):
     assert [tensor.name for tensor in read] == list(tensors)
     names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     for tensor in read:
-        given = tensors[tensor.name]
-        assert tensor.tensor_type.name == names[str(given.dtype)]
-        assert tuple(reversed(tensor.shape.tolist())) == given.shape
-        assert tensor.data.tobytes() == given.tobytes()
+        expected = tensors[tensor.name]
+        assert tensor.tensor_type.name == names[str(expected.dtype)]
+        assert tuple(reversed(tensor.shape.tolist())) == expected.shape
+        assert tensor.data.tobytes() == expected.tobytes()
         assert tensor.data_offset % 32 == 0
     assert gpu_ops.read_gguf(path) == {}
 
@@ -127,17 +127,17 @@ def test_metadata_of_every_type_is_read_back(gguf, tmp_path):
     for name, value in VALUES.items():
         if name == "a.no_items":  # the package's contents() fails on it
             continue
-        read, given = fields[name].contents(), np.asarray(value)
-        expected = np.float32(given) if value is VALUES["a.float"] else given
+        read, value_array = fields[name].contents(), np.asarray(value)
+        expected = np.float32(value_array) if value is VALUES["a.float"] else value_array
         np.testing.assert_array_equal(np.asarray(read), expected)
-    kinds = {name: [kind.name for kind in fields[name].types] for name in VALUES}
+    types = {name: [entry.name for entry in fields[name].types] for name in VALUES}
     for type, dtype in NUMBER_TYPES.items():
-        assert kinds[f"a.{dtype}"] == [gguf.GGUFValueType(type).name]
-        assert kinds[f"a.array_{dtype}"] == ["ARRAY", gguf.GGUFValueType(type).name]
-    assert kinds["a.float"] == ["FLOAT32"]
-    assert kinds["a.counts"] == ["ARRAY", "UINT32"]
-    assert kinds["a.words"] == ["ARRAY", "STRING"]
-    assert kinds["a.scalars"] == ["ARRAY", "INT8"]
+        assert types[f"a.{dtype}"] == [gguf.GGUFValueType(type).name]
+        assert types[f"a.array_{dtype}"] == ["ARRAY", gguf.GGUFValueType(type).name]
+    assert types["a.float"] == ["FLOAT32"]
+    assert types["a.counts"] == ["ARRAY", "UINT32"]
+    assert types["a.words"] == ["ARRAY", "STRING"]
+    assert types["a.scalars"] == ["ARRAY", "INT8"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_an_int_takes_the_first_type_that_holds_it(value, type, gguf, tmp_path):
 
 
 def test_nested_lists(gguf, tmp_path, rng):
-    """By their bytes, and by the reader of gpu_ops, which passes over them."""
+    """Check nested lists by their bytes, and by the reader of gpu_ops, which skips them."""
     w, nested = matrix(rng, "tq2_0", (2, 256)), [[1, 2], [3]]
     gpu_ops.write_gguf(
         tmp_path / "a.gguf", {"w": w}, {"n": nested, "m": np.ones((2, 3), np.int8), "s": [["x"], ["y"]]}
@@ -198,7 +198,7 @@ def test_the_file_is_that_of_the_package(alignment, gguf, tmp_path, rng):
 def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path, rng):
     w2, path = matrix(rng, "w2", (2, 256)), tmp_path / "a.gguf"
     small = gpu_ops.TernaryMatrix.from_trits(w2.trits(), np.full((2, 8), 0.5, np.float32), format="tq2_0")
-    one = np.ones(3, np.float32)
+    array = np.ones(3, np.float32)
     path.write_bytes(b"old")
     for tensors, metadata, error, message in (
         (
@@ -226,11 +226,11 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path, rng):
             "w is float64; expected float32, float16, bfloat16 or a Ternary",
         ),
         ({"w": [1.0]}, None, DTypeError, "write_gguf: w is list, not an array"),
-        ({5: one}, None, OptionError, "a tensor's name is a string of 1 to 63 bytes, got 5"),
-        ({"ä" * 32: one}, None, OptionError, "1 to 63 bytes"),
-        ({"": one}, None, OptionError, "1 to 63 bytes"),
-        ({"\ud800": one}, None, OptionError, "no text that UTF-8 can hold"),
-        ([("w", one)], None, OptionError, "tensors must be a dict, got list"),
+        ({5: array}, None, OptionError, "a tensor's name is a string of 1 to 63 bytes, got 5"),
+        ({"ä" * 32: array}, None, OptionError, "1 to 63 bytes"),
+        ({"": array}, None, OptionError, "1 to 63 bytes"),
+        ({"\ud800": array}, None, OptionError, "no text that UTF-8 can hold"),
+        ([("w", array)], None, OptionError, "tensors must be a dict, got list"),
         (None, None, OptionError, "tensors must be a dict, got NoneType"),
         ({}, [], OptionError, "metadata must be a dict, got list"),
         ({}, {5: 1}, OptionError, "a key of metadata is a string"),

@@ -15,7 +15,7 @@ from gpu_ops.kernels.gemm.cpu import gemm
 from gpu_ops.kernels.gemm.cpu.gemm import COLUMNS, COLUMNS_OF_TILES, ROWS, matmul
 
 FLAGS = list(itertools.product((False, True), repeat=3))
-# one element, primes, whole tiles, one more and one less, skinny either way
+# one element, primes, whole tiles, one row or column more and less, skinny either way
 SIZES = [
     (1, 1, 1),
     (7, 3, 5),
@@ -25,7 +25,7 @@ SIZES = [
     (5, 2 * COLUMNS + 31, 257),
     (ROWS - 1, 16, 4519),  # blocks of K of unequal length
 ]
-# (A, B, out): what the gated MLP multiplies, and others
+# dtypes of (A, B, out): those of the gated MLP, and others
 DTYPES = [
     ("float32", "float32", "float32"),
     ("float64", "float64", "float64"),
@@ -38,7 +38,7 @@ UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64"
 
 
 def make(rng, m, n, k, dtypes, trans_a, trans_b, trans_out):
-    """Operands as they lie, an out full of NaN, and op(A), op(B) in float64."""
+    """Operands as stored, an out full of NaN, and op(A), op(B) in float64."""
     a = rng.standard_normal((k, m) if trans_a else (m, k)).astype(dtypes[0])
     b = rng.standard_normal((n, k) if trans_b else (k, n)).astype(dtypes[1])
     out = np.full((n, m) if trans_out else (m, n), np.nan, dtypes[2])
@@ -47,10 +47,10 @@ def make(rng, m, n, k, dtypes, trans_a, trans_b, trans_out):
 
 
 def check(out, a64, b64, dtypes, trans_out, more=0.0):
-    """|error| <= (K + 1) u |A| |B| for a sum of K products in any order, then one rounding to out's dtype."""
-    wide = "float64" if "float64" in dtypes[:2] else "float32"
+    """Check |error| <= (K + 1) u |A| |B| for a sum of K products in any order, then one rounding to out's dtype."""
+    sum_dtype = "float64" if "float64" in dtypes[:2] else "float32"
     want = a64 @ b64
-    bound = (a64.shape[1] + 1) * UNIT[wide] * (np.abs(a64) @ np.abs(b64)) + more
+    bound = (a64.shape[1] + 1) * UNIT[sum_dtype] * (np.abs(a64) @ np.abs(b64)) + more
     bound = bound + UNIT[dtypes[2]] * (np.abs(want) + bound)
     got = out.astype(np.float64).T if trans_out else out.astype(np.float64)
     if dtypes[2] == "float16":
@@ -93,7 +93,7 @@ def test_empty(size, dtype, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_may_lie_anywhere(dtype, rng):
-    """Unit stride on the last axis is the kernels' rule; row strides of either sign, and none, give the same bits."""
+    """Kernels require unit stride on the last axis; row strides of either sign, and 0, give the same bits."""
     for trans_a, trans_b, trans_out in FLAGS:
         a, b, out, _, _ = make(rng, 19, 35, 50, (dtype,) * 3, trans_a, trans_b, trans_out)
         flags = {"trans_a": trans_a, "trans_b": trans_b, "trans_out": trans_out}
@@ -114,13 +114,13 @@ def test_rows_may_lie_anywhere(dtype, rng):
     "size", [(16, 16, 64), (37, 1, 62), (64, 64, 1030), (40, 65, 64), (33, 17, 31)], ids=str
 )
 def test_a_where_it_lies(size, dtype, rng):
-    """A of whole words and rows is multiplied in place where that is faster, else packed: the same bits."""
+    """A of whole words and rows is multiplied in place where that is faster, else packed, with the same bits."""
     dtypes = (dtype,) * 3
     a, b, out, a64, b64 = make(rng, *size, dtypes, False, False, False)
     matmul(a, b, out)
     check(out, a64, b64, dtypes, False)
     m, k = a.shape
-    between = np.full((m, k + 3), np.nan, dtype)  # what lies around A is not read
+    between = np.full((m, k + 3), np.nan, dtype)  # elements around A are not read
     for first in (0, 1, 2):
         frame = between.copy()
         frame[:, first : first + k] = a
@@ -132,7 +132,7 @@ def test_a_where_it_lies(size, dtype, rng):
 @pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16",) * 3], ids="-".join)
 @pytest.mark.parametrize("trans_out", [False, True])
 def test_sum_of_products(dtypes, trans_out, rng):
-    """Three terms: kept in float32 between the calls and rounded once."""
+    """Sums of three terms are kept in float32 between the calls and rounded once."""
     m, n, k = 40, 70, 30
     parts = [make(rng, m, n, k, dtypes, False, False, trans_out) for _ in range(3)]
     out = parts[0][2]
@@ -169,7 +169,7 @@ def test_float16_overflow_is_infinite():
 @pytest.mark.parametrize("size", [(1, 1), (14336, 16), (100, 5000), (255, 257), (4096, 1024)], ids=str)
 def test_tiles_cover_the_result(size, threads, tiles, monkeypatch):
     monkeypatch.setattr(gemm, "thread_count", lambda: threads)
-    monkeypatch.setattr(gemm, "in_registers", lambda kind: tiles)
+    monkeypatch.setattr(gemm, "in_registers", lambda dtype: tiles)
     m, n = size
     rows, columns = gemm.tile_shape(m, n, "uint32")
     assert 0 < rows <= ROWS

@@ -1,4 +1,4 @@
-"""The matrix products by themselves: every layout, size and epilogue on the emulator; what they move and compute."""
+"""Matrix products alone: every layout, size and epilogue on the emulator; their traffic and arithmetic."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.compare import random
 from tests.support.programs import device_with, layout_of
 
 F16, BF16, F32, F64 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
-# Of the sum of |a b|: one rounding of the result, and those of the sum; float32 drops 2^-22 of each product.
+# Relative to the sum of |a b|: one rounding of the result, and those of the sum; float32 drops 2^-22 of each product.
 ROUNDING = {F16: 2.0**-11, BF16: 2.0**-8, F32: 2.0**-20, F64: 2.0**-49}
 LAYOUTS = {"NT": (False, False), "NN": (False, True), "TN": (True, True), "TT": (True, False)}
 
 
 def matrix(rng, rows, cols, dtype, across=False):
-    """An operand, and its values as (rows, k) in float64."""
+    """Operand, and its values as (rows, k) in float64."""
     x = np.zeros((cols, rows) if across else (rows, cols), dtype)
     x[...] = random(rng, x.shape, dtype)
     return Operand(x, across), (x.T if across else x).astype(float)
@@ -95,36 +95,36 @@ def test_layouts(which, dtype, layout, rng):
 @pytest.mark.parametrize("offset", [1, 8])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_views(which, offset, dtype, rng):
-    """Rows that lie apart, at addresses aligned and not; nothing beside the view is read or written."""
+    """Strided rows, at aligned and unaligned addresses; no element outside the view is read or written."""
     m, n, k = 70, 48, 40
-    wide = {
+    padded = {
         name: np.zeros((rows, cols + 16), dtype)
         for name, rows, cols in (("a", m, k), ("b", n, k), ("c", m, n))
     }
-    inside = {name: x[:, offset : x.shape[1] - 16 + offset] for name, x in wide.items()}
+    inside = {name: x[:, offset : x.shape[1] - 16 + offset] for name, x in padded.items()}
     for name in "ab":
-        wide[name].fill(np.nan)
+        padded[name].fill(np.nan)
         inside[name][...] = random(rng, inside[name].shape, dtype)
     device = device_with(**inside)
     multiply(device, which, gemm_args.product, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
     a, b = inside["a"].astype(float), inside["b"].astype(float)
     check(inside["c"], a @ b.T, np.abs(a) @ np.abs(b).T, dtype)
     inside["c"].fill(0)
-    assert not wide["c"].any()
+    assert not padded["c"].any()
 
 
 @pytest.mark.parametrize(("which", "dtype"), [("raw", BF16), ("raw", F32), ("numba", BF16)], ids=str)
 def test_pairs(which, dtype, rng):
-    """Two products in a launch, their sum, and a sum onto what is there; strides of the second pair's own."""
+    """Two products in a launch, their sum, and a sum added to the output; the second pair has separate strides."""
     m, n, k = 72, 40, 48
     (a0, x0), (a1, x1) = (matrix(rng, m, k, dtype) for _ in range(2))
     b0, y0 = matrix(rng, n, k, dtype)
-    apart = np.zeros((n, k + 8), dtype)[:, :k]
-    apart[...] = random(rng, (n, k), dtype)
-    b1, y1 = Operand(apart), apart.astype(float)
+    strided = np.zeros((n, k + 8), dtype)[:, :k]
+    strided[...] = random(rng, (n, k), dtype)
+    b1, y1 = Operand(strided), strided.astype(float)
     wants = x0 @ y0.T, x1 @ y1.T
     sizes = np.abs(x0) @ np.abs(y0).T, np.abs(x1) @ np.abs(y1).T
-    device = device_with(a0=a0.array, a1=a1.array, b0=b0.array, b1=apart)
+    device = device_with(a0=a0.array, a1=a1.array, b0=b0.array, b1=strided)
     out = device.empty((m, n), dtype, "c"), np.zeros((m, n + 8), dtype)[:, :n]
     multiply(device, which, gemm_args.two_products, (a0, a1), (b0, b1), out)
     for c, want, size in zip(out, wants, sizes, strict=True):
@@ -141,7 +141,7 @@ def test_pairs(which, dtype, rng):
 @pytest.mark.parametrize("which", ["raw", "numba"])
 @pytest.mark.parametrize(("m", "activation"), [(3, "silu"), (20, "gelu"), (20, "gelu_tanh")])
 def test_gates(which, activation, m, rng):
-    """In float32, against the activation of exact products."""
+    """Gates in float32, against the activation of exact products."""
     n, k = 72, 40
     x, wide_x = matrix(rng, m, k, F32)
     (w_gate, g), (w_up, u) = (matrix(rng, n, k, F32) for _ in range(2))
@@ -165,7 +165,7 @@ def test_gates(which, activation, m, rng):
 
 @pytest.mark.parametrize("m", [1, 40])
 def test_divided_k(m, rng):
-    """Few rows and columns, much k: several blocks each add up a part, in the same order every time."""
+    """Few rows and columns, large k: several blocks each sum a part, in the same order every time."""
     n, k = 24, 4096
     a, wide_a = matrix(rng, m, k, BF16)
     b, wide_b = matrix(rng, n, k, BF16)
@@ -193,7 +193,7 @@ def traffic(profile):
 
 
 def tile_cases():
-    """The largest tile of each type in every layout; the others as the forward has them, or weights' gradients."""
+    """Largest tile of each type in every layout; the others in the layout of the forward or of weight gradients."""
     for i, tile in enumerate(gemm_config._TILES):
         for dtype in (BF16, F32):
             legal = [t for t, *_ in gemm_config.legal_tiles(dtype.itemsize, False, 99 * 1024)]
@@ -207,7 +207,7 @@ def tile_cases():
 
 @pytest.mark.parametrize(("tile", "dtype", "layout", "arch"), list(tile_cases()))
 def test_whole_tiles(tile, dtype, layout, arch, rng, monkeypatch):
-    """No bank conflict, whole sectors, and no product on the tensor cores that was not asked for."""
+    """Whole tiles have no bank conflicts, whole sectors, and no needless products on the tensor cores."""
     monkeypatch.setenv("GPU_OPS_ARCH", arch)
     monkeypatch.setattr(gemm_config, "_TILES", (tile,))
     gemm_config.select_config.cache_clear()
@@ -223,9 +223,9 @@ def test_whole_tiles(tile, dtype, layout, arch, rng, monkeypatch):
     (profile,) = profiles
     check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
     assert not conflicts(profile)
-    wide = [i for i in profile.instructions if i.global_requests]
-    assert wide
-    assert {i.sectors_per_128_bytes for i in wide} == {4.0}
+    accesses = [i for i in profile.instructions if i.global_requests]
+    assert accesses
+    assert {i.sectors_per_128_bytes for i in accesses} == {4.0}
     assert traffic(profile)["c"] == (0, c.nbytes)
     asked = m * n * k * (3 if dtype == F32 else 1)  # float32: three products of halves
     assert sum(profile.multiply_adds.values()) == asked
@@ -252,7 +252,7 @@ def test_weights_are_read_once(m, dtype, rng):
 
 
 class Sparse(EmulatorDevice):
-    """Is given views of ``memory`` and passes all of it on: the sanitizer keeps no list of the gaps between them."""
+    """Device that passes all of ``memory`` on for views of it: the sanitizer keeps no list of gaps between them."""
 
     def __init__(self, memory):
         super().__init__()
@@ -265,7 +265,7 @@ class Sparse(EmulatorDevice):
 @pytest.mark.parametrize("which", ["a", "b", "c"])
 @pytest.mark.parametrize(("m", "layout"), [(3, "NT"), (24, "NT"), (24, "TN")])
 def test_offsets_have_64_bits(m, layout, which, rng):
-    """The last row lies more than 2^31 elements behind the first; what is between is not touched."""
+    """The last row is more than 2^31 elements after the first; the gap is not touched."""
     (a, b), n = LAYOUTS[layout], 24
     shapes = {"a": (n, m) if a else (m, n), "b": (n, n), "c": (m, n)}
     near = {name: random(rng, shape, F16) for name, shape in shapes.items()}
@@ -313,7 +313,7 @@ def test_tiles_of_a_large_model():
 
 
 def test_shapes_are_those_of_the_kernels():
-    """The struct by value, as compiled, has the size of its NumPy twin."""
+    """The struct passed by value, as compiled, has the size of its NumPy twin."""
     seen = set()
     for variant in gemm.variants("sm_80"):
         kernel = variant.kernel

@@ -1,6 +1,6 @@
-"""Matrix products by cuBLAS: which they are, and how they are asked for; a stand-in reads the same arguments.
+"""Matrix products by cuBLAS: which products, and with which arguments; a fake reads the same arguments.
 
-It proves nothing about cuBLAS or CuPy themselves; the tests marked ``gpu`` do.
+The fake proves nothing about cuBLAS or CuPy; the tests marked ``gpu`` do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
 
 
 class FakeCublas:
-    """cublasGemmEx over host memory: column-major matrices of these leading dimensions."""
+    """Fake of cublasGemmEx over host memory: column-major matrices of these leading dimensions."""
 
     CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F = 0, 1, 68
 
@@ -46,15 +46,15 @@ class FakeCublas:
         right = matrix(b, bt, ldb, *((n, k) if tb else (k, n)))
         out = matrix(c, ct, ldc, m, n)
         alpha, beta = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
-        wide = (x.astype(np.float32) for x in (left.T if ta else left, right.T if tb else right))
-        product = alpha * np.matmul(*wide)
+        factors = (x.astype(np.float32) for x in (left.T if ta else left, right.T if tb else right))
+        product = alpha * np.matmul(*factors)
         out[...] = (product + beta * out.astype(np.float32)) if beta else product
         self.calls.append((n, m, k, "NT"[tb] + "NT"[ta]))
 
 
-def matrix(address, kind, leading, rows, cols):
+def matrix(address, code, leading, rows, cols):
     assert leading >= rows
-    dtype = np.dtype(TYPES[kind])
+    dtype = np.dtype(TYPES[code])
     size = ((cols - 1) * leading + rows) * dtype.itemsize
     flat = np.frombuffer((ctypes.c_char * size).from_address(address), np.uint8).view(dtype)
     return np.lib.stride_tricks.as_strided(flat, (rows, cols), (dtype.itemsize, leading * dtype.itemsize))
@@ -62,7 +62,7 @@ def matrix(address, kind, leading, rows, cols):
 
 @pytest.fixture
 def cublas(cupy):
-    """A card of sm_90 with CuPy and cuBLAS; its kernels run on the emulator."""
+    """Fake card of sm_90 with CuPy and cuBLAS; its kernels run on the emulator."""
     library = FakeCublas()
     cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
     cupy.cuda.cublas = library
@@ -108,12 +108,12 @@ def test_backward(cublas, blocks, monkeypatch, rng):
 
 
 def test_gate_and_up_are_kept(cublas, rng):
-    """Products go to where they are kept, and are not computed again."""
+    """Products are written to the kept array, and not computed again."""
     dy, *arguments = make(rng)
-    given = list(map(FakeArray, arguments))
-    y, gate_up = gpu_ops.swiglu_mlp(*given, keep="gate_up")
+    device_arguments = list(map(FakeArray, arguments))
+    y, gate_up = gpu_ops.swiglu_mlp(*device_arguments, keep="gate_up")
     assert len(cublas.calls) == 3
-    got = gpu_ops.swiglu_mlp_backward(FakeArray(dy), *given, gate_up=gate_up)
+    got = gpu_ops.swiglu_mlp_backward(FakeArray(dy), *device_arguments, gate_up=gate_up)
     assert len(cublas.calls) == 3 + 6
     wants, naives = (
         (
@@ -155,18 +155,18 @@ def test_explain_says_so(cublas, rng):
     ids=str,
 )
 def test_the_rules(taken, changes):
-    given = {"preset": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
-    on = Builder(Limits(card=given["card"], preset=given["preset"]))
+    case = {"preset": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
+    on = Builder(Limits(card=case["card"], preset=case["preset"]))
     x, w = (
-        Tensor.of(name, Layout.contiguous((rows, 72), given["dtype"]))[:, given["offset"] :][:, :64]
-        for name, rows in (("x", given["rows"]), ("w", 128))
+        Tensor.of(name, Layout.contiguous((rows, 72), case["dtype"]))[:, case["offset"] :][:, :64]
+        for name, rows in (("x", case["rows"]), ("w", 128))
     )
-    out = Tensor.of("out", Layout.contiguous((given["rows"], 128), given["dtype"]))
+    out = Tensor.of("out", Layout.contiguous((case["rows"], 128), case["dtype"]))
     assert gemm_library.takes(on, product(Operand(x), Operand(w), out)) is taken
 
 
 def test_the_rows_follow_from_the_presets():
-    """Tensor cores that mma.sync does not fill, and multiply-adds that beat a third of TF32."""
+    """cuBLAS is used for tensor cores that mma.sync does not fill, and multiply-adds faster than a third of TF32."""
     for name, preset in PRESETS.items():
         want = {"float16", "bfloat16"} if preset.arch.name in ("sm_90", "sm_100") else set()
         peaks = preset.peaks
@@ -180,20 +180,20 @@ def test_the_rows_follow_from_the_presets():
 
 
 def test_float32_on_geforce(cublas, rng):
-    """By multiply-adds; the emulator's kernels add the activation."""
+    """cuBLAS uses multiply-adds; kernels on the emulator add the activation."""
     devices.cuda_device(0).limits = replace(devices.cuda_device(0).limits, arch="sm_86", preset="RTX 3090 Ti")
     _, *arguments = make(rng, np.float32)
-    there = list(map(FakeArray, arguments))
-    plan = str(gpu_ops.explain("swiglu_mlp", *there))
+    device_arguments = list(map(FakeArray, arguments))
+    plan = str(gpu_ops.explain("swiglu_mlp", *device_arguments))
     assert plan.count("cuBLAS multiplies by float32 multiply-adds, 40 TFLOPS against 13.3 TFLOPS") == 1
-    y = gpu_ops.swiglu_mlp(*there).host
+    y = gpu_ops.swiglu_mlp(*device_arguments).host
     assert len(cublas.calls) == 3
     want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
     close(y, want, naive, np.dtype(np.float32), what="y")
 
 
 def test_logits_with_a_bias(cublas, rng):
-    """float32 sums of 16-bit products, to which the bias is added in place; dlogits lie over them."""
+    """The bias is added in place to float32 sums of 16-bit products; dlogits overwrite them."""
     x, weight = (
         random(rng, (TOKENS, HIDDEN), np.float16),
         random(rng, (FFN, HIDDEN), np.float16, HIDDEN**-0.5),

@@ -1,4 +1,4 @@
-"""The linear layer, forward and backward: one body over the backends, against the reference in float64."""
+"""Linear layer, forward and backward: one test body over the backends, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.compare import random
 from tests.support.differences import check_gradients
 
 DEVICES = ("cpu", "emulator", "cuda")
-# (leading axes, in_features, out_features): one token and few, whole tiles, odd sizes, K divided among blocks
+# (leading axes, in_features, out_features): one token, few tokens, whole tiles, odd sizes, K divided among blocks
 CASES = [
     ((), 1, 1),
     ((5,), 7, 9),
@@ -73,31 +73,31 @@ def test_backward(backend, dtype, case, rng):
     want, naive = (
         reference.linear_backward(dy, x, weight, has_bias=True, precision=p) for p in ("float64", "naive")
     )
-    wide = np.float64 if dtype == np.float64 else np.float32
-    assert [g.dtype for g in got] == [dtype, wide, wide]
+    sum_dtype = np.float64 if dtype == np.float64 else np.float32
+    assert [g.dtype for g in got] == [dtype, sum_dtype, sum_dtype]
     for name, g, w, n in zip(("dx", "dweight", "dbias"), got, want, naive, strict=True):
         assert g.shape == w.shape
         close(g, w, n, dtype, GRADIENT, what=name)
 
 
 def test_gradients_add_up(backend, dtype, rng):
-    """Two parts of a batch, added into the same arrays, give the sums of the whole in float32."""
+    """Gradients of two parts of a batch, added into the same arrays, equal those of the whole in float32."""
     dy, x, weight, *_ = tensors(rng, ((64,), 40, 24), dtype)
-    wide = np.float64 if dtype == np.float64 else np.float32
-    dweight, dbias = np.zeros(weight.shape, wide), np.zeros(24, wide)
+    sum_dtype = np.float64 if dtype == np.float64 else np.float32
+    dweight, dbias = np.zeros(weight.shape, sum_dtype), np.zeros(24, sum_dtype)
     for rows in (slice(0, 40), slice(40, 64)):
         sums = {"has_bias": True, "dweight": dweight, "dbias": dbias}
-        _, *found = gpu_ops.linear_backward(dy[rows], x[rows], weight, **sums, **backend)
-        assert found[0] is dweight
-        assert found[1] is dbias
+        _, *sums_out = gpu_ops.linear_backward(dy[rows], x[rows], weight, **sums, **backend)
+        assert sums_out[0] is dweight
+        assert sums_out[1] is dbias
     _, want, want_bias = reference.linear_backward(dy, x, weight, has_bias=True, precision="float64")
-    tolerance = {"rtol": 0, "atol": 1e-12 if wide == np.float64 else 2e-5}
+    tolerance = {"rtol": 0, "atol": 1e-12 if sum_dtype == np.float64 else 2e-5}
     np.testing.assert_allclose(dweight, want, **tolerance)
     np.testing.assert_allclose(dbias, want_bias, **tolerance)
 
 
 def test_a_token_has_the_same_bits_beside_any_others(dtype, rng):
-    """On the CPU: a sum over features is divided by their number alone."""
+    """On the CPU, the number of features alone decides how a sum over them is divided."""
     x, weight = random(rng, (1100, 1300), dtype), random(rng, (70, 1300), dtype, 1300**-0.5)
     y = gpu_ops.linear(x, weight)
     for rows in (slice(0, 1), slice(7, 12), slice(5, 70), slice(100, 900)):
@@ -107,25 +107,25 @@ def test_a_token_has_the_same_bits_beside_any_others(dtype, rng):
 def test_results_in_given_arrays(backend, rng):
     dy, x, weight, *_ = tensors(rng, ((6,), 8, 5), np.float32)
     want = gpu_ops.linear_backward(dy, x, weight, has_bias=True, **backend)
-    outs = tuple(np.full_like(one, 7) for one in want)
-    found = gpu_ops.linear_backward(dy, x, weight, has_bias=True, out=outs, **backend)
-    assert all(got is one for got, one in zip(found, outs, strict=True))
-    for got, one in zip(outs, want, strict=True):
-        np.testing.assert_array_equal(got, one)
+    outs = tuple(np.full_like(result, 7) for result in want)
+    actual = gpu_ops.linear_backward(dy, x, weight, has_bias=True, out=outs, **backend)
+    assert all(got is result for got, result in zip(actual, outs, strict=True))
+    for got, result in zip(outs, want, strict=True):
+        np.testing.assert_array_equal(got, result)
     dx, dweight = np.full_like(x, 7), np.zeros_like(weight)
-    found = gpu_ops.linear_backward(dy, x, weight, dweight=dweight, out=dx, **backend)
-    assert found[0] is dx
-    assert found[1] is dweight
-    for got, one in zip(found, want[:2], strict=True):
-        np.testing.assert_array_equal(got, one)
+    actual = gpu_ops.linear_backward(dy, x, weight, dweight=dweight, out=dx, **backend)
+    assert actual[0] is dx
+    assert actual[1] is dweight
+    for got, result in zip(actual, want[:2], strict=True):
+        np.testing.assert_array_equal(got, result)
 
 
 def test_empty_sums_leave_what_is_given(backend):
     dweight = np.ones((3, 4), np.float32)
     x = np.zeros((0, 4), np.float32)
-    dx, found = gpu_ops.linear_backward(np.zeros((0, 3), np.float32), x, dweight, **backend)
+    dx, sum_out = gpu_ops.linear_backward(np.zeros((0, 3), np.float32), x, dweight, **backend)
     assert dx.shape == (0, 4)
-    np.testing.assert_array_equal(found, np.zeros((3, 4)))
+    np.testing.assert_array_equal(sum_out, np.zeros((3, 4)))
     weight = dweight.copy()
     gpu_ops.linear_backward(np.zeros((0, 3), np.float32), x, weight, dweight=dweight, **backend)
     np.testing.assert_array_equal(dweight, np.ones((3, 4)))
@@ -183,7 +183,7 @@ def test_mistakes(rng):
 
 @pytest.mark.parametrize("preset", ["H100 SXM", "A100-80"])
 def test_cublas_multiplies_where_it_is_faster(preset):
-    """With a residual its sums are float32, and one pass adds and rounds them."""
+    """With a residual the cuBLAS sums are float32, and one pass adds and rounds them."""
     bf16 = np.dtype(ml_dtypes.bfloat16)
     arrays = {"x": (256, 512), "weight": (384, 512), "residual": (256, 384), "y": (256, 384)}
     spec = Spec("linear", tuple((name, Layout.contiguous(shape, bf16)) for name, shape in arrays.items()))

@@ -52,10 +52,10 @@ def test_swiglu_mlp_backward_is_the_derivative(activation: Any) -> None:
 
 @pytest.mark.parametrize("value", [-3.0, -0.5, 0.0, 0.1, 1.0, 2.7])
 def test_activations_at_known_points(value: float) -> None:
-    one = np.ones(1)
+    up = np.ones(1)
 
     def act(name: Any) -> float:
-        return float(ref_swiglu.swiglu(np.array([value]), one, activation=name)[0])
+        return float(ref_swiglu.swiglu(np.array([value]), up, activation=name)[0])
 
     assert act("silu") == pytest.approx(value / (1 + math.exp(-value)), rel=1e-14, abs=1e-300)
     phi = 0.5 * (1 + math.erf(value / math.sqrt(2)))
@@ -66,6 +66,6 @@ def test_activations_at_known_points(value: float) -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    one = np.ones((1, 1))
+    ones = np.ones((1, 1))
     with pytest.raises(ValueError, match="activation"):
-        ref_swiglu.swiglu(one, one, activation="relu")  # type: ignore[arg-type]
+        ref_swiglu.swiglu(ones, ones, activation="relu")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU: one body over the backends, against the reference in float64."""
+"""SwiGLU and GeGLU: one test body over the backends, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_backward(got, dy, gate, up, activation):
         close(g, w, n, gate.dtype, GRADIENT, what=name)
 
 
-# the reference's erfc is a Python loop, so gelu takes the smaller sizes
+# erfc of the reference is a Python loop, so gelu takes the smaller sizes
 @pytest.mark.parametrize(
     ("activation", "shape"),
     [(a, s) for a in ACTIVATIONS for s in SHAPES if a != "gelu" or math.prod(s) < 50_000],
@@ -62,7 +62,7 @@ def test_forward_and_backward(backend, dtype, shape, activation, rng):
 
 
 def test_single_elements(backend, dtype, rng):
-    """Eight arrays of one: alone, where textbook code happens to be exact, it would be no yardstick."""
+    """Eight arrays of one element: textbook code may be exact for a single one, and then is no yardstick."""
     gate, up, dy = (random(rng, (8,), dtype) for _ in range(3))
     ones = [slice(i, i + 1) for i in range(8)]
     y = np.concatenate([gpu_ops.swiglu(gate[i], up[i], **backend) for i in ones])
@@ -115,8 +115,8 @@ def test_relu2_is_exact(backend, dtype, rng):
         dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation="relu2", **backend)
     positive = np.maximum(values.astype(np.float64 if dtype == np.float64 else np.float32), 0)
     with np.errstate(over="ignore"):
-        for found, want in ((y, positive * positive), (dgate, 2 * positive), (dup, positive * positive)):
-            np.testing.assert_array_equal(found.astype(np.float64), want.astype(dtype).astype(np.float64))
+        for actual, want in ((y, positive * positive), (dgate, 2 * positive), (dup, positive * positive)):
+            np.testing.assert_array_equal(actual.astype(np.float64), want.astype(dtype).astype(np.float64))
 
 
 @pytest.mark.parametrize("activation", BOUNDED)
@@ -148,7 +148,7 @@ def test_accuracy_over_the_whole_range(backend, activation):
     activation=st.sampled_from(ACTIVATIONS),
 )
 def test_linear_in_up_and_in_dy(a, shape, seed, activation):
-    """y(gate, up + a v) = y(gate, up) + a y(gate, v); likewise both gradients in dy."""
+    """y(gate, up + a v) = y(gate, up) + a y(gate, v); both gradients are linear in dy too."""
     rng = np.random.default_rng(seed)
     gate, up, v = (rng.standard_normal(shape) for _ in range(3))
 
@@ -163,7 +163,7 @@ def test_linear_in_up_and_in_dy(a, shape, seed, activation):
 
 
 def test_gelu_symmetry(backend, dtype, rng):
-    """gelu(g) - gelu(-g) = g exactly holds for both forms of gelu; for silu as well."""
+    """gelu(g) - gelu(-g) = g holds exactly for both forms of gelu, and for silu."""
     gate = random(rng, (1, 500), dtype)
     ones = np.ones_like(gate)
     for activation in BOUNDED:

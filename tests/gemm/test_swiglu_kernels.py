@@ -1,4 +1,4 @@
-"""SwiGLU's CUDA C++ kernels by themselves: accuracy on all inputs, what they move, what they take, their plan."""
+"""CUDA C++ kernels of SwiGLU alone: accuracy on all inputs, traffic, accepted inputs, and plan."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ RAW = {"device": "emulator", "backend": "raw"}
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])  # relu2 approximates nothing
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_every_number_of_16_bits(dtype, activation):
-    """All 65536 inputs: what the approximations add to the final rounding is a twentieth of a unit at most."""
+    """For all 65536 inputs, approximations add at most a twentieth of a unit to the final rounding."""
     gate = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     ones = np.ones_like(gate)
     with np.errstate(all="ignore"):
         want = reference.swiglu(gate, ones, activation=activation, precision="float64")
         slope, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
-        wide = gate.astype(np.float64)
+        exact_gate = gate.astype(np.float64)
     y = gpu_ops.swiglu(gate, ones, activation=activation, **RAW)
     dgate, dup = gpu_ops.swiglu_backward(ones, gate, ones, activation=activation, **RAW)
     assert dup.tobytes() == y.tobytes()
-    finite = np.isfinite(wide)
+    finite = np.isfinite(exact_gate)
     np.testing.assert_array_equal(y[~finite].astype(np.float64), want[~finite])
     np.testing.assert_array_equal(dgate[~finite].astype(np.float64), slope[~finite])
     # bfloat16 reaches further down than the exponential: g * c vanishes with c, below 88 * 2^-126
@@ -53,7 +53,7 @@ def test_every_number_of_16_bits(dtype, activation):
 
 
 def within(got, want, dtype, *, lost=0.0, least=0.0):
-    """Errors are at most 0.55 units in the last place of the exact value, or of ``least``, or ``lost``."""
+    """Check that errors are at most 0.55 units in the last place of the exact value, or of ``least``, or ``lost``."""
     with np.errstate(over="ignore"):  # of the largest number, which test_limits looks at
         unit = np.spacing(np.maximum(np.abs(want), least).astype(dtype)).astype(np.float64)
     error = np.abs(got.astype(np.float64) - want)
@@ -64,7 +64,7 @@ def within(got, want, dtype, *, lost=0.0, least=0.0):
 @pytest.mark.parametrize("shape", [(8, 2048), (5, 1040)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_each_element_moves_once(dtype, shape, rng):
-    """Whole sectors in 16-byte accesses, split or packed, and as many bytes as the formula needs."""
+    """Accesses are whole sectors of 16-byte words, split or packed, and move the bytes of the formula."""
     packed, dy = random(rng, (shape[0], 2 * shape[1]), dtype), random(rng, shape, dtype)
     gate, up = packed[:, : shape[1]].copy(), packed[:, shape[1] :].copy()
     for matrices, call, arguments in (
@@ -90,7 +90,7 @@ def test_each_element_moves_once(dtype, shape, rng):
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_same_bits_wherever_the_numbers_lie(activation, dtype, rng):
-    """Aligned, shifted by an element, in rows apart, packed with halves that are misaligned."""
+    """Bits are equal for aligned, shifted and strided rows, and for packed rows with misaligned halves."""
     rows, cols = 5, 1003
     gate, up, dy = (random(rng, (rows, cols), dtype) for _ in range(3))
     options = {"activation": activation, **RAW}
@@ -99,9 +99,9 @@ def test_the_same_bits_wherever_the_numbers_lie(activation, dtype, rng):
     want = [x.tobytes() for x in (y, *gradients)]
 
     def placed(x, before, after):
-        wide = np.zeros((rows, before + cols + after), dtype)
-        wide[:, before : before + cols] = x
-        return wide[:, before : before + cols]
+        padded = np.zeros((rows, before + cols + after), dtype)
+        padded[:, before : before + cols] = x
+        return padded[:, before : before + cols]
 
     # (8, 13): aligned rows of whole vectors and three elements
     for before, after in ((1, 0), (8, 13), (3, 2)):
@@ -151,7 +151,7 @@ def test_every_choice_is_listed(arch):
 
 
 def test_rows_past_the_end_of_the_grid(rng):
-    """More groups of rows than an axis of a grid has room for: the next axis goes on."""
+    """More groups of rows than fit on an axis of a grid continue on the next axis."""
     packed = random(rng, (8 * 65535 + 9, 2), F32)
     y = gpu_ops.swiglu(packed, **RAW)
     assert y.tobytes() == gpu_ops.swiglu(packed[:, :1].copy(), packed[:, 1:].copy(), **RAW).tobytes()
@@ -172,9 +172,9 @@ def test_registers_leave_room_for_warps(arch):
 
 
 def test_arithmetic_hides_behind_memory(tmp_path):
-    """Machine instructions per element, of a thread with whole vectors, against the time its bytes take.
+    """Machine instructions per element of a thread with whole vectors take less time than its bytes.
 
-    An SM issues 128 per clock. 16 bits on the card with the most bandwidth for its clock are the tightest.
+    An SM issues 128 per clock. The tightest case is 16 bits on the card with the highest bandwidth per clock.
     """
     nvdisasm = toolkit.tool("nvdisasm")
     if nvdisasm is None:

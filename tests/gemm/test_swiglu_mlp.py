@@ -1,4 +1,4 @@
-"""The gated MLP, forward and backward: one body over the backends, against the reference in float64."""
+"""Gated MLP, forward and backward: one test body over the backends, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = [
 
 
 def quick_on_emulator(raw):
-    """Each behaviour once; the kernels have tests of their own, test_gemm_cuda."""
+    """Run each behaviour once; the kernels have separate tests, test_gemm_cuda."""
     dtypes = [ml_dtypes.bfloat16, np.float32] if raw else [np.float16, np.float64]
     return {
         "test_forward_and_backward": {
@@ -63,12 +63,12 @@ def sums_dtype(dtype):
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def same_bits(found, wanted):
-    return [f.tobytes() for f in found] == [w.tobytes() for w in wanted]
+def same_bits(actual, expected):
+    return [f.tobytes() for f in actual] == [w.tobytes() for w in expected]
 
 
 def check(inputs, activation, backend):
-    """Forward and backward; with gate and up kept the same bits as without."""
+    """Check forward and backward; keeping gate and up does not change the bits."""
     dy, *arguments = inputs
     dtype = dy.dtype
     y = gpu_ops.swiglu_mlp(*arguments, activation=activation, **backend)
@@ -83,8 +83,8 @@ def check(inputs, activation, backend):
         for p in ("float64", "naive")
     )
     for name, tensor, g, w, n in zip(NAMES, arguments, got, want, naive, strict=True):
-        kind = dtype if name == "dx" else sums_dtype(dtype)
-        assert (g.dtype, g.shape) == (kind, tensor.shape)
+        result_dtype = dtype if name == "dx" else sums_dtype(dtype)
+        assert (g.dtype, g.shape) == (result_dtype, tensor.shape)
         close(g, w, n, dtype, GRADIENT, what=name)
     again, gate_up = gpu_ops.swiglu_mlp(*arguments, activation=activation, keep="gate_up", **backend)
     assert (gate_up.dtype, gate_up.shape) == (dtype, (*dy.shape[:-1], 2 * len(arguments[1])))
@@ -112,35 +112,35 @@ def test_what_is_kept_is_gate_and_up(backend, dtype, rng):
         reference.swiglu_mlp(x, *weights, keep="gate_up", precision=p)[1] for p in ("float64", "naive")
     )
     close(gate_up, wants, naives, dtype, what="gate_up")
-    wide = np.full((3, 7, 116), 7, dtype)
-    outs = np.zeros_like(y), wide[..., 8:108]
-    found = gpu_ops.swiglu_mlp(x, *weights, keep="gate_up", out=outs, **backend)
-    assert found is outs
+    padded = np.full((3, 7, 116), 7, dtype)
+    outs = np.zeros_like(y), padded[..., 8:108]
+    results = gpu_ops.swiglu_mlp(x, *weights, keep="gate_up", out=outs, **backend)
+    assert results is outs
     assert same_bits(outs, (y, gate_up))
-    wide[..., 8:108] = 7
-    assert (wide == 7).all()
+    padded[..., 8:108] = 7
+    assert (padded == 7).all()
 
 
 @pytest.mark.parametrize("given", [SUMS, ("dw_up",), ("dw_gate", "dw_down")], ids="-".join)
 def test_gradients_of_parts_add_up(backend, dtype, given, rng):
-    """To those that are given; what is returned is they, and the others are what they are without."""
+    """Gradients are added to the arrays passed, which are returned; the other gradients do not change."""
     dy, x, *weights = make(rng, (21, 32), 32, 50, 24, dtype)
     halves = [(dy[part], x[part], *weights) for part in (slice(0, 11), slice(11, 21))]
     first, second = (gpu_ops.swiglu_mlp_backward(*half, **backend) for half in halves)
     sums = {name: first[NAMES.index(name)].copy() for name in given}
     fresh = [np.zeros_like(x) for name, x in zip(NAMES, second, strict=True) if name not in given]
-    found = gpu_ops.swiglu_mlp_backward(
+    results = gpu_ops.swiglu_mlp_backward(
         *halves[1], **sums, out=tuple(fresh) if len(fresh) > 1 else fresh[0], **backend
     )
     again = {name: first[NAMES.index(name)].copy() for name in given}
-    assert same_bits(found, gpu_ops.swiglu_mlp_backward(*halves[1], **again, **backend))
+    assert same_bits(results, gpu_ops.swiglu_mlp_backward(*halves[1], **again, **backend))
     for i, name in enumerate(NAMES):
         if name in given:
-            assert found[i] is sums[name]
+            assert results[i] is sums[name]
             size = np.abs(first[i]) + np.abs(second[i])
-            np.testing.assert_array_less(np.abs(found[i] - (first[i] + second[i])), 1e-6 * size.max())
+            np.testing.assert_array_less(np.abs(results[i] - (first[i] + second[i])), 1e-6 * size.max())
         else:
-            assert found[i].tobytes() == second[i].tobytes()
+            assert results[i].tobytes() == second[i].tobytes()
 
 
 def test_gate_and_up_of_another_call_are_refused(rng):
@@ -171,7 +171,7 @@ def test_any_number_of_threads_gives_the_same_gradients(threads, monkeypatch, rn
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_blocks_of_few_products(dtype, case, monkeypatch, rng):
-    """The blocks for larger problems, at the sizes of smaller ones."""
+    """Run the blocks for large problems at small sizes."""
     by_blocks(monkeypatch)
     check(make(rng, *case, dtype), "silu", {"backend": "numba"})
 
@@ -184,7 +184,7 @@ def by_blocks(monkeypatch):
 
 
 def test_many_blocks(dtype, monkeypatch, rng):
-    """Small blocks, so that sums over blocks of tokens and of ffn, with remainders, are all taken."""
+    """Small blocks cover sums over blocks of tokens and of ffn, with remainders."""
     from gpu_ops.kernels.gemm.cpu import swiglu_mlp as kernels
 
     by_blocks(monkeypatch)
@@ -194,11 +194,11 @@ def test_many_blocks(dtype, monkeypatch, rng):
     assert kernels.config(50, 40, 200, dtype) == "blocks of 16 tokens x 64 of ffn, tiles of 64 x 32"
     check(inputs, "silu", {"backend": "numba"})
     arguments = inputs[1:]
-    wide = np.zeros((50, 100), dtype)  # a target whose rows lie apart
-    gpu_ops.swiglu_mlp(*arguments, out=wide[:, 30:54])
-    assert wide[:, 30:54].tobytes() == gpu_ops.swiglu_mlp(*arguments).tobytes()
-    assert not wide[:, :30].any()
-    assert not wide[:, 54:].any()
+    padded = np.zeros((50, 100), dtype)  # an output with strided rows
+    gpu_ops.swiglu_mlp(*arguments, out=padded[:, 30:54])
+    assert padded[:, 30:54].tobytes() == gpu_ops.swiglu_mlp(*arguments).tobytes()
+    assert not padded[:, :30].any()
+    assert not padded[:, 54:].any()
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def small_blocks(monkeypatch):
 )
 @pytest.mark.usefixtures("small_blocks")
 def test_many_blocks_on_a_gpu(which, dtype, rng):
-    """Chunks of tokens, and blocks of ffn over which dx adds up; the last ones are shorter."""
+    """Chunks of tokens, and blocks of ffn over which dx is summed; the last ones are shorter."""
     inputs = make(rng, (50, 40), 40, 88, 24, np.dtype(dtype))
     how = {"device": "emulator", "backend": which}
     plan = str(gpu_ops.explain("swiglu_mlp", *inputs[1:], **how))
@@ -235,26 +235,26 @@ def test_many_blocks_on_a_gpu(which, dtype, rng):
 
 
 def test_matrices_of_different_strides(rng):
-    """Gate and up as halves of one array, or not; gradients into halves of one."""
+    """Gate and up are halves of one array, or not; gradients are written to halves of one array."""
     dy, x, w_gate, w_up, w_down = make(rng, (20, 24), 24, 40, 16, np.dtype(np.float32))
     how = {"device": "emulator", "backend": "raw"}
-    apart = np.zeros((40, 32), np.float32)
-    apart[:, :24] = w_up
-    weights = w_gate, apart[:, :24], w_down
+    strided = np.zeros((40, 32), np.float32)
+    strided[:, :24] = w_up
+    weights = w_gate, strided[:, :24], w_down
     for rows in (20, 3):
         got = gpu_ops.swiglu_mlp(x[:rows], *weights, **how)
         assert got.tobytes() == gpu_ops.swiglu_mlp(x[:rows], w_gate, w_up, w_down, **how).tobytes()
     wants = gpu_ops.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down, **how)
-    wide = np.zeros((40, 48), np.float32)
-    out = np.zeros_like(x), np.zeros_like(w_gate), wide[:, 8:32], np.zeros_like(w_down)
+    padded = np.zeros((40, 48), np.float32)
+    out = np.zeros_like(x), np.zeros_like(w_gate), padded[:, 8:32], np.zeros_like(w_down)
     gpu_ops.swiglu_mlp_backward(dy, x, *weights, out=out, **how)
     assert [o.tobytes() for o in out] == [w.tobytes() for w in wants]
-    assert not wide[:, :8].any()
-    assert not wide[:, 32:].any()
+    assert not padded[:, :8].any()
+    assert not padded[:, 32:].any()
 
 
 def workspace(op, which, results, inputs):
-    """Bytes of workspace for arrays in bfloat16 of these shapes."""
+    """Workspace in bytes for bfloat16 arrays of these shapes."""
     kinds = dict.fromkeys(SUMS, np.float32)
     arrays = {
         name: Layout.contiguous(shape, kinds.get(name, ml_dtypes.bfloat16))
@@ -267,17 +267,19 @@ def workspace(op, which, results, inputs):
 
 @pytest.mark.parametrize("which", ["raw", "numba"])
 def test_memory_of_a_gpu(which):
-    """Llama-3-8B, 8192 tokens in bfloat16: results and workspace against the same in separate steps."""
+    """Results and workspace of Llama-3-8B with 8192 tokens in bfloat16, against separate steps."""
     tokens, hidden, ffn = 8192, 4096, 14336
     weights = {"w_gate": (ffn, hidden), "w_up": (ffn, hidden), "w_down": (hidden, ffn)}
     gradients = {f"d{name}": shape for name, shape in weights.items()}
-    rows, wide = tokens * hidden * 2, tokens * ffn * 2
+    hidden_bytes, ffn_bytes = tokens * hidden * 2, tokens * ffn * 2
 
     def forward(tokens):
         shape = (tokens, hidden)
         return workspace("swiglu_mlp", which, {"y": shape}, {"x": shape, **weights})
 
-    assert rows + forward(tokens) <= 0.6 * (2 * wide + rows)  # gate, up; h in the place of gate; y
+    assert hidden_bytes + forward(tokens) <= 0.6 * (
+        2 * ffn_bytes + hidden_bytes
+    )  # gate, up; h in the place of gate; y
     assert forward(tokens) == 2048 * ffn * 2  # h of a chunk
     assert forward(4 * tokens) == forward(tokens)
 
@@ -285,7 +287,7 @@ def test_memory_of_a_gpu(which):
     inputs = {"dy": x, "x": x, **weights}
     scratch = workspace("swiglu_mlp_backward", which, {"dx": x, **gradients}, inputs)
     # gate, up, dh, h; dgate and dup in the place of two of them; dx once per product
-    assert rows + scratch <= 0.25 * (4 * wide + 2 * rows)
+    assert hidden_bytes + scratch <= 0.25 * (4 * ffn_bytes + 2 * hidden_bytes)
     assert scratch == 3 * tokens * 1024 * 2 + tokens * hidden * 4  # gate, up and h of a block; dx in float32
 
 
@@ -300,8 +302,10 @@ def peak_memory(call):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_scratch_does_not_grow_with_the_tokens(dtype, rng, monkeypatch):
-    """At 4x the tokens the peak stays; the 16-bit backward adds dx in float32. A (tokens, ffn) array is 24 MiB."""
-    monkeypatch.setattr(memory_pool.POOL, "limit", 0)  # scratch is NumPy's, which tracemalloc knows
+    """The peak is equal at 4x the tokens; the 16-bit backward adds dx in float32. A (tokens, ffn) array is 24 MiB."""
+    monkeypatch.setattr(
+        memory_pool.POOL, "limit", 0
+    )  # scratch is then allocated by NumPy, and seen by tracemalloc
     hidden, ffn = 8, 1024
     forward, backward = [], []
     for tokens in (2048, 8192):
@@ -310,7 +314,7 @@ def test_scratch_does_not_grow_with_the_tokens(dtype, rng, monkeypatch):
         forward.append(peak_memory(partial(gpu_ops.swiglu_mlp, x, *weights, out=y)))
         backward.append(peak_memory(partial(gpu_ops.swiglu_mlp_backward, dy, x, *weights, out=gradients)))
     for peaks, extra in ((forward, 0), (backward, 0 if dtype == "float32" else 6144 * hidden * 4)):
-        assert peaks[0] > 1 << 20  # the measurement sees NumPy's buffers
+        assert peaks[0] > 1 << 20  # the measurement sees the buffers of NumPy
         assert peaks[1] - peaks[0] < extra + (1 << 20)
 
 

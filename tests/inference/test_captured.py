@@ -1,4 +1,4 @@
-"""Decoding by CUDA graphs, on the stand-in for CuPy (fake_cupy.py): one graph for each size, and the same tokens."""
+"""Decoding by CUDA graphs, on the fake CuPy (fake_cupy.py): one graph for each size, and the same tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def model(config=CONFIG, of=lambda x: x):
 
 
 def tokens_of(engine, prompts, most):
-    """By request; the second is drawn."""
+    """Tokens by request; those of the second request are sampled."""
     for i, prompt in enumerate(prompts):
         engine.submit(prompt, max_new_tokens=most[i], sampling=Sampling(temperature=float(i == 1), seed=3))
-    found = [[] for _ in prompts]
+    texts = [[] for _ in prompts]
     for token in engine.run():
-        found[token.request].append(token.token)
-    return found
+        texts[token.request].append(token.token)
+    return texts
 
 
 def engine_of(weights, config=CONFIG, **options):
@@ -37,8 +37,8 @@ def engine_of(weights, config=CONFIG, **options):
 
 @needs_nvrtc
 def test_a_pass_of_single_tokens_replays_the_graph_of_its_size(cupy):
-    prompts, most = [[5, 6, 7], [9], [11, 12]], [7, 4, 6]
-    want = tokens_of(engine_of(model()), prompts, most)
+    prompts, limits = [[5, 6, 7], [9], [11, 12]], [7, 4, 6]
+    want = tokens_of(engine_of(model()), prompts, limits)
     engine = engine_of(model(of=FakeArray))
     launched, passes = [], []
     reserve = engine.cache.reserve
@@ -49,8 +49,8 @@ def test_a_pass_of_single_tokens_replays_the_graph_of_its_size(cupy):
         return reserve(parts, out=out)
 
     engine.cache.reserve = counted
-    assert tokens_of(engine, prompts, most) == want
-    # each of: three sequences in a graph of four, then two, then one; tables of one, two and four pages
+    assert tokens_of(engine, prompts, limits) == want
+    # three sequences in a graph of four, then two, then one; each with tables of one, two and four pages
     sizes = engine._graphs._kept
     assert {batch for batch, _ in sizes} == {4, 2, 1}
     decodes = [p for p in passes if max(p) == 1]
@@ -61,24 +61,24 @@ def test_a_pass_of_single_tokens_replays_the_graph_of_its_size(cupy):
         after[0] - before[0] for before, after in itertools.pairwise(launched) if after[1] > before[1]
     ]
     assert len(replayed) == len(cupy.graphs)
-    assert max(replayed) <= 2  # beside the graph: the kernels that draw
+    assert max(replayed) <= 2  # in addition to the graph: the kernels that draw
 
 
 @needs_nvrtc
 def test_without_capture_and_where_it_fails_tokens_are_the_same(cupy, monkeypatch):
-    prompts, most, config = [[5, 6], [9]], [3, 2], replace(CONFIG, nlayers=1)
+    prompts, limits, config = [[5, 6], [9]], [3, 2], replace(CONFIG, nlayers=1)
     engine = engine_of(model(config, FakeArray), config, capture=False)
-    want = tokens_of(engine, prompts, most)
+    want = tokens_of(engine, prompts, limits)
     assert not cupy.graphs
 
     class Refuses(captured.Arena):
-        def allocate(self, *given):
+        def allocate(self, *arguments):
             raise RuntimeError("no such allocation")
 
     monkeypatch.setattr(captured, "Arena", Refuses)
     engine = engine_of(model(config, FakeArray), config)
     with pytest.warns(UserWarning, match="without CUDA graphs: no such allocation"):
-        assert tokens_of(engine, prompts, most) == want
+        assert tokens_of(engine, prompts, limits) == want
     assert not cupy.graphs
     assert not cupy.capturing
 

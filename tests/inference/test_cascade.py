@@ -1,4 +1,4 @@
-"""Pages that sequences begin with are read once for all of them: which ones, and the same attention."""
+"""Pages of common prefixes are read once for all sequences: groups of sequences, and the same attention."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from tests.support.compare import assert_close, random
 from tests.support.compilers import needs_numba_cuda, needs_nvrtc
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
-PREFIX = [list(range(1, 18)), list(range(30, 60))]  # of two groups, in pages of 4: four whole ones, and seven
+PREFIX = [
+    list(range(1, 18)),
+    list(range(30, 60)),
+]  # prefixes of two groups, with four and seven whole pages of 4
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Three sequences with 8 common tokens are a group."""
+    """Lower the limits: three sequences with 8 common tokens are a group."""
     monkeypatch.setattr(cascade, "MIN_SEQUENCES", 3)
     monkeypatch.setattr(cascade, "MIN_TOKENS", 8)
 
@@ -32,7 +35,7 @@ def without(step):
 
 
 class Forks:
-    """Sequences of a few prefixes, with 0 to 5 tokens of their own, in a cache whose tokens are keys."""
+    """Sequences of a few prefixes, each followed by 0 to 5 separate tokens, in a cache whose tokens are keys."""
 
     def __init__(self, cache, prefixes, counts, prefill):
         rng, self.handles, self.cache = np.random.default_rng(3), [], cache
@@ -40,8 +43,10 @@ class Forks:
             first = cache.add()
             prefill(cache.reserve({first: prefix}))
             self.handles.append([first] + [cache.fork(first) for _ in range(count - 1)])
-        own = {h: rng.integers(0, 50, n % 6).tolist() for n, h in enumerate(itertools.chain(*self.handles))}
-        prefill(cache.reserve({h: tokens for h, tokens in own.items() if tokens}))
+        suffixes = {
+            h: rng.integers(0, 50, n % 6).tolist() for n, h in enumerate(itertools.chain(*self.handles))
+        }
+        prefill(cache.reserve({h: tokens for h, tokens in suffixes.items() if tokens}))
 
 
 def forks(cache, prefixes, counts):
@@ -52,26 +57,26 @@ def forks(cache, prefixes, counts):
 
 
 def test_groups_of_a_step():
-    """Of neighbours that share enough: two groups, with one between that is of none, and one that has too few."""
+    """Neighbours that share enough tokens: two groups, a sequence between them, and a group that is too small."""
     cache = PagedKVCache(1, 1, 8, num_pages=99, page_size=4)
     a, b, c, d = forks(cache, [*PREFIX, [7] * 9, [8] * 20], [4, 3, 1, 2])
     step = cache.reserve({h: [1] * (1 + h % 2) for h in [*a, *c, *b, *d]})
-    found = step.cascade
+    groups = step.cascade
     ends = np.cumsum([1 + h % 2 for h in [*a, *c, *b, *d]])
-    assert found.cu_seqlens_q.tolist() == [0, ends[3], ends[4], ends[7], ends[9]]
-    assert found.seqused_k.tolist() == [16, 0, 28, 0]
-    assert found.max_seqlen_q == ends[3]
+    assert groups.cu_seqlens_q.tolist() == [0, ends[3], ends[4], ends[7], ends[9]]
+    assert groups.seqused_k.tolist() == [16, 0, 28, 0]
+    assert groups.max_seqlen_q == ends[3]
     shared = np.repeat([4, 0, 7, 0], [4, 1, 3, 2])
     for row, n in enumerate(shared):
         group = np.repeat([0, 1, 2, 3], [4, 1, 3, 2])[row]
-        pages = [*found.block_table[group, :n], *found.own_block_table[row]]
+        pages = [*groups.block_table[group, :n], *groups.own_block_table[row]]
         used = step.block_table[row][step.block_table[row] >= 0].tolist()
         assert pages[: len(used)] == used
         assert set(pages[len(used) :]) <= {-1}
-    assert (found.own_seqused_k == step.seqused_k - shared * 4).all()
+    assert (groups.own_seqused_k == step.seqused_k - shared * 4).all()
     cache.rollback()
-    apart = [h for turn in itertools.zip_longest(a, b) for h in turn if h is not None]
-    assert cache.reserve({h: [1] for h in apart}).cascade is None
+    interleaved = [h for pair in itertools.zip_longest(a, b) for h in pair if h is not None]
+    assert cache.reserve({h: [1] for h in interleaved}).cascade is None
 
 
 @pytest.mark.parametrize(
@@ -98,13 +103,13 @@ def test_what_is_shared_has_to_be_long_enough(monkeypatch):
     forks(cache, [PREFIX[0]], [4])
     for least, shared in ((16, [16]), (17, None)):
         monkeypatch.setattr(cascade, "MIN_TOKENS", least)
-        found = cache.reserve({h: [1] for h in range(4)}).cascade
-        assert (found and found.seqused_k.tolist()) == shared
+        groups = cache.reserve({h: [1] for h in range(4)}).cascade
+        assert (groups and groups.seqused_k.tolist()) == shared
         cache.rollback()
 
 
 def test_a_group_shares_what_all_of_it_has():
-    """Three pages, though neighbours share five."""
+    """A group shares three pages, though some neighbours share five."""
     cache = PagedKVCache(1, 1, 8, num_pages=99, page_size=4)
     a = cache.add()
     cache.reserve({a: [1] * 12})
@@ -140,14 +145,14 @@ def test_logits_are_those_without(layers):
     for _ in range(3):
         step = cache.reserve(new, parents={a[1]: range(-1, len(new[a[1]]) - 1)})
         assert step.cascade is not None
-        found = next_logits(weights, config, cache, step)
+        actual = next_logits(weights, config, cache, step)
         want = next_logits(weights, config, cache, without(step))
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(actual, want, rtol=0, atol=1e-12)
         cache.accept({a[1]: range(len(new[a[1]]))})
 
 
 def written(device, dtype, rng):
-    """A cache of one layer with random keys and values, and forks of two prefixes in it."""
+    """Cache of one layer with random keys and values, and forks of two prefixes in it."""
     cache = PagedKVCache(1, 2, 16, num_pages=64, page_size=4, dtype=dtype, device=device)
     for x in (*cache.keys, *cache.values):
         x[...] = random(rng, x.shape, x.dtype)
@@ -155,7 +160,7 @@ def written(device, dtype, rng):
 
 
 def exact(q, cache, step, sees, options):
-    """Of each token with the keys that it sees, in float64 and step by step in its dtype."""
+    """Attention of each token to the keys that it sees, in float64 and step by step in its dtype."""
     results = []
     for precision in ("float64", "naive"):
         rows = []
@@ -167,17 +172,17 @@ def exact(q, cache, step, sees, options):
 
 
 def slots_of(cache, step, parents):
-    """The slots that each token of a step sees."""
-    found, size = [], cache.page_size
+    """Slots that each token of a step sees."""
+    slots, size = [], cache.page_size
     for b, (start, end) in enumerate(itertools.pairwise(step.cu_seqlens_q)):
-        own = parents.get(b, range(-1, end - start - 1))
+        step_parents = parents.get(b, range(-1, end - start - 1))
         before = np.arange(step.seqused_k[b] - (end - start))
         before = step.block_table[b, before // size] * size + before % size
         paths = []
-        for i, parent in enumerate(own):
+        for i, parent in enumerate(step_parents):
             paths.append([*(paths[parent] if parent >= 0 else []), step.slot_mapping[start + i]])
-        found += [np.array([*before, *path], np.int64) for path in paths]
-    return found
+        slots += [np.array([*before, *path], np.int64) for path in paths]
+    return slots
 
 
 BACKENDS = [
@@ -193,7 +198,7 @@ BACKENDS = [
 @pytest.mark.parametrize(("device", "kernels", "dtype"), BACKENDS)
 @pytest.mark.parametrize("kind", ["cascade", "tree"])
 def test_attention_is_that_of_the_keys_seen(kind, device, kernels, dtype, rng, monkeypatch):
-    """With options that have to reach both parts, and sinks, that count in one."""
+    """Options must reach both parts, and sinks count in one of them."""
     monkeypatch.setenv("GPU_OPS_DEVICE", device)
     if kernels:
         monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
@@ -204,18 +209,18 @@ def test_attention_is_that_of_the_keys_seen(kind, device, kernels, dtype, rng, m
     assert (step.tree is not None, step.cascade is not None) == (kind == "tree", kind == "cascade")
     q = random(rng, (len(step.tokens), 4, 16), dtype)
     options = {"softcap": 3.0, "softmax_scale": 0.4, "sinks": rng.standard_normal(4).astype(np.float32)}
-    found = attend(q, cache.keys[0], cache.values[0], step, **options)
+    actual = attend(q, cache.keys[0], cache.values[0], step, **options)
     by_row = {b: parents[h] for b, h in enumerate(handles)} if parents else {}
     want, naive = exact(q, cache, step, slots_of(cache, step, by_row), options)
-    assert found.dtype == q.dtype
-    if dtype == np.float64:  # of which the parts are rounded too
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-14)
+    assert actual.dtype == q.dtype
+    if dtype == np.float64:  # the parts are rounded too
+        np.testing.assert_allclose(actual, want, rtol=0, atol=1e-14)
     else:
-        assert_close(found, want, naive, dtype)
+        assert_close(actual, want, naive, dtype)
 
 
 def test_an_engine_puts_equal_prompts_side_by_side(monkeypatch):
-    """Requests that come in turns from two prompts, which are in the cache, are two groups of each pass."""
+    """Alternating requests with two cached prompts form two groups in each pass."""
     monkeypatch.setattr(inference.engine, "MIN_TOKENS", 8)
     arrays = models.initial_weights(CONFIG, std=0.2)
     weights = models.Llama.of(arrays, CONFIG)
@@ -233,37 +238,39 @@ def test_an_engine_puts_equal_prompts_side_by_side(monkeypatch):
     list(engine.run())
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=5)
-    found = {}
+    texts = {}
     for token in engine.run():
-        found.setdefault(token.request - 2, []).append(token.token)
-    assert list(found) == list(range(8))
+        texts.setdefault(token.request - 2, []).append(token.token)
+    assert list(texts) == list(range(8))
     assert [sorted(step.cascade.seqused_k.tolist()) for step in steps[1:]] == [[16, 28]] * 5
     monkeypatch.setattr(cascade, "MIN_SEQUENCES", 99)
-    assert list(found.values()) == inference.generate(weights, CONFIG, prompts, max_new_tokens=5)
+    assert list(texts.values()) == inference.generate(weights, CONFIG, prompts, max_new_tokens=5)
 
 
 def test_a_cache_of_several_models_shares_no_prefix_among_them():
-    """Other weights, a rotation for another length, and weights that were changed in place."""
+    """Prefixes differ by weights, by a rotation for another length, and by weights changed in place."""
     scaling = gpu_ops.RopeScaling.dynamic(4.0, 16)
     stretched = dataclasses.replace(CONFIG, scaling=scaling)
-    one, other = (models.Llama.of(models.initial_weights(CONFIG, seed=i, std=0.3), CONFIG) for i in range(2))
-    cache, prompt = cache_for(one, CONFIG, num_pages=40, page_size=4), PREFIX[0]
+    model_a, model_b = (
+        models.Llama.of(models.initial_weights(CONFIG, seed=i, std=0.3), CONFIG) for i in range(2)
+    )
+    cache, prompt = cache_for(model_a, CONFIG, num_pages=40, page_size=4), PREFIX[0]
 
     def hits(weights, config, new=4):
         before = cache.stats.tokens_hit
-        found = inference.generate(weights, config, [prompt], max_new_tokens=new, cache=cache)
-        assert found == inference.generate(weights, config, [prompt], max_new_tokens=new)
+        texts = inference.generate(weights, config, [prompt], max_new_tokens=new, cache=cache)
+        assert texts == inference.generate(weights, config, [prompt], max_new_tokens=new)
         return cache.stats.tokens_hit - before
 
     calls = [
-        (one, CONFIG),
-        (one, CONFIG),
-        (other, CONFIG),
-        (one, CONFIG),
-        (one, stretched),
-        (one, stretched, 9),
+        (model_a, CONFIG),
+        (model_a, CONFIG),
+        (model_b, CONFIG),
+        (model_a, CONFIG),
+        (model_a, stretched),
+        (model_a, stretched, 9),
     ]
     assert [hits(*call) for call in calls] == [0, 16, 0, 0, 0, 0]
-    one.layers[0].qkv[:] = other.layers[0].qkv
+    model_a.layers[0].qkv[:] = model_b.layers[0].qkv
     cache.drop_prefixes()
-    assert hits(one, stretched, 9) == 0
+    assert hits(model_a, stretched, 9) == 0

@@ -1,4 +1,4 @@
-"""An engine with drafts: the tokens that it has without them, in fewer passes."""
+"""Engine with drafts: the same tokens as without drafts, in fewer passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain():
 
 
 def oracle(tokens, wrong=lambda n: False):
-    """The next tokens; those of numbers ``wrong`` are other ones."""
+    """Draft of the next tokens; those at indices ``wrong`` differ."""
     for prompt, text in zip(PROMPTS, plain(), strict=True):
         if tokens[: len(prompt)] == prompt:
             at = len(tokens) - len(prompt)
@@ -46,14 +46,14 @@ DRAFTS = {
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_texts_are_those_without_drafts(draft):
-    """Greedy and sampled, with filters and penalties, whatever is guessed."""
-    found = generate(WEIGHTS, CONFIG, PROMPTS, max_new_tokens=24, sampling=SAMPLINGS, draft=DRAFTS[draft])
-    assert found == plain()
+    """Texts are equal, greedy and sampled, with filters and penalties, whatever the drafts."""
+    texts = generate(WEIGHTS, CONFIG, PROMPTS, max_new_tokens=24, sampling=SAMPLINGS, draft=DRAFTS[draft])
+    assert texts == plain()
 
 
 @pytest.mark.parametrize("draft", [None, lambda tokens: tokens[:3]], ids=["alone", "draft"])
 def test_the_prompt_counts_for_the_repetition_penalty_alone(draft):
-    """As in OpenAI's API: the other penalties are for tokens that were drawn."""
+    """The other penalties are for tokens that were drawn, as in the OpenAI API."""
     prompt = list(range(96))
     z = models.logits(np.array([prompt]), WEIGHTS, CONFIG)[0, -1]
     repeated = np.append(np.where(z < 0, z * 1e3, z / 1e3)[:96], z[96])
@@ -66,7 +66,7 @@ def test_the_prompt_counts_for_the_repetition_penalty_alone(draft):
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 5}, {"num_pages": 11}, {"max_requests": 2}], ids=str)
 def test_drafts_take_what_room_there_is(options):
-    """Of a pass and of the cache: no request waits or is preempted for a guess."""
+    """Drafts use spare room of a pass and of the cache: no request waits or is preempted for them."""
     pages = options.pop("num_pages", 64)
 
     def run(draft):
@@ -94,7 +94,7 @@ def test_drafts_take_what_room_there_is(options):
 
 
 def test_a_right_draft_takes_a_pass_for_all_its_tokens():
-    """No guess is run that the text has no room for."""
+    """No draft runs beyond the end of the text."""
     cache = cache_for(WEIGHTS, CONFIG, num_pages=64)
     engine = Engine(WEIGHTS, CONFIG, cache, draft=lambda tokens: (oracle(tokens) + [0] * 6)[:6])
     engine.submit(PROMPTS[0], max_new_tokens=24)
@@ -128,11 +128,11 @@ def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
     monkeypatch.setattr(Draws, "__call__", failing)
     engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
     engine.submit(PROMPTS[0], max_new_tokens=24)
-    found = []
+    text = []
     while engine.unfinished:
         with contextlib.suppress(KeyboardInterrupt):
-            found += [token.token for token in engine.step()]
-    assert found == plain()[0]
+            text += [token.token for token in engine.step()]
+    assert text == plain()[0]
 
 
 @pytest.mark.parametrize(

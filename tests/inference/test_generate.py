@@ -1,4 +1,4 @@
-"""The command ``generate`` and the example server, over a small model and a tokenizer of bytes."""
+"""Command ``generate`` and the example server, with a small model and a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ def test_generate(folder, capsys):
 
 def test_generate_for_several_prompts_up_to_a_stop_string(folder, capsys):
     stop = text_of("abc", 9)[4]
-    given = ["--prompt", "abc", "--prompt", "xy", "--max-new-tokens", "9", "--stop", stop]
-    assert main(["generate", "--model", str(folder), *given]) == 0
+    options = ["--prompt", "abc", "--prompt", "xy", "--max-new-tokens", "9", "--stop", stop]
+    assert main(["generate", "--model", str(folder), *options]) == 0
     texts = [f"{prompt}{text_of(prompt, 9).partition(stop)[0]}" for prompt in ("abc", "xy")]
     assert capsys.readouterr().out == "".join(f"{text}\n\n" for text in texts)
 
 
 def test_ends_of_a_text(folder):
-    for entries, found in (({"eos_token_id": 7}, [7]), ({"eos_token_id": [7, 9]}, [7, 9]), ({}, [])):
+    for entries, ends in (({"eos_token_id": 7}, [7]), ({"eos_token_id": [7, 9]}, [7, 9]), ({}, [])):
         (folder / "generation_config.json").write_text(json.dumps(entries))
-        assert command.end_tokens(folder) == found
+        assert command.end_tokens(folder) == ends
 
 
 def test_generate_from_a_gguf_file(folder, capsys):
     path, tensors = folder / "a.gguf", stored(weights(), CONFIG, "llama")
     keys = {"general.architecture": "llama", **metadata(CONFIG, "llama"), "tokenizer.ggml.eos_token_id": 7}
     gpu_ops.write_gguf(path, tensors, keys)
-    given = ["generate", "--model", str(path), "--prompt", "abc", "--max-new-tokens", "9"]
-    assert main(given) == 2
+    arguments = ["generate", "--model", str(path), "--prompt", "abc", "--max-new-tokens", "9"]
+    assert main(arguments) == 2
     assert "the vocabulary within a GGUF file is not read: pass --tokenizer FILE" in capsys.readouterr().err
     for tokenizer in (["--tokenizer", str(folder / "other.json")], []):
-        (folder / "tokenizer.json").touch()  # beside it
-        assert main([*given, *tokenizer]) == 0
+        (folder / "tokenizer.json").touch()  # in the folder of the file
+        assert main([*arguments, *tokenizer]) == 0
         assert capsys.readouterr().out == text_of("abc", 9) + "\n"
     assert command.end_tokens(path) == [7]
     more = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 8}
@@ -120,7 +120,7 @@ def test_absurd_arguments_are_one_line(folder, capsys, monkeypatch, arguments, w
 
 @pytest.fixture
 def served(example):
-    """A server of so many requests at most, and its address."""
+    """Function that starts a server with a maximum number of requests, and returns its address."""
     module, servers = example("server"), []
 
     def make(most=128, pages=512, model=None, config=CONFIG):
@@ -146,10 +146,10 @@ def post(port, body):
 def test_64_clients_at_a_time_get_their_own_text(served):
     _, port = served()
     prompts = [f"{i} and more" for i in range(64)]
-    found = {}
+    answers = {}
 
     def ask(prompt):
-        found[prompt] = post(port, {"prompt": prompt, "max_tokens": 12, "temperature": 0})
+        answers[prompt] = post(port, {"prompt": prompt, "max_tokens": 12, "temperature": 0})
 
     threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
     for thread in threads:
@@ -158,7 +158,7 @@ def test_64_clients_at_a_time_get_their_own_text(served):
         thread.join()
     want = inference.generate(weights(), CONFIG, [list(p.encode()) for p in prompts], max_new_tokens=12)
     for prompt, tokens in zip(prompts, want, strict=True):
-        status, body = found[prompt]
+        status, body = answers[prompt]
         assert status == 200
         (choice,) = json.loads(body)["choices"]
         assert choice == {"index": 0, "text": Bytes().decode(tokens), "finish_reason": "length"}
@@ -186,24 +186,24 @@ def test_more_than_there_is_room_for_is_503(served):
 
 @pytest.mark.slow
 def test_a_larger_model_loses_no_request(served):
-    """64 clients at once that ask four times each, of a server with room for 40: an answer is 200 or 503, and who
-    got a 503 asks again."""
+    """64 concurrent clients send four requests each to a server with room for 40: an answer is 200 or 503, and a
+    client retries after a 503."""
     config = models.LlamaConfig(vocab=256, hidden=384, ffn=1024, nlayers=8, nheads=6, nheads_kv=2)
     model = models.Llama.of(models.initial_weights(config), config)
     service, port = served(most=40, pages=1024, model=model, config=config)
-    found, refused = [], []
+    answers, refused = [], []
 
     def ask(client):
-        for turn in range(4):
+        for number in range(4):
             body = {
-                "prompt": f"{client}, {turn}: " + "word " * (client % 7),
+                "prompt": f"{client}, {number}: " + "word " * (client % 7),
                 "max_tokens": 32,
                 "temperature": 0.8,
             }
             while (answer := post(port, body))[0] == 503:
                 refused.append(client)
                 time.sleep(0.05)
-            found.append((answer[0], json.loads(answer[1])))
+            answers.append((answer[0], json.loads(answer[1])))
 
     threads = [threading.Thread(target=ask, args=(client,)) for client in range(64)]
     start, cpu = time.perf_counter(), time.process_time()
@@ -212,12 +212,12 @@ def test_a_larger_model_loses_no_request(served):
     for thread in threads:
         thread.join()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    tokens = sum(body["usage"]["completion_tokens"] for _, body in found)
+    tokens = sum(body["usage"]["completion_tokens"] for _, body in answers)
     print(
         f"{config.parameters / 1e6:.0f}M parameters: {tokens} tokens in {seconds:.1f} s and {cpu:.1f} s of CPU time; "
         f"{len(refused)} times 503"
     )
-    assert [status for status, _ in found] == [200] * 256
+    assert [status for status, _ in answers] == [200] * 256
     assert tokens == 256 * 32
     assert refused
     assert service.engine.unfinished == service.engine.cache.stats.used == 0

@@ -1,4 +1,4 @@
-"""Generation over a paged cache: the same tokens in any batch, and the logits of the model without a cache."""
+"""Generation with a paged cache: the same tokens in any batch, and the logits of the model without a cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompts(rng, *lengths):
 
 
 def greedy_dense(weights, config, prompt, count):
-    """Without a cache: the whole text again for each token."""
+    """Greedy tokens without a cache: the whole text is computed again for each token."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(models.logits(np.array([ids]), weights, config)[0, -1].argmax()))
@@ -40,7 +40,7 @@ def greedy_dense(weights, config, prompt, count):
 @pytest.mark.parametrize("window", [-1, 5])
 @pytest.mark.parametrize("part", [1, 3, 7, 40])
 def test_logits_are_those_without_a_cache(window, part, rng):
-    """A prompt of 20 and one of 9 tokens, read in parts of any size, in one ragged batch."""
+    """Prompts of 20 and 9 tokens are read in parts of any size, in one ragged batch."""
     config = dataclasses.replace(CONFIG, window=window)
     weights = model(config, np.float64)
     texts = prompts(rng, 20, 9)
@@ -50,9 +50,9 @@ def test_logits_are_those_without_a_cache(window, part, rng):
         new = {
             h: t[start : start + part] for h, t in zip(handles, texts, strict=True) if t[start : start + part]
         }
-        found = next_logits(weights, config, cache, cache.reserve(new))
+        logits = next_logits(weights, config, cache, cache.reserve(new))
         cache.commit()
-        for h, row in zip(new, found, strict=True):
+        for h, row in zip(new, logits, strict=True):
             text = texts[handles.index(h)][: start + part]
             want = models.logits(np.array([text]), weights, config)[0, -1]
             np.testing.assert_allclose(row, want, rtol=0, atol=1e-12)
@@ -87,10 +87,10 @@ def test_every_family_is_that_without_a_cache(changes, rng):
     cache = cache_for(weights, config, num_pages=12, page_size=4)
     handle = cache.add()
     for start in range(0, 23, 9):
-        found = next_logits(weights, config, cache, cache.reserve({handle: text[start : start + 9]}))
+        logits = next_logits(weights, config, cache, cache.reserve({handle: text[start : start + 9]}))
         cache.commit()
         want = models.logits(np.array([text[: start + 9]]), weights, config)[:, -1]
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-12 * np.abs(want).max())
+        np.testing.assert_allclose(logits, want, rtol=0, atol=1e-12 * np.abs(want).max())
 
 
 @needs_nvrtc
@@ -99,7 +99,7 @@ def test_every_family_is_that_without_a_cache(changes, rng):
     [("raw", np.float16), pytest.param("numba", np.float32, marks=pytest.mark.slow)],
 )
 def test_gpu_kernels_generate_what_the_cpu_does(kernels, dtype, rng, monkeypatch):
-    """A prompt in two parts and a text of one token, on the emulator: logits near the CPU's, and the same tokens."""
+    """A prompt in two parts and a text of one token on the emulator: logits close to the CPU, and equal tokens."""
     config = dataclasses.replace(CONFIG, nlayers=1, qk_norm=True, biases=("qkv",), head_dim=16)
     arrays = models.initial_weights(config, std=0.2)
     weights = models.Llama.of({n: x.astype(dtype) for n, x in arrays.items()}, config)
@@ -114,53 +114,54 @@ def test_gpu_kernels_generate_what_the_cpu_does(kernels, dtype, rng, monkeypatch
     want = run()
     monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
     monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
-    found = run()
-    assert [(t.request, t.token, t.finished) for t in found] == [
+    tokens = run()
+    assert [(t.request, t.token, t.finished) for t in tokens] == [
         (t.request, t.token, t.finished) for t in want
     ]
     room = 4 * np.finfo(dtype).eps * 8
-    assert np.allclose([t.logprob for t in found], [t.logprob for t in want], rtol=0, atol=room)
+    assert np.allclose([t.logprob for t in tokens], [t.logprob for t in want], rtol=0, atol=room)
 
 
 def test_greedy_tokens_are_those_without_a_cache(rng):
     weights, texts = model(), prompts(rng, 1, 17, 33)
-    found = generate(weights, CONFIG, texts, max_new_tokens=8)
-    assert found == [greedy_dense(weights, CONFIG, text, 8) for text in texts]
+    tokens = generate(weights, CONFIG, texts, max_new_tokens=8)
+    assert tokens == [greedy_dense(weights, CONFIG, text, 8) for text in texts]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_tokens": 5}, {"max_requests": 2}, {"num_pages": 7}], ids=str)
 def test_a_request_does_not_depend_on_the_others(settings, rng):
-    """Read in parts, waiting for others, preempted where pages run out: the tokens of a request alone."""
+    """Requests read in parts, waiting for others, or preempted when pages run out have the same tokens as alone."""
     weights, texts = model(), prompts(rng, 9, 3, 14, 1, 11)
     drawn = [Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=i) for i in range(4)]
     drawn.append(Sampling(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.2, seed=9))
     pages = settings.pop("num_pages", 64)
     engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=pages, page_size=4), **settings)
     numbers = [
-        engine.submit(text, max_new_tokens=10, sampling=one) for text, one in zip(texts, drawn, strict=True)
+        engine.submit(text, max_new_tokens=10, sampling=sampling)
+        for text, sampling in zip(texts, drawn, strict=True)
     ]
-    found = {number: [] for number in numbers}
+    results = {number: [] for number in numbers}
     for token in engine.run():
-        found[token.request].append(token.token)
+        results[token.request].append(token.token)
     alone = [
-        generate(weights, CONFIG, [text], max_new_tokens=10, sampling=one)[0]
-        for text, one in zip(texts, drawn, strict=True)
+        generate(weights, CONFIG, [text], max_new_tokens=10, sampling=sampling)[0]
+        for text, sampling in zip(texts, drawn, strict=True)
     ]
-    assert list(found.values()) == alone
+    assert list(results.values()) == alone
     assert engine.unfinished == 0
     assert engine.cache.stats.used == 0
 
 
 def test_a_shared_prefix_is_computed_once(rng):
-    weights, (prefix, one, other) = model(), prompts(rng, 32, 3, 5)
+    weights, (prefix, tail_a, tail_b) = model(), prompts(rng, 32, 3, 5)
     engine = Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=16, page_size=8))
-    engine.submit(prefix + one, max_new_tokens=2)
+    engine.submit(prefix + tail_a, max_new_tokens=2)
     list(engine.run())
-    handle = engine.cache.add(prefix + other)
+    handle = engine.cache.add(prefix + tail_b)
     assert engine.cache.length(handle) == 32
     engine.cache.free(handle)
-    engine.submit(prefix + other, max_new_tokens=4)
-    assert [t.token for t in engine.run()] == greedy_dense(weights, CONFIG, prefix + other, 4)
+    engine.submit(prefix + tail_b, max_new_tokens=4)
+    assert [t.token for t in engine.run()] == greedy_dense(weights, CONFIG, prefix + tail_b, 4)
 
 
 def test_stop_tokens_and_cancelled_requests(rng):
@@ -203,7 +204,7 @@ def test_logits_that_are_not_finite_end_a_request(rng):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_scaling_by_length_does_not_depend_on_the_batch(kind, rng):
-    """Frequencies are those of max_seqlen, whatever is in a pass; generate() takes the tokens that are read."""
+    """Frequencies are those of max_seqlen, whatever is in a pass; generate() uses the number of tokens read."""
     scaling = gpu_ops.RopeScaling.dynamic(4.0, 16)
     if kind == "longrope":
         scaling = gpu_ops.RopeScaling.longrope((1.0,) * 4, (2.0, 3.0, 4.0, 5.0), 16)
@@ -214,10 +215,10 @@ def test_scaling_by_length_does_not_depend_on_the_batch(kind, rng):
         engine = Engine(weights, config, cache_for(weights, config, num_pages=16), max_seqlen=64, **options)
         for text in texts:
             engine.submit(text, max_new_tokens=6)
-        found = [[] for _ in texts]
+        results = [[] for _ in texts]
         for token in engine.run():
-            found[token.request].append(token.token)
-        return found
+            results[token.request].append(token.token)
+        return results
 
     together = run(texts)
     assert run(texts, max_tokens=7) == together
@@ -227,7 +228,7 @@ def test_scaling_by_length_does_not_depend_on_the_batch(kind, rng):
 
 
 def test_a_long_prompt_passes_through_a_small_window(rng):
-    """More tokens than the cache has room for: the window frees pages as it moves."""
+    """A prompt may exceed the cache: the window frees pages as it moves."""
     config = dataclasses.replace(CONFIG, window=8)
     weights, (text,) = model(config), prompts(rng, 60)
     cache = cache_for(weights, config, num_pages=8, page_size=4)
@@ -272,11 +273,11 @@ def test_a_pass_that_fails_runs_again(owner, part, rng, monkeypatch):
         return whole(*args, **options)
 
     monkeypatch.setattr(owner, part, failing)
-    found = []
+    text_out = []
     while engine.unfinished:
         with contextlib.suppress(KeyboardInterrupt):
-            found += [token.token for token in engine.step()]
-    assert found == greedy_dense(weights, CONFIG, text, 5)
+            text_out += [token.token for token in engine.step()]
+    assert text_out == greedy_dense(weights, CONFIG, text, 5)
 
 
 def test_an_error_leaves_nothing_in_the_cache(rng):
@@ -332,7 +333,7 @@ def test_requests_that_are_refused(prompt, options, message):
 
 
 def test_pages_that_others_hold(rng):
-    """What the engine cannot preempt is an error; the request stays and goes on when there are pages."""
+    """Pages that the engine cannot preempt raise an error; the request stays and continues when pages are free."""
     weights, (text,) = model(), prompts(rng, 12)
     cache = cache_for(weights, CONFIG, num_pages=4, page_size=4)
     mine = cache.add()

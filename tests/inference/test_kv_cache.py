@@ -1,4 +1,4 @@
-"""The paged cache: tables, prefixes, forks, windows and errors."""
+"""Paged cache: tables, prefixes, forks, windows and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache_of(num_pages=16, page_size=4, **options):
 
 
 def prefill(cache, tokens):
-    """A sequence of these tokens, committed."""
+    """Add a sequence of these tokens, and commit it."""
     handle = cache.add(tokens)
     cache.reserve({handle: tokens[cache.length(handle) :]})
     cache.commit()
@@ -75,7 +75,7 @@ def test_a_second_request_computes_what_the_first_did_not():
     prompt = np.random.default_rng(0).integers(0, 50, 1000).tolist()
     cache.free(prefill(cache, [*prompt, 1, 2, 3]))
     assert cache.length(cache.add([*prompt, 4, 5])) == 992  # 62 whole pages of 16
-    assert cache.length(cache.add(prompt[:992])) == 976  # the last token's logits are wanted
+    assert cache.length(cache.add(prompt[:992])) == 976  # the logits of the last token are required
     assert cache.length(cache.add([*prompt[:500], 99, *prompt[501:]])) == 496
     assert (cache.stats.tokens_added, cache.stats.tokens_hit) == (1003 + 1002 + 992 + 1000, 992 + 976 + 496)
 
@@ -99,7 +99,7 @@ def test_pages_are_found_once_they_are_written():
 
 
 def test_dropped_prefixes_are_found_no_more():
-    """Nor those that a sequence from before adds to."""
+    """Dropped prefixes stay dropped, even if an older sequence adds to them."""
     cache = cache_of(page_size=2)
     old, short = prefill(cache, [1, 2, 3, 4]), prefill(cache, [9])
     cache.free(prefill(cache, [5, 6, 7]))
@@ -114,15 +114,15 @@ def test_dropped_prefixes_are_found_no_more():
 
 
 def test_freed_prefixes_live_longest():
-    """The oldest go first, of one sequence the last pages."""
+    """The oldest prefixes are evicted first; within a sequence, the last pages."""
     cache = cache_of(num_pages=6)
     old, new = prefill(cache, [1] * 12), prefill(cache, [2] * 12)
     cache.free(old)
     cache.free(new)
     cache.reserve({cache.add(): [9]})
     cache.commit()
-    found = {t: cache.length(cache.add([t] * 13)) for t in (1, 2)}
-    assert found == {1: 8, 2: 12}
+    lengths = {t: cache.length(cache.add([t] * 13)) for t in (1, 2)}
+    assert lengths == {1: 8, 2: 12}
 
 
 def test_a_fork_copies_the_last_page_when_it_grows():
@@ -307,7 +307,7 @@ def test_a_copy_that_fails_leaves_all_as_it_was(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_arrays_of_a_gpu(cupy, dtype):
-    """CuPy is an imitation; see fake_cupy.py."""
+    """Arrays of a GPU, with a fake of CuPy; see fake_cupy.py."""
     cache = cache_of(device="cuda", dtype=dtype)
     assert isinstance(cache.keys[1], FakeArray)
     assert cache.values[1].dtype.name == dtype
@@ -337,7 +337,7 @@ def test_arrays_of_a_gpu(cupy, dtype):
 
 
 def test_slots_past_the_31st_bit():
-    """Without arrays: they would take gigabytes."""
+    """Compute slots without arrays, which would take gigabytes."""
     sequences = Sequences(PagePool(9, 2**28), window=-1, keep_pages=0)
     handles = [sequences.add([]) for _ in range(9)]
     plan = sequences.plan({handle: [5, 6] for handle in handles})

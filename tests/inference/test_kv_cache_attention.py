@@ -1,4 +1,4 @@
-"""Attention through the steps of a paged cache is attention without one."""
+"""Attention through the steps of a paged cache equals attention without a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.fake_cupy import FakeArray
 
 
 class Run:
-    """A model of one layer: queries, keys and values are looked up by token; attention through a cache's steps."""
+    """Model of one layer: queries, keys and values are looked up by token; attention uses the steps of a cache."""
 
     def __init__(self, device="cpu", backend=None, **options):
         rng = np.random.default_rng(1)
@@ -26,7 +26,7 @@ class Run:
         self.window = {"window_size": (self.cache.window, 0), "causal": True}
 
     def step(self, new, out=None, decode=False):
-        """The output of each sequence's new tokens."""
+        """Output of the new tokens of each sequence."""
         step = self.cache.reserve(new, out=out)
         keys, values = self.cache.keys[0], self.cache.values[0]
         q, k, v = (x[step.tokens] for x in (self.q, self.k, self.v))
@@ -35,17 +35,19 @@ class Run:
         q = gpu_ops.rope_append_kv(q, k, v, keys, values, **places, **self.where)
         tables = {"block_table": step.block_table, "seqused_k": step.seqused_k, **scales}
         if decode:
-            found = gpu_ops.attention_decode(q[:, None], keys, values, **tables, **self.window, **self.where)[
-                :, 0
-            ]
+            out_rows = gpu_ops.attention_decode(
+                q[:, None], keys, values, **tables, **self.window, **self.where
+            )[:, 0]
         else:
             starts = {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
-            found = gpu_ops.attention_varlen(q, keys, values, **starts, **tables, **self.window, **self.where)
+            out_rows = gpu_ops.attention_varlen(
+                q, keys, values, **starts, **tables, **self.window, **self.where
+            )
         self.cache.commit()
-        return [found[a:b] for a, b in itertools.pairwise(step.cu_seqlens_q[: len(new) + 1])]
+        return [out_rows[a:b] for a, b in itertools.pairwise(step.cu_seqlens_q[: len(new) + 1])]
 
     def dense(self, tokens):
-        """The same without a cache, in one call."""
+        """Output of all tokens without a cache, in one call."""
         q, k, v = (x[None, tokens] for x in (self.q, self.k, self.v))
         q, k = gpu_ops.rope(q, k, backend="reference")
         if self.cache.key_scales[0] is not None:
@@ -71,11 +73,11 @@ def test_attention_through_steps_is_attention(where, window):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("window", [-1, 5])
 def test_attention_through_quantized_pages_is_attention_of_their_numbers(dtype, window):
-    check_steps(Run(dtype=dtype, window=window), rtol=0, atol=0.02)  # where a code is one off
+    check_steps(Run(dtype=dtype, window=window), rtol=0, atol=0.02)  # where a code is off by one
 
 
 def check_steps(run, **tolerance):
-    """Chunks of prompts beside single tokens, padding, a fork, a shared prefix; the null page is poisoned."""
+    """Check chunks of prompts with single tokens, padding, a fork, a shared prefix; the null page is poisoned."""
     cache = run.cache
     if cache.window >= 0:
         poisoned = (
@@ -88,21 +90,21 @@ def check_steps(run, **tolerance):
     rng = np.random.default_rng(2)
     out = cache.empty_step(tokens=24, batch=5, width=20)
     a, prompt = cache.add(), rng.integers(0, 50, 19).tolist()
-    found = {a: [run.step({a: prompt[:11]}, out)[0]]}
+    outputs = {a: [run.step({a: prompt[:11]}, out)[0]]}
     b = cache.add(rest := [*prompt[:6], 7, 8])
-    found[b] = [run.dense(prompt[:4])]
+    outputs[b] = [run.dense(prompt[:4])]
     assert cache.length(b) == 4
     results = run.step({a: prompt[11:], b: rest[4:]})
     c = cache.fork(a)
-    found[c] = [*found[a], results[0]]
-    found[a].append(results[0])
-    found[b].append(results[1])
+    outputs[c] = [*outputs[a], results[0]]
+    outputs[a].append(results[0])
+    outputs[b].append(results[1])
     for _ in range(3):
         new = {h: [int(rng.integers(50))] for h in (a, b, c)}
         fixed = cache.empty_step(tokens=4, batch=4, width=20, max_seqlen_q=1)
         for handle, y in zip(new, run.step(new, fixed, decode=True), strict=True):
-            found[handle].append(y)
-    for handle, parts in found.items():
+            outputs[handle].append(y)
+    for handle, parts in outputs.items():
         np.testing.assert_allclose(np.concatenate(parts), run.dense(cache.tokens(handle)), **tolerance)
 
 
@@ -112,11 +114,11 @@ def test_shared_pages_give_the_bits_of_own_ones(dtype):
     prompt, tails = list(range(18)), ([3, 4], [5, 6, 7])
     a = prefill_run(shared, prompt)
     forks = [a, shared.cache.fork(a)]
-    own = [prefill_run(alone, prompt) for _ in tails]
+    separate = [prefill_run(alone, prompt) for _ in tails]
     assert alone.cache.stats.tokens_hit == 16
     for _ in range(2):
         got = shared.step(dict(zip(forks, tails, strict=True)))
-        for handle, tail, y in zip(own, tails, got, strict=True):
+        for handle, tail, y in zip(separate, tails, got, strict=True):
             assert (alone.step({handle: tail})[0] == y).all()
     again = shared.cache.add([*prompt, 40, 41])
     assert shared.cache.length(again) == 16
@@ -139,7 +141,7 @@ def prefill_run(run, tokens):
 
 @needs_nvrtc
 def test_a_captured_graph_decodes_step_after_step(cupy):
-    """The graph holds the addresses of a step of fixed shapes; CuPy is an imitation, see fake_cupy.py."""
+    """The graph holds the addresses of a step of fixed shapes; CuPy is a fake, see fake_cupy.py."""
     cache = PagedKVCache(1, 1, 16, num_pages=6, page_size=2, device="cuda")
     keys, values = cache.keys[0], cache.values[0]
     step = cache.empty_step(tokens=2, batch=2, width=4, max_seqlen_q=1)

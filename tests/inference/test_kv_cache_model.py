@@ -1,7 +1,7 @@
-"""The paged cache against lists of tokens, under random calls in any order (a state machine of hypothesis).
+"""Paged cache against lists of tokens, under random calls in any order (a state machine of hypothesis).
 
-Instead of keys and values, a step writes the number of each token's prefix: equal numbers, equal prefixes. What is
-read through a table then shows whose tokens the table names.
+Instead of keys and values, a step writes the number of the prefix of each token: equal numbers, equal prefixes.
+Values read through a table then show which tokens the table refers to.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from gpu_ops.errors import OptionError, OutOfPages, StateError
 from gpu_ops.inference import PagedKVCache
 
 LAYERS = 2
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)  # two of them: many sequences begin alike
+TOKENS = st.lists(
+    st.integers(0, 1), min_size=1, max_size=7
+)  # two distinct tokens: many sequences share a prefix
 PICK = st.integers(0, 999)
 
 
 def path_to(parents, node):
-    """The nodes of a tree down to this one; of -1, none."""
+    """Nodes of a tree from the root to this node; empty for -1."""
     return [*path_to(parents, parents[node]), node] if node >= 0 else []
 
 
 class Cache(RuleBasedStateMachine):
-    """``tokens``: the model. ``content``: the tokens up to the end of each page that can be found."""
+    """State machine. ``tokens``: the model. ``content``: tokens up to the end of each page that can be found."""
 
     operations = 0
 
@@ -62,12 +64,12 @@ class Cache(RuleBasedStateMachine):
         self.null = window >= 0
 
     def marks(self, handle):
-        """For each token of a sequence the number of the prefix that ends with it, from 1 on."""
-        found, mark = [], 0
+        """Number (from 1) of the prefix that ends with each token of a sequence."""
+        marks, mark = [], 0
         for token in self.tokens[handle]:
             mark = self.numbers.setdefault((mark, token), len(self.numbers) + 1)
-            found.append(mark)
-        return found
+            marks.append(mark)
+        return marks
 
     def pick(self, n):
         handles = list(self.tokens)
@@ -156,7 +158,7 @@ class Cache(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(first=PICK, tree=st.lists(st.tuples(st.integers(0, 1), PICK), min_size=1, max_size=9), end=PICK)
     def drafts(self, first, tree, end):
-        """A tree whose nodes branch where no window is; of it the way to one node stays."""
+        """Add a tree, which branches if there is no window, and keep the path to one node."""
         handle, start = self.pick(first), self.tokens[self.pick(first)]
         state, tokens = self.state(), [token for token, _ in tree]
         parents = [i - 1 if self.null else n % (i + 1) - 1 for i, (_, n) in enumerate(tree)]
@@ -210,7 +212,7 @@ class Cache(RuleBasedStateMachine):
         return self.cache.stats, sequences
 
     def check_refusal(self, error, new):
-        """No step is refused that fits: without forks and window its pages can be counted."""
+        """Check that no step that fits is refused: without forks and window its pages can be counted."""
         size, stats = self.cache.page_size, self.cache.stats
         needed = sum(
             -(-(len(self.tokens[handle]) + len(tokens)) // size) - len(self.table(handle))
@@ -221,7 +223,7 @@ class Cache(RuleBasedStateMachine):
         assert sum(error.held.values()) == sum(self.entries().values())
 
     def check_step(self, step, new):
-        """What the ops would be given is what the model says."""
+        """Check that the arguments of the ops match the model."""
         batch, size = len(new), self.cache.page_size
         starts = step.cu_seqlens_q
         assert starts[0] == 0
@@ -229,15 +231,15 @@ class Cache(RuleBasedStateMachine):
         assert (np.diff(starts) >= 0).all()
         assert np.diff(starts).max() <= step.max_seqlen_q
         for b, (handle, tokens) in enumerate(new.items()):
-            own = slice(starts[b], starts[b + 1])
+            rows = slice(starts[b], starts[b + 1])
             n, table = len(self.tokens[handle]), self.table(handle)
-            assert step.tokens[own].tolist() == tokens
-            assert step.positions[own].tolist() == list(range(n - len(tokens), n))
+            assert step.tokens[rows].tolist() == tokens
+            assert step.positions[rows].tolist() == list(range(n - len(tokens), n))
             assert step.seqused_k[b] == n
             assert step.block_table[b, : len(table)].tolist() == table.tolist()
             assert (step.block_table[b, len(table) :] == -1).all()
-            at = step.positions[own]
-            assert (step.slot_mapping[own] == table[at // size] * size + at % size).all()
+            at = step.positions[rows]
+            assert (step.slot_mapping[rows] == table[at // size] * size + at % size).all()
         total = starts[batch]
         assert (step.slot_mapping[total:] == -1).all()
         assert (step.seqused_k[batch:] == 0).all()
@@ -250,7 +252,7 @@ class Cache(RuleBasedStateMachine):
             self.content.pop(page, None)
 
     def write(self, step, new, *, whole):
-        """What a forward does; if it fails halfway, for every second token."""
+        """Write as a forward does; if it fails halfway, only every second token."""
         total = sum(map(len, new.values()))
         marks = [mark for handle, tokens in new.items() for mark in self.marks(handle)[-len(tokens) :]]
         some = slice(0, total, 1 if whole else 2)
@@ -270,7 +272,7 @@ class Cache(RuleBasedStateMachine):
                 self.content[int(table[page])] = tuple(self.tokens[handle][: (page + 1) * size])
 
     def entries(self):
-        """How many tables name each page, the null page aside."""
+        """Number of tables that contain each page, except the null page."""
         return Counter(
             page
             for handle in self.tokens
@@ -302,9 +304,9 @@ class Cache(RuleBasedStateMachine):
             table, at = self.table(handle), self.visible(len(tokens))
             wanted = np.array(self.marks(handle), np.int64)[at]
             for layer in range(LAYERS):
-                found = self.keys[layer][table[at // size], at % size, 0, 0]
-                assert (found == wanted * LAYERS + layer).all()
-                assert (self.values[layer][table[at // size], at % size, 0, 0] == -found).all()
+                stored = self.keys[layer][table[at // size], at % size, 0, 0]
+                assert (stored == wanted * LAYERS + layer).all()
+                assert (self.values[layer][table[at // size], at % size, 0, 0] == -stored).all()
         if self.null:
             assert not self.keys[0][0].any()
 

@@ -1,4 +1,4 @@
-"""An engine in a thread: replies, what ends them, and calls from many threads."""
+"""Engine in a thread: replies, how they end, and calls from many threads."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def alone(prompt, count):
 
 
 def test_threads_get_the_tokens_of_their_own_request(make):
-    service, found = make(), {}
+    service, results = make(), {}
 
     def ask(i):
         with service.submit([i, i + 1], max_new_tokens=6) as reply:
-            found[i] = tokens_of(reply)
+            results[i] = tokens_of(reply)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {i: alone([i, i + 1], 6) for i in range(16)}
+    assert results == {i: alone([i, i + 1], 6) for i in range(16)}
     assert service.engine.cache.stats.used == 0
 
 
@@ -113,7 +113,7 @@ def test_closing_ends_replies_and_the_thread(make):
 
 
 def ends(function):
-    """Whether a function returns, in a thread."""
+    """Whether a function returns when run in a thread."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(PATIENCE)
@@ -121,10 +121,10 @@ def ends(function):
 
 
 def test_a_reader_ends_with_its_reply(make):
-    """Cancelled by another thread, after its context, finished, closed: also a second time."""
+    """A reader ends if its reply is cancelled by another thread, left, finished or closed, and on a second read."""
     service = make()
-    reply, found = service.submit([1, 2, 3], max_new_tokens=900), []
-    reader = threading.Thread(target=lambda: found.extend(reply), daemon=True)
+    reply, tokens = service.submit([1, 2, 3], max_new_tokens=900), []
+    reader = threading.Thread(target=lambda: tokens.extend(reply), daemon=True)
     reader.start()
     reply.cancel()
     reader.join(PATIENCE)
@@ -134,10 +134,10 @@ def test_a_reader_ends_with_its_reply(make):
         pass
     finished = service.submit([1], max_new_tokens=2)
     assert len(tokens_of(finished)) == 2
-    for one in (left, finished):
-        assert ends(lambda one=one: tokens_of(one))
-        assert ends(lambda one=one: tokens_of(one))
-        assert one.get(timeout=0) is None
+    for reply_ in (left, finished):
+        assert ends(lambda reply_=reply_: tokens_of(reply_))
+        assert ends(lambda reply_=reply_: tokens_of(reply_))
+        assert reply_.get(timeout=0) is None
     closed = service.submit([1], max_new_tokens=900)
     service.close()
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_function_between_passes_may_call_the_service(make):
 
 @pytest.mark.parametrize(("num_pages", "keep"), [(4, 0), (5, 0), (5, 2), (6, 2)])
 def test_a_windowed_cache_takes_what_it_can_end(num_pages, keep):
-    """A window of 6 is in up to 4 pages of 2 tokens, beside what is kept and the null page."""
+    """A window of 6 spans up to 4 pages of 2 tokens, in addition to kept pages and the null page."""
     config = models.LlamaConfig(vocab=64, hidden=16, ffn=24, nlayers=1, nheads=2, nheads_kv=1, window=6)
     weights = models.Llama.of(models.initial_weights(config), config)
     cache = inference.PagedKVCache(1, 1, 8, num_pages=num_pages, page_size=2, window=6, keep=keep)

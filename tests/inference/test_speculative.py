@@ -1,4 +1,4 @@
-"""Speculative decoding: the same tokens as without drafts, or by chance from the same distribution."""
+"""Speculative decoding: the same tokens as without drafts, or tokens sampled from the same distribution."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_tree_gives_the_tokens_without_one(sampling):
-    """Rounds of a tree with the right token among others: those that one token at a time draws, in fewer rounds."""
+    """Trees that contain the right token give the tokens of one-by-one decoding, in fewer rounds."""
     prompt, number = PROMPTS[0], SAMPLINGS.index(sampling)
     want = generate(WEIGHTS, CONFIG, [prompt], max_new_tokens=20, sampling=sampling)[0]
     cache = cache_for(WEIGHTS, CONFIG, num_pages=16, page_size=4)
@@ -67,7 +67,7 @@ def test_a_tree_gives_the_tokens_without_one(sampling):
 
 
 def chi_square(counts, p):
-    """Over its 99.99 % bound, for what has p > 0; nothing else was drawn."""
+    """Chi-square over its 99.99 % bound, for tokens with p > 0; check that no others were drawn."""
     counts, p = np.ravel(counts), np.ravel(p)
     assert not counts[p == 0].any()
     counts, p = counts[p > 0], p[p > 0]
@@ -88,10 +88,10 @@ MANY = [(PLAIN, 0), (PLAIN, 2), (PLAIN, 4), (FILTERED, 1), (FILTERED, 3)]
 
 @pytest.mark.parametrize(
     ("sampling", "children"),
-    [(PLAIN, 1), (FILTERED, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in MANY)],
+    [(PLAIN, 1), (FILTERED, 2), *(pytest.param(*seeded, marks=pytest.mark.slow) for seeded in MANY)],
 )
 def test_two_tokens_have_the_models_distribution(sampling, children):
-    """Of trees of two levels whose drafts come from another distribution; the second depends on the first."""
+    """Trees of two levels have drafts from another distribution; the second token depends on the first."""
     vocab, runs = 4, 1500
     rng = np.random.default_rng(11)
     logits = rng.normal(0, 1.2, (vocab + 1, vocab))  # of the root, and after each token
@@ -105,23 +105,23 @@ def test_two_tokens_have_the_models_distribution(sampling, children):
             tokens += drawn_without_replacement(rng, q[after], children)
             parents += [parent] * children
         after = [0, *(1 + token for token in tokens[1:])]
-        one = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=run)
-        path, token = verify(logits[after], tokens, parents, sampling=one, draft_probs=q[after])
+        seeded = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=run)
+        path, token = verify(logits[after], tokens, parents, sampling=seeded, draft_probs=q[after])
         text = [tokens[node] for node in path[1:]] + [token]
         if len(text) == 1:  # the next round's first token
-            (_, token) = verify(logits[[1 + token]], [token], [-1], sampling=one, step=1)
+            (_, token) = verify(logits[[1 + token]], [token], [-1], sampling=seeded, step=1)
             text.append(token)
         counts[tuple(text[:2])] += 1
     assert chi_square(counts, p[0][:, None] * p[1:]) < 1
 
 
 def test_every_threshold_is_that_of_the_formula(rng, monkeypatch):
-    """Of three drafts one after the other, and of the token where none is accepted: just below and just above it."""
+    """Check just below and above the threshold of three successive drafts, and of the token if none is accepted."""
     numbers, gap = [0.0] * 4, 1e-9
     monkeypatch.setattr(speculative, "_number", lambda row, i: numbers[i])
 
     def first(place, number):
-        """The path's second node and the token, by this number in a place and those that reject before it."""
+        """Second node of the path, and the token, for this number at ``place`` and rejecting numbers before it."""
         numbers[:] = [1.0] * place + [number] + [0.0] * (3 - place)
         path, token = verify(logits, tokens, [-1, 0, 0, 0], sampling=PLAIN, draft_probs=draft)
         return [*path, 0][1], token
@@ -157,7 +157,7 @@ def test_drafts_of_the_model_itself_are_all_accepted():
 
 
 def test_acceptance_is_as_often_as_possible():
-    """sum(min(p, q)) of one draft."""
+    """The acceptance rate of one draft is sum(min(p, q))."""
     rng, runs = np.random.default_rng(2), 1500
     logits, q = rng.normal(size=(2, 6)), rng.dirichlet(np.ones(6), 2)
     p = probabilities(logits, Sampling(temperature=1.0))[0]
@@ -176,8 +176,8 @@ def test_logits_that_are_not_finite(draft_probs):
     logits[1] = np.nan
     logits[0, 2] = 99
     for sampling in (Sampling(), Sampling(temperature=1.0)):
-        found = verify(logits, [0, 2, 1], [-1, 0, 1], sampling=sampling, draft_probs=draft_probs)
-        assert found == ([0, 1], -1)
+        result = verify(logits, [0, 2, 1], [-1, 0, 1], sampling=sampling, draft_probs=draft_probs)
+        assert result == ([0, 1], -1)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -234,7 +234,7 @@ def test_draft_probabilities_that_are_refused(tokens, probs, message):
 @settings(max_examples=200)
 @given(tokens=st.lists(st.integers(0, 2), max_size=30), ngram=st.integers(1, 4), most=st.integers(1, 5))
 def test_lookup_is_what_followed_the_longest_match(tokens, ngram, most):
-    found = prompt_lookup(tokens, ngram=ngram, most=most)
+    result = prompt_lookup(tokens, ngram=ngram, most=most)
     want = []
     for n in range(ngram, 0, -1):
         ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]]
@@ -242,8 +242,8 @@ def test_lookup_is_what_followed_the_longest_match(tokens, ngram, most):
             whole = [e for e in ends if e + most <= len(tokens)]
             want = tokens[(end := whole[-1] if whole else ends[0]) : end + most]
             break
-    assert found == want
-    assert all(type(token) is int for token in found)
+    assert result == want
+    assert all(type(token) is int for token in result)
 
 
 @pytest.mark.parametrize("options", [{"ngram": 0}, {"most": 0}, {"ngram": 1.5}])

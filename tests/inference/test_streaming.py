@@ -1,4 +1,4 @@
-"""Results too large for a cache are stored past it: the same bits, wherever rows begin and end."""
+"""Results too large for a cache use streaming stores: the same bits, wherever rows begin and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = (1, 15, 16, 17, 33, 511, 1025, 2080, 4097)
 
 @pytest.fixture
 def streamed(monkeypatch):
-    """Calls the function as if nothing stayed in a cache."""
+    """Function that calls an op as if no result fit in a cache."""
 
     def call(op, *arrays, **options):
         with monkeypatch.context() as patch:
@@ -26,7 +26,7 @@ def streamed(monkeypatch):
 
 
 def at(offset, x, gap=3):
-    """A copy of x whose first row is ``offset`` elements past a boundary of 64 bytes, and what is around its rows."""
+    """Copy of x whose first row is ``offset`` elements past a boundary of 64 bytes, and the array around its rows."""
     rows, cols = x.shape
     frame = np.empty((rows, cols + gap), x.dtype)
     whole = np.full(frame.size + 128, 7, x.dtype)
@@ -40,7 +40,7 @@ def untouched(frame):
     return all((part == 7).all() for part in frame)
 
 
-# Columns, elements past a boundary, elements between rows: rows that follow each other share lines.
+# Columns, elements past a boundary, elements between rows: adjacent rows share cache lines.
 PLACES = list(itertools.product(COLUMNS, (0, 1, 8), (0, 4)))
 
 
@@ -125,9 +125,9 @@ def test_the_same_gradients_of_gates(activation, dtype, streamed, rng):
     for cols, offset, gap in PLACES:
         arrays = [rng.standard_normal((3, cols)).astype(dtype) for _ in range(3)]
         want = gpu_ops.swiglu_backward(*arrays, activation=activation)
-        for apart in (0, 3):  # the lines of both results begin at one place, or do not
+        for distance in (0, 3):  # the lines of both results begin at one place, or do not
             (dgate, frame), (dup, other) = (
-                at(o, np.zeros_like(arrays[0]), gap) for o in (offset, offset + apart)
+                at(o, np.zeros_like(arrays[0]), gap) for o in (offset, offset + distance)
             )
             streamed(gpu_ops.swiglu_backward, *arrays, activation=activation, out=(dgate, dup))
             assert [dgate.tobytes(), dup.tobytes()] == [a.tobytes() for a in want], (cols, offset, gap)
@@ -138,7 +138,7 @@ def test_the_same_gradients_of_gates(activation, dtype, streamed, rng):
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_same_rotation(interleaved, layout, dtype, streamed, rng):
-    """Heads that are neighbours in memory, across tokens too, and heads that are not."""
+    """Rotate heads that are contiguous in memory, across tokens too, and heads that are not."""
     for nheads, head_dim, offset in itertools.product((1, 5), (2, 48, 130), (0, 1, 8)):
         q = rng.standard_normal((2, 7, nheads, head_dim)).astype(dtype)
         q = np.ascontiguousarray(q.swapaxes(1, 2)) if layout == "bhsd" else q
@@ -148,20 +148,20 @@ def test_the_same_rotation(interleaved, layout, dtype, streamed, rng):
         streamed(gpu_ops.rope, q, **options, out=close.reshape(q.shape))
         assert close.tobytes() == want.tobytes(), (nheads, head_dim, offset)
         assert untouched(frame), (nheads, head_dim, offset)
-        apart, frame = at(offset, np.zeros((q.size // head_dim, head_dim), dtype))
-        apart = np.lib.stride_tricks.as_strided(
-            apart,
+        strided, frame = at(offset, np.zeros((q.size // head_dim, head_dim), dtype))
+        strided = np.lib.stride_tricks.as_strided(
+            strided,
             q.shape,
-            (*(apart.strides[0] * n for n in (q.shape[1] * q.shape[2], q.shape[2], 1)), q.itemsize),
+            (*(strided.strides[0] * n for n in (q.shape[1] * q.shape[2], q.shape[2], 1)), q.itemsize),
         )
-        streamed(gpu_ops.rope, q, **options, out=apart)
-        assert apart.tobytes() == want.tobytes(), (nheads, head_dim, offset)
+        streamed(gpu_ops.rope, q, **options, out=strided)
+        assert strided.tobytes() == want.tobytes(), (nheads, head_dim, offset)
         assert untouched(frame), (nheads, head_dim, offset)
 
 
 @pytest.mark.parametrize("normalised", [False, True])
 def test_the_same_caches(normalised, dtype, streamed, rng):
-    """Heads of 128 and 64 go together, of 48 one by one."""
+    """Heads of 128 and 64 are stored together, heads of 48 one by one."""
     for head_dim, offset in itertools.product((48, 64, 128), (0, 1, 8)):
         q, k, v = (rng.standard_normal((2, 7, heads, head_dim)).astype(dtype) for heads in (5, 3, 3))
         options = {"seqused_k": np.array([1, 4], np.int32)}
@@ -170,9 +170,9 @@ def test_the_same_caches(normalised, dtype, streamed, rng):
         caches = [np.zeros((2, 12, 3, head_dim), dtype) for _ in range(2)]
         want = gpu_ops.rope_append_kv(q, k, v, *caches, **options)
         lines = [at(offset, np.zeros((1, x.size), dtype)) for x in (q, *caches)]
-        out, *found = (line.reshape(x.shape) for (line, _), x in zip(lines, (q, *caches), strict=True))
-        streamed(gpu_ops.rope_append_kv, q, k, v, *found, **options, out=out)
-        for got, exact in zip((out, *found), (want, *caches), strict=True):
+        out, *cache_views = (line.reshape(x.shape) for (line, _), x in zip(lines, (q, *caches), strict=True))
+        streamed(gpu_ops.rope_append_kv, q, k, v, *cache_views, **options, out=out)
+        for got, exact in zip((out, *cache_views), (want, *caches), strict=True):
             assert got.tobytes() == exact.tobytes(), (head_dim, offset)
         assert all(untouched(frame) for _, frame in lines), (head_dim, offset)
 
@@ -185,7 +185,7 @@ def test_what_streams():
 
 
 def test_a_result_that_is_not_aligned_is_refused(rng):
-    """It has no elements at whole distances from a line; also in a call of a kind that has been checked before."""
+    """No element is aligned to a line; the result is refused even if a similar call was checked before."""
     x, w = rng.standard_normal((3, 64)).astype(np.float32), np.ones(64, np.float32)
     raw = np.zeros(x.nbytes + 1, np.uint8)
     between = raw[1:].view(np.float32).reshape(x.shape)

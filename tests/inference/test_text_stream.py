@@ -1,4 +1,4 @@
-"""Token ids as text that grows, up to a stop string."""
+"""Streaming text from token ids, up to a stop string."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gpu_ops.training import BytePairEncoding
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes."""
+    """Tokenizer whose tokens are bytes."""
 
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
 
 
 class Whole(str):
-    """A tokenizer with the text as token 0."""
+    """Tokenizer with the text as token 0."""
 
     def decode(self, ids):
         return self * len(ids)
@@ -87,7 +87,7 @@ def test_a_tokenizer_that_decodes_to_no_text():
 
 
 class Fallback(Bytes):
-    """As decoders of Llama 2: bytes that are no UTF-8 together become a sign each."""
+    """Tokenizer that decodes like Llama 2: bytes that are not valid UTF-8 become one replacement character each."""
 
     def decode(self, ids):
         try:

@@ -1,4 +1,4 @@
-"""Draft tokens in trees: each sees the tokens before the tree, its ancestors and itself; accepted ones stay."""
+"""Draft tokens in trees: each sees the tokens before the tree, its ancestors and itself; accepted tokens stay."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WEIGHTS = model()
 
 
 def dense(texts, weights=WEIGHTS, config=CONFIG):
-    """The logits after each text, without a cache. All calls have one shape: no token sees what follows."""
+    """Logits after each text, without a cache. All calls have the same shape: no token sees later ones."""
     ids = np.zeros((30, 36), np.int64)
     for row, text in zip(ids, texts, strict=False):
         row[: len(text)] = text
-    found = models.logits(ids, weights, config)
-    return np.stack([found[b, len(text) - 1] for b, text in enumerate(texts)])
+    all_logits = models.logits(ids, weights, config)
+    return np.stack([all_logits[b, len(text) - 1] for b, text in enumerate(texts)])
 
 
 def path_to(parents, node):
@@ -44,7 +44,7 @@ def path_to(parents, node):
 
 
 def random_tree(rng, count, roots=2):
-    """Parents of ``count`` nodes, of which a few follow the sequence."""
+    """Parents of ``count`` nodes, a few of which follow the sequence directly."""
     return [int(rng.integers(-1 if i < roots else 0, i)) if i else -1 for i in range(count)]
 
 
@@ -68,19 +68,19 @@ class Batch:
             self.texts[handle] = text
 
     def run(self, parents):
-        """Random tokens with these parents; checks the logits after each of them, and returns the tokens."""
-        new = {h: self.rng.integers(0, 97, len(own)).tolist() for h, own in parents.items()}
+        """Run random tokens with these parents, check the logits after each, and return the tokens."""
+        new = {h: self.rng.integers(0, 97, len(nodes)).tolist() for h, nodes in parents.items()}
         step = self.cache.reserve(new, parents=parents)
-        found = next_logits(self.weights, self.config, self.cache, step)
-        assert step.logit_rows.tolist() == list(range(len(found)))
-        paths = [(h, path_to(own, i)) for h, own in parents.items() for i in range(len(own))]
+        rows = next_logits(self.weights, self.config, self.cache, step)
+        assert step.logit_rows.tolist() == list(range(len(rows)))
+        paths = [(h, path_to(nodes, i)) for h, nodes in parents.items() for i in range(len(nodes))]
         texts = [self.texts[h] + [new[h][i] for i in path] for h, path in paths]
         assert step.positions.tolist() == [len(text) - 1 for text in texts]
-        np.testing.assert_allclose(found, dense(texts, self.weights, self.config), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(rows, dense(texts, self.weights, self.config), rtol=0, atol=1e-12)
         return new
 
     def accept(self, parents, new, ends):
-        """Keep the tokens from the start of each tree to its node in ``ends``; checks what comes after."""
+        """Keep the tokens from the start of each tree to its node in ``ends``; check the next logits."""
         paths = {h: path_to(parents[h], end) for h, end in ends.items()}
         self.cache.accept(paths)
         for h, path in paths.items():
@@ -101,7 +101,7 @@ def test_random_trees_are_each_path_alone(seed, lengths):
     for _ in range(2):
         parents = {h: random_tree(rng, int(rng.integers(1, 9))) for h in batch.texts}
         new = batch.run(parents)
-        batch.accept(parents, new, {h: int(rng.integers(-1, len(own))) for h, own in parents.items()})
+        batch.accept(parents, new, {h: int(rng.integers(-1, len(nodes))) for h, nodes in parents.items()})
     for handle in batch.texts:
         batch.cache.free(handle)
     assert batch.cache.stats.used == 0
@@ -114,14 +114,14 @@ def test_a_tree_beside_a_prompt_and_a_chain(rng):
     new = {tree: [1, 2, 3], chain: [4, 5], prompt: [6, 7, 8, 9, 10]}
     step = batch.cache.reserve(new, parents={tree: [-1, 0, 0], chain: range(-1, 1)})
     assert step.logit_rows.tolist() == [0, 1, 2, 3, 4, 9]
-    found = next_logits(WEIGHTS, CONFIG, batch.cache, step)
+    rows = next_logits(WEIGHTS, CONFIG, batch.cache, step)
     texts = batch.texts
     wanted = [
         *([*texts[tree], *path] for path in ([1], [1, 2], [1, 3])),
         *([*texts[chain], *path] for path in ([4], [4, 5])),
         new[prompt],
     ]
-    np.testing.assert_allclose(found, dense(wanted), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(rows, dense(wanted), rtol=0, atol=1e-12)
     batch.cache.accept({tree: [0, 2], chain: []})
     assert batch.cache.tokens(tree) == [*texts[tree], 1, 3]
     assert batch.cache.tokens(chain) == texts[chain]
@@ -164,18 +164,18 @@ def test_a_cache_with_a_window_refuses_trees_beyond_it():
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_quantized_pages_take_chains(dtype):
-    """Their last logits are those of a prompt."""
+    """Chains in quantized pages have the last logits of a prompt."""
     weights = models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
     cache = cache_for(weights, CONFIG, num_pages=9, page_size=4, dtype=dtype)
-    one, other = cache.add(), cache.add()
+    chain, plain = cache.add(), cache.add()
     tokens = [1, 2, 3, 4, 5]
-    want = read(cache, weights, CONFIG, {other: tokens})[0]
+    want = read(cache, weights, CONFIG, {plain: tokens})[0]
     cache.rollback()
-    rows = read(cache, weights, CONFIG, {one: tokens}, parents={one: range(-1, 4)})
+    rows = read(cache, weights, CONFIG, {chain: tokens}, parents={chain: range(-1, 4)})
     assert rows.shape == (5, 97)
     np.testing.assert_allclose(rows[-1], want, rtol=0, atol=1e-5)
-    cache.accept({one: range(3)})
-    assert cache.tokens(one) == tokens[:3]
+    cache.accept({chain: range(3)})
+    assert cache.tokens(chain) == tokens[:3]
 
 
 def test_a_branch_does_not_see_its_siblings_nor_what_they_wrote(rng):
@@ -185,14 +185,14 @@ def test_a_branch_does_not_see_its_siblings_nor_what_they_wrote(rng):
     step = batch.cache.reserve(new, parents={0: [-1, 0, 0, 1]})
     weights = model()
     weights.embed[2] = np.nan
-    found = next_logits(weights, CONFIG, batch.cache, step)
-    assert np.isnan(found).all(axis=1).tolist() == [False, True, False, True]
-    assert np.isfinite(found[[0, 2]]).all()
+    rows = next_logits(weights, CONFIG, batch.cache, step)
+    assert np.isnan(rows).all(axis=1).tolist() == [False, True, False, True]
+    assert np.isfinite(rows[[0, 2]]).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_rows_move_in_every_dtype(dtype):
-    """From slots that other rows move to, over the end of a page, in all layers."""
+    """Rows move from slots that other rows move to, across the end of a page, in all layers."""
     cache = PagedKVCache(3, 1, 3, num_pages=9, page_size=3, dtype=dtype)
     a = cache.add()
     cache.reserve({a: [9, 9]})
