@@ -63,7 +63,7 @@ LOOP:
 }
 """
 KIND_OF_LINE = {
-    number: kind
+    number: access
     for number, line in enumerate(PTX.splitlines(), 1)
     for access, word in ((READ, "READ"), (WRITE, "WRITE"), (ATOMIC, "ATOMIC"))
     if f"// {word}" in line

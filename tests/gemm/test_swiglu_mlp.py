@@ -277,9 +277,8 @@ def test_memory_of_a_gpu(which):
         shape = (tokens, hidden)
         return workspace("swiglu_mlp", which, {"y": shape}, {"x": shape, **weights})
 
-    assert hidden_bytes + forward(tokens) <= 0.6 * (
-        2 * ffn_bytes + hidden_bytes
-    )  # gate, up; h in the place of gate; y
+    # gate, up; h in the place of gate; y
+    assert hidden_bytes + forward(tokens) <= 0.6 * (2 * ffn_bytes + hidden_bytes)
     assert forward(tokens) == 2048 * ffn * 2  # h of a chunk
     assert forward(4 * tokens) == forward(tokens)
 

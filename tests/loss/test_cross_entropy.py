@@ -1,4 +1,4 @@
-"""Cross-entropy: one body over the backends, against the reference in float64. The laws cover it as well."""
+"""Cross-entropy: one test body over the backends, against the reference in float64. The laws cover it as well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
 
 DEVICES = ("cpu", "emulator", "cuda")
-# Rows in part of a warp, of a block, in several rounds of a block and blocks of columns; with and without vectors.
+# Rows in part of a warp or block, in several rounds of a block, and in blocks of columns; with and without vectors.
 SHAPES = [(40, 1), (3, 3, 64), (5, 1003), (3, 16392)]
 # "w": with class weights.
 OPTIONS = [
@@ -35,15 +35,15 @@ def loss_dtype(dtype):
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def exact(found, want, dtype):
-    """A loss is as good as its dtype whatever that of the logits."""
-    assert found.dtype == loss_dtype(dtype)
+def exact(actual, expected, dtype):
+    """Check a loss to the accuracy of its dtype, whatever the dtype of the logits."""
+    assert actual.dtype == loss_dtype(dtype)
     tolerance = 1e-13 if dtype == np.float64 else 1e-6
-    np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def check(backend, logits, targets, dloss=None, w=False, **options):
-    """Forward and backward; returns the loss and the gradient."""
+    """Check forward and backward; return the loss and the gradient."""
     dtype, rng = logits.dtype, np.random.default_rng(5)
     if w:
         options["class_weight"] = rng.uniform(0.5, 2, logits.shape[-1]).astype(loss_dtype(dtype))
@@ -53,12 +53,12 @@ def check(backend, logits, targets, dloss=None, w=False, **options):
     exact(lse, want[1], dtype)
     if dloss is None:
         dloss = np.asarray(rng.standard_normal(loss.shape), loss.dtype)
-    given = dloss, logits, targets, lse
-    dlogits = gpu_ops.cross_entropy_backward(*given, **options, **backend)
-    want = reference.cross_entropy_backward(*given, **options, precision="float64")
-    if logits.shape[-1] == 1:  # textbook code has u == lse to the bit; kernels know lse to a rounding
-        given = *given[:3], lse * (1 + np.finfo(lse.dtype).eps)
-    naive = reference.cross_entropy_backward(*given, **options, precision="naive")
+    arguments = dloss, logits, targets, lse
+    dlogits = gpu_ops.cross_entropy_backward(*arguments, **options, **backend)
+    want = reference.cross_entropy_backward(*arguments, **options, precision="float64")
+    if logits.shape[-1] == 1:  # textbook code has u == lse to the bit; in kernels lse is rounded
+        arguments = *arguments[:3], lse * (1 + np.finfo(lse.dtype).eps)
+    naive = reference.cross_entropy_backward(*arguments, **options, precision="naive")
     close(dlogits, want, naive, dtype, GRADIENT, what="dlogits")
     assert not dlogits[targets == options.get("ignore_index", -100)].any()
     assert dlogits.dtype == dtype
@@ -81,25 +81,25 @@ def test_forward_and_backward(backend, dtype, shape, options, rng):
 
 
 def test_targets_of_32_bits_and_every_kind_of_denominator(backend, rng):
-    """Give the same bits."""
+    """Targets of 32 bits and every type of denominator give the same bits."""
     logits, targets = problem(rng, (6, 50), np.dtype(np.float32))
     loss, dlogits = check(backend, logits, targets, dloss=0.5, denominator=5)
-    for kind in (np.int32, np.int64, np.float32, np.float64):
-        found = check(
+    for denominator_dtype in (np.int32, np.int64, np.float32, np.float64):
+        results = check(
             backend,
             logits,
             targets.astype(np.int32),
             np.array(0.5, np.float32),
-            denominator=np.array(5, kind),
+            denominator=np.array(5, denominator_dtype),
         )
-        assert found[0] == loss
-        assert found[1].tobytes() == dlogits.tobytes()
+        assert results[0] == loss
+        assert results[1].tobytes() == dlogits.tobytes()
     assert gpu_ops.cross_entropy(logits, targets, **backend) == loss  # five rows count
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_without_rows_that_count(backend, options, rng):
-    """0 with zero gradients; torch gives NaN. Ignored rows are not read."""
+    """The loss is 0 with zero gradients; torch gives NaN. Ignored rows are not read."""
     logits = np.full((4, 33), np.nan, np.float32)
     loss, dlogits = check(backend, logits, np.full(4, -100), **options)
     assert not loss.any()
@@ -109,7 +109,7 @@ def test_without_rows_that_count(backend, options, rng):
 
 @pytest.mark.parametrize("cols", [9, 4100])
 def test_nan_and_infinity(backend, cols, rng):
-    """Stay in their rows, as in torch; a class of logit -inf has no probability."""
+    """NaN and infinity stay in their rows, as in torch; a class of logit -inf has probability 0."""
     logits, targets = random(rng, (6, cols), np.dtype(np.float32)), np.full(6, 2)
     logits[1, 5], logits[2, 5], logits[3, 5], logits[4, 2], logits[5] = (
         np.nan,
@@ -126,7 +126,7 @@ def test_nan_and_infinity(backend, cols, rng):
 
 
 def test_a_confident_row_keeps_its_digits(backend, dtype):
-    """The loss is not lse - u_y, which cancels: lse of 76 has an error of 4e-6 itself."""
+    """The loss is not computed as lse - u_y, which cancels: lse of 76 has an error of 4e-6 itself."""
     logits = np.zeros((1, 8), dtype)
     logits[0, 3], target = 12, np.array([3])
     logits += np.asarray(64, dtype)
@@ -140,7 +140,7 @@ def test_a_confident_row_keeps_its_digits(backend, dtype):
 
 
 def logits_with_an_offset(dtype, vocab):
-    """Rows of equal logits, and of logits that differ by integers, as large as the dtype can tell them apart; equal
+    """Rows of equal logits, and of logits that differ by integers, as large as the dtype can distinguish; equal
     logits near its largest number; logits within two units in the last place of a power of two. With targets."""
     info = ml_dtypes.finfo(dtype)
     logits = np.full((6, vocab), 2.0**info.nmant)
@@ -155,7 +155,7 @@ def logits_with_an_offset(dtype, vocab):
     "options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "w": True}], ids=str
 )
 def test_logits_far_from_zero_keep_their_digits(backend, dtype, vocab, options):
-    """lse is then known to 0.5, or to nothing: neither losses nor gradients may depend on it."""
+    """lse is then accurate to 0.5 or has no digits: neither losses nor gradients may depend on it."""
     logits, targets = logits_with_an_offset(dtype, vocab)
     smoothing, weight = options.get("label_smoothing", 0.0), np.ones(vocab)
     weighted, options = options.get("w"), {"label_smoothing": smoothing, "reduction": "none"}
@@ -179,19 +179,22 @@ def test_logits_far_from_zero_keep_their_digits(backend, dtype, vocab, options):
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 @pytest.mark.parametrize("wrong", [-1, 9, 2**40])
 def test_a_target_on_a_gpu_that_is_no_class(cupy, kernels, wrong, rng):
-    """Its row has the loss and gradient NaN: the host does not wait for targets."""
+    """Loss and gradient of the row are NaN: the host does not wait for targets."""
     logits, targets = random(rng, (3, 9), np.dtype(np.float32)), np.array([1, wrong, -100])
     weights = FakeArray(np.ones(9, np.float32))
-    given, options = [FakeArray(logits), FakeArray(targets)], {"reduction": "none", "class_weight": weights}
-    loss, lse = gpu_ops.cross_entropy(*given, return_lse=True, backend=kernels, **options)
+    device_arrays, options = (
+        [FakeArray(logits), FakeArray(targets)],
+        {"reduction": "none", "class_weight": weights},
+    )
+    loss, lse = gpu_ops.cross_entropy(*device_arrays, return_lse=True, backend=kernels, **options)
     assert np.isnan(loss.host).tolist() == [False, True, False]
     dloss = FakeArray(np.ones(3, np.float32))
-    dlogits = gpu_ops.cross_entropy_backward(dloss, *given, lse, backend=kernels, **options)
+    dlogits = gpu_ops.cross_entropy_backward(dloss, *device_arrays, lse, backend=kernels, **options)
     assert np.isnan(dlogits.host).all(axis=1).tolist() == [False, True, False]
 
 
 def test_gradients_that_are_streamed(rng, monkeypatch):
-    """Past the caches, by blocks, in place too: the bits of those that are not. Ignored rows lie in between."""
+    """Streamed gradients, by blocks and in place, have the bits of others. Some rows are ignored."""
     logits, targets = problem(rng, (9, 5003), BF16)
     _, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True)
     cached = gpu_ops.cross_entropy_backward(1.0, logits, targets, lse)
@@ -243,10 +246,10 @@ def test_agrees_with_torch(reduction, smoothing, weighted, rng):
 def test_float32_is_as_near_to_float64_as_torch(rng):
     torch = pytest.importorskip("torch")
     logits, targets = problem(rng, (64, 8192), np.dtype(np.float32))
-    wide = torch.nn.functional.cross_entropy(
+    float64_loss = torch.nn.functional.cross_entropy(
         torch.from_numpy(logits.astype(np.float64)), torch.from_numpy(targets)
     )
     theirs = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(targets))
     ours = gpu_ops.cross_entropy(logits, targets)
-    ulp = float(np.spacing(np.float32(wide)))
-    assert abs(float(ours) - float(wide)) <= max(2 * abs(float(theirs) - float(wide)), ulp)
+    ulp = float(np.spacing(np.float32(float64_loss)))
+    assert abs(float(ours) - float(float64_loss)) <= max(2 * abs(float(theirs) - float(float64_loss)), ulp)

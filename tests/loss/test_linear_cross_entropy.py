@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer: one body over the backends, against the reference. The laws cover it as well."""
+"""Cross-entropy of a linear layer: one test body over the backends, against the reference. The laws cover it too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
 
 DEVICES = ("cpu", "emulator", "cuda")
-# (leading axes, hidden, vocab): one class and two, odd sizes, several rounds of a block of threads, whole tiles
+# (leading axes, hidden, vocab): one or two classes, odd sizes, several rounds of a block of threads, whole tiles
 CASES = [((40,), 8, 1), ((3, 5), 7, 2), ((67,), 24, 127), ((2, 3), 40, 2600), ((64,), 64, 128)]
 # "w": with class weights; "b": with a bias
 OPTIONS = [
@@ -46,7 +46,7 @@ def wide(dtype):
 
 
 def problem(rng, case, dtype):
-    """x, weight and targets, of which the second is ignored, and a bias. Logits are of size 3."""
+    """x, weight, targets (the second is ignored) and a bias. Logits are of size 3."""
     lead, hidden, vocab = case
     x, weight = random(rng, (*lead, hidden), dtype), random(rng, (vocab, hidden), dtype, 3 * hidden**-0.5)
     targets = rng.integers(0, vocab, lead)
@@ -54,16 +54,16 @@ def problem(rng, case, dtype):
     return (x, weight, targets), random(rng, (vocab,), dtype)
 
 
-def exact(found, want, dtype):
-    """A loss is as good as its dtype whatever that of x."""
-    assert found.dtype == wide(dtype)
+def exact(actual, expected, dtype):
+    """Check a loss to the accuracy of its dtype, whatever the dtype of x."""
+    assert actual.dtype == wide(dtype)
     tolerance = 1e-13 if dtype == np.float64 else 2e-6
-    np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def close_gradient(found, want, naive, dtype, what):
-    assert found.dtype == want_dtype(what, dtype)
-    close(found, want, naive, dtype, GRADIENT, what=what)
+def close_gradient(actual, expected, naive, dtype, what):
+    assert actual.dtype == want_dtype(what, dtype)
+    close(actual, expected, naive, dtype, GRADIENT, what=what)
 
 
 def want_dtype(what, dtype):
@@ -96,7 +96,7 @@ def test_loss_and_gradients(backend, dtype, case, options, rng):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_logits_far_from_zero_keep_their_digits(backend, dtype, smoothing):
-    """Equal logits, of which float32 (float64) knows lse to nothing, and logits on both sides of a power of two."""
+    """Equal logits so large that float32 (float64) loses lse, and logits on both sides of a power of two."""
     vocab, steps = 200, np.resize([-2, -1, 0, 2, -1], 200)
     power = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
     weight = np.full((vocab, 3), {2: 2.0**14, 4: 2.0**30, 8: 2.0**60}[dtype.itemsize])
@@ -126,7 +126,7 @@ def test_a_vocabulary_of_odd_length(dtype, rng):
 
 
 def test_without_gradients(backend, rng):
-    """The loss has the same bits."""
+    """The loss has the same bits without gradients."""
     arrays, bias = problem(rng, ((9,), 16, 33), F32)
     for more in ({}, {"reduction": "none"}):
         loss, *_ = gpu_ops.linear_cross_entropy(*arrays, bias=bias, grads=True, **more, **backend)
@@ -134,18 +134,18 @@ def test_without_gradients(backend, rng):
 
 
 def test_gradients_add_up(backend, dtype, rng):
-    """Two parts of a batch, added into the same arrays with the count of all, give the gradients of the whole."""
+    """Gradients of two parts of a batch, added into the same arrays with the total count, are those of the whole."""
     (x, weight, targets), bias = problem(rng, ((48,), 24, 40), dtype)
     dweight, dbias = np.zeros(weight.shape, wide(dtype)), np.zeros(40, wide(dtype))
     options = {"bias": bias, "grads": True, "denominator": np.array(47)}
     losses = []
     for rows in (slice(0, 30), slice(30, 48)):
         sums = {"dweight": dweight, "dbias": dbias}
-        loss, _, *found = gpu_ops.linear_cross_entropy(
+        loss, _, *sums_out = gpu_ops.linear_cross_entropy(
             x[rows], weight, targets[rows], **sums, **options, **backend
         )
-        assert found[0] is dweight
-        assert found[1] is dbias
+        assert sums_out[0] is dweight
+        assert sums_out[1] is dbias
         losses.append(loss)
     want, naive = (
         reference.linear_cross_entropy(x, weight, targets, bias=bias, grads=True, precision=p)
@@ -158,20 +158,20 @@ def test_gradients_add_up(backend, dtype, rng):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_only_dx(backend, with_bias, rng):
-    """The same bits as beside the other gradients."""
+    """dx alone has the same bits as with the other gradients."""
     (x, weight, targets), _ = problem(rng, ((6,), 16, 20), F32)
     options = {"grads": True, "return_lse": True, "bias": random(rng, (20,), F32) if with_bias else None}
     loss, dx, *_, lse = gpu_ops.linear_cross_entropy(x, weight, targets, **options, **backend)
-    found = gpu_ops.linear_cross_entropy(x, weight, targets, only="dx", **options, **backend)
-    assert [y.tobytes() for y in found] == [y.tobytes() for y in (loss, dx, lse)]
+    results = gpu_ops.linear_cross_entropy(x, weight, targets, only="dx", **options, **backend)
+    assert [y.tobytes() for y in results] == [y.tobytes() for y in (loss, dx, lse)]
     empty = gpu_ops.linear_cross_entropy(x[:0], weight, targets[:0], only="dx", grads=True, **backend)
     assert empty[1].shape == (0, 16)
 
 
 def test_dloss_in_every_form(backend, rng):
-    """A number, an array without axes, and one for each row give the same bits."""
+    """A number, an array without axes, and an array with a number per row give the same bits."""
     arrays, _ = problem(rng, ((6,), 16, 20), F32)
-    found = [
+    results = [
         gpu_ops.linear_cross_entropy(*arrays, grads=True, reduction=reduction, dloss=dloss, **backend)[1:]
         for reduction, dloss in (
             ("sum", 0.5),
@@ -180,13 +180,13 @@ def test_dloss_in_every_form(backend, rng):
             ("none", np.full(6, 0.5, np.float32)),
         )
     ]
-    for gradients in found[1:]:
-        assert [g.tobytes() for g in gradients] == [g.tobytes() for g in found[0]]
+    for gradients in results[1:]:
+        assert [g.tobytes() for g in gradients] == [g.tobytes() for g in results[0]]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_without_rows_that_count(backend, reduction, rng):
-    """0 with zero gradients; those that are added to stay as they are."""
+    """The loss is 0 with zero gradients; arrays of accumulated gradients do not change."""
     (x, weight, _), _ = problem(rng, ((4,), 8, 20), F32)
     dweight = np.ones((20, 8), np.float32)
     options = {"grads": True, "reduction": reduction, "dweight": dweight, "return_lse": True}
@@ -204,7 +204,7 @@ def test_without_rows_that_count(backend, reduction, rng):
 
 
 def test_logits_that_are_the_bias(backend, rng):
-    """hidden 0: a sum without terms."""
+    """With hidden 0, logits are a sum without terms plus the bias."""
     bias, targets = random(rng, (20,), F32), np.array([3, 19, -100])
     x, weight = np.zeros((3, 0), np.float32), np.zeros((20, 0), np.float32)
     for b in (bias, None):
@@ -270,10 +270,10 @@ def test_places_of_losses_have_no_gaps(rng):
 @needs_nvrtc
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 def test_a_target_on_a_gpu_that_is_no_class(cupy, kernels, rng):
-    """Its row has the loss and gradient NaN: the host does not wait for targets."""
+    """Loss and gradient of the row are NaN: the host does not wait for targets."""
     (x, weight, _), _ = problem(rng, ((3,), 8, 20), F32)
-    given = [FakeArray(a) for a in (x, weight, np.array([1, 20, -100]))]
-    loss, dx, _ = gpu_ops.linear_cross_entropy(*given, grads=True, reduction="none", backend=kernels)
+    device_arrays = [FakeArray(a) for a in (x, weight, np.array([1, 20, -100]))]
+    loss, dx, _ = gpu_ops.linear_cross_entropy(*device_arrays, grads=True, reduction="none", backend=kernels)
     assert np.isnan(loss.host).tolist() == [False, True, False]
     assert np.isnan(dx.host).all(axis=1).tolist() == [False, True, False]
 
@@ -293,9 +293,9 @@ def test_gradients_are_the_derivative(rng):
 
     for reduction in ("mean", "none"):
         dloss = rng.standard_normal((2, 3) if reduction == "none" else ())
-        _, *found = loss(0.0, reduction=reduction, grads=True, dloss=dloss)
+        _, *grads = loss(0.0, reduction=reduction, grads=True, dloss=dloss)
         slope = (loss(1e-5, reduction=reduction) - loss(-1e-5, reduction=reduction)) / 2e-5
-        want = sum(np.sum(g * ways[name]) for name, g in zip(ways, found, strict=True))
+        want = sum(np.sum(g * ways[name]) for name, g in zip(ways, grads, strict=True))
         assert np.sum(dloss * slope) == pytest.approx(want, rel=1e-7)
 
 
@@ -307,9 +307,9 @@ def test_agrees_with_torch(rng):
     logits = torch.nn.functional.linear(*leaves)
     want = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets), label_smoothing=0.1)
     want.backward()
-    loss, *found = gpu_ops.linear_cross_entropy(
+    loss, *grads = gpu_ops.linear_cross_entropy(
         x, weight, targets, bias=bias, grads=True, label_smoothing=0.1
     )
     assert loss == pytest.approx(float(want.detach()), rel=1e-13)
-    for g, leaf in zip(found, leaves, strict=True):
+    for g, leaf in zip(grads, leaves, strict=True):
         np.testing.assert_allclose(g, leaf.grad.numpy(), rtol=1e-11, atol=1e-14)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer by chunks of rows: their bits, the accuracy of sums, memory, launches."""
+"""Cross-entropy of a linear layer by chunks of rows: bits, accuracy of sums, memory, launches."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ def problem(rng, rows, hidden, vocab, dtype):
 
 @pytest.mark.parametrize("case", [(200, 300, 1301), (70, 1100, 700)], ids=str)
 def test_chunks_change_no_bits_of_rows(dtype, case, rng):
-    """On the CPU: those of losses, lse and dx; dweight differs by roundings."""
+    """On the CPU, losses, lse and dx have the same bits for any chunk; dweight differs by roundings."""
     arrays, bias = problem(rng, *case, dtype)
     options = {"bias": bias, "grads": True, "return_lse": True, "softcap": 20.0}
     want = gpu_ops.linear_cross_entropy(*arrays, **options)
     for chunk in (7, 64, 200):
-        found = gpu_ops.linear_cross_entropy(*arrays, **options, chunk=chunk)
+        results = gpu_ops.linear_cross_entropy(*arrays, **options, chunk=chunk)
         for i in (0, 1, 4):
-            assert found[i].tobytes() == want[i].tobytes()
+            assert results[i].tobytes() == want[i].tobytes()
         scale = np.abs(want[2]).max()
         np.testing.assert_allclose(
-            found[2], want[2], rtol=0, atol=(1e-13 if dtype == np.float64 else 1e-5) * scale
+            results[2], want[2], rtol=0, atol=(1e-13 if dtype == np.float64 else 1e-5) * scale
         )
 
 
 def test_the_same_bits_for_any_number_of_threads(monkeypatch, rng):
     arrays, bias = problem(rng, 150, 130, 700, BF16)
-    found = []
+    results = []
     for threads in (thread_count(), 1, 3, 7):
         for module in ("gemm", "parallel"):
             monkeypatch.setattr(f"gpu_ops.kernels.common.cpu.{module}.thread_count", lambda n=threads: n)
         gradients = gpu_ops.linear_cross_entropy(*arrays, bias=bias, grads=True, chunk=64)
-        found.append([x.tobytes() for x in gradients])
-    assert all(bits == found[0] for bits in found)
+        results.append([x.tobytes() for x in gradients])
+    assert all(bits == results[0] for bits in results)
 
 
 def test_chunks_cost_no_accuracy(rng):
-    """bfloat16: a gradient that adds up over 64 chunks errs by what its terms, rounded once, may err together."""
+    """In bfloat16, a gradient summed over 64 chunks errs at most by the sum of the roundings of its terms."""
     (x, weight, targets), _ = problem(rng, 512, 32, 100, BF16)
     arrays = x, weight, targets
     want = reference.linear_cross_entropy(*arrays, grads=True, precision="float64")[2]
-    wide, table = x.astype(np.float64), weight.astype(np.float64)
-    probs = np.exp(wide @ table.T)
+    exact_x, table = x.astype(np.float64), weight.astype(np.float64)
+    probs = np.exp(exact_x @ table.T)
     dlogits = (probs / probs.sum(-1, keepdims=True) - np.eye(100)[targets]) / 512
-    bound = 2.0**-8 * (np.abs(dlogits).T @ np.abs(wide)).max()
+    bound = 2.0**-8 * (np.abs(dlogits).T @ np.abs(exact_x)).max()
     for chunk in (8, 512):
         assert np.abs(gpu_ops.linear_cross_entropy(*arrays, grads=True, chunk=chunk)[2] - want).max() <= bound
     rounded = np.zeros_like(weight)
     for rows in np.split(np.arange(512), 64):  # the fault: sums between chunks in bfloat16
-        rounded = (rounded + dlogits[rows].T @ wide[rows]).astype(BF16)
+        rounded = (rounded + dlogits[rows].T @ exact_x[rows]).astype(BF16)
     assert np.abs(rounded - want).max() > bound
 
 
 def test_memory_on_the_cpu(monkeypatch, rng):
-    """The logits of a chunk and less than 2 MiB; all of them would take 128 MiB."""
+    """Memory is the logits of a chunk and less than 2 MiB; all logits would take 128 MiB."""
     monkeypatch.setattr(POOL, "limit", 0)
     for dtype in (F32, BF16):
         (x, weight, targets), _ = problem(rng, 1024, 64, 32768, dtype)
@@ -112,7 +112,7 @@ def program_of(kernels, dtype, rows, hidden, vocab, limits=A100, grads=True, bia
 
 
 def test_chunks_of_a_gpu():
-    """A thousand rows or more fill one; a program has a bounded number of launches."""
+    """A thousand rows or more fill a chunk; a program has a bounded number of launches."""
     steps = len(program_of("raw", BF16, 1024, 4096, 128256).steps)
     per_chunk = steps - 2  # the factor, and the mean
     assert len(program_of("raw", BF16, 8192, 4096, 128256).steps) == 2 + 8 * per_chunk
@@ -122,7 +122,7 @@ def test_chunks_of_a_gpu():
 
 
 def test_cublas_takes_the_products_and_no_more_memory():
-    """With a bias too, which is added to its sums in place."""
+    """cuBLAS is used with a bias too, which is added to its sums in place."""
     program = program_of("raw", BF16, 4096, 512, 32768, limits=H100, bias=True)
     assert sum("cublas" in str(step) for step in program.steps) == 4 * 3
     assert program.workspace_bytes <= 1024 * 32768 * 4 + (2 << 20)

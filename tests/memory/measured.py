@@ -1,7 +1,7 @@
-"""What calls, training steps and inference take by tracemalloc, beside the estimates: a line of JSON for each.
+"""Memory of calls, training steps and inference by tracemalloc, with the estimates: one line of JSON each.
 
-A process of its own, ``python -m tests.memory.measured NAME ...``: ``NUMBA_NUM_THREADS`` says how many threads have
-memory of their own, and how many of several take part in a call depends on how soon they wake.
+Runs in a separate process, ``python -m tests.memory.measured NAME ...``: ``NUMBA_NUM_THREADS`` sets the number of
+threads with separate memory, and how many of them take part in a call depends on how soon they wake.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_ops import inference, memory, models, training
 
 CONFIG = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=3, nheads=4, nheads_kv=2)
 WIDE = replace(CONFIG, hidden=256, ffn=688, vocab=512)
-# all biases, heads that are normalised, an MLP that is not gated by silu, a window
+# all biases, normalised heads, an MLP that is not gated by silu, a window
 FAMILY = replace(
     CONFIG,
     hidden=128,
@@ -85,23 +85,23 @@ CALLS = {
 
 
 def step(family, shape, dtype, policy, optimizer):
-    """The estimate, and a function that makes a model's state and takes a step."""
+    """Estimate, and a function that makes the state of a model and takes a step."""
     config, (batch, seqlen) = CONFIGS[family], SHAPES[shape]
-    kind, shapes = np.dtype(dtype), config.shapes()
-    sizes = {"batch": batch, "seqlen": seqlen, "dtype": kind, "policy": policy}
+    weight_dtype, shapes = np.dtype(dtype), config.shapes()
+    sizes = {"batch": batch, "seqlen": seqlen, "dtype": weight_dtype, "policy": policy}
     ids = np.zeros((batch, seqlen), np.int32)
 
     def run():
         if optimizer is None:
-            wide = np.float64 if kind == np.float64 else np.float32
-            params = {n: np.zeros(shape, kind) for n, shape in shapes.items()}
-            grads = {n: np.zeros(shape, wide) for n, shape in shapes.items()}
+            grad_dtype = np.float64 if weight_dtype == np.float64 else np.float32
+            params = {n: np.zeros(shape, weight_dtype) for n, shape in shapes.items()}
+            grads = {n: np.zeros(shape, grad_dtype) for n, shape in shapes.items()}
             buffers = list(grads.values())
-            if kind != wide:
-                masters = [np.zeros(shape, wide) for shape in shapes.values()]
+            if weight_dtype != grad_dtype:
+                masters = [np.zeros(shape, grad_dtype) for shape in shapes.values()]
                 assert masters
         else:
-            flat = training.FlatParams.from_shapes(shapes, dtype=kind, device="cpu")
+            flat = training.FlatParams.from_shapes(shapes, dtype=weight_dtype, device="cpu")
             params, grads, buffers = flat.params, flat.grads, flat.buffers["grads"]
         weights, into = models.Llama.of(params, config), models.Llama.of(grads, config)
         models.loss_and_grads(ids, ids, weights, config, grads=into, policy=policy)
@@ -113,9 +113,9 @@ def step(family, shape, dtype, policy, optimizer):
 
 
 def prompt(family, batch, seqlen, tokens, dtype):
-    """The same for a model that reads a prompt, with a KV cache allocated."""
+    """Estimate, and a function that reads a prompt with a KV cache allocated."""
     config, kind = CONFIGS[family], np.dtype(dtype)
-    found = memory.estimate_inference(config, batch=batch, seqlen=seqlen, prompt=tokens, dtype=kind)
+    estimated = memory.estimate_inference(config, batch=batch, seqlen=seqlen, prompt=tokens, dtype=kind)
     ids = np.zeros((batch, tokens or seqlen), np.int32)
 
     def run():
@@ -126,20 +126,20 @@ def prompt(family, batch, seqlen, tokens, dtype):
         gpu_ops.linear(states[:, -1], weights.lm_head)
         return cache
 
-    return found.peak, run
+    return estimated.peak, run
 
 
 def call(name):
-    """The same for one call, without its arguments."""
+    """Estimate of one call without its arguments, and a function that makes the call."""
     op, (shapes, options) = name.split()[0], CALLS[name]
-    found = memory.estimate_call(op, *shapes, **options)
-    given = [array_of(x) for x in shapes]
+    estimated = memory.estimate_call(op, *shapes, **options)
+    arguments = [array_of(x) for x in shapes]
     named = {n: array_of(x) if isinstance(x, tuple) else x for n, x in options.items()}
-    return found.peak - found.state, lambda: getattr(gpu_ops, op)(*given, **named)
+    return estimated.peak - estimated.state, lambda: getattr(gpu_ops, op)(*arguments, **named)
 
 
 def array_of(shape):
-    """As an estimate is given it: a shape, or a shape and a dtype."""
+    """Array of zeros from an argument of an estimate: a shape, or a shape and a dtype."""
     return np.zeros(*(shape if shape and isinstance(shape[0], tuple) else (shape, "float32")))
 
 
@@ -152,7 +152,7 @@ CHOSEN = [name for name, (make, case) in MAKERS.items() if make is not step or c
 
 
 def peak_of(run):
-    """The most bytes that a second run holds."""
+    """Peak bytes of a second run."""
     run()
     tracemalloc.start()
     run()
@@ -162,7 +162,7 @@ def peak_of(run):
 
 
 def main():
-    gpu_ops.memory_pool.POOL.limit = 0  # so that NumPy allocates, which tracemalloc sees
+    gpu_ops.memory_pool.POOL.limit = 0  # so that NumPy allocates, and tracemalloc sees it
     for name in sys.argv[1:]:
         make, case = MAKERS[name]
         estimated, run = make(*case)

@@ -1,4 +1,4 @@
-"""memory.estimate says what a training step takes, and choose_policies keeps to a budget."""
+"""memory.estimate of a training step, and choose_policies within a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = models.LlamaConfig(vocab=512, hidden=128, ffn=344, nlayers=8, nheads=4,
 
 
 def step(batch, seqlen, dtype, policy, config=CONFIG):
-    """A training step, and a function that runs it."""
+    """Estimate of a training step, and a function that runs it."""
     arrays = {n: x.astype(dtype) for n, x in models.initial_weights(config).items()}
     grads = {n: np.zeros(x.shape, np.float32) for n, x in arrays.items()}
     weights, into = models.Llama.of(arrays, config), models.Llama.of(grads, config)
@@ -52,29 +52,31 @@ def test_an_arena_holds_a_training_step():
 
 
 def test_a_large_model_is_planned_in_a_moment():
-    """Llama-3-8B on a card that is not there: bytes by shapes; activations: the kept inputs and a block at work."""
+    """Llama-3-8B on an absent card: bytes follow from shapes; activations are kept inputs and one running block."""
     config = models.LlamaConfig(128256, 4096, 14336, 32, 32, 8, theta=500000.0)
-    found = memory.estimate(config, batch=1, seqlen=8192, dtype="float16", policy="layer", device="H100 SXM")
-    assert found.parts["weights"] == 2 * config.parameters
-    assert found.parts["optimizer"] == 12 * config.parameters  # a master and two moments
+    estimate = memory.estimate(
+        config, batch=1, seqlen=8192, dtype="float16", policy="layer", device="H100 SXM"
+    )
+    assert estimate.parts["weights"] == 2 * config.parameters
+    assert estimate.parts["optimizer"] == 12 * config.parameters  # a master and two moments
     inputs = 32 * 8192 * 4096 * 2
-    assert inputs < found.parts["activations"] < 4 * inputs
-    assert "MiB" in str(found)
+    assert inputs < estimate.parts["activations"] < 4 * inputs
+    assert "MiB" in str(estimate)
 
 
 def test_a_budget_is_kept():
     sizes = {"batch": 4, "seqlen": 128}
-    most = memory.estimate(CONFIG, **sizes).peak
-    least = memory.estimate(CONFIG, **sizes, policy="layer").peak
-    assert memory.choose_policies(CONFIG, **sizes, budget=most) == ["none"] * 8
-    assert memory.choose_policies(CONFIG, **sizes, budget=least) != ["none"] * 8
+    peak = memory.estimate(CONFIG, **sizes).peak
+    smallest = memory.estimate(CONFIG, **sizes, policy="layer").peak
+    assert memory.choose_policies(CONFIG, **sizes, budget=peak) == ["none"] * 8
+    assert memory.choose_policies(CONFIG, **sizes, budget=smallest) != ["none"] * 8
     for share in (0.0, 0.2, 0.5, 0.9):
-        budget = int(least + share * (most - least))
+        budget = int(smallest + share * (peak - smallest))
         chosen = memory.choose_policies(CONFIG, **sizes, budget=budget)
         assert memory.estimate(CONFIG, **sizes, policy=chosen).peak <= budget
     with pytest.raises(OutOfMemoryError) as refused:
-        memory.choose_policies(CONFIG, **sizes, budget=least // 2)
-    assert (refused.value.required, refused.value.available) == (least, least // 2)
+        memory.choose_policies(CONFIG, **sizes, budget=smallest // 2)
+    assert (refused.value.required, refused.value.available) == (smallest, smallest // 2)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +92,14 @@ def test_mistakes_are_typed(change):
 def test_a_call_is_planned_for_a_card(device):
     shape = (2, 64, 4, 64)
     lse = ((2, 4, 64), "float32")
-    found = memory.estimate_call(
+    estimate = memory.estimate_call(
         gpu_ops.attention_backward, shape, shape, shape, shape, shape, lse=lse, device=device
     )
     nbytes = 4 * math.prod(shape)
-    assert found.parts["arguments"] == 5 * nbytes + 4 * 2 * 4 * 64
-    assert found.parts["results"] == 3 * nbytes
-    assert found.parts["workspaces"] > 0
-    assert found.peak == sum(found.parts.values())
+    assert estimate.parts["arguments"] == 5 * nbytes + 4 * 2 * 4 * 64
+    assert estimate.parts["results"] == 3 * nbytes
+    assert estimate.parts["workspaces"] > 0
+    assert estimate.peak == sum(estimate.parts.values())
     assert memory.estimate_call("global_norm", [shape, (shape, "float16")]).parts["arguments"] == 1.5 * nbytes
     if device is not None:
         half = memory.estimate_call("softmax", shape, dtype="float16", device=device)
@@ -137,19 +139,19 @@ def test_a_shorter_prompt_and_a_smaller_cache():
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "H100 SXM"])
 def test_one_more_would_not_fit(sought, train, device):
-    given = {"seqlen": 64} if sought == "batch" else {"batch": 3}
+    sizes = {"seqlen": 64} if sought == "batch" else {"batch": 3}
     run = memory.estimate if train else memory.estimate_inference
 
     def takes(n):
-        return run(CONFIG, **given, **{sought: n}, dtype="float16", device=device).peak
+        return run(CONFIG, **sizes, **{sought: n}, dtype="float16", device=device).peak
 
-    for most in (1, 37):
-        for budget in (takes(most), takes(most + 1) - 1):
-            found = memory.fit(CONFIG, budget, **given, train=train, dtype="float16", device=device)
-            assert takes(found) <= budget < takes(found + 1)
-            assert found >= most
+    for limit in (1, 37):
+        for budget in (takes(limit), takes(limit + 1) - 1):
+            size = memory.fit(CONFIG, budget, **sizes, train=train, dtype="float16", device=device)
+            assert takes(size) <= budget < takes(size + 1)
+            assert size >= limit
     with pytest.raises(OutOfMemoryError, match=f"{sought} 1 takes") as refused:
-        memory.fit(CONFIG, takes(1) - 1, **given, train=train, dtype="float16", device=device)
+        memory.fit(CONFIG, takes(1) - 1, **sizes, train=train, dtype="float16", device=device)
     assert (refused.value.required, refused.value.available) == (takes(1), takes(1) - 1)
 
 

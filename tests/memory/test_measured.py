@@ -1,4 +1,4 @@
-"""Estimates beside what runs take: by tracemalloc within 2 %, by a limit to the byte, and an arena beside both."""
+"""Estimates against real runs: within 2 % by tracemalloc, to the byte by a limit; and an arena against both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.processes import python
 
 
 def measured(names, threads):
-    """(estimated, measured) by name."""
+    """Estimated and measured bytes by name."""
     lines = python("-m", "tests.memory.measured", *names, NUMBA_NUM_THREADS=str(threads)).splitlines()
-    found = map(json.loads, lines)
-    return {one["name"]: (one["estimated"], one["measured"]) for one in found}
+    entries = map(json.loads, lines)
+    return {entry["name"]: (entry["estimated"], entry["measured"]) for entry in entries}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_an_estimate_is_what_a_run_takes(name, by_one_thread):
 
 
 def test_more_threads_take_no_more_than_is_estimated():
-    """At times less: a thread that wakes up late allocates nothing."""
+    """Runs may take less: a thread that wakes up late allocates nothing."""
     for name, (estimated, took) in measured(CHOSEN[::4], 3).items():
         assert took <= 1.02 * estimated, name
 
@@ -49,24 +49,24 @@ def test_every_step_takes_what_is_estimated():
         assert abs(took - estimated) <= 0.02 * took, name
 
 
-# ---- what fits, by really running it -----------------------------------------------------------------------------
+# ---- what fits, by running it ------------------------------------------------------------------------------------
 
 SIZES = {"batch": 3, "seqlen": 64}
 
 
 def state_of(pool, config, dtype, names):
-    """Arrays for the weights and the like, of the pool."""
-    found = []
+    """Arrays of the pool for weights, gradients and optimizer states."""
+    groups = []
     for name in names:
         arrays = {n: pool.empty(shape, dtype, name) for n, shape in config.shapes().items()}
         for x in arrays.values():
             x.fill(0)
-        found.append(arrays)
-    return found
+        groups.append(arrays)
+    return groups
 
 
 def infer(pool, batch, seqlen, dtype):
-    """The prompt through the model, beside a cache."""
+    """Run the prompt through the model, with a cache allocated."""
     (weights,) = state_of(pool, CONFIG, dtype, ["weights"])
     shape = (batch, seqlen, CONFIG.nheads_kv, CONFIG.head_dim)
     cache = [pool.empty(shape, dtype, "KV cache") for _ in range(2 * CONFIG.nlayers)]
@@ -77,7 +77,7 @@ def infer(pool, batch, seqlen, dtype):
 
 
 def train(pool, batch, seqlen, dtype):
-    """A step, beside AdamW's states; float32 has no masters."""
+    """Run a step, with the states of AdamW allocated; float32 has no masters."""
     weights, grads, *states = state_of(pool, CONFIG, dtype, ["weights", "gradients", "m", "v"])
     ids, (of, into) = (
         np.zeros((batch, seqlen), np.int32),
@@ -91,41 +91,41 @@ def train(pool, batch, seqlen, dtype):
 @pytest.mark.parametrize("sought", SIZES)
 @pytest.mark.parametrize(("run", "dtype"), [(infer, "float32"), (infer, "bfloat16"), (train, "float32")])
 def test_what_fits_runs_under_the_limit_and_one_more_does_not(run, dtype, sought):
-    given = {name: n for name, n in SIZES.items() if name != sought}
+    sizes = {name: n for name, n in SIZES.items() if name != sought}
     estimate = memory.estimate if run is train else memory.estimate_inference
-    wanted = estimate(CONFIG, **{sought: 7}, **given, dtype=dtype).peak
+    wanted = estimate(CONFIG, **{sought: 7}, **sizes, dtype=dtype).peak
     for budget in (wanted, wanted + 1000):
-        most = memory.fit(CONFIG, budget, **given, train=run is train, dtype=dtype)
-        assert most >= 7
+        limit = memory.fit(CONFIG, budget, **sizes, train=run is train, dtype=dtype)
+        assert limit >= 7
         with memory.limit(budget) as pool:
-            run(pool, **{sought: most}, **given, dtype=dtype)
-            assert pool.peak == estimate(CONFIG, **{sought: most}, **given, dtype=dtype).peak
+            run(pool, **{sought: limit}, **sizes, dtype=dtype)
+            assert pool.peak == estimate(CONFIG, **{sought: limit}, **sizes, dtype=dtype).peak
             with pytest.raises(OutOfMemoryError):
-                run(pool, **{sought: most + 1}, **given, dtype=dtype)
+                run(pool, **{sought: limit + 1}, **sizes, dtype=dtype)
 
 
 # ---- an arena ----------------------------------------------------------------------------------------------------
 
 
 def largest_live_set(buffers):
-    """The most bytes alive at one time. A buffer lives from ``came`` to before ``went``."""
+    """Maximum number of bytes alive at a time. A buffer lives from ``came`` to before ``went``."""
     events = [(b.came, b.nbytes) for b in buffers] + [
         (b.went, -b.nbytes) for b in buffers if b.went is not None
     ]
-    live = most = 0
+    live = peak = 0
     for _, nbytes in sorted(events):
         live += nbytes
-        most = max(most, live)
-    return most
+        peak = max(peak, live)
+    return peak
 
 
 def traced_step(config, batch, seqlen, policy, dtype=np.float32):
-    """A step over arrays without memory."""
+    """Buffers of a step over arrays without memory."""
     ids = np.zeros((batch, seqlen), np.int32)
     with memory.Trace() as trace:
         weights, grads = (
-            {n: trace.empty(shape, kind) for n, shape in config.shapes().items()}
-            for kind in (dtype, np.float32)
+            {n: trace.empty(shape, dtype_) for n, shape in config.shapes().items()}
+            for dtype_ in (dtype, np.float32)
         )
         of, into = models.Llama.of(weights, config), models.Llama.of(grads, config)
         models.loss_and_grads(ids, ids, of, config, grads=into, policy=policy)
@@ -135,7 +135,7 @@ def traced_step(config, batch, seqlen, policy, dtype=np.float32):
 @pytest.mark.parametrize("policy", models.POLICIES)
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_an_arena_is_little_more_than_the_largest_live_set(policy, size):
-    """Offsets that are decided once, for a step of a small model and of Llama-3.2-1B."""
+    """Offsets are fixed once, for a step of a small model and of Llama-3.2-1B."""
     if size == "small":
         buffers = traced_step(replace(CONFIG, nlayers=8), 2, 128, policy)
     else:
@@ -157,7 +157,7 @@ def test_an_arena_holds_a_pass_of_inference():
     want = models.logits(ids, weights, config)
     for _ in range(2):
         with arena:
-            found = models.logits(ids, weights, config)
-            assert np.array_equal(found, want)
-            del found
+            logits = models.logits(ids, weights, config)
+            assert np.array_equal(logits, want)
+            del logits
     assert inference.generate(weights, config, [[1]], max_new_tokens=1)

@@ -26,7 +26,7 @@ TINY = {
 
 
 def shown(capsys, *arguments, status=0):
-    """The lines that the command prints, in words, by the first."""
+    """Lines that the command prints, split in words, by first word."""
     assert cli.main(["memory", *arguments]) == status
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     return {words[0]: words for words in lines}, lines
@@ -46,15 +46,15 @@ def test_terms_are_those_of_the_estimate(folder, capsys, train):
     )
     config, sizes = models.LlamaConfig.from_hf(folder), {"batch": 3, "seqlen": 40, "dtype": "bfloat16"}
     if train:
-        found = memory.estimate(config, **sizes, policy="layer", device="H200")
+        estimate = memory.estimate(config, **sizes, policy="layer", device="H200")
     else:
-        found = memory.estimate_inference(config, **sizes, device="H200")
-    assert rows["peak"][1] == f"{found.peak:,}"
+        estimate = memory.estimate_inference(config, **sizes, device="H200")
+    assert rows["peak"][1] == f"{estimate.peak:,}"
     assert rows["weights"][1] == f"{2 * config.parameters:,}"
     numbers = {n: int(rows[n][1].replace(",", "")) for n in ("activations", "workspaces")}
     assert numbers == {
-        "activations": found.parts["activations"] - found.workspaces,
-        "workspaces": found.workspaces,
+        "activations": estimate.parts["activations"] - estimate.workspaces,
+        "workspaces": estimate.workspaces,
     }
     assert ("gradients" in rows) == ("optimizer" in rows) == train
     assert ("KV" in rows) == (not train)
@@ -87,7 +87,7 @@ def test_no_room_is_an_exit_code(capsys):
 def test_a_card_that_cannot_run_it_says_why(folder, capsys):
     rows, _ = shown(capsys, "--model", str(folder), "--seqlen", "8", "--dtype", "fp64")
     assert "float64" in rows["A100-40"]
-    assert rows["T4"][-1] == "left"  # which has Numba kernels alone
+    assert rows["T4"][-1] == "left"  # a T4 has Numba kernels only
     arguments = ("--model", str(folder), "--card", "A100-40", "--dtype", "fp64")
     assert cli.main(["memory", *arguments]) == 2
     assert "float64 has Numba kernels only" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""gpu_ops.memory: a trace finds what a step allocates without running it, and an arena holds all of it."""
+"""gpu_ops.memory: a trace records the allocations of a step without running it, and an arena holds all of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_lives_at_the_peak():
 
 
 def test_a_trace_is_what_a_run_allocates(monkeypatch):
-    monkeypatch.setenv("GPU_OPS_POOL_MB", "0")  # so that NumPy allocates, which tracemalloc sees
+    monkeypatch.setenv("GPU_OPS_POOL_MB", "0")  # so that NumPy allocates, and tracemalloc sees it
     monkeypatch.setattr(gpu_ops.memory_pool.POOL, "limit", 0)
     x = make_x(4096)
     step(x)
@@ -214,7 +214,7 @@ def test_the_emulator_runs_in_an_arena(monkeypatch):
 
 
 def step_outside(x):
-    """The same, in another thread: an arena is one thread's."""
+    """Run a step in another thread: an arena belongs to one thread."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
@@ -235,12 +235,12 @@ def test_buffers_alive_at_once_share_nothing(drawn):
         assert at + a.nbytes <= total
         for b, other in zip(buffers[:i], offsets, strict=False):
             together = (b.went is None or a.came < b.went) and (a.went is None or b.came < a.went)
-            apart = at + a.nbytes <= other or other + b.nbytes <= at
-            assert apart or not together
+            disjoint = at + a.nbytes <= other or other + b.nbytes <= at
+            assert disjoint or not together
 
 
 def test_cuda_is_the_card_at_hand(cupy):
-    """The imitation's is an A30, which has the row of its architecture."""
+    """The card of the fake CuPy is an A30, which has the preset of its architecture."""
     assert traced(step, make_x(), device="cuda").buffers == traced(step, make_x(), device="sm_80").buffers
 
 

@@ -1,4 +1,4 @@
-"""Small BERTs with random weights, in folders as transformers writes them, and the textbook formula."""
+"""Small BERTs with random weights, in the folder format of transformers, and the textbook formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SENTENCES = [[1, 7, 2], [1, 9, 30, 31, 7, 7, 2], [1], [], list(range(20)), [4, 4
 
 
 def made(config=CONFIG, dtype=np.float64, seed=0):
-    """Arrays by name."""
+    """Random weights by name."""
     rng = np.random.default_rng(seed)
     return {
         name: (rng.standard_normal(shape) * 0.2 + name.endswith("norm")).astype(dtype)
@@ -38,7 +38,7 @@ def made(config=CONFIG, dtype=np.float64, seed=0):
 
 
 def write(folder, arrays, config=CONFIG, more=None, prefix="", **entries):
-    """A folder with these arrays; ``more``: other tensors, by their names in the file."""
+    """Write a folder with these arrays; ``more``: other tensors, by their names in the file."""
     tensors = {
         prefix + part.name: arrays[name][part.rows]
         for name, parts in planned(config, NAMES).items()
@@ -53,7 +53,7 @@ def write(folder, arrays, config=CONFIG, more=None, prefix="", **entries):
 
 
 def textbook_states(ids, arrays, config=CONFIG, types=None):
-    """Of one sentence, step by step, in float64."""
+    """States of one sentence, step by step, in float64."""
     p = {name: x.astype(np.float64) for name, x in arrays.items()}
     types = np.zeros(len(ids), int) if types is None else types
 

@@ -1,4 +1,4 @@
-"""GGUF files of models, written by the gguf package as llama.cpp's converter does."""
+"""GGUF files of models, written by the gguf package in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = {
 
 
 def made(config, seed=0):
-    """A model with random norms and biases as well, in float32."""
+    """Model in float32 with random weights, norms and biases."""
     rng = np.random.default_rng(seed)
     arrays = {
         name: rng.standard_normal(shape, np.float32) * np.float32(0.1) + np.float32(name.endswith("norm"))
@@ -52,16 +52,16 @@ def made(config, seed=0):
 
 
 def permuted(rows, heads):
-    """What the converter does to queries and keys of a Llama: halves of a head become pairs."""
+    """Permute queries or keys of a Llama as the converter does: halves of a head become pairs."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def stored(weights, config, arch):
-    """The tensors by GGUF's names."""
+    """Tensors by their GGUF names."""
     q, kv = config.nheads * config.head_dim, config.nheads_kv * config.head_dim
     cuts = {"qkv": [q, q + kv], "gate_up": [config.ffn]}
-    found = {}
+    tensors = {}
     for name, array in weights.arrays().items():
         layer, _, part = name.rpartition(".")
         of, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
@@ -69,8 +69,8 @@ def stored(weights, config, arch):
         for module, rows in zip(NAMES[of], np.split(array, cuts.get(of, [])), strict=True):
             heads = {"attn_q": config.nheads, "attn_k": config.nheads_kv}.get(module)
             rows = permuted(rows, heads) if heads and arch == "llama" else rows
-            found[f"{prefix}{module}.{suffix}"] = rows
-    return found
+            tensors[f"{prefix}{module}.{suffix}"] = rows
+    return tensors
 
 
 def metadata(config, arch):
@@ -92,20 +92,22 @@ def metadata(config, arch):
 
 
 def write(gguf, path, arch, keys, tensors, types=None):
-    """Arrays of float32; ``types``: of the package's, by name, else F32 for vectors and for whatever it lacks."""
+    """Write float32 arrays; ``types``: type names of the package by tensor, F32 for tensors that it lacks."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in keys.items():
-        kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}.get(type(value))
-        writer.add_array(key, value) if kind is None else getattr(writer, f"add_{kind}")(key, value)
+        gguf_type = {bool: "bool", int: "uint32", float: "float32", str: "string"}.get(type(value))
+        writer.add_array(key, value) if gguf_type is None else getattr(writer, f"add_{gguf_type}")(key, value)
     writer.add_array("tokenizer.ggml.tokens", ["<s>", "a", "b"])
     for name, array in tensors.items():
-        kind = gguf.GGMLQuantizationType[(types or {}).get(name, "F32")]
+        gguf_type = gguf.GGMLQuantizationType[(types or {}).get(name, "F32")]
         if array.dtype == np.uint8:  # made already
-            writer.add_tensor(name, array, raw_dtype=kind)
-        elif kind.name in ("F32", "F16"):
-            writer.add_tensor(name, array.astype({"F32": np.float32, "F16": np.float16}[kind.name]))
+            writer.add_tensor(name, array, raw_dtype=gguf_type)
+        elif gguf_type.name in ("F32", "F16"):
+            writer.add_tensor(name, array.astype({"F32": np.float32, "F16": np.float16}[gguf_type.name]))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
+            writer.add_tensor(
+                name, gguf.quants.quantize(np.ascontiguousarray(array), gguf_type), raw_dtype=gguf_type
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -113,7 +115,7 @@ def write(gguf, path, arch, keys, tensors, types=None):
 
 
 def written(gguf, path, case="llama", types=None, more=None):
-    """A model in a file, and itself. ``types``: a type for all matrices, or by name."""
+    """Write a model to a file and return it. ``types``: a type for all matrices, or types by name."""
     arch, config = CASES[case]
     weights = made(config)
     tensors = stored(weights, config, arch)
@@ -138,7 +140,7 @@ BIG = LlamaConfig(vocab=40, hidden=256, ffn=256, nlayers=1, nheads=4, nheads_kv=
 
 
 def ternary_tensors(rng, format, scales, config=BIG, arch="llama"):
-    """A model's tensors, and its weights with ternary projections. ``scales``: of each tensor, in turn."""
+    """Tensors of a model, and its weights with ternary projections. ``scales``: scale of each tensor, in order."""
     weights = made(config)
     trits, scale = {}, {}
     for part in models.projection.PROJECTIONS:

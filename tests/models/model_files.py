@@ -1,4 +1,4 @@
-"""Model files as the packages of their formats write them."""
+"""Model files written by the packages of their formats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def trits(rng, shape):
 
 
 def write(gguf, path, tensors):
-    """A GGUF file of (name, bytes, shape, type) by the package's writer, with any number for a type."""
+    """Write a GGUF file of (name, bytes, shape, type) with the writer of the package, with any type number."""
     writer = gguf.GGUFWriter(path, "bitnet")
     writer.add_uint32("answer", 42)
     for name, data, shape, type in tensors:
-        # the writer knows llama.cpp's types only: bytes go in as int8, and the number is exchanged below
+        # the writer supports types of llama.cpp only: bytes are written as int8, and the number is replaced below
         writer.add_tensor(
             name, np.frombuffer(data, np.int8), raw_shape=shape, raw_dtype=gguf.GGMLQuantizationType.I8
         )
@@ -30,7 +30,7 @@ def write(gguf, path, tensors):
 
 
 class _Type(int):
-    """What the writer packs as a type."""
+    """Type number that the writer packs."""
 
 
 def trailer(scale, size):
@@ -40,7 +40,7 @@ def trailer(scale, size):
 def in_file(name, t, scale):
     data = TABLES[name](t)
     if name in ("i2_s", "tl1", "tl2"):
-        if name == "tl2":  # the size that bitnet.cpp reckons with
+        if name == "tl2":  # the size that bitnet.cpp assumes
             n, k = t.shape
             data += bytes((k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8 - len(data))
             data += bytes(-len(data) % 32)

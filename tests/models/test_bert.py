@@ -1,4 +1,4 @@
-"""BERT and its sentence embeddings: the textbook formula, transformers, and the real weights of MiniLM."""
+"""BERT and its sentence embeddings, against the textbook formula and transformers, with real weights of MiniLM."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def embeddings(dtype, sentences=SENTENCES):
 
 
 def test_embeddings_are_those_of_the_formula():
-    found = embeddings(np.float64)
-    assert found.dtype == np.float64
-    assert np.abs(found - FORMULA).max() < 1e-13
-    lengths = np.linalg.norm(found, axis=1)
+    rows = embeddings(np.float64)
+    assert rows.dtype == np.float64
+    assert np.abs(rows - FORMULA).max() < 1e-13
+    lengths = np.linalg.norm(rows, axis=1)
     np.testing.assert_allclose(lengths, [1, 1, 1, 0, 1, 1], atol=1e-14)
 
 
@@ -34,10 +34,10 @@ def test_embeddings_are_those_of_the_formula():
     ("dtype", "bound"), [(np.float32, 5e-7), (np.float16, 1e-3), (ml_dtypes.bfloat16, 1e-2)]
 )
 def test_other_dtypes_give_float32(dtype, bound):
-    found = embeddings(dtype)
-    assert found.dtype == np.float32
-    assert np.abs(found - FORMULA).max() < bound
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), [1, 1, 1, 0, 1, 1], atol=1e-6)
+    rows = embeddings(dtype)
+    assert rows.dtype == np.float32
+    assert np.abs(rows - FORMULA).max() < bound
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), [1, 1, 1, 0, 1, 1], atol=1e-6)
 
 
 @needs_nvrtc
@@ -49,9 +49,9 @@ def test_the_emulators_kernels(kernels, monkeypatch):
     config, sentences = dataclasses.replace(CONFIG, nlayers=1), SENTENCES[:2]
     arrays = made(config)
     weights = Bert.of({name: x.astype(np.float32) for name, x in arrays.items()}, config)
-    found = models.sentence_embeddings(sentences, weights, config)
+    rows = models.sentence_embeddings(sentences, weights, config)
     right = [textbook_embedding(ids, arrays, config) for ids in sentences]
-    assert np.abs(found - right).max() < 5e-7
+    assert np.abs(rows - right).max() < 5e-7
 
 
 def test_a_sentence_does_not_depend_on_its_neighbours():
@@ -64,13 +64,13 @@ def test_states_with_types():
     arrays, weights = made(), Bert.of(made(), CONFIG)
     parts, kinds = [[1, 7, 9, 2], [3, 4, 5]], [[0, 1, 2, 1], [2, 0, 0]]
     sequences = Sequences(np.array([0, 1, 2, 3, 0, 1, 2], np.int32), np.array([0, 4, 7], np.int32), 4)
-    found = models.bert_states(
+    states = models.bert_states(
         np.concatenate(parts), weights, CONFIG, sequences=sequences, types=np.concatenate(kinds)
     )
     right = [
         textbook_states(np.array(a), arrays, types=np.array(b)) for a, b in zip(parts, kinds, strict=True)
     ]
-    assert np.abs(found - np.concatenate(right)).max() < 1e-12
+    assert np.abs(states - np.concatenate(right)).max() < 1e-12
 
 
 REFUSED = [
@@ -122,8 +122,8 @@ def test_a_folder(tmp_path):
     write(tmp_path, made(dtype=np.float32), more=more)
     weights, config = models.load_bert(tmp_path)
     assert config == CONFIG
-    found = models.sentence_embeddings(SENTENCES, weights, config)
-    np.testing.assert_array_equal(found, embeddings(np.float32))
+    rows = models.sentence_embeddings(SENTENCES, weights, config)
+    np.testing.assert_array_equal(rows, embeddings(np.float32))
     write(tmp_path, made(dtype=np.float32), hidden_act="gelu_new")
     assert models.load_bert(tmp_path)[1] == dataclasses.replace(CONFIG, activation="gelu_tanh")
     assert models.load_bert(tmp_path, dtype="bfloat16")[0].places.dtype == ml_dtypes.bfloat16
@@ -138,8 +138,8 @@ def test_a_folder_of_a_model_with_a_head(tmp_path):
     }
     write(tmp_path, made(dtype=np.float32), more=more, prefix="bert.")
     weights, config = models.load_bert(tmp_path)
-    found = models.sentence_embeddings(SENTENCES, weights, config)
-    np.testing.assert_array_equal(found, embeddings(np.float32))
+    rows = models.sentence_embeddings(SENTENCES, weights, config)
+    np.testing.assert_array_equal(rows, embeddings(np.float32))
     write(tmp_path, made(dtype=np.float32), more={"bert.x.weight": np.ones(1, np.float32)}, prefix="bert.")
     with pytest.raises(FormatError, match=r"'bert\.x\.weight' is no part"):
         models.load_bert(tmp_path)
@@ -183,7 +183,7 @@ def transformers():
 
 
 def theirs(model, sentences):
-    """Embeddings by transformers' states, as sentence-transformers pools them."""
+    """Embeddings from states of transformers, pooled as in sentence-transformers."""
     torch = pytest.importorskip("torch")
     longest = max(map(len, sentences))
     ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sentences])
@@ -196,15 +196,15 @@ def theirs(model, sentences):
 
 
 def compare(folder, sentences, transformers):
-    """float32 within 2e-5 of transformers' float32, bfloat16 within twice its own error from float64."""
+    """Check float32 within 2e-5 of transformers in float32, and bfloat16 within twice its error from float64."""
     torch = pytest.importorskip("torch")
     model = transformers.BertModel.from_pretrained(folder, attn_implementation="eager").eval()
-    found = {d: models.sentence_embeddings(sentences, *models.load_bert(folder, dtype=d)) for d in DTYPES}
+    rows = {d: models.sentence_embeddings(sentences, *models.load_bert(folder, dtype=d)) for d in DTYPES}
     exact = theirs(model.double(), sentences)
-    assert np.abs(found["float64"] - exact).max() < 1e-12
-    assert np.abs(found["float32"] - theirs(model.float(), sentences)).max() < 2e-5
+    assert np.abs(rows["float64"] - exact).max() < 1e-12
+    assert np.abs(rows["float32"] - theirs(model.float(), sentences)).max() < 2e-5
     allowed = np.abs(theirs(model.to(torch.bfloat16), sentences) - exact)
-    assert np.abs(found["bfloat16"] - exact).max() <= 2 * allowed.max()
+    assert np.abs(rows["bfloat16"] - exact).max() <= 2 * allowed.max()
 
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -245,13 +245,13 @@ def test_minilm_is_transformers(transformers, minilm):
     compare(minilm, sentences, transformers)
     weights, config = models.load_bert(minilm)
     assert config == BertConfig(30522, 384, 1536, 6, 12)
-    found = models.sentence_embeddings(sentences, weights, config)
-    likeness = found @ found.T
+    rows = models.sentence_embeddings(sentences, weights, config)
+    likeness = rows @ rows.T
     assert likeness[0, 1] > 0.5 > 0.1 > np.abs(likeness[:2, 2]).max()
 
 
 def test_the_example_finds_a_function(example, tmp_path, monkeypatch, capsys):
-    """With the words of its own description, an untrained model finds a text too: it gives equal texts equal rows."""
+    """Even an untrained model finds a function by the words of its description: equal texts have equal rows."""
     module = example("sentence_similarity")
 
     class Letters:

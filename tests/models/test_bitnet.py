@@ -1,4 +1,4 @@
-"""BitNet b1.58 from folders with packed ternary projections, as transformers writes them."""
+"""BitNet b1.58 from folders with packed ternary projections, in the format of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKED = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantizati
 
 @pytest.fixture
 def folder(tmp_path, rng):
-    """A model whose projections are packed, and what they are: trits and scales by module."""
+    """Folder of a model with packed projections, and their trits and scales by module."""
     weights = models.Llama.of(models.initial_weights(CONFIG, std=0.2), CONFIG)
     models.save(tmp_path, weights, CONFIG)
     arrays, modules = tensors(tmp_path / "model.safetensors"), {}
@@ -43,7 +43,7 @@ def change(folder, **entries):
 
 @pytest.mark.parametrize("kind", ["autobitlinear", "bitlinear"])
 def test_projections_are_packed(kind, folder):
-    """Of AutoBitLinear the scale multiplies, of BitLinear it divides."""
+    """The scale of AutoBitLinear multiplies, that of BitLinear divides."""
     path, modules = folder
     change(path, quantization_config=PACKED | {"linear_class": kind})
     weights, config = models.load(path)
@@ -63,9 +63,9 @@ def test_projections_are_packed(kind, folder):
 def test_it_runs_and_its_norms_train(folder):
     weights, config = models.load(folder[0])
     text = [3, 1, 4, 1, 5]
-    (found,) = inference.generate(weights, config, [text], max_new_tokens=4)
-    for n, token in enumerate(found):
-        assert models.logits(np.array([text + found[:n]]), weights, config)[0, -1].argmax() == token
+    (text_out,) = inference.generate(weights, config, [text], max_new_tokens=4)
+    for n, token in enumerate(text_out):
+        assert models.logits(np.array([text + text_out[:n]]), weights, config)[0, -1].argmax() == token
     grads = {n: np.zeros(s, np.float32) for n, s in config.shapes().items() if n.endswith("norm")}
     nothing = dict.fromkeys(config.shapes())
     layers = [

@@ -1,4 +1,4 @@
-"""The decoder block and the Llama: gradients by finite differences, policies bit for bit, packed sequences."""
+"""Decoder block and Llama: gradients by finite differences, policies bit for bit, packed sequences."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def made(config=CONFIG, dtype=np.float64, seed=0):
         n: x + 0.2 * rng.standard_normal(x.shape) for n, x in start.items() if n.endswith(("_bias", "_norm"))
     }
     arrays = {n: x.astype(dtype) for n, x in start.items()}
-    wide = np.float64 if dtype == np.float64 else np.float32
-    return arrays, {n: np.zeros(x.shape, wide) for n, x in arrays.items()}
+    grad_dtype = np.float64 if dtype == np.float64 else np.float32
+    return arrays, {n: np.zeros(x.shape, grad_dtype) for n, x in arrays.items()}
 
 
 def tokens(shape, seed=1, vocab=CONFIG.vocab):
@@ -106,14 +106,14 @@ def test_policies_give_the_same_bits(dtype, family):
 
 def test_the_same_bits_for_any_number_of_threads(monkeypatch):
     ids, targets = tokens((3, 150)), tokens((3, 150), 2)
-    found = []
+    results = []
     for count in (1, 2, 5):
         monkeypatch.setattr(parallel, "thread_count", lambda count=count: count)
         gpu_ops.core.op.forget_calls()
-        found.append(loss_and_grads(ids, targets, dtype=np.float32))
-    for loss, grads in found[1:]:
-        assert loss == found[0][0]
-        assert all(np.array_equal(grads[name], g) for name, g in found[0][1].items())
+        results.append(loss_and_grads(ids, targets, dtype=np.float32))
+    for loss, grads in results[1:]:
+        assert loss == results[0][0]
+        assert all(np.array_equal(grads[name], g) for name, g in results[0][1].items())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
@@ -121,14 +121,14 @@ def test_a_policy_keeps_what_it_says(family):
     config = FAMILIES[family]
     arrays, _ = made(config, np.float32)
     layer = models.Llama.of(arrays, config).layers[0]
-    apart = set() if config.qk_norm else {"q", "k", "rstd_q", "rstd_k"}
-    apart |= set() if config.post_norms else {"o", "rstd_o", "down", "rstd_down"}
+    absent = set() if config.qk_norm else {"q", "k", "rstd_q", "rstd_k"}
+    absent |= set() if config.post_norms else {"o", "rstd_o", "down", "rstd_down"}
     x = np.random.default_rng(0).standard_normal((1, 8, 32)).astype(np.float32)
     kept = {}
     for policy, names in models.POLICIES.items():
         _, saved = models.block_forward(x, layer, config, policy=policy)
         held = {f.name for f in dataclasses.fields(saved) if getattr(saved, f.name) is not None}
-        assert held == (names | {"x"}) - apart
+        assert held == (names | {"x"}) - absent
         kept[policy] = saved.nbytes
     assert list(kept.values()) == sorted(kept.values(), reverse=True)
     assert kept["layer"] == x.nbytes
@@ -160,8 +160,8 @@ def test_packed_sequences_do_not_see_each_other(policy, family):
     weights, into = models.Llama.of(arrays, config), models.Llama.of(sums, config)
     total = 0.0
     for start, end in itertools.pairwise(cu):
-        one = ids[None, start:end], targets[None, start:end]
-        total += float(models.loss_and_grads(*one, weights, config, grads=into, denominator=11))
+        batch = ids[None, start:end], targets[None, start:end]
+        total += float(models.loss_and_grads(*batch, weights, config, grads=into, denominator=11))
     assert abs(float(loss) - total) < 1e-12
     for name, g in grads.items():
         np.testing.assert_allclose(sums[name], g, rtol=1e-10, atol=1e-13)
@@ -179,7 +179,7 @@ def test_logits_and_loss_agree():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logits_obey_the_tolerance_rule(family):
-    """With textbook code of every op."""
+    """Logits obey the rule with textbook code of every op."""
     config, ids = FAMILIES[family], tokens((2, 40))
     arrays, _ = made(config, ml_dtypes.bfloat16)
     weights = models.Llama.of(arrays, config)

@@ -1,4 +1,4 @@
-"""LlamaConfig: from a Hugging Face config, and what it refuses."""
+"""LlamaConfig from Hugging Face configs, and the configs that it refuses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ONE_ROPE = [family for family in FAMILIES if family != "gemma3_text"]
 
 @pytest.mark.parametrize("family", ONE_ROPE)
 def test_rope_scaling_replaces_rope_parameters(family):
-    """transformers 5 writes the second, and people add the first, as model cards told them."""
+    """transformers 5 writes rope_parameters, and users add rope_scaling, as model cards advise."""
     plain = LLAMA_3 | {"model_type": family}
     scaled = LlamaConfig.from_hf(plain)
     assert (scaled.by_layer[0].theta, scaled.by_layer[0].scaling.kind) == (5e5, "llama3")
@@ -103,7 +103,7 @@ def test_heads_are_rotated_whole(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_without_a_rope_entry(family):
-    """As those of the first LLaMA."""
+    """Configs without a rope entry, as those of the first LLaMA, have defaults."""
     bare = {n: x for n, x in LLAMA_3.items() if not n.startswith("rope_")}
     config = LlamaConfig.from_hf(bare | {"model_type": family, "type": "x", "rotary_emb_base": 500})
     full = [layer for layer in config.by_layer if layer.window < 0] or config.by_layer
@@ -115,8 +115,8 @@ def test_a_config_without_a_rope_entry(family):
     )
     lengths = {"mistral": 131072, "ministral": 131072, "gemma2": 8192, "gemma3_text": 131072}
     lengths |= dict.fromkeys(("qwen2", "qwen3", "smollm3"), 32768)
-    found = {layer.scaling.original_max_position for layer in scaled.by_layer if layer.scaling}
-    assert found == {lengths.get(family, 2048)}
+    maxima = {layer.scaling.original_max_position for layer in scaled.by_layer if layer.scaling}
+    assert maxima == {lengths.get(family, 2048)}
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2"])
@@ -218,8 +218,12 @@ def test_qwen_2_has_biases():
 def test_smollm_3_rotates_where_no_rope_layers_is_1():
     config = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "smollm3", "tie_word_embeddings": None})
     assert [layer.theta for layer in config.layers[:5]] == [5e5, 5e5, 5e5, None, 5e5]
-    one = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "smollm3", "no_rope_layers": [0] * 32})
-    assert (one.theta, one.scaling, one.layers) == (None, None, ())
+    config_without_rope = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "smollm3", "no_rope_layers": [0] * 32})
+    assert (config_without_rope.theta, config_without_rope.scaling, config_without_rope.layers) == (
+        None,
+        None,
+        (),
+    )
 
 
 def test_equal_models_are_equal_configs():

@@ -1,4 +1,4 @@
-"""A whole training step of CUDA kernels, on the emulator under the sanitizer, against the reference in float64."""
+"""Whole training step of CUDA kernels, on the emulator under the sanitizer, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SLOW += [
 
 
 def step(config, dtype, policy, weights_dtype):
-    """Loss, gradients, and weights after an update, of weights rounded to ``weights_dtype``."""
+    """Loss, gradients, and updated weights, from weights rounded to ``weights_dtype``."""
     flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype)
     start = models.initial_weights(config, std=0.1)
     flat.assign({name: x.astype(DTYPES[weights_dtype]).astype(x.dtype) for name, x in start.items()})
@@ -66,9 +66,9 @@ def step(config, dtype, policy, weights_dtype):
     loss = models.loss_and_grads(ids, targets, weights, config, grads=grads, policy=policy)
     norm, found_inf = gpu_ops.global_norm(flat.buffers["grads"])
     scale = training.clip_coefficient(norm, 1.0)
-    found = {name: x.copy() for name, x in flat.grads.items()}
+    grads_copy = {name: x.copy() for name, x in flat.grads.items()}
     flat.step(lr=1e-3, weight_decay=0.1, grad_scale=scale, skip=found_inf)
-    return float(loss), found, {name: x.astype(np.float64) for name, x in flat.params.items()}
+    return float(loss), grads_copy, {name: x.astype(np.float64) for name, x in flat.params.items()}
 
 
 @pytest.mark.parametrize(("kernels", "family", "dtype", "policy"), [*BRIEF, *SLOW], ids=str)
@@ -79,10 +79,10 @@ def test_a_step_obeys_the_tolerance_rule(kernels, family, dtype, policy, monkeyp
         textbook, of_textbook, weights = step(config, dtype, policy, dtype)
     monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
     monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
-    found, of_found, updated = step(config, dtype, policy, dtype)
-    assert abs(found - loss) <= tolerance(np.array(loss), np.array(textbook), np.float32)
+    actual, actual_grads, updated = step(config, dtype, policy, dtype)
+    assert abs(actual - loss) <= tolerance(np.array(loss), np.array(textbook), np.float32)
     for name, g in grads.items():
-        problem = error_report(of_found[name], g, tolerance(g, of_textbook[name], np.float32, GRADIENT))
+        problem = error_report(actual_grads[name], g, tolerance(g, of_textbook[name], np.float32, GRADIENT))
         assert problem is None, f"{name}: {problem}"
     ulp = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     for name, w in weights.items():

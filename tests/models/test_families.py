@@ -1,4 +1,4 @@
-"""Families of models beside Hugging Face transformers: its folders read and written, logits, and gradients."""
+"""Families of models against Hugging Face transformers: its folders read and written, logits, and gradients."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ EVERY = pytest.mark.parametrize("case", CASES)
 
 
 def made(case, dtype=torch.float32):
-    """A model of transformers with random weights, norms and biases included."""
+    """Model of transformers with random weights, norms and biases."""
     name, options = CASES[case]
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
         **SIZES | options
@@ -90,12 +90,12 @@ def made(case, dtype=torch.float32):
 
 
 def randomised(model, dtype=torch.float32):
-    one = 0.0 if "gemma" in model.config.model_type else 1.0
+    norm_mean = 0.0 if "gemma" in model.config.model_type else 1.0
     torch.manual_seed(0)
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim == 1:
-                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else one))
+                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else norm_mean))
             else:
                 p.copy_(0.1 * torch.randn_like(p))
             p.data = p.data.to(dtype)  # model.to() would round the rotary frequencies
@@ -146,9 +146,9 @@ RAW = {
 
 @pytest.mark.parametrize("case", RAW)
 def test_entries_mean_what_they_do_in_transformers(case, tmp_path):
-    """As a config.json has them, which a config class of transformers would not write."""
-    kind, more = RAW[case]
-    entries = {"model_type": kind, "rms_norm_eps": 1e-5, "head_dim": 16, **SIZES, **more}
+    """Entries of real config.json files that a config class of transformers would not write."""
+    model_type, more = RAW[case]
+    entries = {"model_type": model_type, "rms_norm_eps": 1e-5, "head_dim": 16, **SIZES, **more}
     entries = {name: x for name, x in entries.items() if x is not None or name == "pad_token_id"}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -215,14 +215,14 @@ def test_gradients_in_float64_are_torchs(case, tmp_path):
     made(case).save_pretrained(tmp_path)
     weights, config = models.load(tmp_path, dtype="float64")
     plain = tuple(dataclasses.replace(layer, scaling=None) for layer in config.layers)
-    config = dataclasses.replace(config, scaling=None, layers=plain)  # as the peer rotates
+    config = dataclasses.replace(config, scaling=None, layers=plain)  # the peer rotates without scaling
     tokens, targets = ids(), np.roll(ids(), -1, 1)
     p = {name: torch.tensor(x, requires_grad=True) for name, x in weights.arrays().items()}
     loss = torch_loss(p, config, torch.tensor(tokens), torch.tensor(targets))
     loss.backward()
     grads = {name: np.zeros(x.shape) for name, x in weights.arrays().items()}
-    found = models.loss_and_grads(tokens, targets, weights, config, grads=models.Llama.of(grads, config))
-    assert abs(float(found) - loss.item()) < 1e-12 * loss.item()
+    actual = models.loss_and_grads(tokens, targets, weights, config, grads=models.Llama.of(grads, config))
+    assert abs(float(actual) - loss.item()) < 1e-12 * loss.item()
     for name, x in p.items():
         right = x.grad.numpy()
         assert np.abs(grads[name] - right).max() < 1e-12 * np.abs(right).max(), name
@@ -230,7 +230,7 @@ def test_gradients_in_float64_are_torchs(case, tmp_path):
 
 @pytest.mark.parametrize("kind", ["autobitlinear", "bitlinear"])
 def test_packed_bitnet_is_that_of_transformers(kind, tmp_path, monkeypatch):
-    """But where the last bit of a norm decides how an activation is rounded to int8."""
+    """Logits agree except where the last bit of a norm decides how an activation is rounded to int8."""
     monkeypatch.setattr(torch, "compile", lambda function: function)  # which would need a C++ compiler
     monkeypatch.delitem(sys.modules, "transformers.integrations.bitnet", raising=False)
     bitnet = importlib.import_module("transformers.integrations.bitnet")

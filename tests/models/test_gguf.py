@@ -1,4 +1,4 @@
-"""Models from GGUF files: the same as from their folders, and ternary ones packed."""
+"""Models from GGUF files: equal to those from folders, with ternary projections packed."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def gguf():
 @pytest.mark.parametrize("stored_as", ["F32", "F16", "BF16", "Q8_0"])
 def test_a_model_is_the_same_as_from_its_folder(case, stored_as, gguf, tmp_path):
     weights, config = written(gguf, tmp_path / "a.gguf", case, stored_as)
-    kind = gguf.GGMLQuantizationType[stored_as]
+    tensor_type = gguf.GGMLQuantizationType[stored_as]
 
     def rounded(x):
-        return x if x.ndim == 1 else gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
+        return x if x.ndim == 1 else gguf.quants.dequantize(gguf.quants.quantize(x, tensor_type), tensor_type)
 
     arrays = {name: rounded(x) for name, x in weights.arrays().items()}
     models.save(tmp_path / "folder", models.Llama.of(arrays, config), config)
     for dtype in ("float32", "bfloat16", "float64"):
-        found, read = models.load(tmp_path / "a.gguf", dtype=dtype)
+        weights_read, read = models.load(tmp_path / "a.gguf", dtype=dtype)
         folder, expected = models.load(tmp_path / "folder", dtype=dtype)
         assert read == expected == config
-        assert same(found, folder)
-        assert (found.lm_head is found.embed) == config.tied
+        assert same(weights_read, folder)
+        assert (weights_read.lm_head is weights_read.embed) == config.tied
     defaults = {"F16": np.float16, "BF16": ml_dtypes.bfloat16}
     assert models.load(tmp_path / "a.gguf")[0].embed.dtype == defaults.get(stored_as, np.float32)
 
@@ -60,29 +60,29 @@ BLOCKS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 
 
 @pytest.mark.parametrize("stored_as", BLOCKS)
 def test_quantised_types_are_decoded_as_the_package_does(stored_as, gguf, tmp_path, rng):
-    """Of random bytes, infinite scales included: the package quantises to some of the types only."""
-    kind, (count, nbytes) = gguf.GGMLQuantizationType[stored_as], BLOCKS[stored_as]
+    """Decode random bytes, infinite scales included, since the package quantises to some of the types only."""
+    tensor_type, (count, nbytes) = gguf.GGMLQuantizationType[stored_as], BLOCKS[stored_as]
     config = LlamaConfig(vocab=4500, hidden=256, ffn=64, nlayers=0, nheads=4, tied=True)
     codes = rng.integers(0, 256, (4500, 256 // count * nbytes), np.uint8)
     tensors = {"token_embd.weight": codes, "output_norm.weight": np.ones(256, np.float32)}
     write(gguf, tmp_path / "a", "llama", metadata(config, "llama"), tensors, {"token_embd.weight": stored_as})
-    found = models.load(tmp_path / "a")[0].embed
+    table = models.load(tmp_path / "a")[0].embed
     with np.errstate(over="ignore", invalid="ignore"):
-        right = gguf.quants.dequantize(codes, kind)
-    assert found.dtype == np.float32
+        right = gguf.quants.dequantize(codes, tensor_type)
+    assert table.dtype == np.float32
     assert not np.isfinite(right).all()
-    np.testing.assert_array_equal(found, right)
+    np.testing.assert_array_equal(table, right)
 
 
 def llama3_divisors(config, original=8192):
-    """As the converter computes them."""
-    d, found = config.head_dim, []
+    """Divisors of frequencies as the converter computes them."""
+    d, divisors = config.head_dim, []
     for i in range(0, d, 2):
         wavelength = 2 * np.pi * config.theta ** (i / d)
         smooth = (original / wavelength - 1.0) / 3.0
         ends = 8.0 if wavelength > original else 1 / ((1 - smooth) / 8.0 + smooth)
-        found.append(1.0 if wavelength < original / 4.0 else ends)
-    return np.array(found, np.float32)
+        divisors.append(1.0 if wavelength < original / 4.0 else ends)
+    return np.array(divisors, np.float32)
 
 
 @pytest.mark.parametrize("original", [8192, 64])
@@ -93,7 +93,7 @@ def test_rope_freqs(original, gguf, tmp_path):
     assert np.unique(divisors).size > 3
     tensors = stored(weights, config, "llama") | {"rope_freqs.weight": divisors}
     write(gguf, tmp_path / "a", "llama", metadata(config, "llama"), tensors)
-    found, read = models.load(tmp_path / "a")
+    weights_read, read = models.load(tmp_path / "a")
     right = RopeScaling.llama3(8.0, original)
     if original == 8192:
         assert read == dataclasses.replace(config, scaling=right)
@@ -101,7 +101,9 @@ def test_rope_freqs(original, gguf, tmp_path):
     np.testing.assert_allclose(frequencies, right.inv_freq(128, 500000.0), rtol=1e-6)
     assert read.scaling.attention_factor_at(10**6) == 1.0
     expected = models.logits(IDS, weights, dataclasses.replace(config, scaling=right))
-    np.testing.assert_allclose(models.logits(IDS, found, read), expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        models.logits(IDS, weights_read, read), expected, atol=2e-5 * np.abs(expected).max()
+    )
 
 
 # --- ternary ---------------------------------------------------------------------------------------
@@ -124,19 +126,19 @@ def test_ternary_projections_stay_packed(format, arch, big, one_scale, gguf, tmp
     else:
         keys = {"general.architecture": arch, **metadata(big, arch), "answer": [1, 2]}
         gpu_ops.write_gguf(path, tensors, keys)
-    found, config = models.load(path)
+    weights_read, config = models.load(path)
     assert config == big
     for part in models.projection.PROJECTIONS:
-        w, expected = getattr(found.layers[0], part), getattr(right.layers[0], part)
+        w, expected = getattr(weights_read.layers[0], part), getattr(right.layers[0], part)
         assert w.format == "w2"
         assert w.scale.ndim == (0 if one_scale or part in ("o", "down") else 1)
         np.testing.assert_array_equal(w.dequantize(), expected.dequantize())
-    np.testing.assert_array_equal(models.logits(IDS, found, config), models.logits(IDS, right, config))
+    np.testing.assert_array_equal(models.logits(IDS, weights_read, config), models.logits(IDS, right, config))
     assert models.load(path, dtype="bfloat16")[0].layers[0].mlp_norm.dtype == ml_dtypes.bfloat16
 
 
 def write_i2_s(gguf, path, tensors, arch, config):
-    """The package does not know the type: bytes go in as int8, and the number is exchanged in the file."""
+    """Write I2_S, which the package lacks: bytes are written as int8, and the type number is replaced in the file."""
     made_of = {n: x for n, x in tensors.items() if isinstance(x, gpu_ops.TernaryMatrix)}
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata(config, arch).items():
@@ -155,7 +157,7 @@ def write_i2_s(gguf, path, tensors, arch, config):
 
 
 class I2S(int):
-    """What the writer packs as a type."""
+    """Type number that the writer packs."""
 
 
 def test_a_projection_that_is_ternary_in_part_becomes_an_array(tmp_path, rng):

@@ -1,4 +1,4 @@
-"""Models from GGUF files beside Hugging Face transformers, which reads them too: logits."""
+"""Logits of models from GGUF files against Hugging Face transformers, which reads them too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="transformers reads GGUF files with it:
 
 
 @pytest.mark.parametrize("stored_as", ["F32", "Q8_0"])
-# transformers reads neither biases of a llama, nor head sizes, nor scalings.
+# transformers does not read biases of a llama, head sizes or scalings.
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "qwen2", "qwen3"])
 def test_logits_are_those_of_transformers(case, stored_as, tmp_path):
     written(gguf, tmp_path / "a.gguf", case, stored_as)

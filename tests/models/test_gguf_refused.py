@@ -1,4 +1,4 @@
-"""GGUF files that hold no model known here, or are damaged: refused, in bounded memory."""
+"""GGUF files with unknown models or damage: refused, in bounded memory."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_keys_that_change_nothing(gguf, tmp_path):
         "general.file_type": 7,
     }
     weights, config = written(gguf, tmp_path / "a", more=more)
-    found, read = models.load(tmp_path / "a")
+    weights_read, read = models.load(tmp_path / "a")
     assert read == config
-    assert same(found, weights)
+    assert same(weights_read, weights)
 
 
 REFUSED_TENSORS = {
@@ -115,11 +115,11 @@ REFUSED_TENSORS = {
 
 @pytest.mark.parametrize("name", REFUSED_TENSORS)
 def test_another_model_than_the_metadatas_is_refused(name, gguf, tmp_path):
-    change, kind, words = REFUSED_TENSORS[name]
+    change, error, words = REFUSED_TENSORS[name]
     tensors = stored(made(LLAMA), LLAMA, "llama")
     change(tensors)
     write(gguf, tmp_path / "a", "llama", metadata(LLAMA, "llama"), tensors)
-    with pytest.raises(kind, match=re.escape(words)):
+    with pytest.raises(error, match=re.escape(words)):
         models.load(tmp_path / "a")
 
 
@@ -200,7 +200,7 @@ def test_damaged_files_are_refused_or_read_soundly(tmp_path, rng):
 
 
 def test_tensors_that_share_bytes_are_refused(tmp_path):
-    """Else a small file would become as many arrays as it names tensors."""
+    """Otherwise a small file would become as many arrays as it has tensor names."""
     keys = {"general.architecture": "llama", **metadata(LLAMA, "llama")}
     gpu_ops.write_gguf(tmp_path / "a", stored(made(LLAMA), LLAMA, "llama"), keys)
     data = (tmp_path / "a").read_bytes()

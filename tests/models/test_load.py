@@ -1,4 +1,4 @@
-"""Models from folders: shards, casts, and what does not hold the model of its config is refused."""
+"""Models from folders: shards and casts; folders that do not match their config are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(config=CONFIG, dtype=np.float32):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A saved model."""
+    """Folder of a saved model."""
     models.save(tmp_path, made(), CONFIG)
     return tmp_path
 
@@ -53,7 +53,7 @@ def write(path, arrays):
 
 
 def shard(folder):
-    """Two files and their index in place of one."""
+    """Replace the file by two files and their index."""
     arrays = tensors(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(arrays)
@@ -95,7 +95,7 @@ def test_loading_takes_the_models_memory_and_a_piece(tmp_path):
 
 
 def test_an_output_layer_beside_a_tied_table(folder):
-    """Files have one where it is a copy."""
+    """Some files have an output layer that is a copy of the table."""
     arrays = tensors(folder / "model.safetensors")
     configured(folder, tie_word_embeddings=True)
     with pytest.raises(FormatError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
@@ -109,7 +109,7 @@ def test_an_output_layer_beside_a_tied_table(folder):
 
 
 def renamed(arrays, prefix):
-    """As other packages write the tensors of a model."""
+    """Tensors with the names that other packages write."""
     return {n.replace("model.", prefix, 1) if n.startswith("model.") else n: x for n, x in arrays.items()}
 
 
@@ -141,12 +141,12 @@ def test_a_base_model_has_no_output_layer(folder):
 @pytest.mark.parametrize("table", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("head", [np.float64, np.float16, ml_dtypes.bfloat16])
 def test_the_head_of_a_tied_model_in_another_dtype(head, table, folder):
-    """A copy of the table is one; what was rounded is used as it is stored, as in transformers 5."""
+    """An exact copy of the table is tied; a rounded head is used as stored, as in transformers 5."""
     arrays = tensors(folder / "model.safetensors")
     embed = "model.embed_tokens.weight"
     exact = np.random.default_rng(0).standard_normal(arrays[embed].shape)
     configured(folder, tie_word_embeddings=True)
-    few = exact.astype(ml_dtypes.float8_e4m3fn)  # which all dtypes hold
+    few = exact.astype(ml_dtypes.float8_e4m3fn)  # values that all dtypes hold
     write(
         folder / "model.safetensors", arrays | {embed: few.astype(table), "lm_head.weight": few.astype(head)}
     )
@@ -201,11 +201,11 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_another_model_than_the_configs_is_refused(name, folder):
-    change, kind, words = DAMAGED[name]
+    change, error, words = DAMAGED[name]
     arrays = tensors(folder / "model.safetensors")
     change(arrays)
     write(folder / "model.safetensors", arrays)
-    with pytest.raises(kind, match=re.escape(words)):
+    with pytest.raises(error, match=re.escape(words)):
         models.load(folder)
 
 

@@ -1,4 +1,4 @@
-"""Inputs of layers in host memory: the copies, and what waits for what. On stand-ins for CuPy and its streams."""
+"""Inputs of layers in host memory: copies and their synchronisation, on fakes of CuPy and its streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.fake_cupy import FakeArray
 
 
 class Streams:
-    """Copies at once, and keeps the order of what was asked for."""
+    """Fake streams that copy at once, and record the order of requests."""
 
     def __init__(self):
         self.log = []
@@ -29,8 +29,8 @@ class Streams:
     def compute_waits_for(self, event):
         self.log.append(f"compute waits for {event}")
 
-    def copy(self, to, source, nbytes, arrays):
-        ctypes.memmove(to, source, nbytes)
+    def copy(self, target, source, nbytes, arrays):
+        ctypes.memmove(target, source, nbytes)
         self.log.append("copy")
         return self.log.count("copy")
 
@@ -51,11 +51,11 @@ def test_there_and_back(cupy):
     streams, x = Streams(), array()
     kept, values = offload.OnHost(x, streams), x.host.copy()
     offload.release(kept)
-    x.host[:] = -1  # its memory is another's now
+    x.host[:] = -1  # its memory is reused now
     back = offload.fetched(kept)
     assert back is not x
     assert np.array_equal(back.host, values)
-    # before the memory goes to other work, and before the array is used, the stream that computes waits for the copy
+    # before the memory is reused, and before the array is used, the compute stream waits for the copy
     assert streams.log == [
         *("copies wait", "copy", "compute waits for 1"),
         *("copies wait", "copy", "compute waits for 2"),
@@ -74,7 +74,7 @@ def test_a_prefetched_array_is_copied_once(cupy):
 
 
 def test_heads_of_a_gpu_are_copied_as_bits(cupy):
-    """CuPy does not know bfloat16."""
+    """CuPy does not support bfloat16."""
     heads = FakeArray(np.arange(24).astype(ml_dtypes.bfloat16).reshape(2, 4, 3))
     part = heads[:, 1:3]
     made = copied(part)

@@ -1,4 +1,4 @@
-"""LoRA adapters on float and ternary bases, and ternary weights in training."""
+"""LoRA adapters on float and ternary bases, and training of ternary weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BIASED = dataclasses.replace(CONFIG, biases=("qkv", "o", "gate_up", "down"))
 
 
 def adapters(seed=0):
-    """With b as after some steps: zero, it would hide a."""
+    """Adapters with nonzero b, as after some steps: zeros would hide a."""
     shapes = models.lora_shapes(CONFIG, RANK)
-    found = {name: x.astype(np.float64) for name, x in models.initial_lora(shapes, seed=seed).items()}
+    arrays = {name: x.astype(np.float64) for name, x in models.initial_lora(shapes, seed=seed).items()}
     rng = np.random.default_rng(seed)
-    return {n: 0.1 * rng.standard_normal(x.shape) if n.endswith(".b") else x for n, x in found.items()}
+    return {n: 0.1 * rng.standard_normal(x.shape) if n.endswith(".b") else x for n, x in arrays.items()}
 
 
 def test_adapters_start_as_their_base():
@@ -92,7 +92,7 @@ def test_a_frozen_weight_has_no_gradient():
 
 
 def test_latent_weights_learn_through_ternary_ones():
-    """The loss of a ternary model goes down, and its gradient is that of the weights it multiplies by."""
+    """The loss of a ternary model falls, and its gradient is that of the weights it multiplies by."""
     rng = np.random.default_rng(0)
     latent = models.Latent(rng.standard_normal((16, 64)))
     x, dy = rng.standard_normal((5, 64)), rng.standard_normal((5, 16))
@@ -128,7 +128,7 @@ def test_mistakes_are_typed():
 
 @pytest.mark.parametrize("kind", ["array", "frozen", "lora", "ternary"])
 def test_gradients_of_biases(kind):
-    """The same whatever the weight is, and whether it is trained."""
+    """Gradients of biases do not depend on the type of the weight, or whether it is trained."""
     rng = np.random.default_rng(0)
     weight, bias = rng.standard_normal((6, 8)), rng.standard_normal(6)
     x, dy = rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5, 6))
@@ -150,7 +150,7 @@ def test_gradients_of_biases(kind):
 
 
 def test_adapters_on_a_model_with_biases():
-    """The biases are the base's, frozen or not."""
+    """The biases are those of the base, frozen or not."""
     arrays, zeros = made(BIASED)
     base, pairs = models.Llama.of(arrays, BIASED), adapters()
     tuned = models.with_lora(base, pairs)
@@ -168,16 +168,16 @@ def test_adapters_on_a_model_with_biases():
         )
         for plain, layer in zip(base.layers, tuned.layers, strict=True)
     ]
-    found = {name: x.copy() for name, x in zeros.items() if name.endswith(("qkv_bias", "down_bias"))}
+    bias_grads = {name: x.copy() for name, x in zeros.items() if name.endswith(("qkv_bias", "down_bias"))}
     for x in zeros.values():
         x[...] = 0
     models.loss_and_grads(ids, targets, merged, BIASED, grads=whole)
-    for name, x in found.items():
+    for name, x in bias_grads.items():
         np.testing.assert_allclose(x, zeros[name], rtol=1e-10, atol=1e-13)
 
 
 def ternary_model(dtype, config=BIASED):
-    """And its twin whose projections take int8 from the norms."""
+    """Ternary model, and its twin whose projections take int8 from the norms."""
     arrays = models.initial_weights(config, std=0.3)
     arrays = {n: x if x.ndim > 1 else x + 0.1 * np.sin(np.arange(x.size)) for n, x in arrays.items()}
     weights = models.Llama.of({n: x.astype(dtype) for n, x in arrays.items()}, config)
@@ -201,7 +201,7 @@ def test_int8_from_the_norm_is_what_project_multiplies(dtype):
     assert y.dtype == dtype
     want = gpu_ops.ternary_matmul(q, w, x_scale=scale, out_dtype=dtype)
     np.testing.assert_array_equal(y, want + bias + residual)
-    # of floats, as the matrix alone
+    # with float inputs, as for the matrix alone
     np.testing.assert_array_equal(normed(x, norm, w, eps=1e-3), gpu_ops.rmsnorm(x, norm, eps=1e-3))
     np.testing.assert_array_equal(project(x, Int8Input(w), bias), project(x, w, bias))
     dy = rng.standard_normal((5, 24)).astype(dtype)
@@ -211,8 +211,8 @@ def test_int8_from_the_norm_is_what_project_multiplies(dtype):
 
 
 def test_inference_takes_int8_where_the_weights_ask_for_it(monkeypatch):
-    """Twice a layer, and the logits stay within the rounding to int8; nothing changes for a plain TernaryMatrix."""
-    plain, given = ternary_model(np.float32)
+    """int8 is used twice per layer, and logits stay within its rounding; a plain TernaryMatrix is not affected."""
+    plain, int8_model = ternary_model(np.float32)
     calls = []
 
     def counted(*arrays, **options):
@@ -224,20 +224,20 @@ def test_inference_takes_int8_where_the_weights_ask_for_it(monkeypatch):
     def logits(weights):
         cache = inference.cache_for(weights, BIASED, lengths=[9])
         text = cache.add()
-        found = []
+        actual = []
         for ids in ([3, 1, 4, 1, 5, 9, 2], [6]):  # a prompt, then a token
-            found.append(inference.next_logits(weights, BIASED, cache, cache.reserve({text: ids})))
+            actual.append(inference.next_logits(weights, BIASED, cache, cache.reserve({text: ids})))
             cache.commit()
-        return np.concatenate(found)
+        return np.concatenate(actual)
 
     want = logits(plain)
     assert not calls
-    found = logits(given)
+    actual = logits(int8_model)
     assert [rows for rows, _ in calls] == [7] * 2 * BIASED.nlayers + [1] * 2 * BIASED.nlayers
-    assert np.linalg.norm(found - want) < 0.02 * np.linalg.norm(want)
-    assert not np.array_equal(found, want)
+    assert np.linalg.norm(actual - want) < 0.02 * np.linalg.norm(want)
+    assert not np.array_equal(actual, want)
     ids = tokens((1, 6))
-    np.testing.assert_array_equal(models.logits(ids, given, BIASED), models.logits(ids, plain, BIASED))
+    np.testing.assert_array_equal(models.logits(ids, int8_model, BIASED), models.logits(ids, plain, BIASED))
 
 
 def test_int8_input_wants_packed_weights():

@@ -1,4 +1,4 @@
-"""Models saved to folders: what is saved comes back, whole or not at all."""
+"""Models saved to folders: they load unchanged; a save is complete or writes nothing."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def test_what_is_saved_comes_back(name, tmp_path):
     config = CONFIGS[name]
     weights = made(config)
     models.save(tmp_path / "a" / "b", weights, config)
-    found, read = models.load(tmp_path / "a" / "b")
+    weights_read, read = models.load(tmp_path / "a" / "b")
     assert read == config
-    assert same(found, weights)
-    assert (found.lm_head is found.embed) == config.tied
+    assert same(weights_read, weights)
+    assert (weights_read.lm_head is weights_read.embed) == config.tied
     assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_lengths_are_where_transformers_4_reads_them():
-    """It takes the factor of YaRN, and the original length of LongRoPE, from beside the rope part."""
+    """transformers 4 reads the factor of YaRN and the original length of LongRoPE outside the rope entry."""
     for scaling in (YARN, LONG):
         entries = dataclasses.replace(CONFIG, scaling=scaling).to_hf()
         part = entries["rope_scaling"]
@@ -80,10 +80,10 @@ def test_dtypes(dtype, tmp_path):
     models.save(tmp_path, weights, CONFIG)
     assert same(models.load(tmp_path)[0], weights)
     for wanted in ("float32", np.float64, ml_dtypes.bfloat16):
-        found = models.load(tmp_path, dtype=wanted)[0].arrays()
+        arrays = models.load(tmp_path, dtype=wanted)[0].arrays()
         for name, x in weights.arrays().items():
-            assert found[name].dtype == wanted
-            np.testing.assert_array_equal(found[name], x.astype(wanted))
+            assert arrays[name].dtype == wanted
+            np.testing.assert_array_equal(arrays[name], x.astype(wanted))
 
 
 def test_strided_weights_are_saved(tmp_path):
@@ -97,9 +97,9 @@ def test_strided_weights_are_saved(tmp_path):
 def test_other_entries_are_kept(tmp_path):
     entries = {"max_position_embeddings": 4096, "eos_token_id": [1, 2], "hidden_size": 99, "dtype": "float16"}
     models.save(tmp_path, made(), CONFIG, entries=entries)
-    found = json.loads((tmp_path / "config.json").read_text())
-    assert (found["max_position_embeddings"], found["eos_token_id"]) == (4096, [1, 2])
-    assert (found["hidden_size"], found["torch_dtype"]) == (24, "float32")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["max_position_embeddings"], saved["eos_token_id"]) == (4096, [1, 2])
+    assert (saved["hidden_size"], saved["torch_dtype"]) == (24, "float32")
     assert models.load(tmp_path)[1] == CONFIG
     models.save(tmp_path, made(), CONFIG, entries={"model_type": "mistral"})
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
@@ -118,7 +118,7 @@ def test_what_cannot_be_saved(tmp_path):
     mixed = dataclasses.replace(CONFIG, qk_norm=True, biases=("down",))
     lora = models.with_lora(weights, models.initial_lora(models.lora_shapes(CONFIG, 2, ["o"])))
     untied = dataclasses.replace(CONFIG, tied=True)
-    for model, config, options, kind, words in (
+    for model, config, options, error, words in (
         (weights, ntk, {}, OptionError, "transformers has no 'ntk'"),
         (weights, part, {}, OptionError, "partial_rotary_factor=0.5; .* rotate whole heads"),
         (weights, mixed, {}, OptionError, "cannot have these options together"),
@@ -131,7 +131,7 @@ def test_what_cannot_be_saved(tmp_path):
         (weights, CONFIG, {"entries": {"logits_scaling": 2.0}}, OptionError, "logits_scaling"),
         (made(dtype=np.int32), CONFIG, {}, OptionError, "embed is int32"),
     ):
-        with pytest.raises(kind, match=words):
+        with pytest.raises(error, match=words):
             models.save(tmp_path / "new", model, config, **options)
     assert not (tmp_path / "new").exists()
 

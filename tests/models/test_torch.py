@@ -1,4 +1,4 @@
-"""A Llama trained beside the same model in torch: losses and gradients, in float64, float32 and bfloat16."""
+"""Llama trained against the same model in torch: losses and gradients, in float64, float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH, SEQLEN, LR, BETAS, DECAY = 8, 32, 3e-3, (0.9, 0.95), 0.1
 
 @functools.cache
 def data(seed):
-    """Text with something to learn: each token follows from the one before, mostly."""
+    """Text that can be learned: most tokens are determined by the previous one."""
     rng = np.random.default_rng(seed)
     follows = rng.permutation(CONFIG.vocab)
     tokens = np.zeros(20_000, np.int64)
@@ -30,7 +30,7 @@ def data(seed):
 
 
 def ours(dtype, seed, steps):
-    """Losses, and the gradients of the first step."""
+    """Losses, and gradients of the first step."""
     flat = training.FlatParams.from_shapes(CONFIG.shapes(), dtype=dtype)
     flat.assign(models.initial_weights(CONFIG, seed=seed))
     weights, grads = models.Llama.of(flat.params, CONFIG), models.Llama.of(flat.grads, CONFIG)
@@ -66,8 +66,8 @@ def torchs(dtype, seed, steps):
     return np.array(losses), first
 
 
-def worst(found, right):
-    return max(float(np.abs(found[n] - g).max() / np.abs(g).max()) for n, g in right.items())
+def worst(actual, expected):
+    return max(float(np.abs(actual[n] - g).max() / np.abs(g).max()) for n, g in expected.items())
 
 
 def test_float64_is_torchs():

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on GPUs: the choice of kernel and threads, for every card, with no GPU."""
+"""RMSNorm and LayerNorm on GPUs: choice of kernel and threads for every card, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def choose(which, rows, cols, itemsize, card, alignment=16) -> RowConfig | Backw
 
 
 def kernels(which, config, dtype):
-    """Those that run a choice."""
+    """Kernels that run a choice."""
     norms = ("layernorm", "rmsnorm") if which == "forward" else (which.rpartition(" ")[2],)
     return [(_forward if which == "forward" else _backward)(norm, config, dtype) for norm in norms]
 
@@ -62,7 +62,7 @@ def test_every_choice_can_be_launched_and_covers_the_problem(which, itemsize, ca
 
 
 def check_team(c, rows, cols, card):
-    """Every column has a block, every block of a team an SM."""
+    """Check that every column has a block, and every block of a team has an SM."""
     assert c.block_cols % (32 * c.vec) == 0
     assert (c.team - 1) * c.block_cols < cols <= c.team * c.block_cols, "a block without a column"
     assert c.grid % c.team == 0
@@ -74,7 +74,7 @@ def check_team(c, rows, cols, card):
 
 @each_card
 def test_the_forward_reads_rows_once_that_all_sms_can_hold(card):
-    """A team's block holds at least 7680 columns: 5 vectors of 4 of each of 384 threads."""
+    """A block of a team holds at least 7680 columns: 5 vectors of 4 for each of 384 threads."""
     for itemsize in (2, 4):
         for cols in COLS:
             if cols <= 7680 * 3 * card.sms:
@@ -87,7 +87,7 @@ def test_the_forward_reads_rows_once_that_all_sms_can_hold(card):
 @each_card
 @pytest.mark.parametrize("which", PASSES[1:])
 def test_the_backward_reads_rows_once_that_all_sms_can_hold(which, card):
-    """An SM holds at least 9216 columns: single elements, 8 of each of 1152 threads."""
+    """An SM holds at least 9216 columns: 8 single elements for each of 1152 threads."""
     for itemsize in (2, 4):
         for cols in COLS:
             if cols <= 9216 * card.sms:
@@ -110,7 +110,7 @@ def test_teams_have_work_for_the_whole_card(which, card):
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_alignment_changes_how_vectors_are_fetched_and_nothing_else(which, itemsize):
-    """Else the same numbers would add up to other bits elsewhere in memory."""
+    """Otherwise sums of the same numbers would have other bits at other addresses."""
     card = PRESETS["A100-40"]
     for cols in COLS:
         aligned = choose(which, 100, cols, itemsize, card)
@@ -124,7 +124,7 @@ def test_alignment_changes_how_vectors_are_fetched_and_nothing_else(which, items
 
 @each_card
 def test_sums_of_dweight_stay_short(card):
-    """A sum suffers a rounding per row of its thread and per row group of its block: at most 56, and 8 after."""
+    """A sum is rounded once per row of its thread and per row group of its block: at most 56 times, and 8 after."""
     for rows in (1, 100, 8192, 65536, 10**6, 10**7):
         for cols in COLS:
             c = choose("backward of rmsnorm", rows, cols, 2, card)
@@ -135,7 +135,7 @@ def test_sums_of_dweight_stay_short(card):
 @each_card
 @pytest.mark.parametrize("which", PASSES)
 def test_more_than_half_of_the_warps_on_every_card(which, card):
-    """With as many registers as the kernel's __maxnreg__ allows; what it takes is in the test with a compiler."""
+    """Occupancy with the registers that __maxnreg__ allows; the test with a compiler checks the actual number."""
     for itemsize in (2, 4):
         for cols in (*range(1, 16385, 61), *range(8, 16385, 64), *COLS):
             for alignment in (16, itemsize):
@@ -143,9 +143,9 @@ def test_more_than_half_of_the_warps_on_every_card(which, card):
                 many = c.vecs in ((0, 2) if which == "forward" else (3, 4)) or c.team
                 registers = 56 if many else 48
                 needs = cubin.Resources(registers, 0, 0, 512, 1, None)
-                found = cubin.occupancy(needs, c.threads, c.shared_bytes, card.arch)
-                assert found.share > 0.5, c
-                assert not c.team or c.grid <= found.blocks * card.sms
+                occupancy = cubin.occupancy(needs, c.threads, c.shared_bytes, card.arch)
+                assert occupancy.share > 0.5, c
+                assert not c.team or c.grid <= occupancy.blocks * card.sms
 
 
 def test_many_small_rows_fill_the_card_and_keep_their_weights():
@@ -179,7 +179,7 @@ def test_every_choice_is_listed(arch):
     ],
 )
 def test_more_than_half_of_the_warps(dtype, itemsize, arch):
-    """No spills, and more than half of an SM's warps at work."""
+    """Kernels have no spills, and fill more than half of the warps of an SM."""
     limits = ARCHES[arch]
 
     @functools.cache
@@ -194,6 +194,6 @@ def test_more_than_half_of_the_warps(dtype, itemsize, arch):
             for kernel in kernels(which, c, dtype):
                 needs = resources(kernel)
                 assert needs.spill_bytes == 0
-                found = cubin.occupancy(needs, c.threads, c.shared_bytes, limits)
-                assert found.share > 0.5, (which, cols, c)
-                assert not kernel.cooperative or c.grid <= found.blocks * PRESETS[arch].sms
+                occupancy = cubin.occupancy(needs, c.threads, c.shared_bytes, limits)
+                assert occupancy.share > 0.5, (which, cols, c)
+                assert not kernel.cooperative or c.grid <= occupancy.blocks * PRESETS[arch].sms

@@ -1,4 +1,4 @@
-"""eps of norms may be 0 or tiny: a row of zeros gives 0 on every backend, and its neighbours what they are."""
+"""eps of norms may be 0 or tiny: a row of zeros gives 0 on every backend, and other rows do not change."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 
 
 def quick_on_emulator(raw):
-    """CUDA C++ once per op; Numba, which compiles for seconds, once."""
+    """Run CUDA C++ once per op, and Numba, which compiles for seconds, once."""
     few = {"dtype": [DTYPES[1]], "eps": [0.0]} if raw else {"dtype": [DTYPES[0]], "eps": [0.0]}
     return {"*": few if raw else {**few, "name": OPS[:1], "op": ["layernorm"]}}
 
 
 def with_zeros(name, dtype):
-    """A call whose second row, or sequence, is zeros; the bias of layernorm too."""
-    one = law_call(name, dtype, rows=3, cols=40, width=40)
+    """Call whose second row, or sequence, is zeros; the bias of layernorm too."""
+    problem = law_call(name, dtype, rows=3, cols=40, width=40)
     for key in ("x", "residual", "q", "k"):
-        if key in one.inputs:
-            one.inputs[key][(1, ...)] = 0
-    if "bias" in one.inputs:
-        one.inputs["bias"][...] = 0
-    return one
+        if key in problem.inputs:
+            problem.inputs[key][(1, ...)] = 0
+    if "bias" in problem.inputs:
+        problem.inputs["bias"][...] = 0
+    return problem
 
 
 @pytest.mark.parametrize("eps", [0.0, 5e-324, 1e-300, 1e-80, 2.0**-149, 1e-40])
 @each_name
 @each_dtype
 def test_a_row_of_zeros_gives_zeros(name, dtype, eps, backend):
-    one = with_zeros(name, dtype)
-    found = outcome(one, eps=eps, **backend)
+    problem = with_zeros(name, dtype)
+    results = outcome(problem, eps=eps, **backend)
     want = outcome(with_zeros(name, dtype), eps=1e-30 if dtype != np.float16 else eps, **backend)
-    for f, w in zip(found, want, strict=True):
+    for f, w in zip(results, want, strict=True):
         assert not np.isnan(f.astype(np.float64)).any()
-        is_statistic = f.ndim < one.arrays[next(iter(one.arrays))].ndim
+        is_statistic = f.ndim < problem.arrays[next(iter(problem.arrays))].ndim
         if not is_statistic:  # 1e-30 changes no bit of the other rows
             np.testing.assert_array_equal(f, w)
-    assert (found[0][1] == 0).all()
+    assert (results[0][1] == 0).all()
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-300])
@@ -57,11 +57,11 @@ def test_the_gradient_of_a_row_of_zeros(op, dtype, eps, backend):
     x[1] = 0
     weight = np.ones(40, dtype)
     statistics = {"return_rstd": True} if op == "rmsnorm" else {"return_stats": True}
-    _, *found = getattr(gpu_ops, op)(x, weight, eps=eps, **statistics, **backend)
-    assert all(np.isfinite(f).all() for f in found)
+    _, *saved = getattr(gpu_ops, op)(x, weight, eps=eps, **statistics, **backend)
+    assert all(np.isfinite(f).all() for f in saved)
     dy = np.ones_like(x)
     dy[1] = 0
-    dx, *_ = getattr(gpu_ops, f"{op}_backward")(dy, x, weight, *found, **backend)
+    dx, *_ = getattr(gpu_ops, f"{op}_backward")(dy, x, weight, *saved, **backend)
     assert (dx[1] == 0).all()
     assert np.isfinite(dx.astype(np.float64)).all()
 

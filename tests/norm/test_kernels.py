@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of RMSNorm and LayerNorm: every way to keep a row, what they move, how exact dweight is."""
+"""CUDA C++ kernels of RMSNorm and LayerNorm: every way to keep a row, traffic, and accuracy of dweight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def forward(norm, x, weight, residual=None, *, keep_sum=True, sms=None):
-    """y, s or None, and the statistics: rstd, in LayerNorm mean and rstd."""
+    """y, s or None, and the statistics: rstd, or mean and rstd of LayerNorm."""
     inputs = {"x": x, "weight": weight}
     if residual is not None:
         inputs["residual"] = residual
@@ -43,7 +43,7 @@ def forward(norm, x, weight, residual=None, *, keep_sum=True, sms=None):
 
 
 def backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
-    """dx, dweight and, in LayerNorm, dbias."""
+    """dx, dweight and, for LayerNorm, dbias."""
     *mean, rstd = statistics
     inputs = {"dy": dy, "x": x, "weight": weight, "rstd": rstd}
     if dresidual is not None:
@@ -79,7 +79,7 @@ def test_long_rows(norm, arch, dtype, cols, rng, monkeypatch):
 
 
 def check_forward(norm, x, weight, residual, *, sms=None):
-    """Against the reference, and with the sum not wanted; the results."""
+    """Check against the reference, and without the sum; return the results."""
     y, s, *statistics = forward(norm, x, weight, residual, sms=sms)
     reference = vars({"rmsnorm": rmsnorm_reference, "layernorm": layernorm_reference}[norm])
     bias = {"bias": weight} if norm == "layernorm" else {}
@@ -94,7 +94,7 @@ def check_forward(norm, x, weight, residual, *, sms=None):
 
 
 def check_backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
-    """Against the reference; the gradients."""
+    """Check against the reference; return the gradients."""
     reference = vars({"rmsnorm": rmsnorm_reference, "layernorm": layernorm_reference}[norm])
     got = backward(norm, dy, x, weight, *statistics, dresidual=dresidual, sms=sms)
     want, naive = (
@@ -109,7 +109,7 @@ def check_backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
 @pytest.mark.parametrize(
     ("norm", "dtype", "shape", "sms"),
     [
-        ("rmsnorm", F32, (60, 9220), 1),  # one team, and so many rows that it has two parts of them
+        ("rmsnorm", F32, (60, 9220), 1),  # one team, with enough rows for two parts
         ("layernorm", BF16, (7, 14000), 4),  # two teams, several rows each
         ("layernorm", F32, (3, 6917), 1),  # single elements
         # more columns than the card can hold: sums of dweight in global memory
@@ -118,7 +118,7 @@ def check_backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
     ],
 )
 def test_teams_of_a_small_card(norm, dtype, shape, sms, rng):
-    """Teams that go through many rows; twice, with the same bits whatever block comes first."""
+    """Teams process many rows; two runs give the same bits whatever block comes first."""
     x, dy = random(rng, shape, dtype), random(rng, shape, dtype)
     weight = random(rng, shape[1:], dtype)
     _, _, *statistics = forward(norm, x, weight)
@@ -139,7 +139,7 @@ def test_teams_of_a_small_card(norm, dtype, shape, sms, rng):
     ],
 )
 def test_teams_of_a_small_card_in_the_forward(norm, dtype, shape, sms, rng, monkeypatch):
-    """Rows dealt over blocks, with a residual; twice, with the same bits whatever block comes first."""
+    """Rows are divided over blocks, with a residual; two runs give the same bits whatever block comes first."""
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_86")
     x, residual = random(rng, shape, dtype), random(rng, shape, dtype)
     weight = random(rng, shape[1:], dtype)
@@ -150,13 +150,13 @@ def test_teams_of_a_small_card_in_the_forward(norm, dtype, shape, sms, rng, monk
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_team_of_huge_numbers(norm, rng, monkeypatch):
-    """Their squares are beyond float's range, and so is the sum of a row: a team sums it again, all blocks of it."""
+    """Squares exceed the range of float, and so does the sum of a row: all blocks of a team sum it again."""
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_86")
     x, weight = rng.uniform(1, 2, (3, 12288)).astype(F32), np.ones(12288, F32)
     scale = np.array([[1], [2.0**126], [1]], F32)
     y, _, *statistics = forward(norm, x, weight, sms=1)
     got, _, *got_statistics = forward(norm, x * scale, weight, sms=1)
-    np.testing.assert_allclose(got, y, rtol=0, atol=3e-4)  # what eps adds to the variance of the others
+    np.testing.assert_allclose(got, y, rtol=0, atol=3e-4)  # eps adds to the variance of the other rows
     for name, a, b in zip(("rstd", "mean"), statistics[::-1], got_statistics[::-1], strict=False):
         factor = 1 / scale[:, 0] if name == "rstd" else scale[:, 0]
         np.testing.assert_allclose(b, a * factor, rtol=1e-4)
@@ -169,18 +169,18 @@ def test_a_team_of_huge_numbers(norm, rng, monkeypatch):
 def test_misaligned_rows_give_the_same_bits(norm, cols, dtype, rng):
     x, dy = random(rng, (3, cols), dtype), random(rng, (3, cols), dtype)
     weight = random(rng, (cols,), dtype)
-    wide = np.zeros((3, cols + 1), dtype)
-    wide[:, 1:] = x
+    padded = np.zeros((3, cols + 1), dtype)
+    padded[:, 1:] = x
     y, _, *statistics = forward(norm, x, weight)
-    got_y, _, *got_statistics = forward(norm, wide[:, 1:], weight)
+    got_y, _, *got_statistics = forward(norm, padded[:, 1:], weight)
     want = y, *statistics, *backward(norm, dy, x, weight, *statistics)
-    got = got_y, *got_statistics, *backward(norm, dy, wide[:, 1:], weight, *statistics)
+    got = got_y, *got_statistics, *backward(norm, dy, padded[:, 1:], weight, *statistics)
     assert [a.tobytes() for a in got] == [a.tobytes() for a in want]
 
 
 @pytest.mark.parametrize("rows", [8192, 40_000])
 def test_dweight_of_equal_products(rows):
-    """The worst case for a long sum of floats: each addition rounds the same way."""
+    """Equal products are the worst case for a long sum of floats: each addition rounds the same way."""
     x = np.full((rows, 8), 1.7, np.float32)
     rstd = np.full(rows, 0.3, np.float32)
     _, dweight = backward("rmsnorm", np.ones_like(x), x, np.ones(8, np.float32), rstd)
@@ -201,7 +201,7 @@ def test_dweight_of_equal_products(rows):
     ids=str,
 )
 def test_each_element_moves_once(norm, dtype, shape, rng):
-    """Whole sectors, no bank conflicts, and one pass over every array with rows."""
+    """Traffic is whole sectors, no bank conflicts, and one pass over every array with rows."""
     x, residual, dy, ds = (random(rng, shape, dtype) for _ in range(4))
     weight = np.ones(shape[1], dtype)
     with emulator.record() as profiles:
@@ -225,7 +225,7 @@ def test_each_element_moves_once(norm, dtype, shape, rng):
 
 @pytest.mark.parametrize(("norm", "shape"), [("rmsnorm", (2, 4096)), ("layernorm", (8, 256))])
 def test_what_an_add_and_a_norm_move(norm, shape, rng):
-    """Two kernels move 5 arrays: x, residual and s, then s and y. One moves 4, or 3 where s is not wanted."""
+    """Two kernels move 5 arrays: x, residual and s, then s and y. One moves 4, or 3 if s is not requested."""
     x, residual = random(rng, shape, BF16), random(rng, shape, BF16)
     weight = np.ones(shape[1], BF16)
     with emulator.record() as profiles:
@@ -244,7 +244,7 @@ def test_what_an_add_and_a_norm_move(norm, shape, rng):
     [("rmsnorm", "sm_80", BF16), ("layernorm", "sm_86", BF16), ("layernorm", "sm_80", F32)],
 )
 def test_what_131072_columns_move(norm, arch, dtype, rng, monkeypatch):
-    """Teams of blocks keep all of a row."""
+    """Teams of blocks keep a whole row."""
     monkeypatch.setenv("GPU_OPS_ARCH", arch)
     monkeypatch.setenv("GPU_OPS_SANITIZE", "0")
     x, dy = (random(rng, (2, 131072), dtype) for _ in range(2))
@@ -260,7 +260,7 @@ def test_what_131072_columns_move(norm, arch, dtype, rng, monkeypatch):
 
 
 def rows_of_all_lengths():
-    """Each length with one norm and dtype, with the others when slow."""
+    """Each length with one norm and dtype; the other combinations are slow."""
     norms = (("rmsnorm", BF16), ("layernorm", F32), ("layernorm", BF16))
     for i, cols in enumerate((8, 17, 64, 100, 200, 257, 1000, 4096, 4099, 8192, 16384)):
         for j, norm in enumerate(norms):
@@ -269,7 +269,7 @@ def rows_of_all_lengths():
 
 @pytest.mark.parametrize(("norm", "dtype", "cols"), list(rows_of_all_lengths()))
 def test_no_bank_conflicts(norm, dtype, cols, rng):
-    """Every layout of the sums of dweight: by vectors of 1, 4 and 8 elements, several rows per block and one."""
+    """Sums of dweight have no conflicts: vectors of 1, 4 and 8 elements, one or several rows per block."""
     x, dy = random(rng, (5, cols), dtype), random(rng, (5, cols), dtype)
     weight = np.ones(cols, dtype)
     with emulator.record() as profiles:

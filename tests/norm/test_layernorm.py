@@ -1,4 +1,4 @@
-"""LayerNorm, forward and backward: one body over the backends, against the reference in float64."""
+"""LayerNorm, forward and backward: one test body over the backends, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -69,25 +69,29 @@ def test_residual_and_no_bias(backend, dtype, rng):
 
 @pytest.mark.parametrize("given", [("dweight",), ("dbias",), ("dweight", "dbias")], ids="-".join)
 def test_gradients_add_up_over_parts(backend, dtype, given, rng):
-    """To those that are given; the other one, and dx, are what they are without."""
+    """Gradients are added to the arrays passed; the other one, and dx, do not change."""
     x, dy, weight = random(rng, (9, 321), dtype), random(rng, (9, 321), dtype), random(rng, (321,), dtype)
     _, mean, rstd = gpu_ops.layernorm(x, weight, return_stats=True, **backend)
     parts = slice(0, 4), slice(4, 9)
     first, second = ((dy[part], x[part], weight, mean[part], rstd[part]) for part in parts)
-    one, two = (gpu_ops.layernorm_backward(*part, **backend) for part in (first, second))
-    sums = {name: one[1 + (name == "dbias")].copy() for name in given}
+    first_grads, second_grads = (gpu_ops.layernorm_backward(*part, **backend) for part in (first, second))
+    sums = {name: first_grads[1 + (name == "dbias")].copy() for name in given}
     out = tuple(
-        np.zeros_like(x) for x, n in zip(two, ("dx", "dweight", "dbias"), strict=True) if n not in given
+        np.zeros_like(x)
+        for x, n in zip(second_grads, ("dx", "dweight", "dbias"), strict=True)
+        if n not in given
     )
-    found = gpu_ops.layernorm_backward(*second, **sums, out=out, **backend)
-    assert found[0] is out[0]
+    results = gpu_ops.layernorm_backward(*second, **sums, out=out, **backend)
+    assert results[0] is out[0]
     for i, name in enumerate(("dx", "dweight", "dbias")):
         if name in given:
-            assert found[i] is sums[name]
-            size = np.abs(one[i]) + np.abs(two[i])
-            np.testing.assert_array_less(np.abs(found[i] - (one[i] + two[i])), 1e-6 * size.max())
+            assert results[i] is sums[name]
+            size = np.abs(first_grads[i]) + np.abs(second_grads[i])
+            np.testing.assert_array_less(
+                np.abs(results[i] - (first_grads[i] + second_grads[i])), 1e-6 * size.max()
+            )
         else:
-            assert found[i].tobytes() == two[i].tobytes()
+            assert results[i].tobytes() == second_grads[i].tobytes()
 
 
 def test_results_in_the_order_of_the_contract(backend):
@@ -106,28 +110,28 @@ def test_results_in_the_order_of_the_contract(backend):
 
 @pytest.mark.parametrize("cols", [96, 1500, 8200, 60000])
 def test_a_large_common_offset_costs_no_digits(backend, cols, rng):
-    """Mean 1000, deviation 1 and less: mean(x^2) - mean^2 in float32 would keep no digit of the variance."""
+    """With mean 1000 and deviation <= 1, mean(x^2) - mean^2 in float32 would keep no digit of the variance."""
     if cols > 8200 and backend == {"device": "emulator", "backend": "numba"}:
         pytest.skip("the twin has one path for all lengths")
     x = (1000 + rng.standard_normal((2, cols)) * [[1.0], [0.01]]).astype(np.float32)
     x[0, cols // 2 :] += 50  # where half of a long row stays on the chip, its mean is not that of the rest
     _, mean, rstd = gpu_ops.layernorm(x, np.ones(cols, np.float32), return_stats=True, eps=1e-12, **backend)
-    wide = x.astype(np.float64)
-    np.testing.assert_allclose(mean, wide.mean(axis=-1), rtol=2e-7)
-    np.testing.assert_allclose(rstd, 1 / np.sqrt(wide.var(axis=-1) + 1e-12), rtol=2e-5)
+    exact_x = x.astype(np.float64)
+    np.testing.assert_allclose(mean, exact_x.mean(axis=-1), rtol=2e-7)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt(exact_x.var(axis=-1) + 1e-12), rtol=2e-5)
 
 
 @pytest.mark.parametrize(("far", "first"), [(0.0, 1), (1e4, 1), (1e4, 64)])
 def test_statistics_keep_their_digits_beside_a_larger_mean(far, first, rng):
-    """Sums are taken around a mean of the first numbers and a rounded one: what these are off by is put right."""
+    """Sums are taken around a mean of the first numbers, and a rounded mean; the error of both is corrected."""
     x = (1e6 + rng.standard_normal((8, 4096))).astype(np.float32)
     x[:, :first] += far
     _, mean, rstd = gpu_ops.layernorm(
         x, np.ones(4096, np.float32), return_stats=True, eps=1e-12, device="cpu"
     )
-    wide = x.astype(np.float64)
-    np.testing.assert_allclose(mean, wide.mean(axis=-1), rtol=6e-8)
-    np.testing.assert_allclose(rstd, 1 / np.sqrt(wide.var(axis=-1) + 1e-12), rtol=2e-7)
+    exact_x = x.astype(np.float64)
+    np.testing.assert_allclose(mean, exact_x.mean(axis=-1), rtol=6e-8)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt(exact_x.var(axis=-1) + 1e-12), rtol=2e-7)
 
 
 @pytest.mark.parametrize("cols", [7, 1000, 9000])
@@ -151,11 +155,11 @@ def test_constant_rows(backend, dtype):
 
 
 def test_one_column(backend, dtype):
-    """y is the bias, and nothing moves it: dx is what rounding leaves of dy * weight - mean(dy * weight)."""
-    x, one, bias = np.array([3.1], dtype), np.array([1.7], dtype), np.array([0.3], dtype)
-    y, mean, rstd = gpu_ops.layernorm(x, one, bias, eps=1e-2, return_stats=True, **backend)
+    """y is the bias, whatever x: dx is the rounding error of dy * weight - mean(dy * weight)."""
+    x, weight, bias = np.array([3.1], dtype), np.array([1.7], dtype), np.array([0.3], dtype)
+    y, mean, rstd = gpu_ops.layernorm(x, weight, bias, eps=1e-2, return_stats=True, **backend)
     assert (y == bias).all()
-    dx, dweight, dbias = gpu_ops.layernorm_backward(x, x, one, mean, rstd, **backend)
+    dx, dweight, dbias = gpu_ops.layernorm_backward(x, x, weight, mean, rstd, **backend)
     assert abs(float(dx[0])) <= 10 * 5.3 * 2**-24
     assert (dweight[0], dbias[0]) == (0, x[0])
 
@@ -165,16 +169,16 @@ def test_numbers_whose_sums_and_squares_leave_the_range(backend, dtype, rng):
     for center in (0.0, 1.0):
         x = ((np.where(rng.standard_normal((3, 999)) < 0, -0.5, 0.5) + center) * large).astype(dtype)
         y, mean, rstd = gpu_ops.layernorm(x, np.ones(999, dtype), return_stats=True, **backend)
-        wide = x.astype(np.float64) / large
-        want = (wide - wide.mean(axis=-1, keepdims=True)) / wide.std(axis=-1, keepdims=True)
+        scaled = x.astype(np.float64) / large
+        want = (scaled - scaled.mean(axis=-1, keepdims=True)) / scaled.std(axis=-1, keepdims=True)
         np.testing.assert_allclose(y.astype(np.float64), want, rtol=1e-6 if dtype.itemsize > 2 else 8e-3)
-        np.testing.assert_allclose(mean / large, wide.mean(axis=-1), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(mean / large, scaled.mean(axis=-1), rtol=1e-6, atol=1e-7)
         assert (rstd > 0).all()
     small = {"float16": 1e-4, "bfloat16": 1e-18, "float32": 1e-18, "float64": 1e-150}[dtype.name]
     eps = {"float16": 1e-12, "bfloat16": 1e-40, "float32": 1e-40, "float64": 1e-305}[dtype.name]
     x = random(rng, (4, 500), dtype, small)
-    wide = x.astype(np.float64)
-    want = 1 / np.sqrt(wide.var(axis=-1) + eps)
+    scaled = x.astype(np.float64)
+    want = 1 / np.sqrt(scaled.var(axis=-1) + eps)
     _, _, rstd = gpu_ops.layernorm(x, np.ones(500, dtype), eps=eps, return_stats=True, **backend)
     np.testing.assert_allclose(rstd, want, rtol=2e-6)
 

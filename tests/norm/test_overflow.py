@@ -1,4 +1,4 @@
-"""The norms' backward on the CPU where a sum of products is beyond float32, and dx is not."""
+"""Backward of norms on the CPU where a sum of products overflows float32, and dx does not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.compare import random
 def test_a_sum_that_overflows_is_taken_in_float64(norm, rows, rng):
     x = random(rng, (rows, 999), np.float32)
     dy, weight = np.copysign(np.float32(1e38), x), np.ones(999, np.float32)
-    dy[1:2] /= 1e38  # a row beside others that overflow
-    given = {"return_rstd": True} if norm == "rmsnorm" else {"return_stats": True}
+    dy[1:2] /= 1e38  # a row among others that overflow
+    options = {"return_rstd": True} if norm == "rmsnorm" else {"return_stats": True}
     backward = getattr(gpu_ops, norm + "_backward")
-    _, *statistics = getattr(gpu_ops, norm)(x, weight, **given)
+    _, *statistics = getattr(gpu_ops, norm)(x, weight, **options)
     with np.errstate(over="ignore"):  # dweight may
         assert np.isinf(np.sum(dy[0] * x[0] * statistics[-1][0], dtype=np.float32))
         dx, *_ = backward(dy, x, weight, *statistics)

@@ -1,4 +1,4 @@
-"""The reference of RMSNorm against its definition: differences for gradients, roundings step by step."""
+"""Reference of RMSNorm against its definition: differences for gradients, roundings step by step."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_casting_modes_round_where_they_say(dtype: np.dtype[Any], weight_offset:
     rng = np.random.default_rng(2)
     x = rng.standard_normal((64, 48)).astype(dtype)
     weight = (1 + 0.1 * rng.standard_normal(48)).astype(dtype)
-    wide = x.astype(float64)
-    n = wide / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-6)
+    exact_x = x.astype(float64)
+    n = exact_x / np.sqrt((exact_x * exact_x).mean(axis=-1, keepdims=True) + 1e-6)
     gain = weight_offset + weight.astype(float64)
 
     expected = {
@@ -101,7 +101,7 @@ def test_rmsnorm_is_of_the_rounded_sum() -> None:
 def test_quant_int8_codes_scale_and_rowsum() -> None:
     x = np.array([[3.0, -4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], float32)
     q, scale, rowsum = ref_rmsnorm.rmsnorm_quant_int8(x, np.ones(4, float32), eps=1e-12)
-    # the largest magnitude maps to 127 whatever the norm: codes depend on ratios alone
+    # the largest magnitude maps to 127 whatever the norm: codes depend on ratios only
     np.testing.assert_array_equal(q, [[95, -127, 0, 32], [0, 0, 0, 0]])
     np.testing.assert_array_equal(rowsum, [0, 0])
     rms = math.sqrt(26 / 4)
@@ -121,6 +121,6 @@ def test_quant_int8_llama_quantises_the_rounded_product() -> None:
 
 
 def test_an_unknown_casting_is_refused() -> None:
-    one = np.ones((1, 1))
+    ones = np.ones((1, 1))
     with pytest.raises(ValueError, match="casting"):
-        ref_rmsnorm.rmsnorm(one, one[0], casting="none")  # type: ignore[arg-type]
+        ref_rmsnorm.rmsnorm(ones, ones[0], casting="none")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""``residual_out=`` of RMSNorm and LayerNorm, a layer that runs without allocating, and ``return_sum=``, the last."""
+"""``residual_out=`` and ``return_sum=`` of RMSNorm and LayerNorm, and a layer that runs without allocation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_residual_out(op, backend, dtype, shape, rng):
     assert got[1] is s
     assert [a.tobytes() for a in got] == want
 
-    wide = np.full((*shape[:-1], shape[-1] + 9), 7, dtype)
-    inside = wide[..., 4:-5]
+    padded = np.full((*shape[:-1], shape[-1] + 9), 7, dtype)
+    inside = padded[..., 4:-5]
     _, got = op(x, weight, residual=residual, residual_out=inside, **backend)
     assert got is inside
     assert inside.tobytes() == want[1]
-    assert (wide[..., :4] == 7).all()
-    assert (wide[..., -5:] == 7).all()
+    assert (padded[..., :4] == 7).all()
+    assert (padded[..., -5:] == 7).all()
 
     mine, stream = x.copy(), residual.copy()  # in place, as a layer in a residual stream runs
     op(mine, weight, residual=stream, out=mine, residual_out=stream, **backend)
@@ -62,7 +62,7 @@ def test_without_the_sum(op, backend, dtype, shape, rng):
     assert mine.tobytes() == want
     assert stream.tobytes() == residual.tobytes()
 
-    alone = op(x, weight, return_sum=False, **backend)  # without a residual there is none
+    alone = op(x, weight, return_sum=False, **backend)  # without a residual there is no sum
     assert alone.tobytes() == op(x, weight, **backend).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm, forward and backward: one body over the backends, against the reference in float64."""
+"""RMSNorm, forward and backward: one test body over the backends, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -85,16 +85,21 @@ def test_the_gradient_of_weight_adds_up_over_parts(backend, dtype, rng):
     x, dy, weight = random(rng, (9, 321), dtype), random(rng, (9, 321), dtype), random(rng, (321,), dtype)
     _, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, **backend)
     first, second = ((dy[part], x[part], weight, rstd[part]) for part in (slice(0, 4), slice(4, 9)))
-    (_, one), (dx, two) = (gpu_ops.rmsnorm_backward(*part, **backend) for part in (first, second))
+    (_, first_grad), (dx, second_grad) = (
+        gpu_ops.rmsnorm_backward(*part, **backend) for part in (first, second)
+    )
     for out in (None, np.zeros_like(dx)):
-        dweight = one.copy()
-        found = gpu_ops.rmsnorm_backward(*second, dweight=dweight, out=out, **backend)
-        assert found[1] is dweight
-        assert out is None or found[0] is out
-        assert found[0].tobytes() == dx.tobytes()
-        np.testing.assert_array_less(np.abs(dweight - (one + two)), 1e-6 * (np.abs(one) + np.abs(two)).max())
+        dweight = first_grad.copy()
+        results = gpu_ops.rmsnorm_backward(*second, dweight=dweight, out=out, **backend)
+        assert results[1] is dweight
+        assert out is None or results[0] is out
+        assert results[0].tobytes() == dx.tobytes()
+        np.testing.assert_array_less(
+            np.abs(dweight - (first_grad + second_grad)),
+            1e-6 * (np.abs(first_grad) + np.abs(second_grad)).max(),
+        )
     with pytest.raises(OptionError, match=r"must be the array dx or a tuple of all results, \(dx\)"):
-        gpu_ops.rmsnorm_backward(*second, dweight=one, out=(dx, two), **backend)
+        gpu_ops.rmsnorm_backward(*second, dweight=first_grad, out=(dx, second_grad), **backend)
 
 
 def test_results_in_the_order_of_the_contract(backend):
@@ -111,7 +116,7 @@ def test_results_in_the_order_of_the_contract(backend):
 
 
 def test_llama_rounds_before_the_weight(backend, rng):
-    """Where rstd is a power of two every step is exact but the roundings that llama asks for."""
+    """Where rstd is a power of two, every step is exact except the roundings of casting="llama"."""
     import ml_dtypes
 
     x = np.tile(np.array([1.5, -0.5, 1.0, 0.5, -1.0, 1.25], np.float64), (1, 40))
@@ -127,12 +132,12 @@ def test_llama_rounds_before_the_weight(backend, rng):
         gain = (1.0 + weight.astype(np.float32)).astype(dtype)
         assert offset.tobytes() == ((xt * xt.dtype.type(0.5)) * gain).tobytes()
         fp32 = gpu_ops.rmsnorm(xt, weight, eps=eps, weight_offset=1.0, **backend)
-        wide = xt.astype(np.float32) * np.float32(0.5) * (1 + weight.astype(np.float32))
-        assert fp32.tobytes() == wide.astype(dtype).tobytes()
+        product = xt.astype(np.float32) * np.float32(0.5) * (1 + weight.astype(np.float32))
+        assert fp32.tobytes() == product.astype(dtype).tobytes()
         assert fp32.tobytes() != offset.tobytes()
-        given = {"casting": "llama", **backend}
-        dx, _ = gpu_ops.rmsnorm_backward(xt, xt, weight, rstd, weight_offset=1.0, **given)
-        assert dx.tobytes() == gpu_ops.rmsnorm_backward(xt, xt, gain, rstd, **given)[0].tobytes()
+        options = {"casting": "llama", **backend}
+        dx, _ = gpu_ops.rmsnorm_backward(xt, xt, weight, rstd, weight_offset=1.0, **options)
+        assert dx.tobytes() == gpu_ops.rmsnorm_backward(xt, xt, gain, rstd, **options)[0].tobytes()
 
 
 def test_rows_of_zeros(backend, dtype):
@@ -161,8 +166,8 @@ def test_small_values_keep_their_digits(backend, dtype, rng):
     x, weight = random(rng, (4, 500), dtype, small), np.ones(500, dtype)
     eps = {"float16": 1e-12, "bfloat16": 1e-40, "float32": 1e-40, "float64": 1e-305}[dtype.name]
     y = gpu_ops.rmsnorm(x, weight, eps=eps, **backend)
-    wide = x.astype(np.float64)
-    want = wide / np.sqrt(np.mean(np.square(wide), axis=-1, keepdims=True) + eps)
+    exact_x = x.astype(np.float64)
+    want = exact_x / np.sqrt(np.mean(np.square(exact_x), axis=-1, keepdims=True) + eps)
     rtol = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-13}[dtype.name]
     np.testing.assert_allclose(y.astype(np.float64), want, rtol=rtol, atol=1e-7 if dtype == np.float16 else 0)
 
@@ -205,7 +210,7 @@ def test_dweight_has_the_same_bits_every_time(rng):
     seed=st.integers(0, 2**31),
 )
 def test_scale_invariance_as_eps_vanishes(exponent, shape, seed):
-    """y(a x) = y(x) and, a being a power of two, exactly; dx is orthogonal to x when the weight is 1."""
+    """y(a x) = y(x), exactly for a power of two a; dx is orthogonal to x when the weight is 1."""
     rng = np.random.default_rng(seed)
     x, weight, dy = rng.standard_normal(shape), rng.standard_normal(shape[1]), rng.standard_normal(shape)
     y = gpu_ops.rmsnorm(x, weight, eps=1e-300)
@@ -223,9 +228,11 @@ def test_scale_invariance_as_eps_vanishes(exponent, shape, seed):
 def test_gradients_are_linear_in_dy(a, shape, seed):
     rng = np.random.default_rng(seed)
     x, weight = rng.standard_normal(shape), rng.standard_normal(shape[1])
-    one, two = rng.standard_normal(shape), rng.standard_normal(shape)
+    dy_a, dy_b = rng.standard_normal(shape), rng.standard_normal(shape)
     _, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True)
-    both, first, second = (gpu_ops.rmsnorm_backward(dy, x, weight, rstd) for dy in (one + a * two, one, two))
+    both, first, second = (
+        gpu_ops.rmsnorm_backward(dy, x, weight, rstd) for dy in (dy_a + a * dy_b, dy_a, dy_b)
+    )
     scale = float(rstd.max()) * 10
     for sum_, f, s in zip(both, first, second, strict=True):
         np.testing.assert_allclose(sum_, f + a * s, atol=1e-12 * scale)

@@ -1,4 +1,4 @@
-"""rmsnorm_quant_int8's CUDA C++ kernel by itself: every way to keep a row, its traffic, its registers, its range."""
+"""CUDA C++ kernel of rmsnorm_quant_int8 alone: every way to keep a row, traffic, registers, range."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ways_to_keep_a_row(dtype, cols, casting, rng):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [256, 1001])
 def test_numbers_at_the_ends_of_floats_range(dtype, cols, rng):
-    """Squares, or products with the weight, that leave it: each row beside others that do not."""
+    """Squares or products with the weight leave the range of float in some rows, and not in others."""
     x, weight = (random(rng, shape, dtype).astype(np.float32) for shape in ((6, cols), (cols,)))
     plain = gpu_ops.rmsnorm_quant_int8(x.astype(dtype), weight.astype(dtype), eps=1e-38, **RAW)
     powers = np.array([0, 120, -50, 60, -60, 0])
@@ -83,9 +83,9 @@ def test_each_element_moves_once(dtype, residual, shape, rng):
 def test_the_same_bits_wherever_the_numbers_lie(dtype, rng):
     x, weight = random(rng, (3, 2048), dtype), random(rng, (2048,), dtype)
     want = [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, **RAW)]
-    wide = np.zeros((3, 2049), dtype)
-    wide[:, 1:] = x
-    assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(wide[:, 1:], weight, **RAW)] == want
+    padded = np.zeros((3, 2049), dtype)
+    padded[:, 1:] = x
+    assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(padded[:, 1:], weight, **RAW)] == want
     codes = np.zeros((3, 2050), np.int8)
     out = (codes[:, 1:-1], np.zeros(3, np.float32), np.zeros(3, np.int32))
     assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, out=out, **RAW)] == want
@@ -122,7 +122,7 @@ def test_every_choice_is_listed(arch):
 @needs_ptxas
 @pytest.mark.parametrize("arch", ["sm_80", *slow("sm_120")])
 def test_registers_leave_room_for_warps(arch):
-    """Up to 8192 columns of 16 bits, more than half of an SM's warps; no spills anywhere."""
+    """Kernels fill more than half of the warps of an SM up to 8192 columns of 16 bits; none spills."""
     for variant in variants(arch):
         kernel = variant.kernel
         if dict(kernel.defines)["DTYPE"] == "f16":  # as bf16, and test_inspect_kernels sees them all

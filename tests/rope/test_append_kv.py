@@ -1,4 +1,4 @@
-"""rope_append_kv on every backend: against its reference, against the three steps, and in memory."""
+"""rope_append_kv on every backend: against its reference, against the three separate steps, and its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.compare import assert_close, random
 DEVICES = ("cpu", "emulator", "cuda")
 
 FACTORS = {
-    "place": ("rows", 1, 3, 16, "slots"),  # a contiguous cache, pages of so many rows, slots
+    "place": ("rows", 1, 3, 16, "slots"),  # a contiguous cache, pages of this number of rows, slots
     "dims": ((64, 64), (80, 32), (7, 6), (60, 44), (128, 128)),  # head_dim, rotary_dim
     "interleaved": (False, True),
     "norm": (None, 0.0, 1.0),  # without, weight_offset
@@ -30,7 +30,7 @@ ROWS = pairwise(FACTORS)
 
 
 def quick_on_emulator(raw):
-    """CUDA C++ kernels see every pair of options; Numba compiles for seconds, and has fewer ways to go wrong."""
+    """Run CUDA C++ kernels with every pair of options; Numba compiles for seconds, and has fewer code paths."""
     if raw:
         return {}
     return {
@@ -54,7 +54,7 @@ def make(
     seqlen=3,
     **options,
 ):
-    """Arrays and options of a call. All of the caches is NaN but the rows in use, and pages not needed are -1."""
+    """Arrays and options of a call. Caches are NaN except for the rows in use, and unused pages are -1."""
     rng = np.random.default_rng(5)
     native = np.dtype(DTYPES[dtype])
     (nheads, nheads_kv), (head_dim, rotary_dim), batch = heads, dims, len(used)
@@ -90,14 +90,14 @@ def make(
 
 
 def new_rows(q, cache, options):
-    """Which tokens are kept, and their pages and rows."""
+    """Mask of the tokens that are kept, and their pages and rows."""
     where = (options.get(name) for name in ("seqused_k", "block_table", "slot_mapping"))
     slots = reference.cache_slots(q.shape[:-2], *where, cache.shape[1])
     return slots >= 0, np.divmod(slots[slots >= 0], cache.shape[1])
 
 
 def check(arrays, options, backend):
-    """One call: the rotated q and the new rows are right, nothing else has changed."""
+    """Check one call: the rotated q and the new rows are right, nothing else has changed."""
     q, _, v, *caches = arrays
     exact, naive = (
         reference.rope_append_kv(*arrays, **options, precision=precision)
@@ -131,7 +131,7 @@ def test_options(row, backend):
 
 @pytest.mark.parametrize("place", ["rows", 3, "slots"])
 def test_without_weights_it_is_rope_and_two_copies(place, dtype, backend):
-    """Bit for bit, but where Numba's compilers choose which products they fuse with sums."""
+    """Results are equal bit for bit, except where Numba's compilers choose which products to fuse with sums."""
     (q, k, v, k_cache, v_cache), options = make(place=place, dims=(40, 24), norm=None, dtype=dtype.name)
     got = rope_append_kv(q, k, v, k_cache, v_cache, **options, **backend)
     positions = options.get("positions")
@@ -147,7 +147,7 @@ def test_without_weights_it_is_rope_and_two_copies(place, dtype, backend):
 
 @pytest.mark.parametrize("place", ["rows", 3])
 def test_with_weights_it_is_the_three_steps(place, backend):
-    """In float32, where the roundings between them are small."""
+    """Compare in float32, where the roundings between the steps are small."""
     (q, k, v, k_cache, v_cache), options = make(place=place, dims=(64, 64), norm=1.0, interleaved=True)
     got = rope_append_kv(q, k, v, k_cache, v_cache, **options, **backend)
     norm = {"eps": 1e-5, "weight_offset": 1.0, **backend}
@@ -160,7 +160,7 @@ def test_with_weights_it_is_the_three_steps(place, backend):
 
 
 def test_what_attention_reads_next(backend):
-    """A prompt at once, then token by token, through pages: as attention over the whole sequence."""
+    """A prompt at once, then token by token, through pages, equals attention over the whole sequence."""
     rng = np.random.default_rng(2)
     seqlen, prompt, page_size = 9, 6, 4
     q, k, v = (rng.standard_normal((1, seqlen, n, 32), dtype=np.float32) for n in (4, 2, 2))
@@ -177,7 +177,7 @@ def test_what_attention_reads_next(backend):
 
 
 def test_scalings(backend):
-    """The attention factor of YaRN; the length that dynamic goes by, from seqused_k or as given."""
+    """Check the attention factor of YaRN, and the length that dynamic scaling uses, from seqused_k or as passed."""
     for scaling in (RopeScaling.yarn(4.0, 64), RopeScaling.dynamic(2.0, 6)):
         arrays, options = make(scaling=scaling, theta=500.0)
         whole = check(arrays, options, backend)
@@ -204,7 +204,7 @@ def test_no_kv_heads(backend):
 
 
 def test_large_and_small_numbers(dtype, backend):
-    """Squares that overflow or vanish, in one head beside ordinary ones; zeros; NaN stays in its head."""
+    """Squares that overflow or vanish in one head among ordinary ones; zeros; NaN stays in its head."""
     large, small = {"float16": (6e4, 1e-4), "float64": (1e150, 1e-150)}.get(dtype.name, (1e38, 1e-18))
     arrays, options = make(dims=(8, 8), dtype=dtype.name)
     options["eps"] = {"float16": 1e-12, "float64": 1e-305}.get(dtype.name, 1e-40)
@@ -272,12 +272,12 @@ def test_mistakes_of_memory():
     arrays, options = make()
     q, k, v, k_cache, v_cache = arrays
     turned = v_cache.swapaxes(2, 3).copy().swapaxes(2, 3)
-    for given, error, message in (
+    for arguments, error, message in (
         ([q, k, v, k_cache, turned], ShapeError, "the last axis of v_cache is not contiguous"),
         ([q, k, v, k_cache, v_cache[:, :-1]], ShapeError, "max_seqlen is 9 here but 10 in k_cache"),
         ([q, k, v[:, :, :1], k_cache, v_cache], ShapeError, "nheads_kv is 1 here but 2 in k"),
     ):
-        refused(given, options, error, message)
+        refused(arguments, options, error, message)
     memory = np.zeros((2, 10, 4, 16), np.float32)
     overlapping = [*arrays[:3], memory[:, :, :2], v_cache]
     refused(overlapping, {**options, "out": memory[:, :3]}, ShapeError, "out shares memory with k_cache")

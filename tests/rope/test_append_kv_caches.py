@@ -13,7 +13,7 @@ from gpu_ops.errors import ShapeError
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("place", ["rows", "pages", "slots"])
 def test_a_cache_is_no_other_array_in_any_call(place, cache):
-    """Every array has the shape it has in a good call, so that a later call differs in where it lies alone."""
+    """Every array has the shape of a valid call, so that a later call differs only in addresses."""
     shape = (2, 4, 2, 8)
     arrays = {name: np.ones(shape, np.float32) for name in ("q", "k", "v", "k_cache", "v_cache", "out")}
     arrays |= {name: np.ones(8, np.float32) for name in ("q_weight", "k_weight")}
@@ -32,15 +32,15 @@ def test_a_cache_is_no_other_array_in_any_call(place, cache):
             continue
         inside = whole.reshape(-1)[: x.nbytes // 4].view(x.dtype).reshape(x.shape)
         inside[...] = x
-        given = arrays | {cache: whole, name: inside}
+        inputs = arrays | {cache: whole, name: inside}
         for later in (False, True):
             forget_calls()
             if later:
-                rope_append_kv(**{n: a.copy() for n, a in given.items()})
-            before = {n: a.copy() for n, a in given.items()}
+                rope_append_kv(**{n: a.copy() for n, a in inputs.items()})
+            before = {n: a.copy() for n, a in inputs.items()}
             with pytest.raises(ShapeError, match="shares memory with"):
-                rope_append_kv(**given)
-            assert all(a.tobytes() == before[n].tobytes() for n, a in given.items()), (name, later)
+                rope_append_kv(**inputs)
+            assert all(a.tobytes() == before[n].tobytes() for n, a in inputs.items()), (name, later)
             if x.shape == shape and x.dtype == whole.dtype:
                 with pytest.raises(ShapeError, match="shares memory with"):  # the very same array
-                    rope_append_kv(**{**given, name: whole})
+                    rope_append_kv(**{**inputs, name: whole})

@@ -1,4 +1,4 @@
-"""rope_append_kv's CUDA C++ kernel: the launch for every problem, what it moves and takes, what it does not store."""
+"""CUDA C++ kernel of rope_append_kv: launch for every problem, traffic, accepted inputs, and skipped stores."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def moved(profiles):
     ids=str,
 )
 def test_half_of_the_bytes_of_the_three_steps(dtype, heads, head_dim, page_size):
-    """Each element once in and once out, in whole sectors; the steps move those of q and k twice, and k again."""
+    """Each element is read and written once, in whole sectors; the steps move q and k twice, and k again."""
     options = {"dims": (head_dim, head_dim), "heads": heads, "seqlen": 24, "used": (3, 10)}
     arrays, options = make(place=page_size or "rows", dtype=dtype.name, **options)
     q, k, v, *_ = arrays
@@ -165,13 +165,13 @@ def test_half_of_the_bytes_of_the_three_steps(dtype, heads, head_dim, page_size)
         norm = {"eps": options["eps"], **raw}
         normalised = [gpu_ops.rmsnorm(x, options[w], **norm) for x, w in ((q, "q_weight"), (k, "k_weight"))]
         gpu_ops.rope(*normalised, positions=np.arange(24), **raw)
-    copies = 2 * (k.nbytes + v.nbytes)  # of the rotated k and of v into the caches, read and written
+    copies = 2 * (k.nbytes + v.nbytes)  # copies of the rotated k and of v into the caches, read and written
     assert moved([fused]) <= 0.55 * (moved(profiles) + copies)
 
 
 @needs_nvrtc
 def test_a_residual_add_before_the_norm_is_not_another_pass(rng):
-    """rmsnorm(residual=...): x and residual in, y and s out. An add, then a norm, read s once more: four to five."""
+    """rmsnorm(residual=...) moves 4 arrays: x and residual in, y and s out. An add, then a norm, read s again: 5."""
     x, residual = (rng.standard_normal((64, 1024)).astype(BF16) for _ in range(2))
     weight = np.ones(1024, BF16)
     raw = {"device": "emulator", "backend": "raw"}
@@ -199,7 +199,7 @@ def test_a_residual_add_before_the_norm_is_not_another_pass(rng):
     ids=["rows", "pages", "past the pages", "slots"],
 )
 def test_what_lies_outside_the_cache_is_not_stored(cupy, place, change, by):
-    """The sanitizer would report a write elsewhere. The rotated q is there for every token."""
+    """The sanitizer would report a write elsewhere. The rotated q is written for every token."""
     (q, k, v, *caches), options = make(place=place, dims=(16, 16), norm=None)
     page_size = caches[0].shape[1]
     options |= change
@@ -214,9 +214,9 @@ def test_what_lies_outside_the_cache_is_not_stored(cupy, place, change, by):
     inside = (slots >= 0) & (slots < caches[0].shape[0] * page_size)
     assert 0 < inside.sum() < inside.size
     want = [cache.copy() for cache in caches]
-    there = [FakeArray(x) for x in (q, k, v, *caches)]
-    given = {n: FakeArray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-    got = rope_append_kv(*there, **given, backend=by)
+    device_arrays = [FakeArray(x) for x in (q, k, v, *caches)]
+    device_options = {n: FakeArray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    got = rope_append_kv(*device_arrays, **device_options, backend=by)
     want[1][np.divmod(slots[inside], page_size)] = v[inside]
     assert caches[1].tobytes() == want[1].tobytes()
     changed = (caches[0].view(np.uint32) != want[0].view(np.uint32)).any(axis=(2, 3))
@@ -229,12 +229,12 @@ def test_what_lies_outside_the_cache_is_not_stored(cupy, place, change, by):
 @needs_nvrtc
 @pytest.mark.parametrize("by", ["raw", "numba"])
 def test_pages_without_rows(cupy, by):
-    """Nothing is stored, and no page is looked up: the quotients by their size mean nothing."""
+    """Nothing is stored, and no page is looked up: quotients by a page size of 0 are meaningless."""
     (q, k, v, *_), options = make(place=4, dims=(16, 16), norm=None)
     cache = np.zeros((3, 0, 2, 16), np.float32)
-    there = [FakeArray(x) for x in (q, k, v, cache, cache)]
-    given = {n: FakeArray(options[n]) for n in ("seqused_k", "block_table")}
-    got = rope_append_kv(*there, **given, backend=by)
+    device_arrays = [FakeArray(x) for x in (q, k, v, cache, cache)]
+    device_options = {n: FakeArray(options[n]) for n in ("seqused_k", "block_table")}
+    got = rope_append_kv(*device_arrays, **device_options, backend=by)
     assert not np.array_equal(got.host, q)
 
 
@@ -244,14 +244,14 @@ def test_pages_without_rows(cupy, by):
 @needs_nvrtc
 @pytest.mark.parametrize("place", ["rows", 3, "slots"])
 def test_cuda_arrays_are_read_by_the_kernel_alone(cupy, place):
-    """The imitation refuses to become NumPy: positions and places stay on the device, and one kernel runs."""
+    """The fake CuPy refuses conversion to NumPy: positions and slots stay on the device, and one kernel runs."""
     arrays, options = make(place=place, dims=(32, 32), dtype="bfloat16")
-    there = [FakeArray(x.copy()) for x in arrays]
-    given = {n: FakeArray(x.copy()) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    device_arrays = [FakeArray(x.copy()) for x in arrays]
+    device_options = {n: FakeArray(x.copy()) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     want = rope_append_kv(*arrays, **options, device="emulator", backend="raw")
-    got = rope_append_kv(*there, **given)
+    got = rope_append_kv(*device_arrays, **device_options)
     assert got.host.tobytes() == want.tobytes()
-    for cache, expected in zip(there[3:], arrays[3:], strict=True):
+    for cache, expected in zip(device_arrays[3:], arrays[3:], strict=True):
         assert cache.host.tobytes() == expected.tobytes()
     assert len(cupy.launched) == 1
 

@@ -1,4 +1,4 @@
-"""RoPE of arrays on a device: what is waited for, copied and widened. CuPy is a stand-in; see fake_cupy.py."""
+"""RoPE of arrays on a device: synchronisation, copies and widening. CuPy is a fake; see fake_cupy.py."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkey
     monkeypatch.setattr(cupy, "asarray", lambda x, blocking: waited.append(blocking) or asarray(x, blocking))
     positions = None if dtype is None else positions.astype(dtype)
     want = rope(q, k, positions=positions, **RAW)
-    there = None if dtype is None else FakeArray(positions)
+    device_positions = None if dtype is None else FakeArray(positions)
     out = FakeArray(np.empty_like(q)), FakeArray(np.empty_like(k))
     for _ in range(3):
-        got = rope(FakeArray(q), FakeArray(k), positions=there, backend="raw", out=out)
+        got = rope(FakeArray(q), FakeArray(k), positions=device_positions, backend="raw", out=out)
         for g, o, w in zip(got, out, want, strict=True):
             assert g is o
             np.testing.assert_array_equal(g.host, w)
@@ -44,10 +44,10 @@ def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkey
 def test_positions_of_other_integers_are_widened_on_the_device(cupy, problem):
     q, k, positions = problem
     for dtype in (np.uint8, np.int16):
-        there = FakeArray(positions.astype(dtype))
+        device_positions = FakeArray(positions.astype(dtype))
         want = rope(q, k, positions=positions.astype(dtype), **RAW)
         for _ in range(2):
-            got = rope(FakeArray(q), FakeArray(k), positions=there, backend="raw")
+            got = rope(FakeArray(q), FakeArray(k), positions=device_positions, backend="raw")
             for g, w in zip(got, want, strict=True):
                 np.testing.assert_array_equal(g.host, w)
 
@@ -70,17 +70,17 @@ def test_scalings_that_go_by_the_length(cupy, problem):
     q, k, positions = problem
     dynamic = RopeScaling.dynamic(2.0, 64)
     want = rope(q, k, positions=positions, scaling=dynamic, seqlen=5000, **RAW)
-    here, there = (FakeArray(q), FakeArray(k)), FakeArray(positions)
-    got = rope(*here, positions=there, scaling=dynamic, seqlen=5000)
+    device_arrays, device_positions = (FakeArray(q), FakeArray(k)), FakeArray(positions)
+    got = rope(*device_arrays, positions=device_positions, scaling=dynamic, seqlen=5000)
     np.testing.assert_array_equal(got[0].host, want[0])
     assert ("copy to the host", 0) not in cupy.waits
-    reached = rope(*here, positions=there, scaling=dynamic)  # their largest decides
+    reached = rope(*device_arrays, positions=device_positions, scaling=dynamic)  # their largest decides
     assert ("copy to the host", 0) in cupy.waits
     with cupy.capture(), pytest.raises(DeviceError, match=r"largest position.*pass seqlen="):
-        rope(*here, positions=there, scaling=dynamic, out=here)
+        rope(*device_arrays, positions=device_positions, scaling=dynamic, out=device_arrays)
     np.testing.assert_array_equal(reached[0].host, rope(q, k, positions=positions, scaling=dynamic, **RAW)[0])
-    np.testing.assert_array_equal(  # which needs no asking where positions count up
-        rope(*here, positions=100, scaling=dynamic)[1].host,
+    np.testing.assert_array_equal(  # needs no copy to the host where positions count up
+        rope(*device_arrays, positions=100, scaling=dynamic)[1].host,
         rope(q, k, positions=100, scaling=dynamic, **RAW)[1],
     )
 
@@ -99,7 +99,7 @@ def test_numpy_arrays_are_copied_there_and_back(cupy, problem, in_place):
 
 @needs_nvrtc
 def test_results_of_host_arrays_lie_in_memory_as_the_inputs(cupy, rng):
-    """Arrays in host memory, computed on the GPU: the results are copied back as they lie there."""
+    """Results of host arrays computed on the GPU are copied back with the memory layout of the inputs."""
     q = rng.standard_normal((2, 9, 4, 16)).astype(np.float32)
     turned = np.ascontiguousarray(q.swapaxes(1, 2)).swapaxes(1, 2)
     on_cpu = rope(turned)

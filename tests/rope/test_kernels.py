@@ -1,4 +1,4 @@
-"""RoPE's GPU kernels by themselves: plans for every card, what they move, registers, angles, arrays on a device."""
+"""GPU kernels of RoPE alone: plans for every card, traffic, registers, angles, arrays on a device."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_plan_is_listed():
     ids=str,
 )
 def test_each_element_moves_once(dtype, options, rng):
-    """Whole sectors in 16-byte accesses, one launch, and beside q and k only the positions."""
+    """Traffic is whole sectors in 16-byte accesses, in one launch: q, k and the positions only."""
     options = dict(options)
     q, k = (random(rng, (2, 48, heads, 128), dtype) for heads in (8, 2))
     if options.get("layout"):
@@ -141,7 +141,7 @@ def test_each_element_moves_once(dtype, options, rng):
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_heads_that_share_a_thread(interleaved, layout, monkeypatch, rng):
-    """As on a device that is full: the same bits as with a head per thread, for fewer instructions."""
+    """Heads share a thread as on a full device: the bits of a head per thread, with fewer instructions."""
     axes = (2, 5, 45, 128) if layout == "bshd" else (2, 45, 5, 128)
     q = random(rng, axes, BF16)
     k = random(rng, (2, 5, 3, 128) if layout == "bshd" else (2, 3, 5, 128), BF16)
@@ -163,7 +163,7 @@ def test_heads_that_share_a_thread(interleaved, layout, monkeypatch, rng):
 @needs_nvrtc
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_heads_of_one_pair(layout, rng):
-    """A token is a thread, and a block has at most 64 along its last axis."""
+    """Each token is a thread, and a block has at most 64 along its last axis."""
     x = random(rng, (1, 200, 2, 2), F32)
     x = x if layout == "bshd" else x.swapaxes(1, 2).copy()
     want = rope(x, layout=layout, backend="reference")
@@ -183,19 +183,19 @@ def test_more_units_than_a_block_has_threads(interleaved, rng):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_misaligned_heads_give_the_same_bits(interleaved, rng):
     q = random(rng, (2, 5, 3, 32), BF16)
-    wide = np.zeros((2, 5, 3, 37), BF16)
-    wide[..., 1:33] = q
+    padded = np.zeros((2, 5, 3, 37), BF16)
+    padded[..., 1:33] = q
     options = {"interleaved": interleaved, "rotary_dim": 24, **RAW}
     want = rope(q, **options)
-    np.testing.assert_array_equal(rope(wide[..., 1:33], **options), want)
-    rope(wide[..., 1:33], out=wide[..., 1:33], **options)
-    np.testing.assert_array_equal(wide[..., 1:33], want)
-    assert not wide[..., 0].any()
-    assert not wide[..., 33:].any()
+    np.testing.assert_array_equal(rope(padded[..., 1:33], **options), want)
+    rope(padded[..., 1:33], out=padded[..., 1:33], **options)
+    np.testing.assert_array_equal(padded[..., 1:33], want)
+    assert not padded[..., 0].any()
+    assert not padded[..., 33:].any()
 
 
 class Sparse(EmulatorDevice):
-    """Is given views of ``memory`` and passes all of it on: the sanitizer keeps no list of the gaps between them."""
+    """Device that passes all of ``memory`` on for views of it: the sanitizer keeps no list of gaps between them."""
 
     def __init__(self, memory):
         super().__init__()
@@ -209,7 +209,7 @@ class Sparse(EmulatorDevice):
 @pytest.mark.parametrize("far", [0, 1, 2], ids=["batch", "seqlen", "head"])
 @pytest.mark.parametrize("which", ["input", "output"])
 def test_offsets_have_64_bits(which, far, monkeypatch):
-    """The last entry along one axis lies more than 2^31 elements behind the first; what is between is not touched."""
+    """The last entry along one axis is more than 2^31 elements after the first; the gap is not touched."""
     monkeypatch.setenv("GPU_OPS_SANITIZE", "0")  # its notes on 4 GB take half a minute
     shape = (2, 3, 5, 16)
     strides = [3 * 5 * 16, 5 * 16, 16, 1]
@@ -234,8 +234,8 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
 def test_turns_of_one_radian():
     """1 / (2 pi) in base 16: .28BE60DB9391054A7F09D5F47D4D3770..., and a fast frequency without its whole turns."""
     digits = 0x28BE60DB9391054A7F09D5F47D4D3770
-    found = turns(np.array([1.0, 2.0**-40, 2.0**40, 7.0]).tobytes())
-    assert found.tolist() == [
+    fractions = turns(np.array([1.0, 2.0**-40, 2.0**40, 7.0]).tobytes())
+    assert fractions.tolist() == [
         digits >> 64,
         (digits >> 104) + 1,
         (digits >> 24) % 2**64,
@@ -246,7 +246,7 @@ def test_turns_of_one_radian():
 @pytest.mark.parametrize("name", ["raw", "numba"])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 def test_angles_far_out(name, theta, rng):
-    """cos and sin themselves, by pairs (1, 0). From 2^31 on the angles' own 53 bits show."""
+    """Pairs (1, 0) give cos and sin. From 2^31 on the 53 bits of the angles limit the accuracy."""
     near = rng.integers(-(2**20), 2**20, 250)
     positions = np.concatenate([near, [0, 1, -1, 2**20, 10**6, 2**31 - 1]])
     q = np.zeros((1, len(positions), 1, 128), np.float32)
@@ -266,6 +266,6 @@ def test_explain_names_the_kernel():
     q, k = np.ones((1, 64, 32, 128), np.float16), np.ones((1, 64, 8, 128), np.float16)
     text = str(gpu_ops.explain("rope", q, k, **RAW))
     assert "rope float16 vec8: grid 16 x 10, block 8 x 4 x 4" in text
-    wide = gpu_ops.explain("rope", q.astype(np.float64), device="emulator")
-    assert wide.choice.backend == "numba"
-    assert "float64 has Numba kernels only" in str(wide)
+    float64_plan = gpu_ops.explain("rope", q.astype(np.float64), device="emulator")
+    assert float64_plan.choice.backend == "numba"
+    assert "float64 has Numba kernels only" in str(float64_plan)

@@ -1,4 +1,4 @@
-"""What makes a rotation a rotation: complex multiplication, relative positions, inverse, transpose."""
+"""Properties of rotations: complex multiplication, relative positions, inverse, transpose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 def widest(backend):
-    """The most accurate dtype that a backend takes, and its distance from 1 to the next number."""
+    """Most accurate dtype that a backend takes, and its distance from 1 to the next number."""
     dtype = np.float32 if backend["backend"] == "raw" else np.float64
     return dtype, float(np.finfo(dtype).eps)
 
@@ -32,14 +32,14 @@ def test_is_complex_multiplication(interleaved, backend, rng):
     first, second = (slice(0, 8, 2), slice(1, 8, 2)) if interleaved else (slice(0, 4), slice(4, 8))
     want[..., first], want[..., second] = z.real, z.imag
     got = rope(q, positions=positions, theta=100.0, rotary_dim=8, interleaved=interleaved, **backend)
-    # angles up to 5000 radians have an error of their own in float64
+    # angles up to 5000 radians are themselves inexact in float64
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-11 + 3 * eps * np.abs(q).max())
     np.testing.assert_array_equal(got[..., 8:], q[..., 8:])  # the tail is copied, bit for bit
 
 
 @pytest.mark.peers
 def test_against_torch(backend, rng):
-    """The formula that Hugging Face models run, in torch float32: cat(-x2, x1) * sin + x * cos."""
+    """Formula of Hugging Face models, in torch float32: cat(-x2, x1) * sin + x * cos."""
     torch = pytest.importorskip("torch", reason="pip install torch (CPU) to compare with it")
     q = rng.standard_normal((2, 33, 4, 64)).astype(np.float32)
     x = torch.from_numpy(q)
@@ -109,7 +109,7 @@ def test_conjugate_is_the_inverse_and_norms_stay(name, case):
 @given(case=cases, conjugate=st.booleans())
 @settings(max_examples=20)
 def test_backward_is_the_transpose(name, scaling, case, conjugate):
-    """<rope(x), dy> = <x, rope_backward(dy)>, with yarn's attention factor too."""
+    """<rope(x), dy> = <x, rope_backward(dy)>, also with the attention factor of YaRN."""
     x, options, rng = make(case, (2, 5, 2))
     dy = rng.standard_normal(x.shape)
     options |= {"scaling": scaling, "conjugate": conjugate, "backend": name}

@@ -33,7 +33,7 @@ SCALINGS = {
 
 
 def check(call, ref, inputs, dtype, backend, factor=2.0, **options):
-    """One call against the reference: values, dtypes, untouched inputs; the results."""
+    """Check one call against the reference: values, dtypes, unchanged inputs; return the results."""
     before = [x.copy() for x in inputs]
     got = call(*inputs, **options, **backend)
     want = ref(*inputs, **options, precision="float64")
@@ -155,7 +155,7 @@ def test_many_tasks_with_ragged_ends(backend, rng):
 
 @pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
 def test_what_is_not_rotated_is_copied_into_reversed_results(axis, backend, rng):
-    """Whose strides are negative."""
+    """Copies go to results with negative strides."""
     x = random(rng, (1, 5, 3, 16), np.float32)
     out = np.full_like(x, np.nan)
     view = np.flip(out, axis)
@@ -214,5 +214,5 @@ def test_explain_says_what_would_run():
 def test_bfloat16_rounds_once(backend, rng):
     """The result is the float32 result rounded: nothing is rounded on the way."""
     q = random(rng, (1, 64, 2, 32), ml_dtypes.bfloat16)
-    wide = rope(q.astype(np.float32), **backend)
-    np.testing.assert_array_equal(rope(q, **backend), wide.astype(ml_dtypes.bfloat16))
+    float32_result = rope(q.astype(np.float32), **backend)
+    np.testing.assert_array_equal(rope(q, **backend), float32_result.astype(ml_dtypes.bfloat16))

@@ -1,4 +1,4 @@
-"""RopeScaling against formulas written out here one frequency at a time, and configs of real models."""
+"""RopeScaling against formulas written out one frequency at a time, and configs of real models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_dynamic_up_to_the_original_length_is_plain():
     ("rotary_dim", "theta", "factor", "original"), [(128, 1e4, 16.0, 4096), (64, 1e6, 40.0, 4096)]
 )
 def test_yarn_by_parts(rotary_dim, theta, factor, original, truncate):
-    """Each frequency by the number of turns it makes over the original context."""
+    """Each frequency is scaled by the number of turns that it makes over the original context."""
 
     def index_with(turns):  # the i where original * theta**(-2i/R) / (2 pi) == turns
         return rotary_dim / 2 * math.log(original / (2 * math.pi * turns), theta)
@@ -96,8 +96,8 @@ def test_yarn_attention_factor():
     both = RopeScaling.yarn(40.0, 64, mscale=0.707, mscale_all_dim=1.0)
     expected = (0.1 * 0.707 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
     assert both.attention_factor_at(10) == pytest.approx(expected)
-    one = RopeScaling.yarn(40.0, 64, mscale=0.707)  # alone it does not count
-    assert one.attention_factor_at(10) == pytest.approx(0.1 * math.log(40) + 1)
+    single = RopeScaling.yarn(40.0, 64, mscale=0.707)  # alone it does not count
+    assert single.attention_factor_at(10) == pytest.approx(0.1 * math.log(40) + 1)
 
 
 @pytest.mark.parametrize(("seqlen", "which"), [(4096, 0), (4097, 1)])
@@ -180,7 +180,7 @@ GEMMA3 = {
 def test_from_hf_llama31():
     expected = dataclasses.replace(RopeScaling.llama3(8.0, 8192), theta=500000.0)
     assert RopeScaling.from_hf(LLAMA31) == expected
-    # the rope part alone knows everything but theta
+    # the rope part alone has everything but theta
     assert RopeScaling.from_hf(LLAMA31["rope_scaling"]) == RopeScaling.llama3(8.0, 8192)
     # transformers 5 spells it rope_parameters and keeps theta in it
     new = {

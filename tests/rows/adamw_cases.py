@@ -1,4 +1,4 @@
-"""Arrays of a step of AdamW, in every form that parameters, gradients and masters take."""
+"""Arrays of a step of AdamW, in every combination of parameters, gradients and masters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FORMS = {
 def made(rng, form, size):
     """Arrays by name; some gradients and moments are 0."""
     params, grads, has_master, rounding = FORMS[form]
-    wide = F64 if params == F64 else F32
+    moment_dtype = F64 if params == F64 else F32
     start, m = rng.standard_normal(size), 0.1 * rng.standard_normal(size)
     arrays = {
         "params": start.astype(params),
         "grads": (0.1 * rng.standard_normal(size)).astype(grads),
-        "m": m.astype(wide),
-        "v": (m * m + 1e-4).astype(wide),
+        "m": m.astype(moment_dtype),
+        "v": (m * m + 1e-4).astype(moment_dtype),
     }
     for name in ("grads", "m", "v"):
         arrays[name][3:5] = 0
     if has_master:
-        arrays["master"] = start.astype(wide)
+        arrays["master"] = start.astype(moment_dtype)
     return arrays, {"rounding": rounding}
 
 
-def same_bits(found, want):
-    for i, (f, w) in enumerate(zip(found, want, strict=True)):
+def same_bits(actual, expected):
+    for i, (f, w) in enumerate(zip(actual, expected, strict=True)):
         assert f.dtype == w.dtype
         assert f.tobytes() == w.tobytes(), f"result {i}: {np.flatnonzero(f != w)[:5]}"

@@ -1,4 +1,4 @@
-"""What the tests of row-wise ops (RMSNorm, SwiGLU) share: odd strides, and the comparison with the reference."""
+"""Helpers of the tests of row-wise ops (RMSNorm, SwiGLU): odd strides, and comparison with the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.compare import assert_close
 
 
 def emulator_dtypes(raw):
-    """The dtypes that run on the emulator by default: each kernel of another dtype compiles for a second or more."""
+    """Dtypes that run on the emulator by default: each kernel of another dtype compiles for a second or more."""
     return [np.dtype(ml_dtypes.bfloat16 if raw else np.float64), np.dtype(np.float32)]
 
 
@@ -23,12 +23,12 @@ def close(got, want, naive, dtype, factor=FORWARD, what=""):
 
 
 def views(x):
-    """The same values behind other strides."""
-    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 3), x.dtype)
-    wide[..., : x.shape[-1]] = x
-    yield "rows apart", wide[..., : x.shape[-1]]
-    wide[..., : 2 * x.shape[-1] : 2] = x
-    yield "every other column", wide[..., : 2 * x.shape[-1] : 2]
+    """Views of the same values with other strides, with their names."""
+    padded = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 3), x.dtype)
+    padded[..., : x.shape[-1]] = x
+    yield "rows apart", padded[..., : x.shape[-1]]
+    padded[..., : 2 * x.shape[-1] : 2] = x
+    yield "every other column", padded[..., : 2 * x.shape[-1] : 2]
     yield "reversed columns", x[..., ::-1].copy()[..., ::-1]
     yield "reversed rows", x[::-1].copy()[::-1]
     yield "transposed", x.swapaxes(0, 1).copy().swapaxes(0, 1)

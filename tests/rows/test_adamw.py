@@ -1,4 +1,4 @@
-"""AdamW: the bits of the reference, rounded after every operation, on every backend; and its laws over many steps."""
+"""AdamW: every backend has the bits of the reference rounded after every operation; and laws over many steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def quick_on_emulator(raw):
     return {"*": {"form": EMULATED if raw else ("float64", "bfloat16 alone"), "size": [1300]}}
 
 
-def runs(given):
-    return given["backend"]["backend"] != "raw" or given.get("form") != "float64"
+def runs(case):
+    return case["backend"]["backend"] != "raw" or case.get("form") != "float64"
 
 
 def stepped(arrays, **options):
-    """New params, m, v, and master where there is one; the arrays stay."""
+    """New params, m, v, and master if present; the arrays do not change."""
     copies = {name: x.copy() for name, x in arrays.items()}
     assert gpu_ops.adamw_step(**copies, **options) is None
     assert copies.pop("grads").tobytes() == arrays["grads"].tobytes()
@@ -37,31 +37,35 @@ def stepped(arrays, **options):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [1, 7, 1300, 5000])
 def test_bits_of_the_reference(backend, form, size, rng):
-    """The maths of kernels is that of the reference, rounded after every operation; the default reference is near."""
+    """Kernels compute as the reference rounded after every operation; the default reference is close."""
     arrays, rounding = made(rng, form, size)
     options = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, "grad_scale": 0.5, "seed": 2**40 + 3, **rounding}
     for mask in (None, rng.random(size) < 0.5):
         want = reference.adamw_step(**arrays, **options, decay_mask=mask, precision="naive")
-        found = stepped(arrays, **options, decay_mask=mask, **backend)
+        actual = stepped(arrays, **options, decay_mask=mask, **backend)
         if backend["backend"] == "reference" or form == "float64":
-            for f, w in zip(found[1:], want[1:], strict=True):
+            for f, w in zip(actual[1:], want[1:], strict=True):
                 np.testing.assert_allclose(f, w, rtol=1e-14 if form == "float64" else 1e-6, atol=1e-8)
         else:
-            same_bits(found, want)
+            same_bits(actual, want)
 
 
 def test_numbers_in_arrays(backend, rng):
-    """The same bits as from plain numbers, call after call; skip leaves every bit."""
+    """Numbers in arrays give the bits of plain numbers, call after call; skip changes no bit."""
     arrays, options = made(rng, "bfloat16 of master, stochastic", 1300)
     skip = np.zeros((), np.float32)
     for step in (1, 40):
         numbers = {"step": step, "lr": 0.001 * step, "grad_scale": 1 / step}
-        given = {"step": np.array(step), "lr": np.array(0.001 * step), "grad_scale": np.array(1 / step)}
+        number_arrays = {
+            "step": np.array(step),
+            "lr": np.array(0.001 * step),
+            "grad_scale": np.array(1 / step),
+        }
         want = stepped(arrays, **numbers, **options, **backend)
-        same_bits(stepped(arrays, **given, skip=skip, **options, **backend), want)
+        same_bits(stepped(arrays, **number_arrays, skip=skip, **options, **backend), want)
         assert want[0].tobytes() != arrays["params"].tobytes()
     for value in (1.0, np.nan):
-        skipped = stepped(arrays, **given, skip=np.array(value, np.float32), **options, **backend)
+        skipped = stepped(arrays, **number_arrays, skip=np.array(value, np.float32), **options, **backend)
         same_bits(skipped, [x for name, x in arrays.items() if name != "grads"])
 
 
@@ -69,7 +73,7 @@ def test_numbers_in_arrays(backend, rng):
     ("name", "wrong"), [("step", 0), ("lr", 1e39), ("lr", -1.0), ("lr", math.inf), ("grad_scale", 1e39)]
 )
 def test_numbers_in_host_arrays_have_the_rules_of_plain_numbers(backend, name, wrong, rng):
-    """In a later call too."""
+    """The rules hold in a later call too."""
     arrays, _ = made(rng, "float32", 20)
     numbers = {"step": np.array(1), "lr": np.array(0.1), "grad_scale": np.array(1.0)}
     stepped(arrays, **numbers, **backend)
@@ -79,14 +83,16 @@ def test_numbers_in_host_arrays_have_the_rules_of_plain_numbers(backend, name, w
 
 
 def test_numbers_that_change_keep_the_program(rng):
-    """A schedule of learning rates makes no program each step."""
+    """A schedule of learning rates does not compile a new program each step."""
     arrays, _ = made(rng, "float32", 50)
     known = gpu_ops.adamw_step.op.known
     stepped(arrays, step=1, lr=0.1, grad_scale=1.0, betas=(0.9, 0.98))
     before = len(known)
-    found = [stepped(arrays, step=t, lr=0.1 / t, grad_scale=1.0 / t, betas=(0.9, 0.98)) for t in range(2, 9)]
+    results = [
+        stepped(arrays, step=t, lr=0.1 / t, grad_scale=1.0 / t, betas=(0.9, 0.98)) for t in range(2, 9)
+    ]
     assert len(known) == before
-    for t, got in zip(range(2, 9), found, strict=True):
+    for t, got in zip(range(2, 9), results, strict=True):
         same_bits(
             got,
             stepped(arrays, step=t, lr=np.array(0.1 / t), grad_scale=np.array(1.0 / t), betas=[0.9, 0.98]),
@@ -98,7 +104,7 @@ def test_numbers_that_change_keep_the_program(rng):
 
 
 def textbook(params, gradients, lr, decay, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Kingma and Ba's algorithm 1 with decoupled decay, written apart from the reference."""
+    """Algorithm 1 of Kingma and Ba with decoupled decay, written independently of the reference."""
     p, first, second = params.astype(np.float64), 0.0, 0.0
     for t, g in enumerate(gradients.astype(np.float64), 1):
         first += (1 - beta1) * (g - first)
@@ -112,7 +118,7 @@ def textbook(params, gradients, lr, decay, beta1=0.9, beta2=0.999, eps=1e-8):
     ("dtype", "decay", "close"), [("f4", 0.01, 200 / 2**24), ("f4", 0.0, 100 / 2**24), ("f8", 0.01, 1e-14)]
 )
 def test_a_hundred_steps(dtype, decay, close, rng):
-    """Each rounds p twice, once without decay: by at most 2^-24 of p."""
+    """Each step rounds p twice, or once without decay, by at most 2^-24 of p."""
     start = rng.uniform(0.5, 2.0, 2000).astype(dtype)
     gradients = rng.standard_normal((100, 2000)).astype(dtype)
     p, m, v = start.copy(), np.zeros_like(start), np.zeros_like(start)
@@ -125,7 +131,7 @@ def test_a_hundred_steps(dtype, decay, close, rng):
 @pytest.mark.peers
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_hundred_steps_of_torch(dtype, rng):
-    """float64 agrees; in float32 both round as they go, and ours is no farther from float64 than twice torch's."""
+    """float64 agrees; in float32 both round at each step, and the error is at most twice that of torch."""
     torch = pytest.importorskip("torch")
     start = rng.uniform(0.5, 2.0, 2000).astype(dtype)
     gradients = rng.standard_normal((100, 2000)).astype(dtype)
@@ -146,7 +152,7 @@ def test_a_hundred_steps_of_torch(dtype, rng):
 
 
 def test_stochastic_rounding_has_no_bias(rng):
-    """0.5 - 500 * 3e-4 = 0.35: to nearest bfloat16 keeps 0.5. And each step's error is that of chance."""
+    """0.5 - 500 * 3e-4 = 0.35: rounding to the nearest bfloat16 keeps 0.5. The error of each step is random."""
     n, steps, lr = 4096, 500, 3e-4
     p, g = np.full(n, 0.5, BF16), np.ones(n, F32)
     m, v = np.ones(n, F32), np.ones(n, F32)  # the update is lr
@@ -164,7 +170,7 @@ def test_stochastic_rounding_has_no_bias(rng):
 
 
 def test_what_stochastic_rounding_leaves_alone(backend):
-    """Exact values, infinities and NaN; the largest numbers stay finite. Without an update and decay."""
+    """Exact values, infinities and NaN are kept; the largest numbers stay finite. No update and no decay."""
     largest = float(np.finfo(F32).max)
     near = [largest, -largest, 3.39e38]
     special = np.array([1.0, -1.5, 2.0**-130, np.inf, -np.inf, np.nan, *near] * 40, F32)
@@ -181,10 +187,10 @@ def test_what_stochastic_rounding_leaves_alone(backend):
         rounding="stochastic",
         **backend,
     )
-    found = params.astype(F32).reshape(40, -1)
-    np.testing.assert_array_equal(found[:, :6], special.reshape(40, -1)[:, :6])
-    assert np.isfinite(found[:, 6:]).all()
-    assert np.abs(found[:, 6:]).min() > 3.38e38
+    result = params.astype(F32).reshape(40, -1)
+    np.testing.assert_array_equal(result[:, :6], special.reshape(40, -1)[:, :6])
+    assert np.isfinite(result[:, 6:]).all()
+    assert np.abs(result[:, 6:]).min() > 3.38e38
 
 
 def test_draws_differ_by_seed_step_and_place():
@@ -218,7 +224,7 @@ def test_bits_for_any_number_of_threads():
 @needs_nvrtc
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 def test_a_captured_step_counts_and_skips(cupy, kernels, rng):
-    """One graph, replayed: the device's step, learning rate and skip are those of the moment."""
+    """A replayed graph reads the current step, learning rate and skip on the device."""
     arrays, _ = made(rng, "float32", 300)
     arrays = {name: FakeArray(x) for name, x in arrays.items()}
     numbers = {"step": np.array(1, np.int32), "lr": np.array(0.1), "skip": np.zeros((), F32)}
@@ -245,13 +251,13 @@ def test_a_captured_step_counts_and_skips(cupy, kernels, rng):
 def test_a_step_below_one_on_a_gpu_counts_as_one(cupy, rng):
     arrays, _ = made(rng, "float32", 20)
     want = reference.adamw_step(**arrays, step=1, lr=0.1, precision="naive")
-    given = {name: FakeArray(x) for name, x in arrays.items()}
-    gpu_ops.adamw_step(**given, step=FakeArray(np.array(0)), lr=0.1, backend="numba")
-    assert given["params"].host.tobytes() == want[0].tobytes()
+    device_arrays = {name: FakeArray(x) for name, x in arrays.items()}
+    gpu_ops.adamw_step(**device_arrays, step=FakeArray(np.array(0)), lr=0.1, backend="numba")
+    assert device_arrays["params"].host.tobytes() == want[0].tobytes()
 
 
 def test_nothing_is_written_before_all_is_checked(rng):
-    """A later argument is at fault; also in the second call."""
+    """Nothing is written if a later argument is invalid; also in the second call."""
     arrays, _ = made(rng, "float32", 20)
     before = {name: x.tobytes() for name, x in arrays.items()}
     strided = np.zeros(40, F32)[::2]
@@ -268,7 +274,7 @@ def test_nothing_is_written_before_all_is_checked(rng):
 
 
 def test_no_rate_and_zeros_make_no_nan(backend):
-    """eps=0 beside moments of zero, as in the padding between parameters."""
+    """eps=0 with moments of zero, as in the padding between parameters, gives no NaN."""
     params, grads, m, v = np.ones(5, F32), np.zeros(5, F32), np.zeros(5, F32), np.zeros(5, F32)
     gpu_ops.adamw_step(params, grads, m, v, step=1, lr=0.1, eps=0.0, **backend)
     assert (params == 1).all()

@@ -1,4 +1,4 @@
-"""Dropout: which elements are kept, alike on every backend, and what becomes of them. The laws cover it as well."""
+"""Dropout: the same elements are kept on every backend, with the right values. The laws cover it as well."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.support.fake_cupy import FakeArray
 
 DEVICES = ("cpu", "emulator", "cuda")
 SEED = 0x9E3779B97F4A7C15
-# One element; vectors with a rest; rows of less than a vector; a prime; several blocks of the GPU, and of the CPU.
+# One element; vectors with a remainder; rows of less than a vector; a prime; several blocks of the GPU and the CPU.
 SHAPES = [(1,), (37,), (5, 3), (3, 64), (1, 2053), (2, 3, 701)]
-OFFSETS = [0, 3, 2**34 - 6, 2**63 - 1]  # counters of one word, of two, and that turn from one to two
+OFFSETS = [0, 3, 2**34 - 6, 2**63 - 1]  # counters of one word, of two, and that carry from one to two
 
 
 def quick_on_emulator(raw):
@@ -32,24 +32,24 @@ def quick_on_emulator(raw):
 
 def test_a_mask_by_hand():
     kept = dropout_mask((2, 5), 0.25, seed=SEED, offset=2**34 - 3)
-    for i, found in enumerate(kept.ravel()):
+    for i, bit in enumerate(kept.ravel()):
         n = 2**34 - 3 + i
         words = philox4x32((n // 4 % 2**32, n // 4 >> 32, 0, 2**32 - 1), (SEED % 2**32, SEED >> 32))
-        assert found == (words[n % 4] >= 2**30)
+        assert bit == (words[n % 4] >= 2**30)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_elements_are_dropped_independently(p):
-    """Each share is within five standard deviations: of all, of pairs, and of two seeds that follow each other."""
+    """The share kept is within five standard deviations, of all elements, of pairs, and of successive seeds."""
     kept, share = dropout_mask((1 << 17,), p, seed=SEED), 1 - p
     pairs = [kept[:-i] & kept[i:] for i in (1, 2, 3, 4, 5, 8, 64, 4096)]
     pairs += [kept & dropout_mask(kept.shape, p, seed=seed) for seed in (SEED + 1, SEED ^ 1 << 32)]
-    for found, expected in [(kept, share), *((both, share**2) for both in pairs)]:
-        assert abs(found.mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / found.size)
+    for sample, expected in [(kept, share), *((both, share**2) for both in pairs)]:
+        assert abs(sample.mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / sample.size)
 
 
 def test_attention_draws_other_bits():
-    """Words of the same seed, of every counter of attention that could be one of dropout."""
+    """Counters of attention with the same seed give other words than those of dropout."""
     ours = philox4x32((np.arange(1000), 0, 0, 2**32 - 1), (7, 0))
     theirs = philox4x32((np.arange(1000), 0, 0, 0), (7, 0))
     assert not np.isin(ours, theirs).any()
@@ -59,7 +59,7 @@ def test_attention_draws_other_bits():
     ("p", "share"), [(0.0, 0), (1e-12, 0), (2.0**-32, 2.0**-32), (1 - 2.0**-40, 1 - 2.0**-32)]
 )
 def test_the_probability_has_32_bits(p, share, backend):
-    """Kept are words from 2**32 * share on; next to none, or almost all."""
+    """Words from 2**32 * share on are kept: almost none, or almost all."""
     x = np.ones(64, np.float32)
     y = gpu_ops.dropout(x, p, seed=SEED, **backend)
     assert (y == (np.float32(1 / (1 - p)) if share < 0.5 else 0)).all()
@@ -86,13 +86,13 @@ def test_layouts_change_no_bit(backend, dtype, rng):
     for offset in (0, 5):
         want = gpu_ops.dropout(x, 0.3, seed=SEED, offset=offset, **backend)
         for what, view in views(x):
-            found = gpu_ops.dropout(view, 0.3, seed=SEED, offset=offset, **backend)
-            assert found.tobytes() == want.tobytes(), what
-        wide = np.zeros((6, 50), dtype)
-        gpu_ops.dropout(x, 0.3, seed=SEED, offset=offset, out=wide[:, 2:47], **backend)
-        np.testing.assert_array_equal(wide[:, 2:47], want)
-        assert not wide[:, :2].any()
-        assert not wide[:, 47:].any()
+            actual = gpu_ops.dropout(view, 0.3, seed=SEED, offset=offset, **backend)
+            assert actual.tobytes() == want.tobytes(), what
+        padded = np.zeros((6, 50), dtype)
+        gpu_ops.dropout(x, 0.3, seed=SEED, offset=offset, out=padded[:, 2:47], **backend)
+        np.testing.assert_array_equal(padded[:, 2:47], want)
+        assert not padded[:, :2].any()
+        assert not padded[:, 47:].any()
         place = x.copy()
         assert gpu_ops.dropout(place, 0.3, seed=SEED, offset=offset, out=place, **backend) is place
         assert place.tobytes() == want.tobytes()
@@ -110,11 +110,11 @@ def test_nan_infinity_and_overflow(backend, dtype):
     """0 * NaN and 0 * inf are NaN, and an element that is dropped does not overflow."""
     kept = dropout_mask((40,), 0.75, seed=SEED)
     largest = np.full(40, ml_dtypes.finfo(dtype).max, dtype)
-    found = gpu_ops.dropout(largest, 0.75, seed=SEED, **backend).astype(np.float64)
-    np.testing.assert_array_equal(found, np.where(kept, np.inf, 0))
+    actual = gpu_ops.dropout(largest, 0.75, seed=SEED, **backend).astype(np.float64)
+    np.testing.assert_array_equal(actual, np.where(kept, np.inf, 0))
     for bad in (np.nan, np.inf, -np.inf):
-        found = gpu_ops.dropout(np.full(40, bad, dtype), 0.75, seed=SEED, **backend).astype(np.float64)
-        np.testing.assert_array_equal(found, np.where(kept, bad, np.nan))
+        actual = gpu_ops.dropout(np.full(40, bad, dtype), 0.75, seed=SEED, **backend).astype(np.float64)
+        np.testing.assert_array_equal(actual, np.where(kept, bad, np.nan))
 
 
 def test_without_dropout_it_is_a_copy(backend, dtype, rng):
@@ -129,18 +129,19 @@ def test_without_dropout_it_is_a_copy(backend, dtype, rng):
 
 
 def test_seeds_and_offsets_of_later_calls():
-    """Every call of a key has its own, and is refused where a first one would be."""
+    """Every call has its own seed and offset, and is refused wherever a first call would be."""
     x = np.ones((3, 40), np.float32)
     gpu_ops.dropout(x, 0.5, seed=1, offset=1)
     known = len(gpu_ops.dropout.op.known)
     for seed in (0, 1, 2**32, 2**64 - 1, np.uint64(2**63)):
         for offset in (0, 1, 4, 2**63 - 1, np.int64(5)):
-            found = gpu_ops.dropout(x, 0.5, seed=seed, offset=offset)
+            actual = gpu_ops.dropout(x, 0.5, seed=seed, offset=offset)
             np.testing.assert_array_equal(
-                found != 0, dropout_mask(x.shape, 0.5, seed=seed, offset=int(offset))
+                actual != 0, dropout_mask(x.shape, 0.5, seed=seed, offset=int(offset))
             )
             assert (
-                found.tobytes() == gpu_ops.dropout(x, 0.5, seed=np.array(seed, "u8"), offset=offset).tobytes()
+                actual.tobytes()
+                == gpu_ops.dropout(x, 0.5, seed=np.array(seed, "u8"), offset=offset).tobytes()
             )
     kinds = (
         2 * 2 + 2
@@ -158,12 +159,12 @@ def test_seeds_and_offsets_of_later_calls():
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_a_seed_in_an_array(backend, shape):
-    """It is read at every call; int64 counts as its 64 bits."""
+    """The seed is read at every call; int64 counts as its 64 bits."""
     x, seed = np.ones(40, np.float32), np.zeros(shape, np.int64)
     for number in (7, -1):
         seed[...] = number
-        found = gpu_ops.dropout(x, 0.5, seed=seed, **backend)
-        np.testing.assert_array_equal(found != 0, dropout_mask((40,), 0.5, seed=number % 2**64))
+        actual = gpu_ops.dropout(x, 0.5, seed=seed, **backend)
+        np.testing.assert_array_equal(actual != 0, dropout_mask((40,), 0.5, seed=number % 2**64))
 
 
 @needs_nvrtc
@@ -188,7 +189,7 @@ def test_a_captured_graph_draws_another_mask(cupy, kernels):
 
 @pytest.mark.parametrize("cols", [2048, 6163])
 def test_many_rows_are_streamed(cols, rng):
-    """Results past the caches, from any place in memory, have the bits of small ones."""
+    """Streamed results, at any address, have the bits of small ones."""
     x = random(rng, (1, cols), np.dtype(np.float32))
     rows = (40 << 20) // x.nbytes
     whole = np.zeros(rows * cols + 16, np.float32)

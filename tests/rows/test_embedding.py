@@ -1,4 +1,4 @@
-"""Embedding: one body over the backends, against the reference in float64. The laws cover it as well."""
+"""Embedding: one test body over the backends, against the reference in float64. The laws cover it as well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
 
 DEVICES = ("cpu", "emulator", "cuda")
-# Rows and columns: less than a tile, several tiles with a rest, runs for two merges; with and without vectors.
+# Rows and columns: less than a tile, several tiles with a remainder, runs for two merges; with and without vectors.
 SHAPES = [((3, 2), 64), ((130,), 7), ((2500,), 8), ((40,), 1100)]
 
 
@@ -23,18 +23,18 @@ def quick_on_emulator(raw):
     return {"*": {"dtype": emulator_dtypes(raw)}}
 
 
-def indices(rng, shape, end, kind):
-    """``few``: rows of which some are named again and again, over many tiles."""
+def indices(rng, shape, end, pattern):
+    """Random indices. ``few``: some rows recur often, over many tiles."""
     drawn = {
         "any": lambda: rng.integers(0, end, shape),
         "few": lambda: np.minimum(rng.integers(0, end, shape), end // 3),
         "one": lambda: np.full(shape, end - 1),
     }
-    return drawn[kind]()
+    return drawn[pattern]()
 
 
-def close_sum(found, want, naive, dtype):
-    close(found, want, naive, np.float64 if dtype == np.float64 else np.float32, GRADIENT)
+def close_sum(actual, expected, naive, dtype):
+    close(actual, expected, naive, np.float64 if dtype == np.float64 else np.float32, GRADIENT)
 
 
 @pytest.mark.parametrize("kind", ["any", "few", "one"])
@@ -45,10 +45,10 @@ def test_forward_and_backward(backend, dtype, rows, cols, kind, rng):
     assert x.dtype == dtype
     assert x.tobytes() == weight[ids].tobytes()
     dx = random(rng, x.shape, dtype)
-    wide = dx.astype(np.float64 if dtype == np.float64 else np.float32)
-    want, naive = (reference.embedding_backward(wide, ids, 50, precision=p) for p in ("float64", "naive"))
+    wide_dx = dx.astype(np.float64 if dtype == np.float64 else np.float32)
+    want, naive = (reference.embedding_backward(wide_dx, ids, 50, precision=p) for p in ("float64", "naive"))
     dweight = gpu_ops.embedding_backward(dx, ids.astype(np.int32), 50, **backend)
-    assert dweight.dtype == wide.dtype
+    assert dweight.dtype == wide_dx.dtype
     close_sum(dweight, want, naive, dtype)
 
 
@@ -57,25 +57,25 @@ def test_scale_and_a_gradient_that_is_there(backend, dtype, rng):
     ids[:40] = 3
     x = gpu_ops.embedding(ids, weight, scale=0.3, **backend)
     close(x, *(reference.embedding(ids, weight, scale=0.3, precision=p) for p in ("float64", "naive")), dtype)
-    dx, kind = random(rng, x.shape, dtype), np.float64 if dtype == np.float64 else np.float32
-    before = random(rng, (9, 24), np.dtype(kind))
-    given = before.copy()
-    assert gpu_ops.embedding_backward(dx, ids, 9, scale=0.3, dweight=given, **backend) is given
-    wide = dx.astype(kind)
+    dx, sum_dtype = random(rng, x.shape, dtype), np.float64 if dtype == np.float64 else np.float32
+    before = random(rng, (9, 24), np.dtype(sum_dtype))
+    dweight = before.copy()
+    assert gpu_ops.embedding_backward(dx, ids, 9, scale=0.3, dweight=dweight, **backend) is dweight
+    wide_dx = dx.astype(sum_dtype)
     want, naive = (
-        reference.embedding_backward(wide, ids, 9, scale=0.3, dweight=before, precision=p)
+        reference.embedding_backward(wide_dx, ids, 9, scale=0.3, dweight=before, precision=p)
         for p in ("float64", "naive")
     )
-    close_sum(given, want, naive, dtype)
+    close_sum(dweight, want, naive, dtype)
     again = before.copy()
     gpu_ops.embedding_backward(dx, ids, 9, scale=0.3, dweight=again, **backend)
-    assert again.tobytes() == given.tobytes()
+    assert again.tobytes() == dweight.tobytes()
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 def test_an_index_on_a_gpu_that_is_outside_the_table(cupy, kernels, rng):
-    """Its row is NaN, and is added nowhere: the host does not wait for indices."""
+    """The row is NaN, and its gradient is not added: the host does not wait for indices."""
     ids, weight = np.array([2, -1, 5, 2**33, 4] * 20), random(rng, (5, 8), np.dtype(np.float32))
     inside = (ids >= 0) & (ids < 5)
     x = gpu_ops.embedding(FakeArray(ids), FakeArray(weight), backend=kernels).host
@@ -100,7 +100,7 @@ def test_a_gradient_that_may_not_be_added_to(rng):
 
 
 def test_sums_of_bfloat16_are_float32(rng):
-    """A thousand ones: bfloat16 sums stop at 256."""
+    """A sum of a thousand ones is exact: bfloat16 sums stop at 256."""
     dx = np.ones((1000, 3), ml_dtypes.bfloat16)
     assert (gpu_ops.embedding_backward(dx, np.zeros(1000, np.int64), 2) == [[1000] * 3, [0] * 3]).all()
 

@@ -1,4 +1,4 @@
-"""The norm of arrays: one body over the backends, against exact sums. The laws cover one array of it as well."""
+"""Norm of arrays: one test body over the backends, against exact sums. The laws cover one array as well."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.fake_cupy import FakeArray
 
 DEVICES = ("cpu", "emulator", "cuda")
 BLOCK = 16384
-# Less than a thread's vector; less than all lanes, and more; a whole block; a rest that is no vector.
+# Less than the vector of a thread; less than all lanes, and more; a whole block; a remainder that is not a vector.
 SIZES = [(1,), (3, 255), (7, 13, 0, 258), (BLOCK, 5), (BLOCK + 1,), (2 * BLOCK, 2 * BLOCK - 1)]
 F16, BF16, F32, F64 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
@@ -37,7 +37,7 @@ def norm_of(arrays, **options):
 
 
 def exact(arrays):
-    """By integers: the root of the sum of squares, rounded once."""
+    """Root of the sum of squares, computed in integers and rounded once."""
     squares = sum((Fraction(float(v)) ** 2 for x in arrays for v in np.ravel(x)), Fraction(0))
     shift = max(220 - squares.numerator.bit_length() + squares.denominator.bit_length(), 0) // 2 * 2
     return float(Fraction(math.isqrt((squares.numerator << shift) // squares.denominator), 2 ** (shift // 2)))
@@ -60,13 +60,13 @@ def test_arrays_of_one_dtype(backend, dtype, sizes, rng):
 
 def test_arrays_of_several_dtypes_and_shapes(backend, rng):
     arrays = [random(rng, (3, 5, 7), F32), np.full((), 0.3, BF16), random(rng, (40, 3), F16).T]
-    norm, found = gpu_ops.global_norm(arrays, **backend)
+    norm, found_inf = gpu_ops.global_norm(arrays, **backend)
     assert norm.dtype == F32
     assert float(norm) == pytest.approx(exact(arrays), rel=1e-7)
     if backend["backend"] != "raw":
-        norm, found = gpu_ops.global_norm([*arrays, random(rng, (2,), F64)], **backend)
+        norm, found_inf = gpu_ops.global_norm([*arrays, random(rng, (2,), F64)], **backend)
         assert norm.dtype == F64
-        assert found.dtype == F32
+        assert found_inf.dtype == F32
 
 
 def test_nothing(backend):
@@ -76,7 +76,7 @@ def test_nothing(backend):
 
 
 def test_not_finite(backend, dtype):
-    """NaN where one is, else inf; in either array, in a whole block or in a rest."""
+    """NaN if any element is NaN, else inf; in either array, in a whole block or in a remainder."""
     for position in (BLOCK - 2, BLOCK + 2):
         for values, want in (([-np.inf], np.inf), ([np.nan], np.nan), ([np.nan, np.inf], np.nan)):
             x = np.ones(BLOCK + 9, dtype)
@@ -86,7 +86,7 @@ def test_not_finite(backend, dtype):
             assert found_inf == 1
 
 
-# Squares of these leave the range of the type they are summed in, alone or beside ones.
+# Squares of these leave the range of the type they are summed in, alone or together with ones.
 @pytest.mark.parametrize("size", [3e38, 1e20, 1e-20, 1e-30, 1e-40])
 def test_squares_outside_the_range(backend, size):
     x = np.array([size, -size / 2, 0, size / 3], np.float32)
@@ -123,26 +123,26 @@ def test_a_bfloat16_of_any_size(backend):
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_the_same_bits_on_every_backend(dtype, rng):
-    """The order is that of the indices; a rest, a block whose squares overflow, and one of zeros."""
+    """Sums follow the order of indices; with a remainder, a block whose squares overflow, and a block of zeros."""
     x = random(rng, (3 * BLOCK + 77,), dtype)
     x[5:9] = 1e30
     arrays = [x, random(rng, (1000,), dtype), x[1 : BLOCK - 6], np.zeros(BLOCK, dtype)]
     cells = [("cpu", "numba"), ("emulator", "raw"), ("emulator", "numba")]
-    found = {gpu_ops.global_norm(arrays, device=d, backend=b)[0].tobytes() for d, b in cells}
-    assert len(found) == 1
+    norms = {gpu_ops.global_norm(arrays, device=d, backend=b)[0].tobytes() for d, b in cells}
+    assert len(norms) == 1
 
 
 def test_the_same_bits_for_any_number_of_threads(monkeypatch, rng):
     x = random(rng, (40 * BLOCK + 5,), F32)
-    found = set()
+    norms = set()
     for count in (1, 2, 5):
         monkeypatch.setattr(parallel, "thread_count", lambda count=count: count)
-        found.add(gpu_ops.global_norm(x, device="cpu")[0].tobytes())
-    assert len(found) == 1
+        norms.add(gpu_ops.global_norm(x, device="cpu")[0].tobytes())
+    assert len(norms) == 1
 
 
 def test_an_outlier_among_many(rng):
-    """Sums of float32 would lose the others: 1e4 squared has an ulp of 8."""
+    """Sums in float32 would lose the other elements: 1e4 squared has an ulp of 8."""
     x = np.tile(random(rng, (1 << 18,), F32), 4)
     x[123456] = 1e4
     want = math.sqrt(float(np.sum(x.astype(np.longdouble) ** 2)))
@@ -161,7 +161,7 @@ def test_an_outlier_among_a_hundred_million(rng):
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_constant_arrays(dtype):
-    """All squares are rounded the same way: the largest error there is."""
+    """All squares are rounded the same way, which is the largest possible error."""
     for size in np.geomspace(1.0, 2.0, 23):
         x = np.full(BLOCK + 100, size, dtype)
         want = math.sqrt(x.size) * float(x[0])
@@ -169,7 +169,7 @@ def test_constant_arrays(dtype):
 
 
 def test_later_calls(rng):
-    """Other arrays of the same shapes, in a list; then one whose dtype differs; then fewer."""
+    """Call with other arrays of the same shapes, then one whose dtype differs, then fewer arrays."""
     first, second = ([random(rng, (n,), F32) for n in (5, 7)] for _ in range(2))
     known = op_named("test", "global_norm").known
     for arrays in (first, second, [*second[:1], second[1].astype(F64)], second[:1], [second[0][::2]], first):
@@ -197,18 +197,18 @@ def test_results_given(rng):
 @needs_nvrtc
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 def test_arrays_of_a_gpu(cupy, kernels, rng):
-    """In a list, again with others, and captured in a graph that replays with other values."""
+    """Arrays of a GPU in a list, in repeated calls, and captured in a graph that replays with other values."""
     for _ in range(3):
         arrays = [random(rng, (3, 4), F32), random(rng, (BLOCK + 3,), BF16), random(rng, (5,), F32)[1:]]
-        given = [FakeArray(x) for x in arrays]
-        norm, found_inf = gpu_ops.global_norm(given, backend=kernels)
+        device_arrays = [FakeArray(x) for x in arrays]
+        norm, found_inf = gpu_ops.global_norm(device_arrays, backend=kernels)
         assert float(norm.host) == pytest.approx(exact(arrays), rel=1e-7)
         assert float(found_inf.host) == 0
-    size = gpu_ops.workspace_size("global_norm", given, backend=kernels)
+    size = gpu_ops.workspace_size("global_norm", device_arrays, backend=kernels)
     workspace = FakeArray(np.zeros(size, np.uint8))
     with cupy.capture():
-        gpu_ops.global_norm(given, out=(norm, found_inf), backend=kernels, workspace=workspace)
-    given[1].host[7] = np.nan
+        gpu_ops.global_norm(device_arrays, out=(norm, found_inf), backend=kernels, workspace=workspace)
+    device_arrays[1].host[7] = np.nan
     cupy.replay()
     assert np.isnan(norm.host)
     assert found_inf.host == 1

@@ -1,4 +1,4 @@
-"""Softmax: one body over the backends, against the reference in float64. The laws (test_laws.py) cover it as well."""
+"""Softmax: one test body over the backends, against the reference in float64. Laws (test_laws.py) cover it too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.compare import naive_ops, random
 DEVICES = ("cpu", "emulator", "cuda")
 # Rows of one element, in part of a warp, of a block, longer than registers; with and without vectors.
 SHAPES = [(7,), (40, 1), (3, 5, 64), (5, 1000), (2, 4099), (1, 8200), (2, 17000)]
-# Shapes of x and mask: one of columns, of rows, of batches, in every other axis, with more axes than kernels take.
+# Shapes of x and mask: a mask of columns, of rows, of batches, of every other axis, and more axes than kernels take.
 MASKS = [((3, 5, 64), (64,)), ((3, 5, 64), (5, 1)), ((2, 3, 4, 31), (2, 1, 4, 31)), ((2, 3, 4, 31), (1, 3, 1, 31)),
          ((2, 3, 2, 3, 2, 9), (2, 1, 2, 1, 2, 9)), ((4, 17000), (4, 17000)), ((3, 8), ())]  # fmt: skip
 
@@ -27,7 +27,7 @@ def quick_on_emulator(raw):
 
 
 def check(backend, x, dy, **options):
-    """Forward and backward; returns y."""
+    """Check forward and backward; return y."""
     y = gpu_ops.softmax(x, **options, **backend)
     close(y, *(reference.softmax(x, **options, precision=p) for p in ("float64", "naive")), x.dtype, what="y")
     scale = {"scale": options.get("scale", 1.0)}
@@ -46,14 +46,14 @@ def test_forward_and_backward(backend, dtype, shape, rng):
 
 @pytest.mark.parametrize(("shape", "mask_shape"), MASKS, ids=str)
 def test_masks(backend, dtype, shape, mask_shape, rng):
-    for kind in dict.fromkeys((np.dtype(bool), dtype, np.dtype(np.float32))):
+    for mask_dtype in dict.fromkeys((np.dtype(bool), dtype, np.dtype(np.float32))):
         seen = np.asarray(rng.random(mask_shape) < 0.6)
-        mask = seen if kind.kind == "b" else np.where(seen, rng.standard_normal(mask_shape), -np.inf)
-        mask = np.asarray(mask, kind)
+        mask = seen if mask_dtype.kind == "b" else np.where(seen, rng.standard_normal(mask_shape), -np.inf)
+        mask = np.asarray(mask, mask_dtype)
         y = check(backend, random(rng, shape, dtype), random(rng, shape, dtype), mask=mask, scale=0.7)
         assert not y[~np.broadcast_to(seen, shape)].any()
         broadcast = gpu_ops.softmax(y, mask=np.broadcast_to(mask, shape).copy(), **backend)
-        assert gpu_ops.softmax(y, mask=mask, **backend).tobytes() == broadcast.tobytes(), kind
+        assert gpu_ops.softmax(y, mask=mask, **backend).tobytes() == broadcast.tobytes(), mask_dtype
 
 
 @pytest.mark.parametrize("cols", [24, 17001])
@@ -79,7 +79,7 @@ def test_results_of_many_rows_are_streamed(rng):
 
 @pytest.mark.parametrize("cols", [7, 1000, 4099])
 def test_a_float32_row_sums_to_one(cols, rng):
-    """The sum and each quotient are rounded once: together one unit, however long the row."""
+    """The sum and each quotient are rounded once: one unit of error in total, however long the row."""
     pytest.importorskip("numba")
     y = gpu_ops.softmax(random(rng, (2000, cols), np.float32, 3), device="cpu", backend="numba")
     assert np.abs(y.sum(axis=-1, dtype=np.float64) - 1).max() <= 2.0**-23
@@ -103,7 +103,7 @@ def test_backward_is_the_derivative(rng):
 
 
 def test_textbook_code_by_the_reference_backend(rng):
-    """What bounds of whole models are made of: within ``naive_ops`` naive_t, and the backend as it was behind it."""
+    """``naive_ops`` gives naive_t for bounds of whole models, and restores the backend afterwards."""
     x = random(rng, (3, 40), ml_dtypes.bfloat16)
     naive = reference.softmax(x, precision="naive")
     with naive_ops():

@@ -1,4 +1,4 @@
-"""Sampling: the same token on every backend, and the right distribution. The laws cover it as well."""
+"""Sampling: the same token on every backend, and the correct distribution. The laws cover it as well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
 
 DEVICES = ("cpu", "emulator", "cuda")
-# One token; a prime; vectors with a rest; several steps of a warp's run, and blocks of the CPU.
+# One token; a prime; vectors with a remainder; several steps of a warp, and blocks of the CPU.
 VOCABS = [1, 97, 1000, 5003]
 F32 = np.float32
 
@@ -27,7 +27,7 @@ def quick_on_emulator(raw):
 
 
 def options_of_rows(rng, rows, vocab, dtype):
-    """Each option in an array; some rows leave filters out, some take the largest."""
+    """Arrays of each option; some rows omit filters, some take the largest token."""
     some = lambda share: (rng.random(rows) < share).astype(F32)  # noqa: E731
     return {
         "temperature": (rng.uniform(0.2, 2, rows) * some(0.8)).astype(F32),
@@ -44,15 +44,15 @@ def options_of_rows(rng, rows, vocab, dtype):
     }
 
 
-def filters(given):
-    return {name: given[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "step")}
+def filters(options):
+    return {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "step")}
 
 
 # ---- the definition -----------------------------------------------------------------------------------------
 
 
 def oracle(z, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Probabilities in float64, by a sort."""
+    """Probabilities in float64, computed by a sort."""
     p = np.exp((z - z.max()) / temperature)
     order = sorted(range(len(z)), key=lambda i: (-z[i], i))[: top_k or len(z)]
     total, before, kept = p[order].sum(), 0.0, np.zeros(len(z))
@@ -65,11 +65,11 @@ def oracle(z, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_what_is_kept(vocab, rng):
-    for kind in (np.float64, F32):
+    for dtype in (np.float64, F32):
         for _ in range(8):
-            z, given = (3 * rng.standard_normal(vocab)).astype(kind), options_of_rows(rng, 1, vocab, kind)
-            named = {n: given[n].item() for n in ("top_k", "top_p", "min_p")}
-            t = float(F32(given["temperature"].item() or 0.7))
+            z, options = (3 * rng.standard_normal(vocab)).astype(dtype), options_of_rows(rng, 1, vocab, dtype)
+            named = {n: options[n].item() for n in ("top_k", "top_p", "min_p")}
+            t = float(F32(options["temperature"].item() or 0.7))
             weights = reference.token_weights(z, t)
             kept = reference.kept_tokens(z, weights, **named)
             want = oracle(z.astype(np.float64), t, **named)
@@ -80,11 +80,11 @@ def test_what_is_kept(vocab, rng):
 
 
 def test_weights_are_exponentials(rng):
-    for kind, error in ((F32, 3e-6), (np.float64, 1e-14)):
+    for dtype, error in ((F32, 3e-6), (np.float64, 1e-14)):
         for vocab in (10, 1 << 17, (1 << 31) - 1):
             bits = reference.weight_bits(vocab)
             assert vocab << bits < 2**63 <= vocab << bits + 2
-        z = np.sort(rng.uniform(-40, 0, 5000).astype(kind))
+        z = np.sort(rng.uniform(-40, 0, 5000).astype(dtype))
         weights, bits = reference.token_weights(z, 0.5), reference.weight_bits(len(z))
         exact = np.exp((z.astype(np.float64) - z[-1]) / 0.5) * 2.0**bits
         assert weights[-1] == 2**bits
@@ -93,7 +93,7 @@ def test_weights_are_exponentials(rng):
 
 
 def test_a_token_by_hand():
-    """Bits of the counter (step, row, a constant), which dropout of the same seed does not have."""
+    """Random bits use the counter (step, row, a constant), which dropout of the same seed does not use."""
     words = philox4x32((3, 1, 0, 2**32 - 2), (7, 1))
     number = (int(words[1]) << 32 | int(words[0])) / 2**64
     z = np.log(np.array([0.1, 0.2, 0.3, 0.4]))
@@ -105,10 +105,10 @@ def test_a_token_by_hand():
 
 
 def chi_square(tokens, p):
-    found = np.bincount(tokens, minlength=len(p))
-    assert not found[p == 0].any()
+    counts = np.bincount(tokens, minlength=len(p))
+    assert not counts[p == 0].any()
     kept = p > 0
-    return np.sum((found[kept] - len(tokens) * p[kept]) ** 2 / (len(tokens) * p[kept])), kept.sum() - 1
+    return np.sum((counts[kept] - len(tokens) * p[kept]) ** 2 / (len(tokens) * p[kept])), kept.sum() - 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def chi_square(tokens, p):
     ids=str,
 )
 def test_the_distribution(named, rng):
-    """Of seeds in a row, of steps in a row, and of the rows of one seed: within five deviations of chi-square."""
+    """Successive seeds, successive steps, and the rows of one seed are within five deviations of chi-square."""
     z, draws = rng.standard_normal(20), np.arange(20000)
     p = oracle(z, **named)
     logits = np.broadcast_to(z, (len(draws), 20))
@@ -144,9 +144,9 @@ def test_the_distribution(named, rng):
 def test_all_options(backend, dtype, vocab, rng):
     for rows in ((5,), (2, 2)):
         logits = (3 * rng.standard_normal((*rows, vocab))).astype(dtype)
-        given = options_of_rows(rng, math.prod(rows), vocab, dtype)
-        given = {n: x.reshape(*rows, *x.shape[1:]) for n, x in given.items()}
-        for more in (given, filters(given)):
+        options = options_of_rows(rng, math.prod(rows), vocab, dtype)
+        options = {n: x.reshape(*rows, *x.shape[1:]) for n, x in options.items()}
+        for more in (options, filters(options)):
             want, exact = reference.sample(logits, **more, return_logprob=True, precision="float64")
             naive = reference.sample(logits, **more, return_logprob=True, precision="naive")[1]
             tokens, logprob = gpu_ops.sample(logits, **more, return_logprob=True, **backend)
@@ -157,19 +157,19 @@ def test_all_options(backend, dtype, vocab, rng):
 
 
 def test_a_request_does_not_see_its_batch(backend, dtype, rng):
-    """A row alone, and rows in another order, get the same tokens; so do numbers in place of arrays."""
-    logits, given = rng.standard_normal((6, 50)).astype(dtype), options_of_rows(rng, 6, 50, dtype)
-    tokens = gpu_ops.sample(logits, **given, **backend)
+    """A row alone, rows in another order, and numbers in place of arrays give the same tokens."""
+    logits, options = rng.standard_normal((6, 50)).astype(dtype), options_of_rows(rng, 6, 50, dtype)
+    tokens = gpu_ops.sample(logits, **options, **backend)
     order = rng.permutation(6)
-    shuffled = gpu_ops.sample(logits[order], **{n: x[order] for n, x in given.items()}, **backend)
+    shuffled = gpu_ops.sample(logits[order], **{n: x[order] for n, x in options.items()}, **backend)
     np.testing.assert_array_equal(shuffled, tokens[order])
     for r in range(6):
-        alone = {n: x[r] if n in ("counts", "bias") else x[r].item() for n, x in given.items()}
+        alone = {n: x[r] if n in ("counts", "bias") else x[r].item() for n, x in options.items()}
         assert gpu_ops.sample(logits[r], **alone, **backend) == tokens[r]
 
 
 def test_one_seed_for_all_rows(backend):
-    """Rows draw as their numbers, the first one as a request of its own."""
+    """Rows draw by their row number; row 0 draws as a single request."""
     logits = np.zeros((64, 1000), F32)
     tokens = gpu_ops.sample(logits, seed=5, step=2, **backend)
     np.testing.assert_array_equal(tokens, reference.sample(logits, seed=5, step=2))
@@ -180,7 +180,7 @@ def test_one_seed_for_all_rows(backend):
 
 
 def test_ties_go_to_the_first(backend, dtype):
-    """At the edge of top_k and of top_p, over several blocks; -0 ties with 0."""
+    """Ties at the edge of top_k and of top_p go to the first token, over several blocks; -0 ties with 0."""
     vocab = 4500
     logits = np.full((1, vocab), -30, dtype)
     tied = np.array([3, 700, 701, 2500, 4400])
@@ -195,8 +195,8 @@ def test_ties_go_to_the_first(backend, dtype):
         ({"top_k": 4, "top_p": 0.6}, 3),
         ({"min_p": 1.0}, 5),
     ]:
-        found = gpu_ops.sample(repeated, seed=draws, **named, **backend)
-        assert set(found.tolist()) == set(tied[:kept].tolist()), named
+        tokens = gpu_ops.sample(repeated, seed=draws, **named, **backend)
+        assert set(tokens.tolist()) == set(tied[:kept].tolist()), named
     assert gpu_ops.sample(logits, temperature=0.0, seed=0, **backend) == 3
 
 
@@ -212,7 +212,7 @@ def test_one_token_is_left(backend, dtype, rng):
         {"top_p": 0},
     ):
         if named.get("temperature"):
-            want[1] = reference.sample(logits, seed=3, **named)[1]  # of equal ones, any
+            want[1] = reference.sample(logits, seed=3, **named)[1]  # any of equal ones
         np.testing.assert_array_equal(gpu_ops.sample(logits, seed=3, **named, **backend), want)
         want[1] = 0
 
@@ -255,7 +255,7 @@ def test_no_tokens_and_no_rows(backend, dtype):
 @needs_nvrtc
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 def test_an_option_on_a_gpu_out_of_range(cupy, kernels, rng):
-    """Its row gets no token: the host does not wait for options."""
+    """The row gets no token: the host does not wait for options."""
     logits, counts = (
         FakeArray(rng.standard_normal((4, 30)).astype(F32)),
         FakeArray(np.ones((4, 30), np.int32)),
@@ -270,8 +270,8 @@ def test_an_option_on_a_gpu_out_of_range(cupy, kernels, rng):
         "presence_penalty": (np.inf, -np.inf, np.nan),
     }
     for name, values in wrong.items():
-        given = {name: FakeArray(np.array([*values, 1], np.int32 if name == "top_k" else F32))}
-        tokens = gpu_ops.sample(logits, seed=1, counts=counts, **given, backend=kernels).host
+        options = {name: FakeArray(np.array([*values, 1], np.int32 if name == "top_k" else F32))}
+        tokens = gpu_ops.sample(logits, seed=1, counts=counts, **options, backend=kernels).host
         assert (tokens[:3] == -1).all(), name
         assert tokens[3] >= 0, name
 
@@ -283,17 +283,17 @@ def test_a_captured_step_reads_its_arrays_anew(cupy, kernels, rng):
         rng.standard_normal((3, 70)).astype(F32),
         {"seed": np.arange(3), "step": np.zeros(3, np.int64)},
     )
-    given = {"temperature": np.ones(3, F32), "top_k": np.full(3, 5, np.int32), **counters}
-    held = {name: FakeArray(x.copy()) for name, x in given.items()}
+    options = {"temperature": np.ones(3, F32), "top_k": np.full(3, 5, np.int32), **counters}
+    held = {name: FakeArray(x.copy()) for name, x in options.items()}
     out, source = FakeArray(np.zeros(3, np.int32)), FakeArray(logits)
     gpu_ops.sample(source, **held, backend=kernels)
     with cupy.capture():
         gpu_ops.sample(source, **held, out=out, backend=kernels)
     for step in range(4):
         for name, x in {"step": step, "temperature": 1 + step, "top_k": 5 * step}.items():
-            held[name].host[:] = given[name][:] = x
+            held[name].host[:] = options[name][:] = x
         cupy.replay()
-        np.testing.assert_array_equal(out.host, reference.sample(logits, **given))
+        np.testing.assert_array_equal(out.host, reference.sample(logits, **options))
 
 
 def test_16_bit_logits_are_those_of_float32(rng):

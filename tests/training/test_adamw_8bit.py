@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the bits of the reference on every backend, the codes, and that it learns."""
+"""AdamW with 8-bit moments: the bits of the reference on every backend, the codes, and convergence."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from gpu_ops.reference.rows import adamw as reference
 from tests.rows.adamw_cases import F32, FORMS, made, same_bits
 
 DEVICES = ("cpu", "emulator", "cuda")
-QUICK = ("float32", "bfloat16 of master, stochastic", "bfloat16 alone")  # the rest compiles for seconds each
+QUICK = (
+    "float32",
+    "bfloat16 of master, stochastic",
+    "bfloat16 alone",
+)  # each other form compiles for seconds
 
 
-def is_slow(given):
-    emulated = given["backend"]["device"] == "emulator" and (
-        given["form"] != QUICK[2] or given["size"] != 1300
-    )
-    return given["form"] not in QUICK or emulated
+def is_slow(case):
+    emulated = case["backend"]["device"] == "emulator" and (case["form"] != QUICK[2] or case["size"] != 1300)
+    return case["form"] not in QUICK or emulated
 
 
 def in_bytes(arrays):
-    """The same with moments of 8 bits."""
+    """Arrays with moments quantized to 8 bits."""
     m, v = reference.quantize(arrays["m"], np.int8), reference.quantize(np.sqrt(arrays["v"]), np.uint8)
     return {**arrays, "m": m, "v": v}
 
@@ -52,17 +54,17 @@ def test_bits_of_moments_in_8_bits(backend, form, size, rng):
 
 
 def test_codes(rng):
-    """Within half a step of their squares; exact at the scale; 0 stays 0, and in uint8 nothing else becomes 0."""
+    """Codes err by half a step of squares, are exact at the scale, and keep 0; in uint8 only 0 becomes 0."""
     x = rng.standard_normal(3000).astype(F32) * np.repeat([1e-20, 1.0, 1e20], 1000).astype(F32)
     x[5:9] = 0
     for dtype, values in ((np.int8, x), (np.uint8, np.abs(x))):
         codes, scale = reference.quantize(values, dtype)
         assert codes.dtype == dtype
         assert scale.shape == (12,)
-        back, most = reference.dequantize(codes, scale), np.iinfo(dtype).max
-        part, found = (np.sqrt(np.abs(y) / np.repeat(scale, 256)[:3000]) * most for y in (values, back))
+        back, largest = reference.dequantize(codes, scale), np.iinfo(dtype).max
+        part, decoded = (np.sqrt(np.abs(y) / np.repeat(scale, 256)[:3000]) * largest for y in (values, back))
         tiny = (codes == 1) & (part < 0.5)
-        assert np.abs(part - found)[~tiny].max() < 0.51
+        assert np.abs(part - decoded)[~tiny].max() < 0.51
         assert ((codes == 0) == (values == 0)).all() if dtype == np.uint8 else not codes[values == 0].any()
         np.testing.assert_allclose(np.abs(back).max(), np.abs(values).max(), rtol=1e-6)
         assert (np.sign(back) * np.sign(values) >= 0).all()
@@ -71,7 +73,7 @@ def test_codes(rng):
 
 
 def test_moments_in_8_bits_find_the_minimum(rng):
-    """Least squares: the loss falls as with float32 moments."""
+    """The loss of least squares falls as with float32 moments."""
     x, solution = rng.standard_normal((64, 40)), rng.standard_normal((40, 30))
     losses = []
     for bits in (32, 8):

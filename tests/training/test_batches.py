@@ -1,4 +1,4 @@
-"""Batches: the order is a function of seed and step, and every window is seen once per epoch."""
+"""Batches: the order is a function of seed and step, and every window occurs once per epoch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def test_a_permutation_has_every_number_once(n, seed, epoch):
 @pytest.mark.parametrize("n", [2**31 - 1, 2**32, 2**40 + 7, 2**62])
 def test_permutations_of_any_length_take_no_memory(n, rng):
     index = np.unique(rng.integers(0, n, 1000))
-    found = permuted(index, n, 1, 2)
-    assert len(np.unique(found)) == len(index)
-    assert found.min() >= 0
-    assert found.max() < n
-    assert abs(found.mean() / n - 0.5) < 0.05  # five standard deviations
+    permutation = permuted(index, n, 1, 2)
+    assert len(np.unique(permutation)) == len(index)
+    assert permutation.min() >= 0
+    assert permutation.max() < n
+    assert abs(permutation.mean() / n - 0.5) < 0.05  # five standard deviations
 
 
 @pytest.mark.parametrize("n", [13, 100])
 def test_permutations_are_fair(n):
-    """Each number is equally often at each place: chi squared, and neighbours part."""
+    """Each number is equally often at each position (chi squared), and neighbours are separated."""
     seeds = 1000
     seen = np.zeros((n, n))
     for seed in range(seeds):
@@ -48,7 +48,7 @@ def test_permutations_are_fair(n):
 
 
 def windows_of(batches, steps):
-    """The first token of each window, in order; tokens count up, so that it says which window it is."""
+    """First token of each window, in order; tokens count up, so that it identifies the window."""
     ids = [batches.at(step)[0] for step in range(steps)]
     return np.concatenate([x[:, 0] for x in ids])
 
@@ -87,7 +87,7 @@ def test_a_run_resumes_at_any_step():
         assert resumed.step == start
         for step, batch in zip(range(start, 200), resumed, strict=False):
             np.testing.assert_array_equal(batch, whole[step])
-        np.testing.assert_array_equal(resumed.at(3), whole[3])  # which moves nothing
+        np.testing.assert_array_equal(resumed.at(3), whole[3])  # at() does not advance
         assert resumed.step == 200
 
 
@@ -101,7 +101,7 @@ def test_the_order_depends_on_the_seed():
 
 
 def test_the_order_is_the_same_in_every_version():
-    """A run that is resumed after an update goes on with the same batches."""
+    """A run that is resumed after an update continues with the same batches."""
     seen = windows_of(Batches(np.arange(100_000), 16, 32, seed=1234, start=0), 400)
     assert hashlib.sha256(seen.astype("<i4").tobytes()).hexdigest()[:16] == "88e32557a92d77ac"
 
@@ -112,12 +112,12 @@ def test_ranks_share_a_batch(world):
     together = Batches(tokens, 12, 10, seed=3)
     ranks = [Batches(tokens, 12 // world, 10, seed=3, rank=rank, world=world) for rank in range(world)]
     for step in (0, 1, 24, 25, 10**9):
-        apart = [np.concatenate(parts) for parts in zip(*(rank.at(step) for rank in ranks), strict=True)]
-        np.testing.assert_array_equal(apart, together.at(step))
+        joined = [np.concatenate(parts) for parts in zip(*(rank.at(step) for rank in ranks), strict=True)]
+        np.testing.assert_array_equal(joined, together.at(step))
 
 
 def test_several_sources(tmp_path):
-    """Windows do not reach from one into the next; one that is too short is passed over."""
+    """Windows do not cross sources; a source that is too short is skipped."""
     lengths, parts, start = (40, 3, 1, 0, 25, 90), [], 0
     for i, n in enumerate(lengths):
         part = start + np.arange(n)

@@ -1,4 +1,4 @@
-"""Byte pair encoding: merges and tokens by the definition, and any bytes back."""
+"""Byte pair encoding: merges and tokens by the definition, and round trips of any bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpu_ops.training import BytePairEncoding, bpe
 W, L, D, S = rb"[ \t-\r]", rb"[A-Za-z\x80-\xff]", rb"[0-9]", rb"[^ \t-\rA-Za-z\x80-\xff0-9]"
 WORD = re.compile(
     rb"(?: |%b)%b{1,127}|%b{1,128}" % (S, L, L)
-    + b"".join(rb"| %b{1,127}|%b{1,128}" % (kind, kind) for kind in (D, S))
+    + b"".join(rb"| %b{1,127}|%b{1,128}" % (chars, chars) for chars in (D, S))
     + rb"|%b{1,127}(?= [^ \t-\r])|%b{1,128}" % (W, W),
     re.DOTALL,
 )
@@ -34,13 +34,13 @@ def words_of(text):
 
 
 def replaced(tokens, pair, new):
-    """From the left."""
-    found, i = [], 0
+    """Replace a pair from the left."""
+    result, i = [], 0
     while i < len(tokens):
         hit = tuple(tokens[i : i + 2]) == pair
-        found.append(new if hit else tokens[i])
+        result.append(new if hit else tokens[i])
         i += 2 if hit else 1
-    return found
+    return result
 
 
 def merges_of(documents, vocab):
@@ -60,13 +60,13 @@ def merges_of(documents, vocab):
 
 
 def tokens_of(text, merges):
-    number, found = {tuple(pair): 256 + i for i, pair in enumerate(merges)}, []
+    number, ids = {tuple(pair): 256 + i for i, pair in enumerate(merges)}, []
     for word in words_of(text):
         tokens = list(word)
         while pairs := [number[pair] for pair in pairwise(tokens) if pair in number]:
             tokens = replaced(tokens, tuple(merges[min(pairs) - 256]), min(pairs))
-        found += tokens
-    return found
+        ids += tokens
+    return ids
 
 
 ENGLISH = b"""It was the best of times, it was the worst of times; it was 1859 (or 1775?).
@@ -165,7 +165,7 @@ def test_cuts_change_nothing(task, piece, monkeypatch):
 
 
 def test_more_pairs_than_there_was_room_for():
-    """Of 65536 pairs of bytes and as many of new tokens: bytes at random make others with every merge."""
+    """Exceed 65536 pairs of bytes and as many of new tokens: with random bytes, every merge makes new pairs."""
     rng = np.random.default_rng(0)
     words = rng.integers(128, 256, (4000, 100), np.uint8)
     data = b"\n".join(word.tobytes() for word in words)

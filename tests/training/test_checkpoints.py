@@ -1,4 +1,4 @@
-"""The last states of a run: kept over kills, full disks and foreign files."""
+"""Last states of a run: they survive kills, full disks and foreign files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_the_last_states_are_kept(tmp_path):
         "step-000000000012.safetensors",
     ]
     assert load_state(Checkpoints(str(tmp_path / "a" / "b")).latest())[1] == {"step": 12}
-    one = Checkpoints(tmp_path / "one", keep=1)
+    single = Checkpoints(tmp_path / "one", keep=1)
     for step in (1, 2, 3):
-        one.save(step, {})
-    assert one.steps() == [3]
+        single.save(step, {})
+    assert single.steps() == [3]
 
 
 def test_a_step_back_is_refused(tmp_path):
@@ -58,7 +58,7 @@ def test_half_written_and_foreign_files_do_not_count(tmp_path):
     (tmp_path / "step-11.safetensors").write_bytes(good.read_bytes())
     (tmp_path / "notes").write_text("x")
     assert checkpoints.latest() == good
-    checkpoints.save(9, {})  # in place of the half
+    checkpoints.save(9, {})  # replaces the partial file
     assert checkpoints.steps() == [3, 9]
     left = {path.name for path in tmp_path.iterdir()}
     assert {"notes", "step-11.safetensors"} < left
@@ -98,7 +98,7 @@ for step in range(int(sys.argv[2]), 10**6):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_killed_run_resumes(how, tmp_path):
-    """SIGTERM also where it was started in the background of a shell, where SIGINT is ignored."""
+    """SIGTERM works also in the background of a shell, where SIGINT is ignored."""
     rng, start = np.random.default_rng(1), 0
     for _ in range(2):
         command = [sys.executable, "-c", SAVES, str(tmp_path), str(start)]
@@ -106,7 +106,7 @@ def test_a_killed_run_resumes(how, tmp_path):
             command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
-            assert child.stdout.readline()  # at least one is saved
+            assert child.stdout.readline()  # at least one state is saved
             time.sleep(rng.random() * 0.05)
             child.send_signal(how)
             said = child.communicate(timeout=PATIENCE)[0].split()

@@ -1,4 +1,4 @@
-"""FlatParams: views over flat arrays, and steps of all of them as of each alone."""
+"""FlatParams: views of flat arrays; a step of all parameters equals a step of each alone."""
 
 from __future__ import annotations
 
@@ -39,32 +39,36 @@ FORMS = [("float32", True), ("float64", True), ("bfloat16", True), ("float16", T
 
 @pytest.mark.parametrize(("dtype", "master"), FORMS)
 def test_a_step_is_one_of_each_parameter(dtype, master, rng):
-    """By itself; matrices decay, others do not. Bits of rounding by chance depend on the place: near, then."""
+    """Matrices decay, others do not. Stochastic rounding depends on the position: values are then close only."""
     flat = FlatParams.from_shapes(SHAPES, dtype=dtype, master=master, device="cpu")
     start, gradients = values(rng), values(rng)
     filled(flat, start, gradients)
-    wide = np.float64 if dtype == "float64" else np.float32
+    master_dtype = np.float64 if dtype == "float64" else np.float32
     for _ in range(3):
         flat.step(lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), grad_scale=0.5)
     assert flat.steps == 3
     for name, shape in SHAPES.items():
         alone = (
-            start[name].astype(flat.params[name].dtype).astype(wide)
+            start[name].astype(flat.params[name].dtype).astype(master_dtype)
             if not master
-            else start[name].astype(wide)
+            else start[name].astype(master_dtype)
         )
-        g, m, v = gradients[name].astype(wide), np.zeros(shape, wide), np.zeros(shape, wide)
+        g, m, v = (
+            gradients[name].astype(master_dtype),
+            np.zeros(shape, master_dtype),
+            np.zeros(shape, master_dtype),
+        )
         for t in range(1, 4):
             decay = 0.1 if len(shape) > 1 else 0.0
             numbers = {"step": t, "lr": 0.01, "weight_decay": decay, "betas": (0.8, 0.9), "grad_scale": 0.5}
             gpu_ops.adamw_step(alone, g, m, v, **numbers)
-        found = flat.params[name]
-        assert found.shape == shape
+        param = flat.params[name]
+        assert param.shape == shape
         if master:
-            assert found.tobytes() == alone.astype(found.dtype).tobytes(), name
+            assert param.tobytes() == alone.astype(param.dtype).tobytes(), name
         else:
             unit = 2.0**-7 * (np.abs(start[name]) + 0.03)  # of bfloat16, at most
-            assert (np.abs(found.astype(wide) - alone) <= 3 * unit).all()
+            assert (np.abs(param.astype(master_dtype) - alone) <= 3 * unit).all()
 
 
 def test_layout(rng):
@@ -87,7 +91,7 @@ def test_layout(rng):
 
 
 def test_padding_stays_zero(rng):
-    """Also with eps=0, where 0 / 0 would be NaN; and by chance, gradients of infinity do not leave their segment."""
+    """Padding is zero even with eps=0, where 0 / 0 would be NaN; infinite gradients do not leave their segment."""
     for form in (dict(dtype="float32"), dict(dtype="bfloat16", master=False)):
         flat = FlatParams.from_shapes(SHAPES, **form)
         filled(flat, values(rng), values(rng))
@@ -109,7 +113,7 @@ def test_padding_stays_zero(rng):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("emulator", marks=needs_nvrtc)])
 def test_moments_in_8_bits(device, rng):
-    """2.03 bytes for a parameter instead of 8; the bits of a call for each part."""
+    """Moments take 2.03 bytes per parameter instead of 8, with the bits of separate calls for each part."""
     flat = FlatParams.from_shapes(SHAPES, dtype="float32", moment_bits=8, device=device)
     filled(flat, values(rng), values(rng))
     size, decayed = flat.buffers["params"].size, 5 * 256
@@ -154,7 +158,7 @@ def test_a_skipped_step_does_not_count(rng):
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu(cupy, dtype, rng):
-    """CuPy arrays, the bits of the CPU, and nothing waits for a step."""
+    """CuPy arrays give the bits of the CPU, and the host does not wait for a step."""
     start, gradients = values(rng), values(rng)
     flats = [FlatParams.from_shapes(SHAPES, dtype=dtype, device=device) for device in ("cuda", "cpu")]
     for flat in flats:
@@ -194,9 +198,9 @@ def test_on_a_gpu(cupy, dtype, rng):
     ],
 )
 def test_mistakes(change, error, message):
-    given = {"shapes": SHAPES, "dtype": "float32", **change}
+    options = {"shapes": SHAPES, "dtype": "float32", **change}
     with pytest.raises(error, match=message):
-        FlatParams.from_shapes(given.pop("shapes"), **given)
+        FlatParams.from_shapes(options.pop("shapes"), **options)
 
 
 def test_names_that_decay_are_any_collection():
@@ -216,7 +220,7 @@ def test_assign_checks_all_before_it_writes(rng):
 
 @pytest.mark.parametrize("overflow", [math.inf, math.nan])
 def test_a_step_that_overflows_is_skipped(overflow):
-    """The recipe of training.scaler on NumPy arrays, where the product of two arrays () is a number."""
+    """Recipe of training.scaler on NumPy arrays, where the product of two arrays () is a number."""
     flat = FlatParams.from_shapes({"weight": (3, 5)}, dtype="float16", device="cpu")
     scaler = GradScaler(init_scale=1024.0)
     gradients = [1.0, overflow, 1.0]
@@ -239,7 +243,7 @@ def test_a_step_that_overflows_is_skipped(overflow):
     "wrong", [np.array(["x", "y"]), [1, [2]], np.array([None, 1]), np.array([1j, 2])], ids=repr
 )
 def test_assign_takes_real_numbers(wrong):
-    """All is checked before any is set."""
+    """All values are checked before any is assigned."""
     flat = FlatParams.from_shapes({"a": (2,), "b": (2,)}, dtype="float32")
     with pytest.raises(DTypeError, match="b is "):
         flat.assign({"a": np.ones(2), "b": wrong})

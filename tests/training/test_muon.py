@@ -1,4 +1,4 @@
-"""Muon: against NumPy in float64, and the singular values of what it subtracts."""
+"""Muon against NumPy in float64, and the singular values of its updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F32 = np.dtype(np.float32)
 
 
 def newton_schulz(x, iterations=5):
-    """The polynomial on the singular values, by an SVD."""
+    """Polynomial of the singular values, by an SVD."""
     u, s, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
     s = s / (np.linalg.norm(s) + 1e-7)
     for _ in range(iterations):
@@ -25,10 +25,10 @@ def newton_schulz(x, iterations=5):
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32), (1, 8)], ids=str)
 def test_orthogonalized(device, shape, rng):
     x = rng.standard_normal(shape).astype(F32)
-    found = orthogonalized(x, device=device)
-    assert found.dtype == F32
-    np.testing.assert_allclose(found, newton_schulz(x), atol=2e-5)
-    values = np.linalg.svd(found, compute_uv=False)
+    actual = orthogonalized(x, device=device)
+    assert actual.dtype == F32
+    np.testing.assert_allclose(actual, newton_schulz(x), atol=2e-5)
+    values = np.linalg.svd(actual, compute_uv=False)
     strong = np.linalg.svd(x, compute_uv=False) > 0.05 * np.linalg.norm(x)
     assert ((values[strong] > 0.65) & (values[strong] < 1.25)).all()
 
@@ -51,9 +51,9 @@ def test_steps(nesterov, shape, rng):
 def test_zeros_and_large_numbers_make_no_nan():
     assert not orthogonalized(np.zeros((3, 5), F32)).any()
     assert orthogonalized(np.zeros((0, 5), F32)).shape == (0, 5)
-    found = orthogonalized(np.full((4, 4), 1e30, F32))
-    assert np.isfinite(found).all()
-    assert found.any()
+    actual = orthogonalized(np.full((4, 4), 1e30, F32))
+    assert np.isfinite(actual).all()
+    assert actual.any()
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_zeros_and_large_numbers_make_no_nan():
     ],
 )
 def test_mistakes_write_nothing(change, error, message):
-    given = {name: np.ones((2, 3), F32) for name in ("param", "grad", "momentum")} | {"lr": 0.1} | change
-    before = [np.asarray(x).copy() for x in given.values()]
+    arguments = {name: np.ones((2, 3), F32) for name in ("param", "grad", "momentum")} | {"lr": 0.1} | change
+    before = [np.asarray(x).copy() for x in arguments.values()]
     with pytest.raises(error, match=message):
-        muon_step(**given)
-    assert all((np.asarray(x) == y).all() for x, y in zip(given.values(), before, strict=True))
+        muon_step(**arguments)
+    assert all((np.asarray(x) == y).all() for x, y in zip(arguments.values(), before, strict=True))
 
 
 def test_arrays_that_cannot_be_updated_are_refused():
-    """Before anything is written."""
+    """Arrays are refused before anything is written."""
     grad = np.eye(2, dtype=np.float32)
     param, momentum = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
     frozen = param.copy()

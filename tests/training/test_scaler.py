@@ -1,4 +1,4 @@
-"""Loss scaling: torch's state machine, step by step; its floor; and what it is for."""
+"""Loss scaling: state machine of torch step by step, its floor, and training with tiny losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F32 = np.float32
 
 
 class OnDevice(np.ndarray):
-    """An array whose values the host may not read: that would wait for the device."""
+    """Array whose values the host may not read, since that would wait for the device."""
 
     def __bool__(self):
         raise AssertionError("the host waited for a value")
@@ -35,7 +35,7 @@ def to_device(x):
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """A stand-in for CuPy: array expressions, in NumPy."""
+    """Fake of CuPy: array expressions in NumPy."""
     fake = SimpleNamespace(
         __name__="cupy",
         ndarray=OnDevice,
@@ -47,20 +47,20 @@ def on_device(monkeypatch):
     monkeypatch.setattr(module, "cuda_missing", lambda: None)
 
 
-def trace(scaler, found):
+def trace(scaler, overflows):
     scales, trackers = [], []
-    for one in found:
-        scaler.update(np.asarray(one, F32))
+    for overflow in overflows:
+        scaler.update(np.asarray(overflow, F32))
         scales.append(float(np.asarray(scaler.scale)))
         trackers.append(int(np.asarray(scaler.growth_tracker)))
     return scales, trackers
 
 
-def by_definition(found, scale, growth, backoff, interval):
-    """Of torch's kernel: products in double, stored as float."""
+def by_definition(overflows, scale, growth, backoff, interval):
+    """Scales and trackers by the rules of the torch kernel: products in double, stored as float."""
     scale, tracker, scales, trackers = F32(scale), 0, [], []
-    for one in found:
-        if one:
+    for overflow in overflows:
+        if overflow:
             scale, tracker = F32(float(scale) * backoff), 0
         else:
             tracker += 1
@@ -74,7 +74,7 @@ def by_definition(found, scale, growth, backoff, interval):
 
 
 def draw(rng):
-    """Factors that are no powers of two, and finite or infinite steps in runs."""
+    """Factors that are not powers of two, and runs of finite or infinite steps."""
     options = {
         "init_scale": float(rng.choice([1.0, 65536.0, 3.7, 1e30])),
         "growth_factor": float(rng.choice([2.0, 1.1, 1000.0])),
@@ -85,26 +85,28 @@ def draw(rng):
 
 
 def test_the_documented_trace():
-    found = [0] * 5 + [1] + [0] * 5
-    scales, trackers = trace(GradScaler(8.0, growth_interval=4), found)
+    overflows = [0] * 5 + [1] + [0] * 5
+    scales, trackers = trace(GradScaler(8.0, growth_interval=4), overflows)
     assert scales == [8, 8, 8, 16, 16, 8, 8, 8, 8, 16, 16]
     assert trackers == [1, 2, 3, 0, 1, 0, 1, 2, 3, 0, 1]
 
 
 def test_any_trace(rng):
     for _ in range(1000):
-        options, found = draw(rng)
-        assert trace(GradScaler(**options, min_scale=0.0), found) == by_definition(found, *options.values())
+        options, overflows = draw(rng)
+        assert trace(GradScaler(**options, min_scale=0.0), overflows) == by_definition(
+            overflows, *options.values()
+        )
 
 
 def test_a_trace_on_a_device(on_device, rng):
-    """In place, in the same arrays, and without a look at them."""
+    """Updates are in place, and the host does not read the arrays."""
     for _ in range(30):
-        options, found = draw(rng)
+        options, overflows = draw(rng)
         scaler = GradScaler(**options, min_scale=0.0, device="cuda")
         scale, tracker = scaler.scale, scaler.growth_tracker
         assert isinstance(scale, OnDevice)
-        assert trace(scaler, map(to_device, found)) == by_definition(found, *options.values())
+        assert trace(scaler, map(to_device, overflows)) == by_definition(overflows, *options.values())
         assert scaler.scale is scale
         assert scaler.growth_tracker is tracker
 
@@ -113,18 +115,18 @@ def test_a_trace_on_a_device(on_device, rng):
 def test_any_trace_of_torch(rng):
     torch = pytest.importorskip("torch")
     for _ in range(1000):
-        options, found = draw(rng)
+        options, overflows = draw(rng)
         theirs = torch.amp.GradScaler("cpu", **options)
         theirs.scale(torch.ones(()))
         weight = torch.zeros(1, requires_grad=True)
         optimizer = torch.optim.SGD([weight], 0.0)
         ours = GradScaler(**options, min_scale=0.0)
-        for one in found:
-            weight.grad = torch.tensor([math.inf if one else 1.0])
+        for overflow in overflows:
+            weight.grad = torch.tensor([math.inf if overflow else 1.0])
             assert float(theirs._get_scale_async().double().reciprocal().float()) == float(ours.inv_scale)
             theirs.step(optimizer)
             theirs.update()
-            ours.update(one)
+            ours.update(overflow)
             assert ours.state_dict() == theirs.state_dict()
         fresh = GradScaler(min_scale=0.0)
         fresh.load_state_dict(theirs.state_dict())
@@ -153,7 +155,7 @@ def test_the_floor():
 
 
 def test_the_floor_on_a_device(on_device, monkeypatch):
-    """The host learns of it when it asks."""
+    """The host learns of the floor when it queries the scale."""
     scaler = GradScaler(2.0, device="cuda")
     scaler.update(to_device(1.0))
     scaler.update(to_device(1.0))
@@ -281,18 +283,18 @@ def test_state():
         assert other.state_dict() == GradScaler().state_dict()
     other.load_state_dict(state)
     assert other.scale is scale
-    found = [0, 0, 0, 0, 0, 1, 1, 0]
-    assert trace(other, found) == trace(scaler, found)
+    overflows = [0, 0, 0, 0, 0, 1, 1, 0]
+    assert trace(other, overflows) == trace(scaler, overflows)
 
 
 def test_clip_coefficient():
     for norm, want in ((0.0, 1.0), (1.0, 1.0), (4.0, 0.5), (math.inf, 0.0)):
         for dtype in (F32, np.float64):
-            found = clip_coefficient(np.asarray(norm, dtype), 2.0)
-            assert isinstance(found, np.ndarray)
-            assert found.dtype == dtype
-            assert found == min(dtype(1), dtype(2.0) / (dtype(norm) + dtype(1e-6)))
-            assert found == pytest.approx(want, rel=1e-6)
+            coefficient = clip_coefficient(np.asarray(norm, dtype), 2.0)
+            assert isinstance(coefficient, np.ndarray)
+            assert coefficient.dtype == dtype
+            assert coefficient == min(dtype(1), dtype(2.0) / (dtype(norm) + dtype(1e-6)))
+            assert coefficient == pytest.approx(want, rel=1e-6)
         assert clip_coefficient(norm, 2.0) == pytest.approx(want, rel=1e-6)
     assert np.isnan(clip_coefficient(np.asarray(math.nan, F32), 2.0))
     assert clip_coefficient(np.asarray(3.0, F32), 0.0) == 0
@@ -308,7 +310,7 @@ def test_clip_coefficient():
 
 
 def learned(scaler, steps=30):
-    """The mean error of two linear layers in float16 that fit a line, before and after; the loss is tiny."""
+    """Mean error of two float16 linear layers that fit a line, before and after training with a tiny loss."""
     rng = np.random.default_rng(3)
     x, target = rng.standard_normal((64, 8)).astype(np.float16), rng.standard_normal((64, 4)).astype(F32)
     masters = [0.5 * rng.standard_normal(s).astype(F32) for s in ((16, 8), (4, 16))]
@@ -330,7 +332,7 @@ def learned(scaler, steps=30):
 
 
 def test_gradients_that_vanish_without_a_scale():
-    """With one that is too large at first, some steps are skipped, and the rest learn."""
+    """If the first scale is too large, some steps are skipped, and the others learn."""
     before, after = learned(GradScaler(1.0))
     assert after == before
     scaler = GradScaler(2.0**20, growth_interval=5)

@@ -1,4 +1,4 @@
-"""Saved states: to the bit, whole or not at all, and nothing is written into arrays on an error."""
+"""Saved states: bit for bit, complete or not saved at all; an error leaves arrays unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype_comes_back_to_the_bit(shape, tmp_path, rng):
-    """NaN of any payload included, since the bits are random."""
+    """Random bits include NaN of any payload."""
     arrays = {name: random_bits(rng, shape, dtype) for name, dtype in NUMPY_DTYPES.items()}
     save_state(tmp_path / "s", arrays)
     read, meta = load_state(tmp_path / "s")
@@ -179,7 +179,7 @@ def test_like_is_checked_before_anything_is_written(tmp_path):
 
 
 def test_a_damaged_file_writes_nothing(tmp_path, rng):
-    """A flipped bit of the last array is found before the first is written."""
+    """A flipped bit of the last array is detected before the first array is written."""
     path = tmp_path / "s"
     save_state(path, {"a": rng.random(30), "b": rng.random(30).astype(np.float32)})
     whole = path.read_bytes()
@@ -205,7 +205,7 @@ def test_files_damaged_at_random(tmp_path):
         except GpuOpsError as error:
             outcomes.append(type(error))
             longest = max(longest, len(str(error)))
-        else:  # the damage was in a name or the numbers, or put equal bytes in place of others
+        else:  # the damage was in a name or number, or replaced bytes by equal ones
             assert sum(x.size for x in read.values()) == 20
             outcomes.append(None)
     assert longest < 1000
@@ -246,12 +246,12 @@ def test_the_package_safetensors_reads_the_file(tmp_path, rng):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.bool_, np.int64])
 def test_cuda_arrays_are_copied_through_the_host(dtype, cupy, tmp_path, rng):
     x = (rng.random((3, 4)) * 2).astype(dtype)
-    given = {
+    device_arrays = {
         "w": FakeArray(x.copy(), 1),
         "t": FakeArray(np.asfortranarray(x)),
         "n": FakeArray(x[0, 0].reshape(())),
     }
-    save_state(tmp_path / "s", given | {"host": x})
+    save_state(tmp_path / "s", device_arrays | {"host": x})
     read, _ = load_state(tmp_path / "s")
     assert same(read["w"], x)
     assert same(read["t"], x)
@@ -272,7 +272,7 @@ def test_no_gpu_is_said_before_the_file_is_read(tmp_path, monkeypatch):
 
 
 def adamw(arrays, step, seed):
-    """One step on a toy: the gradient is of a random direction that depends on seed and step alone."""
+    """Run a step of a toy problem: the gradient has a random direction that depends on seed and step only."""
     w, m, v = (arrays[name] for name in "wmv")
     g = np.random.default_rng((seed, step)).standard_normal(w.shape).astype(np.float32) + np.float32(0.1) * w
     m += np.float32(0.1) * (g - m)

@@ -1,4 +1,4 @@
-"""The source of the standard library as a text that every machine has."""
+"""Source of the standard library as a text that every machine has."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.processes import python
 
 
 def test_it_is_the_source_and_the_same_in_another_process():
-    found = stdlib_text()
-    assert len(found) > 4_000_000
-    assert found.count(b"import unittest") < 30  # tests are left out
-    assert b"def dataclass(" in found.decode().encode()
+    source = stdlib_text()
+    assert len(source) > 4_000_000
+    assert source.count(b"import unittest") < 30  # tests are omitted
+    assert b"def dataclass(" in source.decode().encode()
     code = "import hashlib; from gpu_ops.training import *; print(hashlib.sha256(stdlib_text()).hexdigest())"
     other = python("-c", code, PYTHONHASHSEED="7").strip()
-    assert other == hashlib.sha256(found).hexdigest()
+    assert other == hashlib.sha256(source).hexdigest()
 
 
 def test_without_source_it_is_said(monkeypatch, tmp_path):

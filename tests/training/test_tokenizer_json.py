@@ -1,4 +1,4 @@
-"""The tokenizer of a published model: what its file switches on, and what is needed to read it."""
+"""Tokenizer of a published model: settings of its file, and requirements for reading it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_file_comes_before_the_package(monkeypatch, tmp_path):
 
 
 class Tokenizer:
-    """As that of the package: what training of a model switched on stays on."""
+    """Fake tokenizer of the package: settings that training of a model enabled stay on."""
 
     def __init__(self):
         self.state = ["truncation", "padding"]
@@ -50,7 +50,7 @@ class Tokenizer:
 
 
 def test_with_the_package_tokenizers(monkeypatch, tmp_path):
-    """Its part is played here: the test needs no package and no file of a model."""
+    """A fake replaces the package: the test needs neither the package nor a model file."""
     monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
@@ -65,7 +65,7 @@ def test_with_the_package_tokenizers(monkeypatch, tmp_path):
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["BPE", "WordLevel", "Unigram"])
 def test_all_tokens_of_a_text_and_no_others(kind, tmp_path):
-    """The package has dropout in BPE alone."""
+    """The package has dropout in BPE only."""
     package = pytest.importorskip("tokenizers")
     words = {word: i for i, word in enumerate(["?", "a", "b", "ab", "[PAD]", "<s>"])}
     model = {

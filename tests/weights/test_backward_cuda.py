@@ -1,4 +1,4 @@
-"""The gradient of x on tensor cores: exact where nothing rounds, what it moves and issues."""
+"""Gradient of x on tensor cores: exact where nothing rounds; traffic and instructions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 
 def problem(rng, m, n, k, dtype, group=None):
-    """Small integers and scales that are powers of two: exact in any dtype. group: None per tensor, 0 per row."""
+    """Problem of small integers and power-of-two scales: exact in any dtype. group: None per tensor, 0 per row."""
     t, dy = rng.integers(-1, 2, (n, k)).astype(np.int8), rng.integers(-3, 4, (m, n)).astype(dtype)
     shape = () if group is None else (n,) if group == 0 else (n, k // group)
     w = TernaryMatrix.from_trits(t, np.float32(2.0) ** rng.integers(-2, 2, shape).astype(np.float32))
@@ -31,7 +31,7 @@ def problem(rng, m, n, k, dtype, group=None):
 
 
 def dx_of(dy, w, sms=None):
-    """dx, and the profiles of its launches; ``sms``: on a card with so many."""
+    """dx, and the profiles of its launches; ``sms``: number of SMs of the card."""
     device = EmulatorDevice()
     device.limits = replace(device.limits, sms=sms or device.limits.sms)
     codes, scale = w.on(None)
@@ -79,15 +79,15 @@ def test_dx_is_exact_and_wastes_nothing(m, n, k, dtype, group, sms, rng):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("offset", [1, 8])
 def test_views(offset, dtype, rng):
-    """Rows that lie apart, at addresses aligned and not; nothing beside the view is read or written."""
+    """Strided rows, at aligned and unaligned addresses; no element outside the view is read or written."""
     m, n, k = 37, 40, 72
     dy, w, want = problem(rng, m, n, k, dtype)
-    wide = np.full((m, n + 16), np.nan, dtype)
-    wide[:, offset : n + offset] = dy
+    padded = np.full((m, n + 16), np.nan, dtype)
+    padded[:, offset : n + offset] = dy
     out = np.zeros((m, k + 16), dtype)
     x = rng.integers(-4, 5, (m, k)).astype(dtype)
     dw = np.zeros((n, k + 16), np.float32)
-    views = wide[:, offset : n + offset], (out[:, offset : k + offset], dw[:, offset : k + offset])
+    views = padded[:, offset : n + offset], (out[:, offset : k + offset], dw[:, offset : k + offset])
     ternary_matmul_backward(
         views[0], x, w, activations="native", out=views[1], device="emulator", backend="raw"
     )
@@ -100,7 +100,7 @@ def test_views(offset, dtype, rng):
 
 @pytest.mark.parametrize("largest", [1e6, 1e-6])
 def test_scales_beyond_float16(largest, rng):
-    """Rows whose scales float16 cannot hold, or not precisely, and gradients that make up for it."""
+    """Row scales that float16 cannot hold, or not precisely, and gradients that compensate for them."""
     t = rng.integers(-1, 2, (48, 64)).astype(np.int8)
     scale = (largest * rng.uniform(0.1, 1, 48)).astype(np.float32)
     dy = random(rng, (9, 48), F16, 1 / largest if largest > 1 else 1e3)
@@ -118,7 +118,7 @@ def test_scales_beyond_float16(largest, rng):
 @pytest.mark.parametrize("which", ["raw", pytest.param("numba", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_what_is_not_finite_shows(dtype, which, rng):
-    """An infinite gradient stays one; a token that is not finite makes dw NaN, and dx does not depend on it."""
+    """An infinite gradient stays infinite; a non-finite token makes dw NaN, and dx does not depend on it."""
     dy, w, _ = problem(rng, 3, 8, 64, dtype)
     w = TernaryMatrix.from_trits(np.ones((8, 64), np.int8), w.scale)
     x = random(rng, (3, 64), dtype)
@@ -132,7 +132,7 @@ def test_what_is_not_finite_shows(dtype, which, rng):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("k", [8, 33])
 def test_activations_as_the_forward_rounds_them(dtype, k, rng):
-    """Within two units of q / s, which the reference has in double."""
+    """Activations are within two units of q / s, which the reference computes in double."""
     x = random(rng, (5, k), dtype, 3.0)
     x[1] = 0
     q, step = reference.quantize_activations(x)
@@ -152,12 +152,12 @@ def test_long_sums(dtype, group, rng):
     w = TernaryMatrix.from_trits(
         rng.integers(-1, 2, (n, k)).astype(np.int8), rng.uniform(0.5, 1.5, shape).astype(np.float32)
     )
-    given = ternary_matmul_backward(dy, x, w, device="emulator", backend="raw")
+    grads = ternary_matmul_backward(dy, x, w, device="emulator", backend="raw")
     exact, naive = (
         reference.ternary_matmul_backward(dy, x, w.trits(), w.scale, precision=p)
         for p in ("float64", "naive")
     )
-    for actual, want, textbook in zip(given, exact, naive, strict=True):
+    for actual, want, textbook in zip(grads, exact, naive, strict=True):
         assert_close(actual, want, textbook, dtype, factor=GRADIENT)
 
 
@@ -174,14 +174,14 @@ def test_explain_tells_the_launches(rng):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_instructions_per_product(scaled, arch):
-    """Beside one product of the tensor cores a warp of the largest tile issues little that integer units do.
+    """A warp of the largest tile issues few instructions of integer units per product of the tensor cores.
 
     A step is 64 products; mma.sync of sm_80 takes 8 clocks each, in which the integer units start 4 instructions.
     """
     kernel = kernels._kernel("bfloat16", "bfloat16", scaled, True, backward_tiles(2)[0])
     counts = loop(kernel, arch, "HMMA", 64)
     integer = sum(counts[opcode] for opcode in INTEGER) / counts["HMMA"]
-    every = (counts.total() - counts["NOP"]) / counts["HMMA"]  # what ptxas pads with costs no unit
+    every = (counts.total() - counts["NOP"]) / counts["HMMA"]  # padding by ptxas uses no unit
     print(f"{arch}: {integer:.2f} integer instructions per product, {every:.2f} of all; {counts}")
     assert counts["HMMA"] == 64
     assert integer <= 1.5

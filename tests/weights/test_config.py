@@ -1,4 +1,4 @@
-"""What ternary_config.py chooses: everything fits and is listed, models fill the card, sums are divided."""
+"""Choices of ternary_config.py: they fit and are listed, models fill the card, sums are divided."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_small_results_have_their_sums_divided():
 
 
 def test_an_sm_of_any_card_has_two_blocks_of_few_tokens():
-    """What one waits for the other covers; cards of 100 KB per SM get fewer stages."""
+    """Two blocks hide the latency of each other; cards of 100 KB per SM get fewer stages."""
     for card, itemsize in itertools.product(CARDS, (1, 2)):
         for tile in gemm_configs(
             itemsize, grouped=False, smem_per_block_optin=card.arch.smem_per_block_optin
@@ -136,7 +136,7 @@ def test_an_sm_of_any_card_has_two_blocks_of_few_tokens():
     ids=str,
 )
 def test_divided_sums(m, n, k, activations, group, launches, rng):
-    """Exact at the largest magnitudes and at random ones, in the kernels that divide them; a weight is read once."""
+    """Divided sums are exact at the largest magnitudes and at random ones; a weight is read once."""
     seen = {}
     for fill in (-1, 1, None):
         t = rng.integers(-1, 2, (n, k)).astype(np.int8) if fill is None else np.full((n, k), fill, np.int8)

@@ -1,4 +1,4 @@
-"""The ternary matmul's GPU kernels: exact sums in every kernel and tile, what they read, what they issue."""
+"""GPU kernels of the ternary matmul: exact sums in every kernel and tile, bytes read, instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.programs import run_part, run_program
 DEVICES = ("cpu", "emulator", "cuda")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
-# (M, N): one token and few, a token more than the GEMV takes, all tiles of the GEMM, whole and ragged
+# (M, N): one token, few tokens, one token more than the GEMV takes, all tiles of the GEMM, whole and ragged
 SIZES = [
     (1, 1),
     (1, 150),
@@ -53,7 +53,7 @@ def trits(rng, shape):
     return rng.integers(-1, 2, shape).astype(np.int8)
 
 
-# Few rows and so much K that its sums are divided: among warps of the GEMV, and among blocks of the GEMM.
+# Few rows and a large K, so that its sums are divided among warps of the GEMV, and among blocks of the GEMM.
 DIVIDED = {
     4096: [(1, 5), (2, 20)],
     8191: [(1, 3), (3, 40), (20, 40), (40, 33)],
@@ -62,7 +62,7 @@ DIVIDED = {
 
 
 def problems(k):
-    """(M, N, kind of scale, format, dtype): 24 for most K, no two alike."""
+    """Problems (M, N, kind of scale, format, dtype): 24 for most K, all different."""
     first = KS.index(k)
     sizes = (2 * SIZES if k < 16384 else []) + DIVIDED.get(k, [])
     return [
@@ -77,12 +77,18 @@ def test_there_are_more_than_200_problems():
 
 @pytest.mark.parametrize("k", KS)
 def test_sums_are_exact(k, backend, rng):
-    """Tokens that quantise to themselves and scales that are powers of two: no tolerance."""
-    for m, n, kind, fmt, dtype in problems(k):
+    """Tokens that quantise to themselves and power-of-two scales allow no tolerance."""
+    for m, n, scale_kind, fmt, dtype in problems(k):
         group = {128: 64, 192: 64, 640: 128, 2048: 64, 4096: 512, 16384: 256}.get(k)
         x, t = rng.integers(-127, 128, (m, k)), trits(rng, (n, k))
         x[:, 0] = 127
-        shape = () if kind == "tensor" else (n,) if kind == "row" or group is None else (n, k // group)
+        shape = (
+            ()
+            if scale_kind == "tensor"
+            else (n,)
+            if scale_kind == "row" or group is None
+            else (n, k // group)
+        )
         scale = np.float32(2.0) ** rng.integers(-2, 2, shape).astype(np.float32)
         w = TernaryMatrix.from_trits(t, scale, format=fmt)
         y = ternary_matmul(x.astype(dtype), w, **backend)
@@ -90,13 +96,15 @@ def test_sums_are_exact(k, backend, rng):
         expected = (x @ weights.astype(np.int64).T / 4).astype(np.float32)
         assert y.dtype == dtype
         with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(y, expected.astype(dtype), err_msg=f"{m} x {n} x {k} {kind} {fmt}")
+            np.testing.assert_array_equal(
+                y, expected.astype(dtype), err_msg=f"{m} x {n} x {k} {scale_kind} {fmt}"
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [-127, 127])
 def test_the_longest_k(value):
-    """2^23 codes of 2 times 127 are 2^31 - 2^24."""
+    """A sum of 2^23 codes of 2 times 127 is 2^31 - 2^24."""
     w = TernaryMatrix.from_trits(np.ones((1, 1 << 23), np.int8))
     x = np.full((1, 1 << 23), value, np.float32)
     y = ternary_matmul(x, w, device="emulator", backend="raw")
@@ -113,7 +121,7 @@ def test_longer_k_is_refused():
 @pytest.mark.parametrize("m", [1, 2, 4, 9, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_have_the_bits_of_the_reference(dtype, m, rng):
-    """Quantisation, sums, scales and the rounding of the result."""
+    """Quantisation, sums, scales and the rounding of the result match the reference."""
     for n, k, per_row in ((96, 333, True), (128, 512, False)):
         t, x = trits(rng, (n, k)), random(rng, (m, k), dtype)
         scale = rng.uniform(0.1, 2, n).astype(np.float32) if per_row else np.float32(0.37)
@@ -125,7 +133,7 @@ def test_results_have_the_bits_of_the_reference(dtype, m, rng):
 @pytest.mark.parametrize("m", [4, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_are_rounded_as_in_double_precision(dtype, m, backend_name):
-    """Halves of the quantisation step, and their neighbours on either side."""
+    """Test halves of the quantisation step, and their neighbours on either side."""
     halves = (np.arange(-127, 127) + 0.5) / 127
     for absmax in (1.0, 0.7, 3e-6, 127.0, 30000.0):
         near = np.float64(absmax) * halves
@@ -134,7 +142,7 @@ def test_ties_are_rounded_as_in_double_precision(dtype, m, backend_name):
         x = np.concatenate([x, np.full((m, 2), absmax, dtype)], axis=1)
         t = np.eye(256, dtype=np.int8)
         y = ternary_matmul(x, TernaryMatrix.from_trits(t), device="emulator", backend=backend_name)
-        if backend_name == "numba" and dtype == np.float16:  # its results are rounded by way of float32
+        if backend_name == "numba" and dtype == np.float16:  # its results are rounded through float32
             np.testing.assert_allclose(y, reference.ternary_matmul(x, t, np.float32(1)), rtol=1e-3)
         else:
             np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, np.asarray(np.float32(1))))
@@ -149,15 +157,15 @@ def test_quantised_tokens_and_their_sums(group, rng):
     want, want_inverse = reference.quantize_activations(x[:, :1100])
     np.testing.assert_array_equal(q, np.pad(want, ((0, 0), (0, 52))))
     np.testing.assert_array_equal(inverse, want_inverse)
-    wide = np.pad(want, ((0, 0), (0, 52))).astype(int)
-    np.testing.assert_array_equal(sums, wide.sum(1) if group is None else wide.reshape(6, -1, 64).sum(2))
+    padded = np.pad(want, ((0, 0), (0, 52))).astype(int)
+    np.testing.assert_array_equal(sums, padded.sum(1) if group is None else padded.reshape(6, -1, 64).sum(2))
 
 
-# --- what they move and issue --------------------------------------------------------------------
+# --- traffic and instructions --------------------------------------------------------------------
 
 
 def profiles_of(m, n, k, dtype, activations="int8", group=None, sms=None):
-    """Profiles of the launches of a matmul; ``sms``: on a card with so many."""
+    """Profiles of the launches of a matmul; ``sms``: number of SMs of the card."""
     rng = np.random.default_rng(3)
     scale = np.float32(1) if group is None else np.ones((n, k // group), np.float32)
     w = TernaryMatrix.from_trits(trits(rng, (n, k)), scale)
@@ -166,7 +174,7 @@ def profiles_of(m, n, k, dtype, activations="int8", group=None, sms=None):
 
 
 def multiply(x, w, y, activations, sms=None):
-    """Fill ``y`` by the CUDA C++ kernels; profiles of the launches."""
+    """Fill ``y`` with the CUDA C++ kernels; return the profiles of the launches."""
     device = EmulatorDevice()
     device.limits = replace(device.limits, sms=sms or device.limits.sms)
     codes, scale = w.on(None)
@@ -181,7 +189,9 @@ def multiply(x, w, y, activations, sms=None):
 def test_gemv_reads_each_packed_byte_once(m, n, k):
     (profile,) = profiles_of(m, n, k, BF16, sms=2)
     codes = next(b for b in profile.buffers if b.name == "w.codes")
-    assert n % gemv_config(m, n, k, 1, sms=2).rows == 0  # else the last rows are taken as a whole, some again
+    assert (
+        n % gemv_config(m, n, k, 1, sms=2).rows == 0
+    )  # otherwise the last rows are computed as a whole, some twice
     assert codes.bytes_read == n * k // 4
     weights = [i for i in profile.instructions if ".cs" in i.form and i.global_requests]
     assert weights
@@ -213,7 +223,7 @@ def test_no_bank_conflicts_and_no_idle_products(m, n, k, dtype, activations, gro
 
 
 def test_the_large_tile_on_tensor_cores(rng):
-    """128 x 128: exact, no conflicts, no product too many."""
+    """The tile of 128 x 128 is exact, without conflicts or needless products."""
     t, x = trits(rng, (256, 192)), rng.integers(-127, 128, (128, 192))
     x[:, 0] = 127
     for activations, dtype in (("int8", BF16), ("native", np.dtype(np.float16))):
@@ -229,7 +239,7 @@ def test_the_large_tile_on_tensor_cores(rng):
 @needs_ptxas
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_integer_instructions_per_weight(arch):
-    """The main loop of the GEMV with one token: at most 0.75, so that memory is the limit on an H200."""
+    """The main loop of the GEMV with one token has at most 0.75, so that memory is the limit on an H200."""
     counts = loop(kernels._gemv_kernel("bfloat16", "bfloat16", 1, 4, False, False), arch, "IDP", 4 * 16)
     issued = sum(counts[opcode] for opcode in INTEGER) / (4 * 64)
     print(f"{arch}: {issued:.2f} integer instructions per weight; {counts}")
@@ -254,13 +264,15 @@ def test_weights_are_copied_to_a_device_once(cupy, rng):
     ternary_matmul(FakeArray(x, 1), w)
     assert [device for _, device in copies] == [0, 0, 1, 1]
     assert "grid" in str(gpu_ops.explain("ternary_matmul", FakeArray(x), w))
-    y = ternary_matmul(x, w, device="cuda")  # x goes there and y comes back; the weights are there
+    y = ternary_matmul(
+        x, w, device="cuda"
+    )  # x is copied to the device and y back; the weights are on the device
     np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, w.scale))
     assert [shape for shape, _ in copies[4:]] == [x.shape]
 
 
 def test_unaligned_codes(rng):
-    """A part of a file begins anywhere."""
+    """Part of a file may start at any address."""
     t, x = trits(rng, (5, 128)), random(rng, (2, 128), np.float32)
     held = np.zeros(5 * 32 + 3, np.uint8)
     held[3:] = gpu_ops.ternary_pack(t, "w2").reshape(-1)

@@ -1,4 +1,4 @@
-"""Model files that are damaged, foreign or odd: a typed error that names the module, and never a wrong number."""
+"""Damaged, foreign or odd model files: a typed error that names the module, and never a wrong number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ I2_S = {36: "i2_s"}
 
 
 def header(tensors=(), keys=b"", n_keys=0, version=3):
-    """A GGUF header of (name, dimensions, type), as bytes."""
+    """GGUF header of (name, dimensions, type), as bytes."""
     made = b"GGUF" + struct.pack("<IQQ", version, len(tensors), n_keys) + keys
     for name, dims, type in tensors:
         made += struct.pack("<Q", len(name)) + name.encode()
@@ -32,7 +32,7 @@ def key(name, type, value):
 
 
 def test_headers_of_every_kind_of_value_are_read(tmp_path, rng):
-    """As the package writes them, and arrays of arrays; the tensors begin where the alignment says."""
+    """Values as the package writes them, and arrays of arrays; tensors start at the alignment of the file."""
     package, path, t = pytest.importorskip("gguf", reason=INSTALL), tmp_path / "a.gguf", trits(rng, (4, 256))
     writer = package.GGUFWriter(path, "bitnet")
     writer.add_custom_alignment(256)
@@ -40,10 +40,10 @@ def test_headers_of_every_kind_of_value_are_read(tmp_path, rng):
         getattr(writer, f"add_{name}")(name, 1)
     for name, values in (("s", ["x", "", "zzz"]), ("i", [1, 2, 3]), ("f", [0.5]), ("n", [[1, 2], [3, 4]])):
         writer.add_array(name, values)
-    kind = package.GGMLQuantizationType.TQ2_0
+    tensor_type = package.GGMLQuantizationType.TQ2_0
     codes = np.frombuffer(in_file("tq2_0", t, 1), np.uint8).reshape(4, -1)
     writer.add_tensor("first", np.ones(3, np.float32))
-    writer.add_tensor("w", codes, raw_dtype=kind)
+    writer.add_tensor("w", codes, raw_dtype=tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,7 +129,7 @@ def test_what_is_asked_of_a_gguf_file_is_checked(tmp_path, rng):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Writes ``a.safetensors`` of one module, some of its parts exchanged: (dtype, shape, bytes)."""
+    """Function that writes ``a.safetensors`` of one module, with some parts replaced by (dtype, shape, bytes)."""
     pytest.importorskip("safetensors", reason=INSTALL)
     good = {"weight": ("U8", (1, 8), bytes(8)), "weight_scale": ("F32", (1,), np.float32(1).tobytes())}
 
@@ -161,7 +161,7 @@ def test_dtypes_that_numpy_lacks_are_refused(dtype, bits, checkpoint):
         FormatError, match=f"read_bitnet: a.weight_scale has {dtype} and shape .*expected one number"
     ):
         gpu_ops.read_bitnet(file, weight_scale="multiply")
-    bias = (dtype, (8,), bytes(bits))  # of a bias, the length alone counts
+    bias = (dtype, (8,), bytes(bits))  # only the length of a bias matters
     with pytest.raises(FormatError, match="a: TernaryMatrix: hf_bitnet"):
         gpu_ops.read_bitnet(checkpoint(bias=bias), weight_scale="multiply")
 

@@ -19,7 +19,7 @@ from tests.weights.tables import TABLES
 
 @pytest.fixture
 def checkpoint(tmp_path, rng):
-    """A folder with two shards, as transformers writes it: packed weights, scales, a bias, an embedding."""
+    """Folder with two shards, in the format of transformers: packed weights, scales, a bias, an embedding."""
     numpy = pytest.importorskip("safetensors.numpy", reason=INSTALL)
     t = {"layers.0.up": trits(rng, (12, 5)), "layers.0.down": trits(rng, (6, 8))}
     scale = {"layers.0.up": 0.5, "layers.0.down": 0.25}
@@ -45,8 +45,8 @@ def checkpoint(tmp_path, rng):
 
 
 def config_of(linear_class):
-    given = {} if linear_class is None else {"linear_class": linear_class}
-    return {"hidden_size": 5, "quantization_config": {"quant_method": "bitnet", **given}}
+    entries = {} if linear_class is None else {"linear_class": linear_class}
+    return {"hidden_size": 5, "quantization_config": {"quant_method": "bitnet", **entries}}
 
 
 def test_a_tensor_in_two_files_is_refused(checkpoint):
@@ -79,8 +79,8 @@ def test_the_caller_says_whether_the_scale_divides(checkpoint):
         read = gpu_ops.read_bitnet(file, weight_scale=meaning)
         assert list(read) == ["layers.0.up"]
         assert read["layers.0.up"].scale == factor
-    given = gpu_ops.read_bitnet(file, config=config_of("autobitlinear"), names=["layers.0.up"])
-    np.testing.assert_array_equal(given["layers.0.up"].trits(), t["layers.0.up"])
+    matrices = gpu_ops.read_bitnet(file, config=config_of("autobitlinear"), names=["layers.0.up"])
+    np.testing.assert_array_equal(matrices["layers.0.up"].trits(), t["layers.0.up"])
 
 
 def test_a_scale_of_unknown_meaning_is_refused(checkpoint):
@@ -101,10 +101,10 @@ def test_a_scale_of_unknown_meaning_is_refused(checkpoint):
 
 
 def test_a_path_to_nothing_is_what_both_readers_say(tmp_path):
-    nothing = tmp_path / "nothing"
+    missing = tmp_path / "nothing"
     for read in (gpu_ops.read_bitnet, gpu_ops.read_gguf):
         with pytest.raises(MissingFileError, match=r"No such file or directory: '.*nothing'"):
-            read(nothing)
+            read(missing)
 
 
 def test_bad_checkpoints_are_refused(checkpoint, tmp_path_factory):
@@ -185,16 +185,16 @@ def test_read_gguf(gguf, name, type, shape, tmp_path, rng):
 
 
 def test_the_package_writes_what_is_read(gguf, tmp_path, rng):
-    """tq1_0 and tq2_0 quantised, written and typed by the gguf package alone."""
+    """Read tq1_0 and tq2_0 that the gguf package alone has quantised, written and typed."""
     path, scale = tmp_path / "model.gguf", np.float16(0.3)
     writer, dense = gguf.GGUFWriter(path, "bitnet"), {}
     for name in ("TQ1_0", "TQ2_0"):
-        kind = gguf.GGMLQuantizationType[name]
+        tensor_type = gguf.GGMLQuantizationType[name]
         t = trits(rng, (4, 512))
         t[:, ::256] = 1
-        data = gguf.quantize((t * np.float32(scale)).astype(np.float32), kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-        dense[name] = gguf.dequantize(data, kind)
+        data = gguf.quantize((t * np.float32(scale)).astype(np.float32), tensor_type)
+        writer.add_tensor(name, data, raw_dtype=tensor_type)
+        dense[name] = gguf.dequantize(data, tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -233,7 +233,7 @@ def test_bad_gguf_files_are_refused(gguf, tmp_path, rng):
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_damaged_files_are_read_or_refused(kind, gguf, tmp_path, rng):
-    """Bytes of the header or the codes exchanged, 300 times: matrices or a typed error."""
+    """Replacing bytes of the header or the codes, 300 times, gives matrices or a typed error."""
     numpy = pytest.importorskip("safetensors.numpy", reason=INSTALL)
     path, t = tmp_path / f"a.{kind}", trits(rng, (4, 256))
     if kind == "gguf":

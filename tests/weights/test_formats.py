@@ -1,4 +1,4 @@
-"""Every ternary format against a second statement of its table, byte by byte, and against bad bytes."""
+"""Every ternary format against an independent version of its table, byte by byte, and against bad bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_round_trip(name, data):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_fuzzed_buffers_decode_or_are_refused(name, data):
-    """Bytes of any kind and length: trits or a typed error, and strict trits pack to the same bytes again."""
+    """Any bytes of any length give trits or a typed error, and strict trits pack to the same bytes again."""
     rows, cols = (
         (FORMATS[name].unit_rows, FORMATS[name].unit_cols) if data.draw(st.booleans(), "fits") else (1, 1)
     )
@@ -134,14 +134,14 @@ def test_block_scales(name, rng):
         expected = t * np.repeat(np.broadcast_to(blocks, (2, 2)), block, axis=1)
         np.testing.assert_array_equal(w.dequantize(), expected)
         np.testing.assert_array_equal(w.to("w2").dequantize(), expected)
-        # a scale apart multiplies the embedded ones, whatever its grouping
-        for apart, factor in (
+        # a separate scale multiplies the embedded ones, whatever its grouping
+        for outer, factor in (
             (np.float32(3), 3),
             (np.array([1, 2], np.float32), [[1], [2]]),
             (np.full((2, 8), 4, np.float32), 4),  # groups of a quarter of a block
             (np.array([[1], [2]], np.float32), [[1], [2]]),  # of two blocks
         ):
-            both = TernaryMatrix(packed, apart, t.shape, name)
+            both = TernaryMatrix(packed, outer, t.shape, name)
             np.testing.assert_array_equal(both.to("planes").dequantize(), expected * factor)
 
 
@@ -156,7 +156,7 @@ def test_a_block_scale_that_is_not_finite_is_refused(name, scale):
     assert not ternary_unpack(packed, (1, 256), name, strict=False).any()
 
 
-HALF = [0.5, *(kind(0.5) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))]
+HALF = [0.5, *(dtype(0.5) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))]
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_a_scale_beyond_fp16_is_refused():
 @pytest.mark.parametrize("name", ["tq1_0", "tq2_0"])
 def test_equals_the_gguf_package(name, rng):
     gguf = pytest.importorskip("gguf.quants", reason="pip install gguf compares with llama.cpp's own encoder")
-    kind = getattr(gguf.GGMLQuantizationType, name.upper())
+    tensor_type = getattr(gguf.GGMLQuantizationType, name.upper())
     t = trits(rng, (8, 1024))
     t[:, ::256] = 1  # its scale is max |w| of each block
     scale = rng.uniform(0.1, 2, (8, 4)).astype(np.float16).astype(np.float32)
-    packed = gguf.quantize(t * np.repeat(scale, 256, axis=1), kind)
+    packed = gguf.quantize(t * np.repeat(scale, 256, axis=1), tensor_type)
     assert ternary_pack(t, name, scale=scale).tobytes() == packed.tobytes()
     w = TernaryMatrix(packed.view(np.uint8), 1.0, t.shape, name)
-    np.testing.assert_array_equal(w.dequantize(), gguf.dequantize(packed, kind))
+    np.testing.assert_array_equal(w.dequantize(), gguf.dequantize(packed, tensor_type))
 
 
 @pytest.mark.peers
@@ -229,7 +229,7 @@ def test_equals_the_transformers_package(rng):
 
 
 def test_table_rows_are_unlike():
-    """Any two formats of one size disagree on some matrix: a tag is needed, and the tag decides."""
+    """Any two formats of the same size disagree on some matrix: a tag is needed, and decides."""
     rng = np.random.default_rng(3)
     t = trits(rng, (256, 768))
     blobs = {name: ternary_pack(t, name).tobytes() for name in NAMES}

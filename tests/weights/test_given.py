@@ -1,4 +1,4 @@
-"""The ternary matmul of int8 activations that come with their scales: exact sums on every backend."""
+"""Ternary matmul of int8 activations with scales: exact sums on every backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 def quick_on_emulator(raw):
-    """One problem for each way of a kernel: one token, a few, and many; groups."""
+    """Run one problem for each code path: one token, a few, and many; groups."""
     few = {"size": {(1, 67, 65), (3, 5, 256), (20, 17, 320)}}
     return {
         "test_sums_are_exact": few if raw else {"size": {(3, 5, 256)}},
@@ -28,7 +28,7 @@ def quick_on_emulator(raw):
 
 
 def codes(rng, m, k):
-    """With -128, which rmsnorm_quant_int8 does not make."""
+    """Random codes, including -128, which rmsnorm_quant_int8 does not produce."""
     return rng.integers(-128, 128, (m, k)).astype(np.int8)
 
 
@@ -37,19 +37,19 @@ def trits(rng, n, k):
 
 
 def wanted(q, t, scale, x_scale):
-    """In float64. ``scale`` (N,) or (N, groups), ``x_scale`` (tokens,)."""
+    """Product in float64. ``scale`` (N,) or (N, groups), ``x_scale`` (tokens,)."""
     n, k = t.shape
-    wide = np.broadcast_to(np.repeat(scale.reshape(n, -1), k // scale.reshape(n, -1).shape[1], 1), t.shape)
-    return (q.astype(np.float64) @ (t * wide.astype(np.float64)).T) * x_scale.astype(np.float64)[:, None]
+    scales = np.broadcast_to(np.repeat(scale.reshape(n, -1), k // scale.reshape(n, -1).shape[1], 1), t.shape)
+    return (q.astype(np.float64) @ (t * scales.astype(np.float64)).T) * x_scale.astype(np.float64)[:, None]
 
 
-# tokens, N, K: one, some and many tokens; K no multiple of a vector, a multiple, and of more than one step
+# tokens, N, K: one, some and many tokens; K not a multiple of a vector, a multiple, and more than one step
 EVERY = [(1, 67, 65), (1, 9, 2100), (3, 5, 256), (4, 33, 1000), (17, 31, 63), (20, 17, 320), (130, 40, 257)]
 
 
 @pytest.mark.parametrize("size", EVERY)
 def test_sums_are_exact(size, backend, rng):
-    """Powers of two as scales: no rounding at all. Every format that takes any shape."""
+    """Power-of-two scales need no rounding. Test every format that takes any shape."""
     m, n, k = size
     q, t, x_scale = codes(rng, m, k), trits(rng, n, k), 2.0 ** rng.integers(-3, 4, m).astype(np.float32)
     formats = [name for name, f in FORMATS.items() if f.pads]
@@ -58,10 +58,10 @@ def test_sums_are_exact(size, backend, rng):
     y = ternary_matmul(q, w, x_scale=x_scale, **backend)
     assert y.dtype == np.float32
     np.testing.assert_array_equal(y, wanted(q, t, scale, x_scale))
-    for to in (np.float16, ml_dtypes.bfloat16):
-        y = ternary_matmul(q, w, x_scale=x_scale / 64, out_dtype=to, **backend)
-        assert y.dtype == to
-        np.testing.assert_array_equal(y, wanted(q, t, scale, x_scale / 64).astype(np.float32).astype(to))
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        y = ternary_matmul(q, w, x_scale=x_scale / 64, out_dtype=dtype, **backend)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, wanted(q, t, scale, x_scale / 64).astype(np.float32).astype(dtype))
 
 
 @pytest.mark.parametrize("m", [1, 20])
@@ -73,21 +73,21 @@ def test_scales_per_group(m, backend, rng):
 
 
 def test_shapes_of_x_scale(backend, rng):
-    """Per token, with or without a last axis of one, or one for all; a token may be a vector."""
+    """x_scale is per token, with or without a last axis of one, or one for all; a token may be a vector."""
     q, w = codes(rng, 6, 64).reshape(2, 3, 64), TernaryMatrix.from_trits(trits(rng, 8, 64))
     x_scale = rng.uniform(0.1, 2, (2, 3)).astype(np.float32)
     y = ternary_matmul(q, w, x_scale=x_scale, **backend)
     assert y.shape == (2, 3, 8)
     np.testing.assert_array_equal(ternary_matmul(q, w, x_scale=x_scale[..., None], **backend), y)
     np.testing.assert_array_equal(ternary_matmul(q[1, 2], w, x_scale=x_scale[1, 2, None], **backend), y[1, 2])
-    one = np.array(0.25, np.float32)
-    every = ternary_matmul(q, w, x_scale=np.full((2, 3), one), **backend)
-    np.testing.assert_array_equal(ternary_matmul(q, w, x_scale=one, **backend), every)
+    scalar = np.array(0.25, np.float32)
+    every = ternary_matmul(q, w, x_scale=np.full((2, 3), scalar), **backend)
+    np.testing.assert_array_equal(ternary_matmul(q, w, x_scale=scalar, **backend), every)
 
 
 @pytest.mark.parametrize("m", [2, 40])
 def test_nan_and_zero(m, backend, rng):
-    """A NaN as a scale shows in its token alone; zero gives zeros."""
+    """A NaN scale affects only its token; a zero scale gives zeros."""
     q, x_scale = codes(rng, m, 100), np.ones(m, np.float32)
     x_scale[0], x_scale[1] = np.nan, 0
     y = ternary_matmul(q, TernaryMatrix.from_trits(trits(rng, 9, 100)), x_scale=x_scale, **backend)
@@ -98,13 +98,13 @@ def test_nan_and_zero(m, backend, rng):
 
 @pytest.mark.parametrize("m", [1, 5, *slow(700)])
 def test_after_the_norm_it_is_the_float_call(m, backend, rng):
-    """rmsnorm_quant_int8 rounds to int8 what the float call rounds itself; the rest is the same sum."""
+    """rmsnorm_quant_int8 rounds to int8 what the float call rounds internally; the sum is the same."""
     x, weight = random(rng, (m, SIZES["K"]), np.float32), random(rng, (SIZES["K"],), np.float32)
     w = TernaryMatrix.from_trits(trits(rng, 40, SIZES["K"]), np.float32(0.37))
     q, scale, _ = rmsnorm_quant_int8(x, weight, **backend)
     y = ternary_matmul(q, w, x_scale=scale, **backend)
     want = ternary_matmul(gpu_ops.rmsnorm(x, weight, **backend), w, **backend)
-    # a code whose exact value is next to a half may differ by one step; then so does y, by a step of a row
+    # a code whose exact value is close to a half may differ by one step; then y differs by a step of its row
     off = np.abs(y - want).max(axis=1)
     assert (off <= 2.1 * 0.37 * scale).all()
     assert np.linalg.norm(y - want) <= 1e-2 * np.linalg.norm(want)

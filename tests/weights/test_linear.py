@@ -29,7 +29,7 @@ SCALES = {
 
 
 def quick_on_emulator(raw):
-    """Levels that run on the emulator by default; test_ternary_backward_cuda.py has more of the CUDA C++ kernels."""
+    """Levels to run on the emulator by default; test_backward_cuda.py tests more of the CUDA C++ kernels."""
     dtypes = {"float32", "bfloat16"} if raw else {"float32"}
     quick = {dtype for dtype in DTYPES if np.dtype(dtype).name in dtypes}
     return {"test_gradients": {"m": {7, 9}, "activations": {"int8"}, "dtype": quick}}
@@ -59,10 +59,10 @@ def test_gradients(backend, dtype, m, n, k, kind, activations, rng):
     dx, dw = ternary_matmul_backward(dy, x, w, activations=activations, **backend)
     assert dx.dtype == dtype
     assert dw.dtype == (np.float64 if dtype == np.float64 else np.float32)
-    given = (dy, x, w.trits(), w.scale)
-    exact = reference.ternary_matmul_backward(*given, activations=activations, precision="float64")
-    naive = reference.ternary_matmul_backward(*given, activations=activations, precision="naive")
-    if dtype == np.float64:  # of two float64 sums neither is the truth: compare both with a wider one
+    inputs = (dy, x, w.trits(), w.scale)
+    exact = reference.ternary_matmul_backward(*inputs, activations=activations, precision="float64")
+    naive = reference.ternary_matmul_backward(*inputs, activations=activations, precision="naive")
+    if dtype == np.float64:  # neither of two float64 sums is exact: compare both with a wider one
         xq = x.astype(np.longdouble)
         if activations == "int8":
             q, step = reference.quantize_activations(x)
@@ -75,19 +75,19 @@ def test_gradients(backend, dtype, m, n, k, kind, activations, rng):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activations", ["int8", "native"])
 def test_gradients_by_blocks(dtype, activations, rng, monkeypatch):
-    """The products for larger problems, at the sizes of small ones."""
+    """Run the products for large problems at small sizes."""
     monkeypatch.setattr(kernels, "SMALL", 0)
     for case in ((7, 33, 68, "row"), (3, 130, 64, "group"), (9, 40, 128, "tensor")):
         test_gradients({"backend": "numba"}, dtype, *case, activations, rng)
 
 
 def test_gradients_are_those_of_the_product(backend, rng):
-    """Of dy . (xq @ W.T), by the definition, with W dense in float64; integers, so that next to nothing rounds."""
-    wide, rtol = (np.float32, 1e-6) if backend["backend"] == "raw" else (np.float64, 1e-12)
+    """Gradients of dy . (xq @ W.T) by definition, with W dense in float64; with integers almost nothing rounds."""
+    dtype, rtol = (np.float32, 1e-6) if backend["backend"] == "raw" else (np.float64, 1e-12)
     w = matrix(rng, 5, 12)
-    x = rng.integers(-127, 128, (2, 3, 12)).astype(wide)
+    x = rng.integers(-127, 128, (2, 3, 12)).astype(dtype)
     x[..., 0] = 127
-    dy = rng.integers(-9, 10, (2, 3, 5)).astype(wide)
+    dy = rng.integers(-9, 10, (2, 3, 5)).astype(dtype)
     dx, dw = ternary_matmul_backward(dy, x, w, **backend)
     dense = w.dequantize(np.float64)
     np.testing.assert_allclose(dx, np.einsum("abn,nk->abk", dy, dense), rtol=rtol, atol=9 * rtol)
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_product(backend, rng):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 8, 64), (150, 70, 128)])
 def test_only_one_gradient(backend, m, n, k, rng):
-    """The same bits as beside the other; the CPU has another kernel for small products."""
+    """One gradient alone has the same bits as both; the CPU has another kernel for small products."""
     w = TernaryMatrix.from_trits(rng.integers(-1, 2, (n, k)).astype(np.int8), 0.5)
     dy, x = rng.standard_normal((m, n), np.float32), rng.standard_normal((m, k), np.float32)
     both = ternary_matmul_backward(dy, x, w, **backend)
@@ -107,7 +107,7 @@ def test_only_one_gradient(backend, m, n, k, rng):
 
 
 def test_the_reference_is_the_derivative(rng):
-    """``precision="float64"`` with native activations against differences of the forward."""
+    """Compare ``precision="float64"`` with native activations to differences of the forward."""
     w = matrix(rng, 3, 8, "group")
     x, dy = rng.standard_normal((2, 8)), rng.standard_normal((2, 3))
 
@@ -127,7 +127,7 @@ def test_a_token_that_is_not_finite_shows(rng):
     x = random(rng, (2, 8), np.float32)
     x[1, 3] = np.inf
     dx, dw = ternary_matmul_backward(np.ones((2, 3), np.float32), x, w)
-    assert np.isfinite(dx).all()  # it does not depend on x
+    assert np.isfinite(dx).all()  # dx does not depend on x
     assert np.isnan(dw).all()
 
 
@@ -148,7 +148,7 @@ def test_tiles_make_no_difference(rng, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [1, 8, 33, 64])
 def test_tiles(m, dtype, rng, monkeypatch):
-    """Unequal last tiles and blocks of W, a last row without a neighbour, every kind of scale."""
+    """Test unequal last tiles and blocks of W, a last row without a neighbour, every kind of scale."""
     monkeypatch.setattr(kernels, "SMALL", 0)
     monkeypatch.setattr(kernels, "TOKENS", 16)
     cases = (
@@ -158,8 +158,8 @@ def test_tiles(m, dtype, rng, monkeypatch):
         (301, 257, "tensor"),
         (128, 256, "row"),
     )
-    for n, k, kind in cases:
-        test_gradients({"backend": "numba"}, dtype, m, n, k, kind, "int8", rng)
+    for n, k, scale_kind in cases:
+        test_gradients({"backend": "numba"}, dtype, m, n, k, scale_kind, "int8", rng)
 
 
 # --- the layer -------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_the_layer_runs_on_the_emulator(rng):
 
 @needs_nvrtc
 def test_a_bias_is_added_on_the_arrays_device(rng, monkeypatch, cupy):
-    """On device 1 and the caller's stream; CuPy is imitated, see fake_cupy.py."""
+    """The bias is added on device 1 and the current stream of the caller; CuPy is a fake, see fake_cupy.py."""
     added = []
 
     def add(y, bias):
@@ -218,17 +218,17 @@ def test_the_layers_gradients(device, rng):
     layer = TernaryLinear(matrix(rng, 5, 64), random(rng, (5,), np.float32))
     x, dy = random(rng, (2, 3, 64), np.float32), random(rng, (2, 3, 5), np.float32)
     dx, dw, dbias = layer.backward(dy, x, device=device)
-    for given, want in zip(
+    for actual, want in zip(
         (dx, dw), ternary_matmul_backward(dy, x, layer.weight, device=device), strict=True
     ):
-        np.testing.assert_array_equal(given, want)
+        np.testing.assert_array_equal(actual, want)
     np.testing.assert_allclose(dbias, dy.sum(axis=(0, 1)), rtol=1e-6)
     assert dbias.dtype == np.float32
     assert len(TernaryLinear(layer.weight).backward(dy, x)) == 2
 
 
 def test_latent_weights_learn_a_ternary_function(rng):
-    """Training through the rounding: trits of the latent weights approach those that made the data."""
+    """Training through the rounding moves trits of the latent weights towards those that made the data."""
     target = TernaryLinear(matrix(rng, 4, 32))
     latent = rng.standard_normal((4, 32)).astype(np.float32)
     x = random(rng, (256, 32), np.float32)
@@ -287,5 +287,5 @@ def test_the_layers_out_may_not_be_its_bias(foreign, rng):
     with pytest.raises(ShapeError, match="TernaryLinear: out shares memory with bias"):
         layer(x, out=DLPackOnly(out) if foreign else out)
     np.testing.assert_array_equal(memory, np.arange(24))
-    apart = memory[6:18].reshape(3, 4)
-    np.testing.assert_array_equal(layer(x, out=apart), layer(x))
+    separate = memory[6:18].reshape(3, 4)
+    np.testing.assert_array_equal(layer(x, out=separate), layer(x))

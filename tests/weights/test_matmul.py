@@ -1,4 +1,4 @@
-"""The ternary matmul on every backend: exact with int8 activations, within tolerance with float ones."""
+"""Ternary matmul on every backend: exact with int8 activations, within tolerance with float activations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 def quick_on_emulator(raw):
-    """Levels that run on the emulator by default; test_ternary_cuda.py has more of each kernel."""
+    """Levels to run on the emulator by default; test_cuda.py tests more of each kernel."""
     return {
         "test_int8_equals_integer_numpy": {"k": {65}} if raw else None,
         "test_worst_case_magnitudes": {"m": {1, 20}, "value": {1}} if raw else None,
@@ -38,7 +38,7 @@ def quick_on_emulator(raw):
 
 
 def float_dtypes(backend):
-    """CUDA C++ kernels take no float64."""
+    """Float dtypes of a backend: CUDA C++ kernels take no float64."""
     return (np.float32,) if backend["backend"] == "raw" else (np.float32, np.float64)
 
 
@@ -52,7 +52,7 @@ SIZES = [(1, 1), (1, 67), (2, 5), (4, 33), (5, 64), (16, 17), (17, 31), (24, 65)
 
 
 def integers(rng, shape):
-    """Activations that quantise to themselves: integers, and 127 in every row."""
+    """Activations that quantise to themselves: integers, with 127 in every row."""
     x = rng.integers(-127, 128, shape)
     x[..., 0] = 127
     return x
@@ -60,7 +60,7 @@ def integers(rng, shape):
 
 @pytest.mark.parametrize("k", KS)
 def test_int8_equals_integer_numpy(k, backend, rng):
-    """100 problems, each format that takes any shape in turn; no tolerance."""
+    """100 problems with no tolerance; formats that take any shape alternate."""
     formats = cycle(name for name, f in FORMATS.items() if f.pads)
     for m, n in SIZES:
         x, t = integers(rng, (m, k)), trits(rng, (n, k))
@@ -131,7 +131,7 @@ def test_matmul_within_tolerance(activations, kind, m, dtype, backend, rng):
         for p in ("float64", "naive")
     )
     if dtype == np.float64 and activations == "native" and backend["backend"] != "reference":
-        # of two float64 sums neither is the truth: compare both with a wider one
+        # neither of two float64 sums is exact: compare both with a wider one
         exact = x.astype(np.longdouble) @ w.dequantize(np.float64).astype(np.longdouble).T
     assert_close(y, exact, naive, dtype)
 
@@ -203,7 +203,7 @@ def test_the_order_of_k_does_not_matter(seed, k, m):
 
 
 def test_quantised_layer_is_close_to_the_dense_one(rng):
-    """End to end on weights that are ternary up to noise: quantise, pack, multiply."""
+    """Quantise, pack and multiply weights that are ternary up to noise."""
     t = trits(rng, (64, 512))
     dense = (0.05 * t + 0.002 * rng.standard_normal(t.shape)).astype(np.float32)
     w = ternary_quantize(dense, method="twn", group_size=-1)
@@ -234,16 +234,16 @@ def test_torch_in_torch_out(rng):
     torch = pytest.importorskip("torch", reason="pip install torch tries its tensors")
     w = ternary_quantize(torch.from_numpy(random(rng, (20, 64), np.float32)))
     x = random(rng, (3, 64), np.float32)
-    for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        tensor = torch.from_numpy(x).to(kind)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        tensor = torch.from_numpy(x).to(dtype)
         y = ternary_matmul(tensor, w)
         assert isinstance(y, torch.Tensor)
-        assert y.dtype == kind
+        assert y.dtype == dtype
         dense = torch.from_numpy(w.dequantize()).double()
         torch.testing.assert_close(y.double(), tensor.double() @ dense.T, rtol=0.05, atol=0.3)
 
 
-OTHER_CPUS = {  # NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, what the kernels make of it
+OTHER_CPUS = {  # NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, vector code that the kernels choose
     "generic": ("generic", "", "128-bit vectors"),
     "avx2": ("haswell", "+avx2,+fma", "AVX2"),
     "avx-vnni": ("alderlake", "+avx2,+fma,+avxvnni", "AVX-VNNI"),
@@ -268,7 +268,7 @@ assert sys.argv[1] in str(explain("ternary_matmul", x.astype(np.float32), w))
 
 @pytest.mark.parametrize("cpu", ["generic", *slow("avx2", "avx-vnni")])
 def test_kernels_for_other_cpus(cpu, tmp_path, monkeypatch):
-    """The vector code of narrower machines, compiled for them and run here."""
+    """Vector code of narrower machines, compiled for them and run on this one."""
     cpuinfo = Path("/proc/cpuinfo")
     here = cpuinfo.read_text() if cpuinfo.exists() else ""
     needs = {"generic": "sse2", "avx2": "avx2", "avx-vnni": "avx_vnni"}[cpu]

@@ -11,12 +11,12 @@ from gpu_ops.errors import ShapeError
 from tests.support.fake_cupy import FakeArray
 
 N, K, TOKENS = 3, 64, 2
-CODES, SCALE = 0, 64  # where they begin in the memory of a test, in bytes
+CODES, SCALE = 0, 64  # offsets in the memory of a test, in bytes
 SHAPES = {"y": (TOKENS, N), "dx": (TOKENS, K), "dw": (N, K)}
 
 
 def in_memory(rng):
-    """A ternary matrix, and the bytes that hold its codes and scale."""
+    """Ternary matrix, and the bytes that hold its codes and scale."""
     packed = TernaryMatrix.from_trits(rng.integers(-1, 2, (N, K)).astype(np.int8))
     memory = np.zeros(4096, np.uint8)
     codes, scale = memory[CODES : CODES + 48].reshape(N, 16), memory[SCALE : SCALE + 4 * N].view(np.float32)
@@ -30,11 +30,11 @@ def result(name, memory, at):
 
 
 def calls(rng, held):
-    """By name: a function of the memory for its result and of where the result lies there."""
+    """Calls by name: functions of the memory for the result and of the offset of the result in it."""
     x, dy = rng.standard_normal((TOKENS, K), np.float32), rng.standard_normal((TOKENS, N), np.float32)
     t = TernaryMatrix.from_trits(rng.integers(-1, 2, (TOKENS, K)).astype(np.int8))
-    wide = TernaryMatrix.from_trits(rng.integers(-1, 2, (TOKENS, K)).astype(np.int8))
-    apart = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
+    x_matrix = TernaryMatrix.from_trits(rng.integers(-1, 2, (TOKENS, K)).astype(np.int8))
+    separate = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
 
     def backward(dx, dw, **where):
         return ternary_matmul_backward(dy, x, held, out=(dx, dw), **where)
@@ -43,10 +43,10 @@ def calls(rng, held):
         "matmul": lambda m, at, **where: ternary_matmul(x, held, out=result("y", m, at), **where),
         "product": lambda m, at, **where: ternary_matmul(t, held, out=result("y", m, at), **where),
         "product, x": lambda m, at, **where: ternary_matmul(
-            held, wide, out=result("y", m, at).reshape(N, TOKENS), **where
+            held, x_matrix, out=result("y", m, at).reshape(N, TOKENS), **where
         ),
-        "dx": lambda m, at, **where: backward(result("dx", m, at), apart["dw"], **where),
-        "dw": lambda m, at, **where: backward(apart["dx"], result("dw", m, at), **where),
+        "dx": lambda m, at, **where: backward(result("dx", m, at), separate["dw"], **where),
+        "dw": lambda m, at, **where: backward(separate["dx"], result("dw", m, at), **where),
     }
 
 
@@ -62,7 +62,7 @@ def test_out_shares_no_memory_with_a_matrix(name, at, backend, rng):
         call(memory, at, **backend)
     call(memory, 2048, **backend)
     call(memory, 2048, **backend)
-    with refused:  # a call of the same key is remembered by now
+    with refused:  # a call of the same key is cached by now
         call(memory, at, **backend)
     np.testing.assert_array_equal(memory[:2048], before[:2048])
 

@@ -1,4 +1,4 @@
-"""Packing and unpacking trits on every device: the reference's bytes, and its words for what it refuses."""
+"""Packing and unpacking trits on every device: bytes and error messages of the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCE = {"device": "cpu", "backend": "reference"}
 RAW = {"device": "emulator", "backend": "raw"}
 
 NAMES = list(FORMATS)
-# Lines: one weight; rows that end within a unit; whole vectors; more units than threads, and than a block takes.
+# Lines: one weight; rows that end within a unit; whole vectors; more units than threads, or than a block takes.
 LINES = [(1, 1), (6, 67), (9, 31), (4, 160), (3, 128), (2, 4500), (1, 20500)]
 SHAPES = dict.fromkeys(("w2", "hf_bitnet", "planes", "base3"), LINES) | {
     "i2_s": [(2, 192), (3, 128), (1, 65664)],
@@ -41,12 +41,12 @@ STRIDED = dict.fromkeys(NAMES, (6, 96)) | {
     **dict.fromkeys(("tq1_0", "tq2_0"), (3, 512)),
     **dict.fromkeys(("tl1", "tl2"), (256, 128)),
 }
-BAD = {"tq1_0": 1, "bitnet_gpu": 0}  # a byte that is not sound; of others 255
+BAD = {"tq1_0": 1, "bitnet_gpu": 0}  # an invalid byte; 255 for other formats
 
 
-def runs(given):
-    """On the CPU packing is NumPy alone."""
-    return given["backend"] != {"device": "cpu", "backend": "numba"}
+def runs(case):
+    """Whether a case runs: on the CPU packing has NumPy only."""
+    return case["backend"] != {"device": "cpu", "backend": "numba"}
 
 
 def trits(rng, shape):
@@ -69,11 +69,11 @@ def test_bytes_are_the_references(name, backend, rng):
 @pytest.mark.parametrize("name", NAMES)
 def test_wherever_the_bytes_lie(name, backend, rng):
     rows, columns = shape = STRIDED[name]
-    wide = trits(rng, (2 * rows, columns + 48))
-    for t in (wide[:rows, 1 : columns + 1], wide[::2, 16 : columns + 16], wide[:rows, ::-1][:, :columns]):
+    array = trits(rng, (2 * rows, columns + 48))
+    for t in (array[:rows, 1 : columns + 1], array[::2, 16 : columns + 16], array[:rows, ::-1][:, :columns]):
         packed = ternary_pack(t, name, **backend)
         np.testing.assert_array_equal(packed, reference.ternary_pack(t, name))
-    t = wide[:rows, :columns]
+    t = array[:rows, :columns]
     packed = ternary_pack(t, name)
     for before in (1, 4):
         held = np.zeros(packed.size + before, np.uint8)
@@ -81,9 +81,9 @@ def test_wherever_the_bytes_lie(name, backend, rng):
         np.testing.assert_array_equal(ternary_unpack(held[before:], shape, name, **backend), t)
     longer = np.append(packed.reshape(-1), np.uint8(255))
     np.testing.assert_array_equal(ternary_unpack(longer, shape, name, strict=False, **backend), t)
-    apart = np.zeros((2, *packed.shape), np.uint8).T  # not contiguous
-    apart[..., 0] = packed.T
-    np.testing.assert_array_equal(ternary_unpack(apart[..., 0].T, shape, name, **backend), t)
+    strided = np.zeros((2, *packed.shape), np.uint8).T  # not contiguous
+    strided[..., 0] = packed.T
+    np.testing.assert_array_equal(ternary_unpack(strided[..., 0].T, shape, name, **backend), t)
 
 
 def message(call):
@@ -93,7 +93,7 @@ def message(call):
 
 
 def outcome(call):
-    """What it gives, or how it refuses."""
+    """Result of a call, or its error message."""
     try:
         return call()
     except FormatError as error:
@@ -122,14 +122,14 @@ def test_bad_bytes_are_refused_in_the_references_words(name, backend, rng):
     for at in (2, packed.size // 2, packed.size - 1):
         bad = packed.copy()
         bad.reshape(-1)[at] = BAD.get(name, 255)
-        if name == "planes":  # of either plane
+        if name == "planes":  # in either plane
             bad[...] = 255
         want = outcome(lambda bad=bad: ternary_unpack(bad, shape, name, **REFERENCE))
-        found = outcome(lambda bad=bad: ternary_unpack(bad, shape, name, **backend))
-        np.testing.assert_array_equal(found, want)
+        actual = outcome(lambda bad=bad: ternary_unpack(bad, shape, name, **backend))
+        np.testing.assert_array_equal(actual, want)
         refused += isinstance(want, str)
-        found = ternary_unpack(bad, shape, name, strict=False, **backend)
-        np.testing.assert_array_equal(found, decode(bad, shape, name, strict=False))
+        actual = ternary_unpack(bad, shape, name, strict=False, **backend)
+        np.testing.assert_array_equal(actual, decode(bad, shape, name, strict=False))
     assert refused >= 2
     assert "bytes, got" in message(lambda: ternary_unpack(packed.reshape(-1)[:-1], shape, name, **backend))
     with pytest.raises(DTypeError, match="expected uint8"):
@@ -138,16 +138,16 @@ def test_bad_bytes_are_refused_in_the_references_words(name, backend, rng):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_random_bytes_decode_as_the_reference_does(name, backend, rng):
-    """On the emulator, whose sanitizer would tell of an access outside."""
+    """Decode random bytes; the sanitizer of the emulator would report an access outside."""
     shape = (5, 41) if FORMATS[name].pads else STRIDED[name]
     size = math.prod(FORMATS[name].packed_shape(shape))
     for values in (256, 16):
         noise = rng.integers(0, values, size).astype(np.uint8)
-        found = ternary_unpack(noise, shape, name, strict=False, **backend)
-        np.testing.assert_array_equal(found, decode(noise, shape, name, strict=False))
+        actual = ternary_unpack(noise, shape, name, strict=False, **backend)
+        np.testing.assert_array_equal(actual, decode(noise, shape, name, strict=False))
         want = outcome(lambda noise=noise: ternary_unpack(noise, shape, name, **REFERENCE))
-        found = outcome(lambda noise=noise: ternary_unpack(noise, shape, name, **backend))
-        np.testing.assert_array_equal(found, want)
+        actual = outcome(lambda noise=noise: ternary_unpack(noise, shape, name, **backend))
+        np.testing.assert_array_equal(actual, want)
 
 
 @pytest.mark.parametrize("name", ["tq1_0", "tq2_0", "q2_0"])
@@ -184,7 +184,7 @@ def test_empty_and_wide_integers(backend, rng):
 
 
 def run(which, backend_name, trits, packed, name, tile=()):
-    """Flags of what is wrong, by the kernels alone."""
+    """Flags of errors, from the kernels alone."""
     written = "packed" if which == "pack" else "trits"
     options = {"format": name, "tile": tile, "by_numpy": "", "need": packed.size}
     arrays = {"trits": trits, "packed": packed}
@@ -218,7 +218,7 @@ LINE_PER_BLOCK = ["w2", "hf_bitnet", "planes", "base3"]
 @pytest.mark.parametrize("backend_name", ["raw", "numba"])
 @pytest.mark.parametrize("name", LINE_PER_BLOCK)
 def test_flags_of_every_trit(name, backend_name):
-    """One value per line, and so per block, which has a flag of its own."""
+    """Test one value per line, and so per block, which has a separate flag."""
     t = np.zeros((1024 if name == "hf_bitnet" else 256, 35), np.int8)
     values = np.arange(-128, 128)
     t[:256, 34] = values
@@ -231,7 +231,7 @@ def test_flags_of_every_trit(name, backend_name):
 @pytest.mark.parametrize("column", [0, -1])
 @pytest.mark.parametrize("name", LINE_PER_BLOCK)
 def test_flags_of_every_packed_byte(name, column, backend_name):
-    """Inside and at the end of a line, where some of it is padding; the same trits as the lenient reference."""
+    """Bytes inside and at the end of a line, which is partly padding, give the trits of the lenient reference."""
     rows, k = (4 if name == "hf_bitnet" else 1), 67
     packed = np.tile(ternary_pack(np.zeros((rows, k), np.int8), name), (256, 1))
     packed[:, column] = np.arange(256)
@@ -246,22 +246,22 @@ def test_flags_of_every_packed_byte(name, column, backend_name):
 @pytest.mark.parametrize("backend_name", ["raw", "numba"])
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(LINE_PER_BLOCK)))
 def test_every_packed_byte(name, backend_name, rng):
-    """All values of one byte, each in a matrix of its own place: those that are sound together, others alone."""
+    """Test all values of one byte, each in a separate matrix: valid ones together, others alone."""
     fmt = FORMATS[name]
     unit = {"bitnet_gpu": (16, 32), "i2_s": (1, 128), "tl1": (256, 128), "tl2": (256, 128)}.get(
         name, (1, fmt.unit_cols)
     )
     tile = fmt.tile(unit) if fmt.tiles else ()
     zeros = ternary_pack(np.zeros(unit, np.int8), name).reshape(-1)
-    places = {"tq1_0": (0, 40, 50), "q2_0": (2,), "tl2": (0, -1)}.get(name, (0,))  # codes alone
+    places = {"tq1_0": (0, 40, 50), "q2_0": (2,), "tl2": (0, -1)}.get(name, (0,))  # bytes of codes only
     for at in places:
         ones = np.tile(zeros, (256, 1))
         ones[:, at] = np.arange(256)
         sound = np.array([_sound(line, unit, name) for line in ones])
         assert 0 < sound.sum() < 256
-        apart = [ones[sound][:4], *ones[~sound][:: max(1, (~sound).sum() // 4)]]
+        batches = [ones[sound][:4], *ones[~sound][:: max(1, (~sound).sum() // 4)]]
         many = ones[:32] if fmt.tiles else ones
-        for lines, lenient in [(many, True), *((lines.reshape(-1, zeros.size), False) for lines in apart)]:
+        for lines, lenient in [(many, True), *((lines.reshape(-1, zeros.size), False) for lines in batches)]:
             if fmt.tiles:
                 lines = lines[:1]
             out = np.empty((len(lines) * unit[0], unit[1]), np.int8)
@@ -279,7 +279,7 @@ def _sound(line, shape, name):
     return True
 
 
-# --- what they move, and where it stays ------------------------------------------------------------
+# --- traffic, and device of the results ------------------------------------------------------------
 
 
 FULL = {"tl1": (256, 128), "tl2": (256, 96), "base3": (8, 1280)}
@@ -300,7 +300,7 @@ def test_each_byte_moves_once_and_no_lanes_meet_in_a_bank(name, rng):
     for p in profiles:
         assert p.counts.replays == 0
         for i in p.instructions:
-            single = i.global_bytes == 4 * i.global_requests  # the flags, a scale of all
+            single = i.global_bytes == 4 * i.global_requests  # the flags, or a single scale
             assert (
                 not i.global_requests or single or i.sectors_per_128_bytes <= 4 or i.form == "ld.global.f32"
             )

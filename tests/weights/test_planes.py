@@ -1,4 +1,4 @@
-"""Ternary x ternary on every backend: equal to integer NumPy, and what skipping empty chunks saves."""
+"""Ternary x ternary on every backend: equality with integer NumPy, and savings by skipping empty chunks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 KS = [1, 31, 32, 33, 63, 65, 127, 128, 129, 8191]
 DENSITIES = [0, 0.01, 0.3, 1]
-SIZES = [(1, 9), (3, 1), (5, 8), (17, 17)]  # rows of x: one, fewer than the CPU skips for, ragged tiles
+SIZES = [(1, 9), (3, 1), (5, 8), (17, 17)]  # rows of x: one, too few for the CPU to skip chunks, ragged tiles
 
 
 def trits(rng, shape, density):
-    """Signs at random, nonzero with this probability."""
+    """Random signs, nonzero with probability ``density``."""
     return (rng.choice([-1, 1], shape) * (rng.random(shape) < density)).astype(np.int8)
 
 
 def clustered(rng, shape, share):
-    """Dense in this share of the chunks of 128, zero elsewhere."""
+    """Trits that are dense in a share of the chunks of 128, zero elsewhere."""
     n, k = shape
     kept = np.repeat(rng.random((n, -(-k // 128))) < share, 128, axis=1)[:, :k]
     return trits(rng, shape, 0.7) * kept
@@ -53,7 +53,7 @@ def test_equals_integer_numpy(k, density, backend, rng):
 def test_skipped_chunks_change_nothing(k, share, backend, rng):
     for m, n in SIZES:
         x, w = trits(rng, (m, k), 0.6), clustered(rng, (n, k), share)
-        w[-1], w[0, -1] = 0, 1  # a row of nothing, the last weight of a chunk that is cut short
+        w[-1], w[0, -1] = 0, 1  # an empty row, the last weight of a partial chunk
         y = ternary_matmul(TernaryMatrix.from_trits(x), TernaryMatrix.from_trits(w), **backend)
         np.testing.assert_array_equal(y, x.astype(np.int64) @ w.T.astype(np.int64), err_msg=f"{m} x {n}")
 
@@ -96,9 +96,9 @@ def test_out_and_codes_that_begin_anywhere(backend, rng):
     held[3:] = packed.reshape(-1)
     unaligned = TernaryMatrix(held[3:], np.float32(1), x.shape, "w2")
     out = np.full((18, 20), 7, np.float32)
-    given = ternary_matmul(unaligned, TernaryMatrix.from_trits(w), out=out[:, 4:15], **backend)
-    assert np.shares_memory(given, out)
-    np.testing.assert_array_equal(given, x.astype(int) @ w.T.astype(int))
+    product = ternary_matmul(unaligned, TernaryMatrix.from_trits(w), out=out[:, 4:15], **backend)
+    assert np.shares_memory(product, out)
+    np.testing.assert_array_equal(product, x.astype(int) @ w.T.astype(int))
     assert (out[:, :4] == 7).all()
     assert (out[:, 15:] == 7).all()
 
@@ -134,14 +134,14 @@ def test_the_rule_in_order(rng):
 def test_lists_of_chunks_follow_the_bitmap_and_are_kept(rng):
     w = clustered(rng, (5, 1100), 0.4)
     matrix = TernaryMatrix.from_trits(w, format="base3")
-    found = ternary_planes._Occupied.of(matrix)
-    assert ternary_planes._Occupied.of(matrix) is found
+    occupied = ternary_planes._Occupied.of(matrix)
+    assert ternary_planes._Occupied.of(matrix) is occupied
     for row in range(5):
-        listed = found.chunks[found.starts[row] : found.starts[row + 1]]
+        listed = occupied.chunks[occupied.starts[row] : occupied.starts[row + 1]]
         assert listed.tolist() == [c for c in range(9) if w[row, 128 * c : 128 * (c + 1)].any()]
-    assert found.share == len(found.chunks) / 45
+    assert occupied.share == len(occupied.chunks) / 45
     before = len(ternary_planes._made)
-    del matrix, found
+    del matrix, occupied
     assert len(ternary_planes._made) == before - 1, "freed with the matrix"
 
 
@@ -156,7 +156,7 @@ def profile_of(x, w, occupied, monkeypatch):
 @needs_nvrtc
 @pytest.mark.parametrize("m", [1, 8])
 def test_skipped_chunks_are_not_read(m, rng, monkeypatch):
-    """A chunk is a sector of 32 bytes: the codes read are those of occupied chunks, and no others."""
+    """A chunk is a sector of 32 bytes: only codes of occupied chunks are read."""
     w = TernaryMatrix.from_trits(clustered(rng, (24, 8192), 0.1))
     x = TernaryMatrix.from_trits(trits(rng, (m, 8192), 0.6))
     (y_all, everything), (y, skipped) = (
@@ -193,16 +193,18 @@ def test_every_kernel_is_listed_and_spills_nothing():
 def test_on_a_gpu(cupy, rng):
     x, w = trits(rng, (3, 300), 0.6), clustered(rng, (7, 300), 0.1)
     a, b, expected = TernaryMatrix.from_trits(x), TernaryMatrix.from_trits(w), x.astype(int) @ w.T.astype(int)
-    y = ternary_matmul(a, b, device="cuda")  # nothing lies there: a NumPy result, as for NumPy arguments
+    y = ternary_matmul(
+        a, b, device="cuda"
+    )  # no argument is on the device: a NumPy result, as for NumPy arguments
     assert isinstance(y, np.ndarray)
     np.testing.assert_array_equal(y, expected)
     out = np.zeros((3, 7), np.float32)
     assert ternary_matmul(a, b, device="cuda", out=out) is out
     np.testing.assert_array_equal(out, expected)
-    there = FakeArray(np.zeros((3, 7), np.float32), 1)
-    ternary_matmul(a, b, out=there)
-    np.testing.assert_array_equal(there.host, expected)
-    assert "device 1" in str(gpu_ops.explain("ternary_matmul", a, b, out=there))
+    device_out = FakeArray(np.zeros((3, 7), np.float32), 1)
+    ternary_matmul(a, b, out=device_out)
+    np.testing.assert_array_equal(device_out.host, expected)
+    assert "device 1" in str(gpu_ops.explain("ternary_matmul", a, b, out=device_out))
     assert "device 0" in str(gpu_ops.explain("ternary_matmul", a, b, device="cuda"))
 
 

@@ -1,4 +1,4 @@
-"""Ternary quantisation by its definitions, and TernaryMatrix."""
+"""Ternary quantisation against its definitions, and TernaryMatrix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trits(rng, shape):
 
 
 def scopes(w, group_size):
-    """The parts of w that share a scale, as (index, values)."""
+    """Parts of w that share a scale, as (index, values)."""
     n, k = w.shape
     if group_size is None:
         yield (), w.reshape(-1)
@@ -57,7 +57,7 @@ def scopes(w, group_size):
 
 
 def limit(method, magnitude):
-    """The threshold of each method with its default, on sorted plain floats."""
+    """Threshold of a method with its default, from sorted plain floats."""
     values = sorted(float(a) for a in magnitude)
     mean = math.fsum(values) / len(values)
     if method == "absmax":
@@ -72,7 +72,7 @@ def limit(method, magnitude):
 
 
 def refusal(backend, group_size):
-    """Why the kernels of a GPU do not take this."""
+    """Reason why the kernels of a GPU refuse a group size."""
     if backend["device"] != "cpu" and backend["backend"] == "raw" and group_size in (8, 1):
         return f"group_size {group_size} is not a multiple of 64"
     return None
@@ -109,7 +109,7 @@ def test_quantize_follows_the_definition(method, group_size, dtype, backend, rng
 
 
 def test_absmean_rounds_ties_to_even(backend):
-    # mean |w| is 1 exactly: 0.5 is a tie and goes to 0, its neighbour goes to 1; 1.5 goes to 2, clipped
+    # mean |w| is 1 exactly: 0.5 is a tie and rounds to 0, its neighbour to 1; 1.5 rounds to 2, clipped
     up, down = np.nextafter(np.float32(0.5), np.float32(1)), np.nextafter(np.float32(0.5), np.float32(0))
     w = np.array([[0.5, -0.5, up, -up, down, 1.5, -1.5, 1.0, 2.0]], np.float32)
     w = np.append(w, np.float32(10 - float(np.abs(w, dtype=np.float64).sum()))).reshape(1, -1)
@@ -215,7 +215,7 @@ def test_matrix_properties(rng):
     assert w.density == np.count_nonzero(t) / 700
     assert w.group_size == -1
     assert w.to("planes") is w
-    assert w.to("w2") is w.to("w2")  # kept: every matmul asks for it
+    assert w.to("w2") is w.to("w2")  # cached: every matmul needs it
     assert "format='planes', scale per row" in repr(w)
     assert w.dequantize(np.float16).dtype == np.float16
     with pytest.raises(AttributeError):
@@ -288,17 +288,17 @@ def test_bad_calls(call, error, match):
 )
 def test_copies_are_immutable_too(copied, rng):
     w = TernaryMatrix.from_trits(trits(rng, (3, 8)), np.ones(3, np.float32), format="base3")
-    w.to("w2")  # is kept
+    w.to("w2")  # is cached
     made = copied(w)
-    for one in (made, made.to("w2")):
-        np.testing.assert_array_equal(one.trits(), w.trits())
-        for array in (one.codes, one.scale):
+    for matrix in (made, made.to("w2")):
+        np.testing.assert_array_equal(matrix.trits(), w.trits())
+        for array in (matrix.codes, matrix.scale):
             with pytest.raises(ValueError, match="read-only"):
                 array[0] = 0
 
 
 def test_it_is_no_array_to_numpy():
-    """Which made an array of one object of it, and multiplied that where it could."""
+    """NumPy must not convert it to an array of one object, and multiply that."""
     for product in (lambda: DENSE @ W, lambda: W @ DENSE, lambda: DENSE * W, lambda: np.matmul(DENSE, W)):
         with pytest.raises(TypeError, match="TernaryMatrix"):
             product()

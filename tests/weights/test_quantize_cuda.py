@@ -1,4 +1,4 @@
-"""Ternary quantisation's GPU kernels: runs of every width, what they read, and codes that stay on the GPU."""
+"""GPU kernels of ternary quantisation: runs of every width, bytes read, and codes that stay on the GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RAW = {"device": "emulator", "backend": "raw"}
 
 
 def check(w, method="absmean", group_size=None, threshold=None, **backend):
-    """Codes and scale by the reference: the same bits, but for a scale whose sum lies between two floats."""
+    """Check codes and scale against the reference: equal bits, except for a scale whose sum is between two floats."""
     got = ternary_quantize(w, method=method, group_size=group_size, threshold=threshold, **backend)
     t, scale = reference.ternary_quantize(w, method=method, group_size=group_size, threshold=threshold)
     np.testing.assert_array_equal(got.trits(), t)
@@ -61,18 +61,18 @@ def test_shapes_and_widths_of_a_run(shape, group_size, dtype, backend, rng):
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 def test_the_same_bits_wherever_the_weights_lie(dtype, rng):
     w = random(rng, (3, 2100), dtype)
-    wide = np.zeros((3, 2101), dtype)
-    wide[:, 1:] = w
+    padded = np.zeros((3, 2101), dtype)
+    padded[:, 1:] = w
     for group_size in (None, -1):
         want = check(w, "twn", group_size, **RAW)
-        got = ternary_quantize(wide[:, 1:], method="twn", group_size=group_size, **RAW)
+        got = ternary_quantize(padded[:, 1:], method="twn", group_size=group_size, **RAW)
         assert (got.codes.tobytes(), got.scale.tobytes()) == (want.codes.tobytes(), want.scale.tobytes())
     check(w[:, ::-1], **RAW)
 
 
 @needs_nvrtc
 def test_sums_are_double_and_wide(rng):
-    """A large weight before many small ones, which float sums would lose; numbers at the ends of its range."""
+    """A large weight before many small ones, which float sums would lose; numbers at the ends of the float range."""
     w = np.full((1, 8192), 2.0**-12, np.float32)
     w[0, 0] = 2.0**13
     assert check(w, **RAW).scale == np.float32((2.0**13 + 8191 * 2.0**-12) / 8192)
@@ -115,13 +115,13 @@ def test_weights_are_read_twice_and_codes_written_once(dtype, group_size, rng):
 )
 def test_a_percentile_is_numpys(shape, group_size, dtype, backend, rng):
     w = random(rng, shape, dtype)
-    few = np.round(w.astype(np.float32) * 2).astype(dtype)  # of a few values, each of many weights
+    few = np.round(w.astype(np.float32) * 2).astype(dtype)  # few distinct values, each of many weights
     for values, threshold in ((w, 50), (w, 99.7), (few, 37.3), (few, 0), (w, 100)):
         check(values, "percentile", group_size, threshold, **backend)
 
 
 def test_a_percentile_of_the_ends_of_a_range(backend, rng):
-    """Subnormal numbers, the largest ones, zeros of either sign; a limit that both neighbours have."""
+    """Test subnormal numbers, the largest ones, zeros of either sign, and a limit equal to both neighbours."""
     w = np.array([[1e-45, -1e-45, 1e-40, 0.0, -0.0, 3e38, -3e38, 1.0]], np.float32)
     for threshold in (0, 12.5, 30, 45, 60, 80, 99, 100):
         check(w, "percentile", -1, threshold, **backend)

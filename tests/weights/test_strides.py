@@ -1,4 +1,4 @@
-"""Ternary arguments that are columns of wider arrays: rows lie apart, though each is contiguous."""
+"""Ternary arguments that are columns of wider arrays: rows are strided, though each is contiguous."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from gpu_ops.reference.weights import ternary as reference
 DEVICES = ("cpu", "emulator", "cuda")
 
 
-def runs(given):
-    """On the CPU packing is NumPy alone."""
-    return "format" not in given or given["backend"] != {"device": "cpu", "backend": "numba"}
+def runs(case):
+    """Whether a case runs: on the CPU packing has NumPy only."""
+    return "format" not in case or case["backend"] != {"device": "cpu", "backend": "numba"}
 
 
 def apart(x, step):
-    """The same numbers, in a column of an array of others."""
-    wide = np.full((x.shape[0], step * x.shape[1] + 3), 121, x.dtype)
-    wide[:, : step * x.shape[1] : step] = x
-    return wide[:, : step * x.shape[1] : step]
+    """Copy of ``x`` in a column of an array of other numbers."""
+    padded = np.full((x.shape[0], step * x.shape[1] + 3), 121, x.dtype)
+    padded[:, : step * x.shape[1] : step] = x
+    return padded[:, : step * x.shape[1] : step]
 
 
 @pytest.mark.parametrize("format", ["base3", "i2_s"])
@@ -43,5 +43,5 @@ def test_scales_of_groups_that_lie_apart(groups, backend, rng):
         np.testing.assert_allclose(gpu_ops.ternary_matmul(x, w, **backend), exact, rtol=1e-5, atol=1e-5)
         dy = rng.standard_normal((3, 9), dtype=np.float32)
         dx, _ = gpu_ops.ternary_matmul_backward(dy, x, w, **backend)
-        wide = t * np.repeat(lies.astype(np.float64), 128 // groups, axis=1)
-        np.testing.assert_allclose(dx, dy @ wide, rtol=0, atol=2e-5)
+        dense = t * np.repeat(lies.astype(np.float64), 128 // groups, axis=1)
+        np.testing.assert_allclose(dx, dy @ dense, rtol=0, atol=2e-5)
