@@ -1,4 +1,4 @@
-"""The Numba CUDA kernels of attention's gradients by themselves: tiles that fit, registers, memory accesses, sums."""
+"""Numba CUDA kernels of attention gradients alone: tiles that fit, registers, memory accesses, sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpu_ops.kernels.attention.numba_cuda.backward_bias import bias_kernel
 from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, count_parts, select_config
 from gpu_ops.kernels.attention.numba_cuda.backward_rows import rows_kernel
 
-LIMIT = 48 * 1024  # of static shared memory; Numba has no way to ask for more
+LIMIT = 48 * 1024  # bytes of static shared memory; Numba cannot request more
 BACKEND = {"device": "emulator", "backend": "numba"}
 EVERYTHING = {"softcap": True, "alibi": True, "block_mask": True}
 
@@ -43,7 +43,7 @@ def test_tiles_fit():
         c = select_config(Problem(dtype, scores), owned, dim)
         assert c.shared_bytes <= LIMIT, c
         assert c.slab >= min(dim, 64 if dtype == "float64" else 128)
-        # what the kernel's division of work among 128 threads takes for granted
+        # assumptions of the division of work among 128 threads
         assert c.block_m % 8 == 0 == c.block_n % 16
         assert c.block_n % c.chunk_v == 0
         assert c.chunk_v * c.slab <= c.staged
@@ -51,11 +51,11 @@ def test_tiles_fit():
         assert c.chunk_v % (128 // lanes) == 0 == c.slab % lanes
         assert c.block_m % (128 // min(c.chunk, 32)) == 0
         my_queries, my_keys = c.pairs
-        assert my_queries * my_keys <= 32  # bits of what a block mask shows
+        assert my_queries * my_keys <= 32  # bits of the visible pairs of a block mask
 
 
 def kernels(dtype):
-    """By name: those with the most registers, of plain scores and with every option."""
+    """Kernels by name: those with the most registers, for plain scores and with every option."""
     plain, every = Problem(dtype, masked=True), Problem(dtype, Features(bias=dtype, **EVERYTHING), True)
     for name, problem in (("plain", plain), ("every option", every)):
         yield f"dq, {name}", queries_kernel(select_config(problem, "queries", 128), dtype)
@@ -87,7 +87,7 @@ def test_memory_accesses_are_whole():
         sectors = {b.name: b.sectors_per_128_bytes for b in profile.buffers}
         whole = {"rows": ["dout", "out"], "queries": ["q", "k", "v", "dout", "dq"]}
         for array in whole.get(name, ["q", "k", "v", "dout", "dk", "dv"]):
-            assert sectors[array] == 4.0, (name, array)  # no byte is wasted
+            assert sectors[array] == 4.0, (name, array)  # no needless bytes
 
 
 # ---- sums in parts ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Attention on GPUs: the choice of tile, packing and splits, for every card, with no GPU."""
+"""Attention on GPUs: choice of tile, packing and splits for every card, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_heads_are_packed_where_that_pads_less():
 @pytest.mark.parametrize("seqlen_k", [1, 256, 4096])
 @each_card
 def test_a_group_that_fits_one_tile_is_packed(card, seqlen_k):
-    """A block takes as long for four rows as for one: packed, the keys are read once."""
+    """A block takes as long for four rows as for one; packed rows read the keys once."""
     for heads, itemsize, seqlen_q in itertools.product([(8, 2), (32, 8), (16, 1)], (2, 4), (1, 4)):
         if seqlen_q * heads[0] // heads[1] <= 16:
             p = Problem(itemsize, 1, *heads, seqlen_q, seqlen_k, 64, 64)
@@ -140,7 +140,7 @@ def test_one_query_over_many_keys_takes_the_whole_card(varlen):
     assert config.grid[0] * config.grid[1] >= 108
 
 
-@pytest.mark.slow  # scripts/inspect_kernels.py --check finds spills too; this, arrays that are no registers
+@pytest.mark.slow  # scripts/inspect_kernels.py --check finds spills too; this test finds arrays outside registers
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_no_variant_spills(arch):
     for variant in variants(arch):

@@ -15,7 +15,7 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 def quick_on_emulator(raw):
-    """Each behaviour once; test_attention_pairwise crosses the options."""
+    """Run each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_options": None,
         "test_dtypes": {"dtype": ["float16", "float64"][not raw :], "page_size": [16]},
@@ -56,7 +56,7 @@ def make(
     head_dims=(64, 64),
     **options,
 ):
-    """(q, k_cache, v_cache) and options; everything of the cache that is not in use is NaN."""
+    """(q, k_cache, v_cache) and options; unused parts of the cache are NaN."""
     rng = np.random.default_rng(0)
     native = DTYPES[dtype]
     (nheads, nheads_kv), (head_dim, head_dim_v), batch = heads, head_dims, len(used)

@@ -1,6 +1,6 @@
-"""Weights are summed as the second product takes them, rounded: a mean of equal values is that value, bit for bit.
+"""Sums of weights use the rounded weights of the second product: a mean of equal values is that value, bit for bit.
 
-The log of the sum of the exact weights is lse all the same.
+lse is still the log of the sum of the exact weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_a_row_that_sees_one_key_returns_its_value(dtype, seen_by, size, backend
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: d.name)
 def test_equal_values_while_the_maximum_grows(dtype, backend, rng):
-    """Two keys, the higher one in the tile that kernels read last, by less than they rescale for."""
+    """Two keys: the one with the higher score is in the last tile, by a difference too small for rescaling."""
     q, k, v = arrays(rng, dtype, 0)
     v[:] = v[:, :1]
     bias = np.full((KEYS, KEYS), -np.inf, np.float32)

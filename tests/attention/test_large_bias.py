@@ -158,7 +158,7 @@ def equal_keys(dtype, size, queries, keys):
 @pytest.mark.parametrize("size", [1 << 14, 1 << 20, 3 << 23])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_gradients_of_equal_keys(dtype, size, backend):
-    """Without any option: float32 holds 2^24 + log 100 as 2^24."""
+    """Gradients without any option: float32 holds 2^24 + log 100 as 2^24."""
     if not has_gradients(backend):
         pytest.skip(f"attention_backward has no {backend['backend']} kernels")
     q, k, v, dout, out = equal_keys(dtype, size, 20, 100)

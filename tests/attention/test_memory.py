@@ -10,7 +10,7 @@ from tests.support.processes import python
 
 LIMIT = 64 << 20
 
-# Runs in its own process, so that nothing else moves the peak. Kernels load before the measurement.
+# Runs in a separate process, so that nothing else changes the peak. Kernels load before the measurement.
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Numba CUDA attention kernels by themselves: tiles that fit, registers, memory accesses, division of keys."""
+"""Numba CUDA attention kernels alone: tiles that fit, registers, memory accesses, division of keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = {"mask": "causal", "dtype": "float32", "heads": (2, 1), "head_dims": (32
 
 # ---- tiles -----------------------------------------------------------------------------------------------------
 
-LIMIT = 48 * 1024  # of static shared memory; Numba has no way to ask for more
+LIMIT = 48 * 1024  # bytes of static shared memory; Numba cannot request more
 
 
 def configs():
@@ -40,7 +40,7 @@ def test_tiles_fit():
         assert c.shared_bytes <= LIMIT, c
         assert c.block_m >= min(rows, 32)
         assert c.slab >= min(head_dim_v, 128)
-        # what the kernel's division of work among 128 threads takes for granted
+        # assumptions of the division of work among 128 threads
         assert c.block_m % 8 == 0 == c.block_n % 16
         assert c.block_n % c.chunk_v == 0
         assert c.chunk_v * c.slab <= c.staged
@@ -55,7 +55,7 @@ EVERY = Features(softcap=True, sinks=True, alibi=True, block_mask=True)
 @pytest.mark.parametrize(
     ("dtype", "rows"),
     [
-        # the longest loops of all: those that are not unrolled put their arrays in memory
+        # the longest loops: if they are not unrolled, their arrays are in memory
         ("bfloat16", 1024),
         *(
             pytest.param(dtype, rows, marks=pytest.mark.slow)
@@ -80,8 +80,8 @@ def test_memory_accesses_are_whole():
     (profile,) = profiles
     assert profile.counts.replays == 0  # no bank conflict
     sectors = {b.name: b.sectors_per_128_bytes for b in profile.buffers}
-    assert [sectors[name] for name in ("q", "k", "v", "out")] == [4.0] * 4  # no byte is wasted
-    # Of all that is issued, by head_dim 32, where the softmax weighs most.
+    assert [sectors[name] for name in ("q", "k", "v", "out")] == [4.0] * 4  # no needless bytes
+    # Share of all instructions with head_dim 32, where the softmax has the largest share.
     assert profile.by(lambda i: i.form)["fma.rn.f32"].warps > 0.45 * profile.counts.warps
 
 

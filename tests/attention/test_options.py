@@ -1,4 +1,4 @@
-"""The options of scores: every attention function takes the same, and a new one touches few files."""
+"""Options of scores: every attention function takes the same ones, and a new option touches few files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAKEN = {
 
 
 def test_an_option_is_named_in_few_files():
-    """Seven: its documentation and check, its lowering, one file for each kind of kernel, the reference.
+    """Seven files: documentation and check, lowering, one file for each kind of kernel, the reference.
 
     ``rglob`` does not follow the links in gpu_ops.
     """

@@ -1,4 +1,4 @@
-"""The layout of tensor-core fragments as in the PTX document: one formula per shape.
+"""Layout of tensor-core fragments as in the PTX document: one formula per shape.
 
 The emulator uses one rule for all shapes; the tests compare it with these formulas.
 """
@@ -43,7 +43,7 @@ PLACES = {
 
 
 def to_registers(bits, place, width):
-    """The fragment of each warp's matrix ``bits[w]``, lane by lane and element by element."""
+    """Fragment of the matrix ``bits[w]`` of each warp, lane by lane and element by element."""
     word = max(32, width)
     count = bits[0].size // 32
     registers = np.zeros((count * width // word, len(bits), 32), f"u{word // 8}")
@@ -60,7 +60,7 @@ def place_c(i, g, t):
 
 
 def from_registers(registers, rows, dtype):
-    """The matrix ``[W, rows, 8]`` of a C or D fragment."""
+    """Matrix ``[W, rows, 8]`` of a C or D fragment."""
     width = 8 * np.dtype(dtype).itemsize
     matrix = np.empty((len(registers[0]), rows, 8), dtype)
     per_register = max(1, 32 // width)

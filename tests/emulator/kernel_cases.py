@@ -15,7 +15,7 @@ LANE = np.arange(32)
 
 @dataclass
 class Launch:
-    """``expected`` maps an argument number to its contents after the launch."""
+    """Launch of a kernel. ``expected`` maps an argument number to its contents after the launch."""
 
     name: str
     grid: int | tuple[int, ...]
@@ -41,7 +41,7 @@ def zeros(n, dtype=np.int32):
 
 
 def threads(function, *arrays):
-    """Apply a function of one thread's values to all threads."""
+    """Apply a function of the values of one thread to all threads."""
     return np.array([function(*(int(v) for v in values)) for values in zip(*arrays, strict=True)])
 
 

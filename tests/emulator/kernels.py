@@ -15,7 +15,7 @@ BLOCK = 256
 
 
 def run_kernel(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
-    """The results of ``form`` in a kernel with one thread per element; a single element is shared by all threads."""
+    """Run ``form`` in a kernel with one thread per element; a single element is shared by all threads."""
     n = max(operand.size for operand in operands)
     results = [np.empty(n, DTYPE.get(ptx_type, np.bool_)) for ptx_type in op.writes]
     immediate = IMMEDIATE.get(form.split(".")[0])
@@ -98,10 +98,10 @@ ret;
 
 
 def _held(ptx_type: str) -> str:
-    """The type of the register that an operand lives in."""
+    """Type of the register that holds an operand."""
     return ptx_type if ptx_type in ("pred", "f32", "f64") else f"b{max(16, BITS[ptx_type])}"
 
 
 def _moved(ptx_type: str) -> str:
-    """The type that loads and stores an operand; a predicate or a carry is a byte in memory."""
+    """Type that loads and stores an operand; a predicate or a carry is a byte in memory."""
     return "u8" if BITS.get(ptx_type, 1) <= 8 else _held(ptx_type)

@@ -88,7 +88,7 @@ def test_division(form, rng):
 
 
 def upper_word(function):
-    """The function of the upper 32 bits, with 20 fraction bits in the result."""
+    """Function of the upper 32 bits, with 20 fraction bits in the result."""
 
     def oracle(x):
         if math.isnan(x):

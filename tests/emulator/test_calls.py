@@ -1,4 +1,4 @@
-"""Calls that leave straight code: through pointers, to the host (printf, assert), and to a barrier of the grid."""
+"""Indirect calls: through pointers, to the host (printf, assert), and to a barrier of the grid."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def parts(form):
 
 
 def root(exact):
-    """The square root, or a rational number that rounds the same way in every format."""
+    """Square root, or a rational number that rounds the same way in every format."""
     scale = 1 << 1200
     whole = math.isqrt(exact.numerator * scale * scale // exact.denominator)
     is_root = Fraction(whole, scale) ** 2 == exact
@@ -56,7 +56,7 @@ def sign(value):
 
 
 def zero(operation, mode, values):
-    """The exactly zero result of finite operands."""
+    """Exactly zero result of finite operands."""
     if operation in ("add", "sub", "fma"):
         *factors, term = values
         signs = [math.prod(map(sign, factors)), -sign(term) if operation == "sub" else sign(term)]
@@ -66,7 +66,7 @@ def zero(operation, mode, values):
 
 
 def limit(operation, *values):
-    """The result where an operand is infinite or NaN, or the divisor is zero."""
+    """Result where an operand is infinite or NaN, or the divisor is zero."""
     if operation in ("div", "rcp"):
         dividend, divisor = (1.0, *values)[-2:]
         if divisor == 0:
@@ -87,7 +87,7 @@ def limit(operation, *values):
 
 
 def arithmetic(operation, element, mode):
-    """The definition: the exact result, rounded once."""
+    """Definition of an operation: the exact result, rounded once."""
 
     def oracle(*values):
         special = not all(map(math.isfinite, values))
@@ -104,7 +104,7 @@ def arithmetic(operation, element, mode):
 
 
 def with_flags(oracle, element, flags):
-    """A definition with subnormals flushed before and after it, and its result clamped."""
+    """Definition with subnormals flushed before and after it, and its result clamped."""
 
     def run(*values):
         if "ftz" in flags:
@@ -118,7 +118,7 @@ def with_flags(oracle, element, flags):
 
 
 def encode_any(element, value):
-    """Bits of a value of the format; a NaN gets those of one NaN."""
+    """Bits of a value of the format; any NaN has the same bits."""
     exponent, fraction, _ = FORMATS[element]
     bits = encode(element, value)
     return ((1 << exponent + 1) - 1 << fraction - 1) if bits == NAN else bits
@@ -207,7 +207,7 @@ def hard_triples(element, rng, n):
 
 
 def nearest_value(element, value):
-    """The nearest value of the format."""
+    """Nearest value of the format."""
     return decode(element, encode(element, value))
 
 

@@ -1,4 +1,4 @@
-"""The registry of instruction forms: forms that PTX does not have, and forms that are registered twice."""
+"""Registry of instruction forms: forms that PTX lacks, and forms that are registered twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_ops.emulator.instructions.matrix import mma
 from gpu_ops.emulator.instructions.warp_ops import match, redux, shfl, vote
 from tests.emulator.forms import expand, form_op
 
-# Patterns as the shell expands them.
+# Patterns with shell brace expansion.
 UNKNOWN = """
 ex2.f32 ex2.approx.bf16 ex2.approx.ftz.f16 tanh.approx.ftz.f32 sin.approx.f64 rcp.approx.f64 div.approx.f64
 div.approx.full.f32 sqrt.full.f32 lg2.approx.f16 rsqrt.rn.f32

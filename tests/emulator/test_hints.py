@@ -1,4 +1,4 @@
-"""Cache hints and policies change no value. Their operands are checked."""
+"""Cache hints and policies change no values; their operands are checked."""
 
 from __future__ import annotations
 

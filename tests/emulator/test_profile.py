@@ -1,4 +1,4 @@
-"""The emulator's profile: exact counts of instructions and operations; recording and printing."""
+"""Profile of the emulator: exact counts of instructions and operations; recording and printing."""
 
 from __future__ import annotations
 

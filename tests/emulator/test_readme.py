@@ -1,4 +1,4 @@
-"""The emulator's README: its example runs, and it lists every fault and every module."""
+"""README of the emulator: its example runs, and it lists every fault and every module."""
 
 from __future__ import annotations
 

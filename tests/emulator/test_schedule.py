@@ -9,8 +9,8 @@ from gpu_ops.emulator import SanitizerError, launch
 
 THREADS = 96
 
-# Each lane goes through its own list of meetings. A meeting has a mask of lanes and one of four places. A lane that
-# arrives increments a counter, and must find all lanes counted when the meeting releases it.
+# Each lane runs through its own list of meetings. A meeting has a mask of lanes and one of four places. A lane that
+# arrives increments a counter, and must see all lanes counted when the meeting releases it.
 PTX = """
 .version 8.0
 .target sm_80
@@ -58,10 +58,10 @@ MET:
 
 
 def meetings(rng, number):
-    """(meetings of each lane, masks, sizes), in an order in which every meeting can take place."""
+    """Meetings of each lane, masks and sizes, in an order in which every meeting can take place."""
     masks, sizes = np.zeros(number, np.uint32), np.zeros(number, np.int64)
     lists = [[] for _ in range(THREADS)]
-    last = rng.integers(0, 2 * number, THREADS)  # the meeting from which on a lane has ended
+    last = rng.integers(0, 2 * number, THREADS)  # first meeting at which a lane has ended
     for event in range(number):
         warp = int(rng.integers(0, THREADS // 32))
         lanes = np.flatnonzero(rng.random(32) < rng.choice([0.1, 0.5, 1.0]))

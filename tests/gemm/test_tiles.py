@@ -1,4 +1,4 @@
-"""Tile registers (AMX): whole tiles of a product, what is left of it, and a process that may not use them."""
+"""Tile registers (AMX): whole tiles of a product, remainders, and a process that may not use them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def any_rows(c, a, b, k, accumulate):
 
 
 def pairs(rng, m, n, k):
-    """A (m, k) and B (k, n) of bfloat16, k words each, as they lie for a product, and their product."""
+    """A (m, k) and B (k, n) of bfloat16, k words each, in the memory layout of a product, and their product."""
     a, b = (rng.standard_normal(shape).astype(BFLOAT16) for shape in ((m, 2 * k), (2 * k, n)))
     words = b.view(np.uint16).astype(np.uint32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -68,7 +68,9 @@ def test_int8(size, rng):
     a, b = rng.integers(-128, 128, (m, 4 * k), np.int8), rng.integers(0, 256, (4 * k, n), np.uint8)
     c = rng.integers(-1000, 1000, size, np.int32)
     want = c + a.astype(np.int64) @ b.astype(np.int64)
-    fours = b.reshape(k, 4, n).transpose(0, 2, 1).reshape(k, 4 * n).copy()  # four of a column side by side
+    fours = (
+        b.reshape(k, 4, n).transpose(0, 2, 1).reshape(k, 4 * n).copy()
+    )  # four elements of a column are adjacent
     whole_tiles(c, a, fours.view(np.int8), k, True)
     np.testing.assert_array_equal(c, want)
 
@@ -113,8 +115,8 @@ def test_threads_have_tiles_of_their_own():
 @pytest.mark.parametrize("every", [256, 96, 32], ids=lambda every: f"every {every} keys")
 @pytest.mark.parametrize("rise", [0.0, 3.0, 7.9, 30.0], ids=lambda rise: f"rise {rise}")
 def test_maxima_that_rise_with_the_keys(rise, every, window):
-    """O, sums and weights move to a new maximum when weights have risen 2^8-fold: steps of less, and of more, than
-    that, from one tile to the next, within a tile, and from one chunk to the next."""
+    """O, sums and weights are rescaled to a new maximum when weights have grown 2^8-fold: test smaller and larger
+    steps, from one tile to the next, within a tile, and from one chunk to the next."""
     keys, dim, left = 1024, 64, window[0]
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((1, n, 1, dim)).astype(BFLOAT16) for n in (96, keys, keys))

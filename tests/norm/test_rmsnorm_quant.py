@@ -23,7 +23,7 @@ def quick_on_emulator(raw):
 
 
 def check(q, scale, rowsum, x, weight, **options):
-    """Codes are right where the real number is clearly nearer to one integer than to the other."""
+    """Check codes where the real number is clearly closer to one integer than to another."""
     dtype = x.dtype
     y = reference.rmsnorm(x, weight, precision="float64", **options)
     y = y[0] if isinstance(y, tuple) else y
@@ -31,7 +31,7 @@ def check(q, scale, rowsum, x, weight, **options):
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}[
         dtype.name
     ]
-    # llama rounds thrice to x's dtype; the other modes compute in float32 whatever the dtype
+    # llama rounds three times to the dtype of x; the other modes compute in float32 whatever the dtype
     llama = options.get("casting") == "llama" or "residual" in options
     relative = 4 * (rounding if llama else min(rounding, 2.0**-24))
     statistics = np.float64 if dtype == np.float64 else np.float32
@@ -65,7 +65,7 @@ def test_residual(backend, dtype, casting, rng):
 
 
 def test_llama_is_the_norm_and_then_the_quantisation(backend, rng):
-    """In llama's mode y is a tensor of the model, so fusing must not change one code."""
+    """y of casting="llama" is a tensor of the model, so fusion must not change any code."""
     for dtype in (np.float16, np.float32):
         x, weight = random(rng, (40, 200), dtype), random(rng, (200,), dtype)
         y = gpu_ops.rmsnorm(x, weight, casting="llama", **backend).astype(np.float64)
@@ -128,7 +128,7 @@ def test_codes_ignore_the_scale_of_x_and_of_the_weight(exponent, shape, seed):
 
 
 def test_rows_whose_sums_of_codes_an_int32_cannot_hold(backend):
-    """Are refused before they are read: zeros that nobody touches take no memory."""
+    """Long rows are refused before they are read: untouched zeros take no memory."""
     x = np.zeros((1, (2**31 - 1) // 127 + 1), np.float16)
     with pytest.raises(
         ShapeError, match="16909321 elements; at most 16909320, whose codes add up to an int32"

@@ -1,4 +1,4 @@
-"""The cos and sin tables behind rope: right, shared, bounded."""
+"""Tables of cos and sin for rope: values, sharing, and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files: what is written is read, and damage is found."""
+"""Token files: they are read as written, and damage is detected."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_damaged_and_foreign_files(tmp_path):
 
 
 def test_a_file_that_is_cut_off_while_it_is_open(tmp_path):
-    """An array mapped to the file would end the process."""
+    """An array mapped to the file would kill the process."""
     write_tokens(tmp_path / "t", np.arange(90_000) % 9, vocab=9)
     tokens = TokenFile(tmp_path / "t")
     os.truncate(tmp_path / "t", 1000)

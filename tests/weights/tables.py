@@ -1,7 +1,7 @@
-"""Every ternary layout stated a second time, one element after the other, in Python integers.
+"""Independent implementation of every ternary layout, one element after the other, in Python integers.
 
-Nothing here shares code with the encoders: each function says where the code of element (r, k) of a
-matrix (N, K) lies, and what the bytes around it hold.
+No code is shared with the encoders: each function computes the position of the code of element (r, k) of a
+matrix (N, K), and the contents of the bytes around it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def hf_bitnet(t: Trits) -> bytes:
 
 
 def bitnet_gpu(t: Trits) -> bytes:
-    """By the address arithmetic of the published GEMV kernel: which thread reads which word for what."""
+    """Encode by the address arithmetic of the published GEMV kernel: word and purpose of each read of a thread."""
     n, k = t.shape
     assert k % 128 == 0, "the kernel steps through K in 128s"
     out = bytearray(n * k // 4)
@@ -121,7 +121,7 @@ def q2_0(t: Trits) -> bytes:
 
 
 def tl1(t: Trits, tile: tuple[int, int, int] = (256, 128, 32)) -> bytes:
-    """By the address arithmetic of the published kernel: which vector register holds which codes."""
+    """Encode by the address arithmetic of the published kernel: codes held by each vector register."""
     n, k = t.shape
     big_m, big_k, bm = tile
     by = 256 // bm
@@ -139,7 +139,7 @@ def tl1(t: Trits, tile: tuple[int, int, int] = (256, 128, 32)) -> bytes:
 
 
 def _lane(row: int) -> int:
-    """The byte of an AVX2 register that holds a row of 32: unpacking puts lanes 0-7, 16-23 first, then the others."""
+    """Byte of an AVX2 register that holds a row of 32: unpacking puts lanes 0-7, 16-23 first, then the others."""
     return {0: 0, 1: 16, 2: 8, 3: 24}[row // 8] + row % 8
 
 

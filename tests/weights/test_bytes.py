@@ -1,4 +1,4 @@
-"""Bytes that no encoder writes: each is refused, by every strict decoder, and says where it lies."""
+"""Bytes that no encoder writes: every strict decoder refuses them, and names the position."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_an_i2_s_trailer_is_explained():
 
 # --- tl1 and tl2 -----------------------------------------------------------------------------------
 
-# One position in each of the parts: two nibbles of magnitudes (256 x 96), signs, pairs of the columns left over.
+# One position in each of the parts: two nibbles of magnitudes (256 x 96), signs, pairs of the remaining columns.
 SHAPE = (256, 128)
 MAGNITUDES, SIGNS = 256 * 96 // 6, 256 * 96 // 24
 

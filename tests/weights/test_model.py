@@ -1,4 +1,4 @@
-"""Models of ternary layers: an MLP of BitNet from packed weights, and the quantisation of a model's weights."""
+"""Models of ternary layers: an MLP of BitNet from packed weights, and quantisation of the weights of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.mark.parametrize("gate", ["squared relu", "swiglu"])
 @pytest.mark.parametrize("format", ["hf_bitnet", "tq2_0", "tl2", "w2"])
 def test_an_mlp_runs_from_packed_weights(gate, format, rng):
-    """Three layers: the packed bytes give what the unpacked trits give, in an eighth of bfloat16's memory."""
+    """Packed bytes of three layers give the results of unpacked trits, in an eighth of the memory of bfloat16."""
     hidden, ffn = 256, 512
     dense = {
         "gate": random(rng, (ffn, hidden), np.float32, 0.05),

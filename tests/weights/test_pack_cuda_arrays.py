@@ -1,4 +1,4 @@
-"""Packing and unpacking of CUDA arrays, on the stand-in for CuPy."""
+"""Packing and unpacking of CUDA arrays, on the fake CuPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TernaryMatrix.save and load."""
+"""Saving and loading of TernaryMatrix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = [(format, shape) for format in FORMATS for shape in SHAPES.get(format, O
 
 
 def scales(rng, shape):
-    """Per tensor, of every type of number; per row; per group, few to one for each weight."""
+    """Scales per tensor, of every type of number; per row; per group, from few groups to one per weight."""
     n, k = shape
     yield from (0.37, 2, np.float32(-0.5), np.float64(0.37), np.float16(0.1), np.array(0.25), 0)
     yield rng.standard_normal(n).astype(np.float32)
@@ -40,7 +40,7 @@ def scales(rng, shape):
 
 @pytest.mark.parametrize(("format", "shape"), CASES)
 def test_what_is_saved_is_loaded(format, shape, tmp_path, rng, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # of hundreds of files
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # there are hundreds of files
     t, path = trits(rng, shape), tmp_path / "w.safetensors"
     for scale in scales(rng, shape):
         w = gpu_ops.TernaryMatrix.from_trits(t, scale, format=format)
@@ -67,7 +67,10 @@ def test_a_loaded_matrix_multiplies(tmp_path, rng):
     w = gpu_ops.ternary_quantize(rng.standard_normal((64, 128), dtype=np.float32), group_size=64)
     w.save(tmp_path / "w")
     x = rng.standard_normal((3, 128), dtype=np.float32)
-    read, on = gpu_ops.TernaryMatrix.load(tmp_path / "w"), {"backend": "reference"}  # which compiles nothing
+    read, on = (
+        gpu_ops.TernaryMatrix.load(tmp_path / "w"),
+        {"backend": "reference"},
+    )  # the reference compiles nothing
     np.testing.assert_array_equal(gpu_ops.ternary_matmul(x, read, **on), gpu_ops.ternary_matmul(x, w, **on))
 
 
@@ -88,7 +91,7 @@ def test_the_package_safetensors_reads_the_file(tmp_path, rng):
 
 
 def written(path, **changes):
-    """A file of ``save``, parts of it exchanged: kind, format, shape, scale, codes, or tensors altogether."""
+    """Write a file of ``save`` with parts replaced: kind, format, shape, scale, codes, or all tensors."""
     parts = {"kind": "TernaryMatrix 1", "format": "base3", "shape": "[2, 5]"}
     parts |= {"scale": np.ones((), np.float32), "codes": np.full((2, 1), 121, np.uint8)} | changes
     metadata = {f"gpu_ops.{key}": parts[key] for key in ("kind", "format", "shape") if parts[key] is not None}
@@ -170,7 +173,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_damaged_safetensors_headers_are_refused(what, tmp_path):
-    """Every file that the package refuses, and with its own words."""
+    """Every file that the package refuses is refused, with the error message of the package."""
     path, text = tmp_path / "a", HEADERS[what]
     data = text if isinstance(text, bytes) else (text if isinstance(text, str) else json.dumps(text)).encode()
     path.write_bytes(len(data).to_bytes(8, "little") + data + b"\1\2\3\4")
@@ -194,7 +197,7 @@ def test_a_header_beyond_the_longest_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_formats_name_may_come_from_an_npz_file(name):
-    """np.load gives a 0-d array of the string. Calls that differ in its value alone are not mixed up."""
+    """np.load gives a 0-d array of the string. Calls that differ only in its value are not confused."""
     t = np.ones((256, 768), np.int8)
     file = io.BytesIO()
     np.savez(file, codes=gpu_ops.ternary_pack(t, name), format=name, scale=0.5)
@@ -208,7 +211,9 @@ def test_a_formats_name_may_come_from_an_npz_file(name):
     assert w.scale == np.float32(0.5)
     assert w.to(format) is w
     assert gpu_ops.TernaryMatrix.from_trits(t, format=format).to(np.array("w2")).format == "w2"
-    words = [np.array(other, "U10") for other in ("w2", name, "i2_s", name)]  # alike but for their values
+    words = [
+        np.array(other, "U10") for other in ("w2", name, "i2_s", name)
+    ]  # arrays that differ only in value
     for word in (format, *words, np.str_(name), np.array(name, np.dtypes.StringDType())):
         plain = str(word)
         np.testing.assert_array_equal(gpu_ops.ternary_pack(t, word), gpu_ops.ternary_pack(t, plain))

@@ -1,8 +1,8 @@
 """Checks that run on several ranks: ``mpiexec -n 4 python -m tests.distributed.ranks collectives mesh``.
 
-A group is a module here. Its ``check_*`` functions take the world's communicator and run on every rank, in order; the
-first error ends the job. Its ``prepare``, if it has one, runs before the world is made. Every call is compared
-between ranks (GPU_OPS_COMM_CHECK).
+A group is a module of this folder. Its ``check_*`` functions take the communicator of the world and run on every
+rank, in order; the first error ends the job. Its ``prepare``, if present, runs before the world is made. Every call
+is compared between ranks (GPU_OPS_COMM_CHECK).
 """
 
 from __future__ import annotations

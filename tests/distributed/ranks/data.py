@@ -262,7 +262,7 @@ def check_gradients_that_are_forgotten(comm):
 
 
 def check_a_pass_that_failed(comm):
-    """After a pass failed on all ranks (a target beyond the vocabulary), the next has its weights and gradients."""
+    """A pass fails on all ranks (a target beyond the vocabulary); the next one has correct weights and gradients."""
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
         parallel.assign(made(CONFIG, np.float32, 1)[0])
