@@ -110,8 +110,8 @@ def pairwise(
 ) -> list[Row]:
     """Rows such that every two levels of different factors appear together in some row.
 
-    ``allowed`` gives the row without what its other levels exclude; the first factor that decides is "form". Pairs
-    that it never leaves together are left out.
+    ``allowed`` removes the levels of a row that its other levels exclude; the first factor that decides is "form".
+    Pairs that never remain together are omitted.
     """
     rng = np.random.default_rng(seed)
     names = list(factors)
@@ -269,7 +269,7 @@ def mixed(arrays: Sequence[np.ndarray], options: Mapping[str, Any]) -> list[np.n
     """out, dq, dk and dv of q, k, v and dout by textbook code for tensor cores: a tighter naive_t for 16 bits.
 
     Factors of matrix products are rounded to the dtype of the inputs, all else to float32, so that it also measures
-    scores that 16 bits cannot tell apart. NumPy alone: whether a CPU multiplies bfloat16 changes nothing.
+    scores that 16 bits cannot distinguish. It uses NumPy only: CPUs with and without bfloat16 products agree.
     """
     q, k, v, dout = arrays
     single, dense = steps("naive", np.float32), DenseOptions(**options)

@@ -233,7 +233,7 @@ def test_rows_that_see_nothing(dtype, sinks, backend):
     assert (dq[:, :blind] == 0).all()
     assert np.isfinite(dk).all()
     assert np.isfinite(dv).all()
-    p.dout[:, :blind] = 1000  # these rows have no gradient to give either
+    p.dout[:, :blind] = 1000  # these rows contribute no gradient either
     for x, y in zip(gradients(p, backend), (dq, dk, dv), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -272,7 +272,7 @@ def test_hidden_blocks_may_hold_anything(bad, backend):
         assert (gradient[0, 192:256] == 0).all()
 
 
-# With a NaN near, the CPU's products round otherwise.
+# With a NaN in the tile, products of the CPU are rounded differently.
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_what_a_mask_hides_may_hold_anything(dtype, atol, backend):
     """Queries 0 to 29 see no key, 33 to 53 see key 3: NaN there reaches keys 0 to 23, and no others."""
@@ -295,7 +295,7 @@ def test_a_visible_nan_is_not_lost(which, dtype, backend):
     p = make(mask="causal", seqlens=(70, 70), head_dims=(16, 16), heads=(1, 1), batch=1, dtype=dtype)
     getattr(p, which)[0, 30, 0, 3] = np.nan
     dq, dk, dv = gradients(p, backend)
-    if which in ("q", "dout"):  # one query: its own dq, and what it gives to the keys it sees
+    if which in ("q", "dout"):  # one query: its dq, and gradients of the keys it sees
         assert np.isnan(dq[0, 30]).all()
         assert np.isnan(dk[0, :31]).all()
         assert np.isnan(dv[0, :31, 0, 3]).all()
@@ -308,7 +308,7 @@ def test_a_visible_nan_is_not_lost(which, dtype, backend):
         assert np.isfinite(dq[0, :30]).all()
 
 
-# ---- arrays as they come -------------------------------------------------------------------------------
+# ---- layouts of arrays ---------------------------------------------------------------------------------
 
 
 @pytest.mark.peers

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of attention backward on the emulator: tiles, passes, work, and what they refuse."""
+"""CUDA C++ kernels of attention backward on the emulator: tiles, passes, work, and refusals."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_an_infinite_value(dtype, causal, gap, backend):
     same(out, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
     assert np.isfinite(lse).all()
     rest = np.isfinite(want.astype(np.float64))
-    if gap == 2000:  # the others weigh nothing, not even a little
+    if gap == 2000:  # the weights of the others are exactly 0
         np.testing.assert_array_equal(out.astype(np.float64)[rest], np.where(rest, finite, 0)[rest])
 
 

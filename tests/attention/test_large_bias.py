@@ -97,7 +97,7 @@ def test_gradients_of_rows_of_one_bias(dtype, large, mask, sinks, backend):
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_scores(dtype, queries, scale, backend):
-    """Floats of this size are more than 2^6 apart: a row is the value of its largest score, where that stands out."""
+    """Floats of this size differ by more than 2^6: a row is the value of its largest score, where that is unique."""
     p = make(mask="causal", seqlens=(queries, 70), head_dims=(16, 16), heads=(4, 2), dtype=dtype)
     settings = p.options | {"softmax_scale": scale, "return_lse": True}
     exact = [x.astype(np.float64) for x in p.arrays]

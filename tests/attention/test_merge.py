@@ -68,7 +68,7 @@ def test_what_saw_nothing_does_not_count(dtype, backend, rng):
     out1, lse1, out2, lse2 = parts(rng, (1, 6, 1, 24), (1, 1, 6), dtype, "ff")
     lse1[..., :3], lse2[..., 2:] = -INF, -INF
     lse2[..., :2] = lse1[..., 3:] = 1.5
-    out1[:, :3], out2[:, 2:] = np.nan, INF  # what lies there is no result
+    out1[:, :3], out2[:, 2:] = np.nan, INF  # these elements are not results
     out, lse = gpu_ops.attention_merge(out1, lse1, out2, lse2, **backend)
     np.testing.assert_array_equal(out[:, :2], out2[:, :2])
     np.testing.assert_array_equal(out[:, 3:], out1[:, 3:])

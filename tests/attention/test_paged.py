@@ -194,7 +194,7 @@ def test_a_tile_within_a_page_looks_it_up_once():
 
 
 def test_long_sequences_pack_the_heads_of_a_group_over_pages():
-    """Sequences of one query among them read their keys once per group, not once per head."""
+    """Sequences of one query in the batch read their keys once per group, not once per head."""
     pytest.importorskip("cuda.core")
     assert " pack_gqa " in plan(16, ((700, 800), (1, 900)))
 

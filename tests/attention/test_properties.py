@@ -1,4 +1,4 @@
-"""Properties of the attention reference: what must hold whatever the numbers are."""
+"""Properties of the attention reference that hold for any numbers."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_a_row_that_sees_nothing(backend, rng):
 )
 def test_mistakes(dtype, options, error, message):
     q = np.ones((1, 3, 1, 8), DTYPES[dtype])
-    for _ in range(2):  # the second one looks the first up
+    for _ in range(2):  # the second call uses the cached first one
         with pytest.raises(error, match=message):
             gpu_ops.attention(q, q, q, **options)
         gpu_ops.attention(q, q, q)

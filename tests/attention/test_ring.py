@@ -1,4 +1,4 @@
-"""A ring: the keys of a sequence divided among four ranks, in one process, forward and backward.
+"""Ring attention in one process: the keys of a sequence divided among four ranks, forward and backward.
 
 Every rank has the queries, keys and values of some pieces of the sequence. Keys and values circulate, and their
 gradients with them. Partial results are float32 with a float64 lse; the backward takes the lse and delta of whole

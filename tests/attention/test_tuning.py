@@ -62,7 +62,7 @@ def test_candidates(card, num_splits, lengths):
     ],
 )
 def test_tiles_that_only_a_measurement_tells(smem, head_dim, more, words, offered):
-    """128 x 128 leaves no register; one K buffer waits more, where it lets a second block run."""
+    """128 x 128 leaves no free register; a single K buffer waits longer, but lets a second block run."""
     problem = Problem(2, 4, 16, 16, 4096, 4096, head_dim, head_dim, **more)
     device = DeviceLimits(100, smem * 1024)
     assert (words in attention_tuning.candidates(problem, device)) == offered

@@ -151,6 +151,6 @@ def test_what_nccl4py_refuses_is_a_comm_error(transport):
 def test_a_library_without_a_driver_is_a_comm_error(cupy):
     comm = Nccl.__new__(Nccl)
     comm.size, comm.rank, comm.name = 1, 0, "world"
-    comm._finish = comm._broadcast = lambda *words: None  # of one rank
+    comm._finish = comm._broadcast = lambda *words: None  # the communicator has one rank
     with pytest.raises(CommError, match="NCCL: UnhandledCudaError"):
         NcclTransport(comm, 0).all_reduce(array(3), array(3), "sum", "a call")

@@ -1,7 +1,7 @@
 """Small CUDA C++ kernels with one planted bug each, for tests/emulator/test_sanitizer.py.
 
-The comment at the end of a line marks it: ``good`` and ``bad`` lines are in one form only, ``BUG`` is the line that
-the sanitizer must name, and ``OTHER`` is the line of the other access or thread that it must name.
+The comment at the end of a line marks it: ``good`` and ``bad`` lines are in one form only, ``BUG`` marks the line
+that the sanitizer must name, and ``OTHER`` the line of the other access or thread that it must name.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def between(target, source, flags):
 
 
 def next_to_ties(target, source, rng):
-    """Values of ``to`` and midpoints between them, plus or minus one unit in the last place of ``source``."""
+    """Values of ``target`` and midpoints between them, plus or minus one unit in the last place of ``source``."""
     codes = rng.integers(0, (1 << BITS[target] - 1) - 1, 300).tolist()
     pairs = [(decode(target, code), decode(target, code + 1)) for code in codes]
     points = [x for low, high in pairs if math.isfinite(high) for x in (low, (low + high) / 2)]

@@ -77,7 +77,7 @@ def test_launches_leave_nothing_behind():
 
 
 def test_a_dropped_program_is_freed_at_once(monkeypatch):
-    """Machines must not form reference cycles; cyclic garbage collection is rare, and slow with many objects."""
+    """Machines have reference cycles, and cyclic garbage collection is rare, and slow with many objects."""
     programs, seen, y = runner._Programs(1), [], np.zeros(32, np.float32)
     monkeypatch.setattr(runner, "link_source", programs)
     gc.disable()

@@ -124,7 +124,7 @@ def test_integer_products_are_exact(text, rng):
     limits = np.iinfo(np.int32)
     c = rng.choice([0, 12345, -77, limits.max, limits.min, limits.max - 50, limits.min + 50], (3, m, n))
     want = a @ b + c
-    assert ((want > limits.max) | (want < limits.min)).any()  # otherwise the next line tests nothing
+    assert ((want > limits.max) | (want < limits.min)).any()  # otherwise the next line has no effect
     want = np.clip(want, limits.min, limits.max) if "satfinite" in text else (want + 2**31) % 2**32 - 2**31
     np.testing.assert_array_equal(run(text, a_bits, b_bits, c.astype(np.int32)), want)
 

@@ -256,7 +256,7 @@ def _source(op, k, opcode, rng):
 
 @pytest.mark.parametrize(("opcode", "ending"), [(o, e) for o, ends in FORMS.items() for e in ends.split()])
 def test_the_bits_of_a_result_that_change(opcode, ending):
-    """All values of up to three unknown bits of each source tell which bits of a result change."""
+    """All values of up to three unknown bits of each source determine which bits of a result change."""
     words, rng = tuple(ending.split(".")), np.random.default_rng(len(ending))
     op, controls = lookup(opcode, words), flow.CONTROLS.get(opcode, ())
     values, unknown, trials = zip(*(_source(op, k, opcode, rng) for k in range(len(op.reads))), strict=True)

@@ -77,7 +77,7 @@ ret;
 
 
 def matrix(rng, rows, columns, dtype, layout, padding):
-    """(values, the array in memory: rows or columns apart by the padded width)."""
+    """Values, and the array in memory, whose rows or columns have the padded width as stride."""
     low, high = (0, 8) if dtype == "u8" else (-8, 8)
     values = rng.integers(low, high, (rows, columns)).astype(TYPES[dtype])
     lines = values if layout == "row" else values.T
@@ -126,7 +126,7 @@ def test_a_product_of_narrow_elements(kind, k, rng):
 
 
 def test_the_header(rng):
-    """<mma.h>: four warps, shared memory, values of fragments, and an accumulator turned into f16."""
+    """Test <mma.h>: four warps, shared memory, values of fragments, and an accumulator converted to f16."""
     pytest.importorskip("cuda.bindings.nvrtc")
     source = r"""
 #include <mma.h>

@@ -223,7 +223,7 @@ def test_links_and_permissions_are_kept(name, tmp_path):
     (tmp_path / "data").mkdir()
     path, link = tmp_path / "data" / "file", tmp_path / "link"
     link.symlink_to(path)
-    WRITERS[name](link)  # to nothing yet
+    WRITERS[name](link)  # the target does not exist yet
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
     for mode in (0o640, 0o600, 0o755):
         path.write_bytes(b"old")

@@ -62,7 +62,7 @@ def test_forward_and_backward(backend, dtype, shape, activation, rng):
 
 
 def test_single_elements(backend, dtype, rng):
-    """Eight arrays of one element: textbook code may be exact for a single one, and then is no yardstick."""
+    """Test eight arrays of one element: textbook code may be exact for one of them, and then is no yardstick."""
     gate, up, dy = (random(rng, (8,), dtype) for _ in range(3))
     ones = [slice(i, i + 1) for i in range(8)]
     y = np.concatenate([gpu_ops.swiglu(gate[i], up[i], **backend) for i in ones])

@@ -120,7 +120,7 @@ def test_absurd_arguments_are_one_line(folder, capsys, monkeypatch, arguments, w
 
 @pytest.fixture
 def served(example):
-    """Function that starts a server with a maximum number of requests, and returns its address."""
+    """Function that starts a server with a maximum number of requests, and returns its service and port."""
     module, servers = example("server"), []
 
     def make(most=128, pages=512, model=None, config=CONFIG):

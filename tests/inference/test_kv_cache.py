@@ -99,7 +99,7 @@ def test_pages_are_found_once_they_are_written():
 
 
 def test_dropped_prefixes_are_found_no_more():
-    """Dropped prefixes stay dropped, even if an older sequence adds to them."""
+    """Dropped prefixes are not found again, nor are extensions of them by an older sequence."""
     cache = cache_of(page_size=2)
     old, short = prefill(cache, [1, 2, 3, 4]), prefill(cache, [9])
     cache.free(prefill(cache, [5, 6, 7]))
@@ -193,7 +193,7 @@ def test_defragment_moves_pages_to_the_front_with_what_they_hold():
     for pages in (*cache.keys, *cache.values):
         pages[...] = np.arange(8).reshape(8, 1, 1, 1)
     cache.trim(a, 0)
-    cache.reserve({a: [5] * 9})  # the pages that were free, and then a cached one
+    cache.reserve({a: [5] * 9})  # takes the free pages, then a cached one
     cache.commit()
     cache.free(b)
     before = {h: cache.keys[1][cache.csr([h])[1]].copy() for h in (a, c)}

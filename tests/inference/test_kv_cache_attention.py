@@ -156,7 +156,7 @@ def test_a_captured_graph_decodes_step_after_step(cupy):
         into = {"out": out.reshape(2, 1, 1, 16), "backend": "raw"}
         gpu_ops.attention_decode(rotated.reshape(2, 1, 1, 16), keys, values, **tables, **into)
 
-    forward()  # compiles; padding alone stores nothing
+    forward()  # compiles; a step of padding only stores nothing
     assert not keys.host.any()
     with cupy.capture():
         forward()

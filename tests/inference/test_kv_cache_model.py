@@ -124,7 +124,7 @@ class Cache(RuleBasedStateMachine):
         handle = self.pick(n)
         length = max(len(self.tokens[handle]) - cut, 0)
         needed = self.visible(length) // self.cache.page_size
-        if length % self.cache.page_size:  # the next token goes there
+        if length % self.cache.page_size:  # the next token is stored there
             needed = np.append(needed, length // self.cache.page_size)
         if self.null and not self.table(handle)[needed].all():
             with pytest.raises(OptionError, match="have left the window; the length has to be at least"):

@@ -46,7 +46,7 @@ def test_a_tree_gives_the_tokens_without_one(sampling):
     while len(text) < len(prompt) + 20:
         done = len(text) - len(prompt)
         tokens, parents, last = [text[-1]], [-1], 0
-        for i in range(3):  # a wrong one and the right one below each right one
+        for i in range(3):  # a wrong and the right child of each right node
             right = want[min(done + i, 19)]
             for token in rng.permutation([right, (right + 1) % 97]).tolist():
                 tokens.append(token)

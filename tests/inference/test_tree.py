@@ -53,7 +53,7 @@ def read(cache, weights, config, new, **options):
 
 
 class Batch:
-    """Texts of these lengths in a cache, with the last token of each still to come."""
+    """Texts of these lengths in a cache, except for the last token of each."""
 
     def __init__(self, rng, lengths, config=CONFIG, **options):
         self.rng, self.config = rng, config
@@ -179,7 +179,7 @@ def test_quantized_pages_take_chains(dtype):
 
 
 def test_a_branch_does_not_see_its_siblings_nor_what_they_wrote(rng):
-    """NaN in the keys of one branch reaches its descendants alone."""
+    """NaN in the keys of one branch reaches only its descendants."""
     batch = Batch(rng, [6])
     new = {0: [1, 2, 3, 4]}
     step = batch.cache.reserve(new, parents={0: [-1, 0, 0, 1]})

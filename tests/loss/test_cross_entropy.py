@@ -194,7 +194,7 @@ def test_a_target_on_a_gpu_that_is_no_class(cupy, kernels, wrong, rng):
 
 
 def test_gradients_that_are_streamed(rng, monkeypatch):
-    """Streamed gradients, by blocks and in place, have the bits of others. Some rows are ignored."""
+    """Streamed gradients, by blocks and in place, have the bits of cached ones. Some rows are ignored."""
     logits, targets = problem(rng, (9, 5003), BF16)
     _, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True)
     cached = gpu_ops.cross_entropy_backward(1.0, logits, targets, lse)

@@ -212,7 +212,7 @@ def test_another_model_than_the_configs_is_refused(name, folder):
 def test_numbers_that_the_dtype_cannot_hold(tmp_path):
     weights = made()
     weights.layers[1].down[3, 4] = 1e6
-    weights.layers[0].down[3, 4] = np.inf  # stays what it is
+    weights.layers[0].down[3, 4] = np.inf  # inf is kept
     models.save(tmp_path, weights, CONFIG)
     with pytest.raises(OptionError, match=r"layers\.1\.mlp\.down_proj\.weight holds numbers beyond"):
         models.load(tmp_path, dtype="float16")

@@ -232,7 +232,7 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
 
 
 def test_turns_of_one_radian():
-    """1 / (2 pi) in base 16: .28BE60DB9391054A7F09D5F47D4D3770..., and a fast frequency without its whole turns."""
+    """1 / (2 pi) in base 16 is .28BE60DB9391054A7F09D5F47D4D3770...; whole turns of a fast frequency are dropped."""
     digits = 0x28BE60DB9391054A7F09D5F47D4D3770
     fractions = turns(np.array([1.0, 2.0**-40, 2.0**40, 7.0]).tobytes())
     assert fractions.tolist() == [

@@ -146,7 +146,7 @@ def test_layout_bhsd_is_a_transposed_view(dtype, backend, rng):
 
 
 def test_many_tasks_with_ragged_ends(backend, rng):
-    """More tokens than one task takes, in both orders of memory, crossing batches within a task."""
+    """Test more tokens than one task takes, in both memory orders, with tasks that span batches."""
     q = random(rng, (3, 701, 4, 32), np.dtype(np.float32))
     check(rope, reference.rope, [q], q.dtype, backend)
     turned = np.ascontiguousarray(q.swapaxes(1, 2))
@@ -212,7 +212,7 @@ def test_explain_says_what_would_run():
 
 
 def test_bfloat16_rounds_once(backend, rng):
-    """The result is the float32 result rounded: nothing is rounded on the way."""
+    """The result is the rounded float32 result, without intermediate roundings."""
     q = random(rng, (1, 64, 2, 32), ml_dtypes.bfloat16)
     float32_result = rope(q.astype(np.float32), **backend)
     np.testing.assert_array_equal(rope(q, **backend), float32_result.astype(ml_dtypes.bfloat16))

@@ -49,7 +49,7 @@ def test_elements_are_dropped_independently(p):
 
 
 def test_attention_draws_other_bits():
-    """Counters of attention with the same seed give other words than those of dropout."""
+    """Counters of attention give other words than those of dropout with the same seed."""
     ours = philox4x32((np.arange(1000), 0, 0, 2**32 - 1), (7, 0))
     theirs = philox4x32((np.arange(1000), 0, 0, 0), (7, 0))
     assert not np.isin(ours, theirs).any()
@@ -143,9 +143,8 @@ def test_seeds_and_offsets_of_later_calls():
                 actual.tobytes()
                 == gpu_ops.dropout(x, 0.5, seed=np.array(seed, "u8"), offset=offset).tobytes()
             )
-    kinds = (
-        2 * 2 + 2
-    )  # of integers, which are one; with a number and with an array of no axes; without offset=
+    # integers of any type count as one kind; with a number and with an array without axes; without offset=
+    kinds = 2 * 2 + 2
     gpu_ops.dropout(x, 0.5, seed=3)
     assert len(gpu_ops.dropout.op.known) <= known + kinds
     default = gpu_ops.dropout(x, 0.5, seed=4)

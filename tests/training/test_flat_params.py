@@ -91,7 +91,7 @@ def test_layout(rng):
 
 
 def test_padding_stays_zero(rng):
-    """Padding is zero even with eps=0, where 0 / 0 would be NaN; infinite gradients do not leave their segment."""
+    """Padding stays zero with eps=0, where 0 / 0 would be NaN, with stochastic rounding, and next to infinity."""
     for form in (dict(dtype="float32"), dict(dtype="bfloat16", master=False)):
         flat = FlatParams.from_shapes(SHAPES, **form)
         filled(flat, values(rng), values(rng))

@@ -155,7 +155,7 @@ def test_the_floor():
 
 
 def test_the_floor_on_a_device(on_device, monkeypatch):
-    """The host learns of the floor when it queries the scale."""
+    """The host learns of the floor when it calls check()."""
     scaler = GradScaler(2.0, device="cuda")
     scaler.update(to_device(1.0))
     scaler.update(to_device(1.0))

@@ -132,7 +132,7 @@ def tl1(t: Trits, tile: tuple[int, int, int] = (256, 128, 32)) -> bytes:
             row, column = r % big_m, e % big_k
             byte = (r // big_m) * big_m * k // 4 + (e // big_k) * big_m * big_k // 4  # the tile
             byte += (row // bm) * bm * big_k // 4 + (column // by) * bm * by // 4  # a step: 64 bytes
-            vector = (row % bm // 16) * (by // 4) + column % by // 4  # of 16 bytes, one of 4
+            vector = (row % bm // 16) * (by // 4) + column % by // 4  # a vector of 16 bytes, one of 4
             byte += 16 * vector + row % 16
             out[byte] |= number << (4 if column % 4 == 0 else 0)
     return bytes(out)

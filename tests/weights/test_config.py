@@ -105,7 +105,7 @@ def test_small_results_have_their_sums_divided():
     assert gemv_config(1, 256, 8192, 1, sms=H200.sms).shares == 4  # a step of 2048 each
     assert gemv_config(1, 256, 28672, 1, sms=H200.sms).shares == 4  # 128 blocks; 8 would be two waves
     assert gemv_config(1, 64, 28672, 1, sms=H200.sms).shares == 8
-    assert gemv_config(1, 1024, 4096, 1, sms=H200.sms).shares == 1  # 128 blocks as it is
+    assert gemv_config(1, 1024, 4096, 1, sms=H200.sms).shares == 1  # already 128 blocks
     for m, n, k, divided in ((16, 1024, 28672, True), (64, 1024, 8192, True), (16, 1024, 4096, False)):
         gemm, splits = gemm_config(m, n, k, 1, grouped=False, **limits(H200))
         assert (splits > 1) is divided, "a second launch must pay"

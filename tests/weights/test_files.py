@@ -1,4 +1,4 @@
-"""Readers of model files: small files, written by the packages of the formats themselves."""
+"""Readers of model files: small files, written by the packages of their formats."""
 
 from __future__ import annotations
 

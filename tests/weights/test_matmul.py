@@ -275,9 +275,9 @@ def test_kernels_for_other_cpus(cpu, tmp_path, monkeypatch):
     if needs not in here:
         pytest.skip(f"needs an x86 CPU with {needs}")
     name, features, expected = OTHER_CPUS[cpu]
-    # settings of the caller, a backend or a number of threads, are not what is tested; the folder is this test's own
+    # settings of the caller, such as backend or number of threads, are not tested; the folder belongs to this test
     variables = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "GPU_OPS_CACHE_DIR": str(tmp_path)}
-    # settings of the caller, a backend or a number of threads, are not what is tested; the folder is this test's own
+    # settings of the caller, such as backend or number of threads, are not tested; the folder belongs to this test
     for key in [key for key in os.environ if key.startswith(("GPU_OPS_", "NUMBA_"))]:
         monkeypatch.delenv(key)
     python("-c", WORST_CASE_PROGRAM, expected, **variables)
