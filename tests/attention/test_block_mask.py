@@ -29,12 +29,12 @@ def test_random_blocks(seqlen_q, heads, blocks, causal, dtype, rng):
     out, lse = gpu_ops.attention(*arrays, **options, return_lse=True)
     gradients = gpu_ops.attention_backward(dout, *arrays, out, lse, **options)
     exact_inputs, exact_dout = [a.astype(np.float64) for a in arrays], dout.astype(np.float64)
-    want, want_lse = gpu_ops.attention(*exact_inputs, **options, return_lse=True, backend="reference")
+    want, expected_lse = gpu_ops.attention(*exact_inputs, **options, return_lse=True, backend="reference")
     exact = gpu_ops.attention_backward(
-        exact_dout, *exact_inputs, want, want_lse, **options, backend="reference"
+        exact_dout, *exact_inputs, want, expected_lse, **options, backend="reference"
     )
     digits = {"float64": 1e-12, "float32": 3e-6, "float16": 3e-3, "bfloat16": 2e-2}[dtype.name]
-    np.testing.assert_array_equal(np.isinf(lse), np.isinf(want_lse))
+    np.testing.assert_array_equal(np.isinf(lse), np.isinf(expected_lse))
     for actual, expected in zip((out, *gradients), (want, *exact), strict=True):
         np.testing.assert_allclose(
             actual.astype(np.float64), expected, rtol=0, atol=digits * np.abs(expected).max()

@@ -213,11 +213,11 @@ def test_attention_by_documents_is_attention_of_each():
     q, k, v = rng.standard_normal((3, 2, 96, 2, 16), dtype=np.float32)
     ids = np.repeat([[0, 1, 2], [1, 0, 2]], [32, 48, 16], axis=1)
     mask = BlockMask.document(ids, block_q=16, block_k=16)
-    got = gpu_ops.attention(q, k, v, block_mask=mask, device="cpu")
+    actual = gpu_ops.attention(q, k, v, block_mask=mask, device="cpu")
     for start, stop in ((0, 32), (32, 80), (80, 96)):
         part = slice(start, stop)
-        want = gpu_ops.attention(q[:, part], k[:, part], v[:, part], device="cpu")
-        np.testing.assert_allclose(got[:, part], want, rtol=0, atol=1e-6)
+        expected = gpu_ops.attention(q[:, part], k[:, part], v[:, part], device="cpu")
+        np.testing.assert_allclose(actual[:, part], expected, rtol=0, atol=1e-6)
 
 
 def test_long_sequences_need_memory_for_their_blocks_alone():

@@ -28,17 +28,17 @@ def on_device(x):
 
 def check(op, arrays, options, bounds=None):
     """Check results against NumPy arrays on the emulator, which take the same path."""
-    want, want_lse = op(*arrays, **options, return_lse=True, device="emulator", backend="raw")
+    expected, expected_lse = op(*arrays, **options, return_lse=True, device="emulator", backend="raw")
     device_arrays, device_options = (
         [on_device(x) for x in arrays],
         {n: on_device(x) for n, x in options.items()},
     )
-    got, lse = op(*device_arrays, **device_options, **(bounds or {}), return_lse=True, backend="raw")
-    np.testing.assert_allclose(got.host.astype(np.float32), want.astype(np.float32), rtol=0, atol=2e-3)
-    np.testing.assert_allclose(lse.host, want_lse, rtol=0, atol=1e-5)
-    out = FakeArray(np.full_like(want, np.nan))
+    actual, lse = op(*device_arrays, **device_options, **(bounds or {}), return_lse=True, backend="raw")
+    np.testing.assert_allclose(actual.host.astype(np.float32), expected.astype(np.float32), rtol=0, atol=2e-3)
+    np.testing.assert_allclose(lse.host, expected_lse, rtol=0, atol=1e-5)
+    out = FakeArray(np.full_like(expected, np.nan))
     assert op(*device_arrays, **device_options, **(bounds or {}), out=out, backend="raw") is out
-    assert out.host.tobytes() == got.host.tobytes()
+    assert out.host.tobytes() == actual.host.tobytes()
 
 
 def test_dense(cupy):
@@ -80,6 +80,6 @@ def test_caches_whose_lengths_lie_on_the_device(cupy, page_size):
 
 def test_numpy_arrays_and_their_block_mask_are_copied_there_and_back(cupy):
     p = make(seqlens=(37, 70), head_dims=(32, 32), dtype="float16", block_mask="shared", blocks=(16, 32))
-    got = gpu_ops.attention(*p.arrays, **p.options, device="cuda", backend="raw")
-    want = gpu_ops.attention(*p.arrays, **p.options, device="emulator", backend="raw")
-    assert got.tobytes() == want.tobytes()
+    actual = gpu_ops.attention(*p.arrays, **p.options, device="cuda", backend="raw")
+    expected = gpu_ops.attention(*p.arrays, **p.options, device="emulator", backend="raw")
+    assert actual.tobytes() == expected.tobytes()

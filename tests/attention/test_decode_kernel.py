@@ -97,9 +97,9 @@ def test_long_sums_keep_their_digits():
     n = 1 << 15
     v = np.random.default_rng(0).uniform(0.5, 1.5, (1, n, 1, 64)).astype(np.float32)
     q, k = np.zeros((1, 1, 4, 64), np.float32), np.ones_like(v)
-    got = gpu_ops.attention_decode(q, k, v, seqused_k=np.array([n], np.int32), num_splits=1, **CPU)
+    actual = gpu_ops.attention_decode(q, k, v, seqused_k=np.array([n], np.int32), num_splits=1, **CPU)
     mean = v[0, :, 0].mean(0, dtype=np.float64)
-    np.testing.assert_allclose(got[0, 0], np.broadcast_to(mean, (4, 64)), rtol=1.5e-6)
+    np.testing.assert_allclose(actual[0, 0], np.broadcast_to(mean, (4, 64)), rtol=1.5e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -114,21 +114,21 @@ def test_what_a_row_does_not_see_is_not_in_it(causal, value, num_splits):
     options |= {"causal": causal, "window_size": (20, -1)}
     clean = make(used=(90, 90), seqlen_q=4, heads=(8, 2))[0]
     want = reference.attention_decode(q, k, v, **options, precision="float64")
-    got = gpu_ops.attention_decode(q, k, v, **options, num_splits=num_splits, **CPU)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    actual = gpu_ops.attention_decode(q, k, v, **options, num_splits=num_splits, **CPU)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(want))
+    np.testing.assert_allclose(actual, want, rtol=1e-4, atol=1e-5)
     assert (~np.isfinite(want)).any()
     if causal:  # only the last query sees key 89, the last two see key 88
         expected = gpu_ops.attention_decode(*clean, **options, num_splits=num_splits, **CPU)
-        np.testing.assert_array_equal(got[0, :3], expected[0, :3])
-        np.testing.assert_allclose(got[1, :2], expected[1, :2], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(actual[0, :3], expected[0, :3])
+        np.testing.assert_allclose(actual[1, :2], expected[1, :2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["heads first", "interleaved", "packed rows", "batch reversed"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides(layout, dtype):
     (q, k, v), options = make(used=(77, 50), heads=(8, 2), dtype=dtype, head_dims=(40, 40))
-    want = gpu_ops.attention_decode(q, k, v, **options, **CPU)
+    expected = gpu_ops.attention_decode(q, k, v, **options, **CPU)
     if layout == "heads first":
         k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
     elif layout == "interleaved":
@@ -139,7 +139,7 @@ def test_strides(layout, dtype):
         k, v = row[..., :40], row[..., 40:80]
     else:
         k, v = (np.ascontiguousarray(x[::-1])[::-1] for x in (k, v))
-    np.testing.assert_array_equal(gpu_ops.attention_decode(q, k, v, **options, **CPU), want)
+    np.testing.assert_array_equal(gpu_ops.attention_decode(q, k, v, **options, **CPU), expected)
 
 
 def test_when_it_serves():

@@ -261,10 +261,10 @@ def test_seeds():
     seeds = (0, 1, 2**32, 2**63, 2**64 - 1)
     first = [draw(seed) for seed in seeds]
     assert len(call.op.known) == known + 1
-    for seed, want in zip(seeds, first, strict=True):
-        np.testing.assert_array_equal(draw(seed), want)
-        np.testing.assert_array_equal(draw(np.uint64(seed)), want)
-        np.testing.assert_array_equal(draw(np.array(seed, np.uint64)), want)
+    for seed, expected in zip(seeds, first, strict=True):
+        np.testing.assert_array_equal(draw(seed), expected)
+        np.testing.assert_array_equal(draw(np.uint64(seed)), expected)
+        np.testing.assert_array_equal(draw(np.array(seed, np.uint64)), expected)
     assert len({x.tobytes() for x in first}) == len(seeds)
     for bad in (-1, 2**64, True, 1.0, None):
         with pytest.raises(OptionError, match=r"attention: .*seed"):
@@ -290,7 +290,7 @@ def test_a_seed_in_an_array(backend):
 
 def test_without_dropout_a_seed_decides_nothing():
     q = np.random.default_rng(0).standard_normal((1, 9, 1, 8)).astype(np.float32)
-    want = gpu_ops.attention(q, q, q)
+    expected = gpu_ops.attention(q, q, q)
     for seed in (3, np.array(3)):
-        np.testing.assert_array_equal(gpu_ops.attention(q, q, q, seed=seed), want)
+        np.testing.assert_array_equal(gpu_ops.attention(q, q, q, seed=seed), expected)
     assert "dropout 0.25" in str(gpu_ops.explain("attention", q, q, q, dropout_p=0.25, seed=3))

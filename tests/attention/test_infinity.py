@@ -55,11 +55,11 @@ def test_an_infinite_value(dtype, causal, gap, backend):
     v[0, 90, 1, 7] = -INF
     v[0, 137, 1, 8] = NAN
     v[0, 0, 1, 9] = -INF
-    want = reference(q, k, v, causal=causal)
+    expected = reference(q, k, v, causal=causal)
     out, lse = gpu_ops.attention(q, k, v, causal=causal, return_lse=True, **backend)
-    same(out, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
+    same(out, expected, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
     assert np.isfinite(lse).all()
-    rest = np.isfinite(want.astype(np.float64))
+    rest = np.isfinite(expected.astype(np.float64))
     if gap == 2000:  # the weights of the others are exactly 0
         np.testing.assert_array_equal(out.astype(np.float64)[rest], np.where(rest, finite, 0)[rest])
 
@@ -76,9 +76,9 @@ def test_infinite_queries_and_keys(dtype, softcap, backend, rng):
     q[0, 9, 0, 3] = -INF  # sees nothing
     q[0, 11, 0, 1] = NAN
     options = {"causal": True, "softcap": softcap, "return_lse": True}
-    want = reference(q, k, v, **options)
+    expected = reference(q, k, v, **options)
     actual = gpu_ops.attention(q, k, v, **options, **backend)
-    for x, y in zip(actual, want, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         same(x, y, {2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize])
 
 
@@ -92,6 +92,6 @@ def test_a_cache_of_infinities(dtype, num_splits, backend):
     v[0, 300, 1, 7] = -INF
     v[0, 695:] = NAN
     used = np.array([695], np.int32)
-    want = reference_decode(q, k, v, seqused_k=used)
+    expected = reference_decode(q, k, v, seqused_k=used)
     out = gpu_ops.attention_decode(q, k, v, seqused_k=used, num_splits=num_splits, **backend)
-    same(out, want, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])
+    same(out, expected, {2: 1e-2, 4: 1e-6, 8: 1e-12}[dtype.itemsize])

@@ -61,13 +61,13 @@ def check_gradients(p, settings, precise, dtype, backend, lse_dtype=None, **more
     *results, extra = gpu_ops.attention_backward(
         p.dout, *p.arrays, out, lse, **settings, return_extra=True, **more, **backend
     )
-    *gradients, wanted = reference_backward.attention_backward(
+    *gradients, expected = reference_backward.attention_backward(
         *exact, *(x.astype(np.float64) for x in (out, lse)), **precise, return_extra=True
     )
     for name, actual, right in zip(("dq", "dk", "dv"), results, gradients, strict=True):
         check(name, actual, right, dtype)
     for name, actual in extra.items():
-        check(f"d{name}", actual, wanted[name], dtype)
+        check(f"d{name}", actual, expected[name], dtype)
 
 
 CASES = pytest.mark.parametrize(("mask", "sinks"), [("full", False), ("causal", False), ("causal", True)])
@@ -102,12 +102,12 @@ def test_huge_scores(dtype, queries, scale, backend):
     settings = p.options | {"softmax_scale": scale, "return_lse": True}
     exact = [x.astype(np.float64) for x in p.arrays]
     out, lse = gpu_ops.attention(*p.arrays, **settings, **backend)
-    want, want_lse = reference.attention(*exact, **settings)
+    expected, expected_lse = reference.attention(*exact, **settings)
     milder = reference.attention(*exact, **settings | {"softmax_scale": scale * 1e-7})
-    clear = np.abs(want - milder[0]) <= 1e-9
+    clear = np.abs(expected - milder[0]) <= 1e-9
     assert clear.mean() > 0.5
-    check("out", out[clear], want[clear], dtype)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+    check("out", out[clear], expected[clear], dtype)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
 
 
 OPTIONS = {

@@ -53,15 +53,17 @@ def test_the_rule(shape, dtype, backend, rng):
     for lse_dtypes in ("ff", "dd", "fd") if len(shape) == 3 else ("ff",):
         arrays = parts(rng, shape, lse_shape, dtype, lse_dtypes)
         out, lse = gpu_ops.attention_merge(*arrays, layout=layout, **backend)
-        (want, want_lse), (naive, _) = (
+        (expected, expected_lse), (naive, _) = (
             definition(*arrays, layout=layout, precision=p) for p in ("float64", "naive")
         )
         if dtype == np.float64:
-            np.testing.assert_allclose(out, want, rtol=1e-13, atol=1e-14)
+            np.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-14)
         else:
-            assert_close(out, want, naive, dtype)
+            assert_close(out, expected, naive, dtype)
         assert lse.dtype == np.result_type(*lse_dtypes, np.float64 if dtype == np.float64 else np.float32)
-        np.testing.assert_allclose(lse, want_lse, rtol=3e-7 if lse.dtype == np.float32 else 1e-11, atol=3e-7)
+        np.testing.assert_allclose(
+            lse, expected_lse, rtol=3e-7 if lse.dtype == np.float32 else 1e-11, atol=3e-7
+        )
 
 
 def test_what_saw_nothing_does_not_count(dtype, backend, rng):
@@ -120,9 +122,9 @@ def test_blocks_are_the_whole(options, blocks):
         # A unit of lse is a relative error of all weights of its block, a unit of a score is one of its weight: the
         # reference rounds large scores differently.
         whole = functools.partial(gpu_ops.attention, device="cpu") if size else reference.attention
-        want, want_lse = whole(*arrays, **options, return_lse=True)
-        np.testing.assert_allclose(out, want, rtol=0, atol=1e-12 + 2 * np.spacing(size))
-        np.testing.assert_allclose(lse, want_lse, rtol=3e-16, atol=1e-12)
+        expected, expected_lse = whole(*arrays, **options, return_lse=True)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12 + 2 * np.spacing(size))
+        np.testing.assert_allclose(lse, expected_lse, rtol=3e-16, atol=1e-12)
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 16])
@@ -130,10 +132,10 @@ def test_blocks_are_the_whole(options, blocks):
 def test_blocks_err_no_more_than_textbook_code(size, blocks, backend):
     """Parts in float32 of bfloat16 inputs; the last block is seen by few rows, some by none."""
     arrays = keys_of_size(size, DTYPES["bfloat16"], 64 if backend["device"] == "emulator" else 96)
-    want = reference.attention(*arrays, causal=True, precision="float64")
+    expected = reference.attention(*arrays, causal=True, precision="float64")
     textbook, *_ = mixed((*arrays, np.zeros_like(arrays[0])), {"causal": True})
     out, _ = merged(*arrays, blocks, backend, causal=True)
-    off, allowed = (np.abs(x - want) for x in (out, textbook))
+    off, allowed = (np.abs(x - expected) for x in (out, textbook))
     assert np.mean(off**2) <= np.mean(allowed**2)
     if (
         size < 16000
@@ -143,9 +145,9 @@ def test_blocks_err_no_more_than_textbook_code(size, blocks, backend):
 
 def test_a_part_may_be_merged_in_place(rng):
     out1, lse1, out2, lse2 = parts(rng, (1, 300, 4, 128), (1, 4, 300), np.float32, "ff")
-    want = gpu_ops.attention_merge(out1, lse1, out2, lse2)
+    expected = gpu_ops.attention_merge(out1, lse1, out2, lse2)
     buffers = out1.copy(), lse1.copy()
     actual = gpu_ops.attention_merge(*buffers, out2, lse2, out=buffers)
-    for x, y, z in zip(actual, buffers, want, strict=True):
+    for x, y, z in zip(actual, buffers, expected, strict=True):
         assert x is y
         np.testing.assert_array_equal(y, z)

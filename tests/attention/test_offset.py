@@ -102,9 +102,9 @@ def test_the_farthest_positions(place, window, backend, rng):
     q, k, v = rng.standard_normal((3, 1, 17, 1, 8), dtype=np.float32)
     options = {"causal": True, "window_size": window, "alibi_slopes": np.array([1e-9], np.float32), **place}
     out, lse = gpu_ops.attention(q, k, v, **options, return_lse=True, **backend)
-    want, want_lse = reference.attention(q, k, v, **options, return_lse=True)
+    want, expected_lse = reference.attention(q, k, v, **options, return_lse=True)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
 
 
 def test_visible_pairs_are_those_of_the_masks():

@@ -120,13 +120,15 @@ def check(row, device):
     if row["view"] == "wide":
         arrays = [wide(x) if x.ndim > 2 else x for x in arrays]
     out = np.full(shape, np.nan, arrays[0].dtype) if row["out"] == "given" else None
-    got, lse = op(*arrays, **options, **more, out=out, return_lse=True, device=device, backend=row["backend"])
-    assert out is None or got is out
+    actual, lse = op(
+        *arrays, **options, **more, out=out, return_lse=True, device=device, backend=row["backend"]
+    )
+    assert out is None or actual is out
     exact, naive = (
         by_reference(*arrays, **options, return_lse=True, precision=p) for p in ("float64", "naive")
     )
-    assert_close(got, exact[0], naive[0], got.dtype, what="out")
-    assert_lse(lse, exact[1], got.dtype, options.get("softcap"))
+    assert_close(actual, exact[0], naive[0], actual.dtype, what="out")
+    assert_lse(lse, exact[1], actual.dtype, options.get("softcap"))
 
 
 def by_default(rows):

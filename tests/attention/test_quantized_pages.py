@@ -77,8 +77,8 @@ def test_rows_without_a_scale():
 
 def test_numbers_of_e4m3_are_those_of_ml_dtypes():
     codes = np.arange(256, dtype=np.uint8)
-    want = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    np.testing.assert_array_equal(dequantize(codes[:, None], np.ones(256, np.float32))[:, 0], want)
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(dequantize(codes[:, None], np.ones(256, np.float32))[:, 0], expected)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_new_tokens(dtype, codes, norm, backend):
     (q, k, v, *pages), options = new_tokens(dtype, codes, norm)
     written = [*pages, options["k_scale"], options["v_scale"]]
     before = [x.copy() for x in written]
-    want_q, *want = rope_append_kv(q, k, v, *pages, **options)
+    want_q, *expected = rope_append_kv(q, k, v, *pages, **options)
     got_q = gpu_ops.rope_append_kv(q, k, v, *pages, **options, **backend)
     kept = options["slot_mapping"][:-1]
     for x, then in zip(written, before, strict=True):
@@ -102,9 +102,9 @@ def test_new_tokens(dtype, codes, norm, backend):
     np.testing.assert_allclose(
         got_q.astype(float), want_q.astype(float), atol=0.04 if dtype == "bfloat16" else 4e-3
     )
-    np.testing.assert_array_equal(pages[1].view(np.uint8), want[1].view(np.uint8))
-    np.testing.assert_array_equal(options["v_scale"], want[3])
-    np.testing.assert_allclose(options["k_scale"], want[2], rtol=2e-6)
+    np.testing.assert_array_equal(pages[1].view(np.uint8), expected[1].view(np.uint8))
+    np.testing.assert_array_equal(options["v_scale"], expected[3])
+    np.testing.assert_allclose(options["k_scale"], expected[2], rtol=2e-6)
     exact = rope_append_kv(q, k, v, *np.zeros((2, 5, 4, 2, 40)), precision="float64", **no_scales(options))[1]
     place = np.divmod(kept, 4)
     scale = options["k_scale"][place][..., None]
@@ -148,8 +148,8 @@ def test_the_reference_is_attention_over_the_numbers():
     (q, k, v, cu), options = make("float32", "uint8", causal=True)
     actual = reference.attention_varlen(q, k, v, cu, **options, precision="float64")
     numbers = [dequantize(x, scale) for x, scale in ((k, options["k_scale"]), (v, options["v_scale"]))]
-    want = reference.attention_varlen(q, *numbers, cu, **no_scales(options), precision="float64")
-    np.testing.assert_array_equal(actual, want)
+    expected = reference.attention_varlen(q, *numbers, cu, **no_scales(options), precision="float64")
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("lengths", [MIXED, ((1, 300), (1, 17), (1, 0)), ((3, 77), (3, 3))], ids=str)

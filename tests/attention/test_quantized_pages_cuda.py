@@ -97,9 +97,9 @@ def test_a_row_that_sees_one_key_returns_its_value(dtype, codes):
     pages, scale = every_code(codes, 0.0123)
     plain = np.zeros((1, 1, 1, 256), CODES[codes])
     out, _ = one_key(np.ones((1, 1, 1, 256), DTYPES[dtype]), (plain, pages), (scale, scale))
-    want = (dequantize(pages, np.ones((1, 1, 1))).astype(np.float32) * scale[0]).astype(DTYPES[dtype])
+    expected = (dequantize(pages, np.ones((1, 1, 1))).astype(np.float32) * scale[0]).astype(DTYPES[dtype])
     lost = 2**-22 if dtype == "float32" else 0  # 3 x TF32
-    np.testing.assert_allclose(out[0, 0, 0].astype(float), want[0, 0, 0].astype(float), rtol=lost, atol=0)
+    np.testing.assert_allclose(out[0, 0, 0].astype(float), expected[0, 0, 0].astype(float), rtol=lost, atol=0)
 
 
 @pytest.mark.parametrize("codes", ["int8", "uint8"])

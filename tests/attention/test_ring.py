@@ -135,13 +135,13 @@ def test_the_bound_finds_faults():
     options, rows = {"causal": True}, np.arange(72)[:, None, None]
     for dtype, level in itertools.product(("float32", "bfloat16"), (0.0, 4000.0)):
         q, k, v, dout = arrays = draw(72, dtype, level)
-        want, textbook = exact(arrays, options)[0], mixed(arrays, options)
+        expected, textbook = exact(arrays, options)[0], mixed(arrays, options)
         out, *_ = exact([q, k, np.where(rows < 48, v, 0), dout], options)[0]
         _, *grads = exact([q, k, v, np.where(rows < 48, dout, 0)], options)[0]
         mask = exact(arrays, {"window_size": (-1, 1)})[0]
-        swapped = [np.concatenate((x[:, 48:], x[:, 24:48], x[:, :24]), axis=1) for x in want]
+        swapped = [np.concatenate((x[:, 48:], x[:, 24:48], x[:, :24]), axis=1) for x in expected]
         for fault in ([out, *grads], mask, swapped):
-            for name, x, ref, near in zip(NAMES, fault, want, textbook, strict=True):
+            for name, x, ref, near in zip(NAMES, fault, expected, textbook, strict=True):
                 # In 16 bits dq and dk of such keys and queries round by more.
                 if level == 0 or name in ("out", "dv"):
                     with pytest.raises(AssertionError, match=name):

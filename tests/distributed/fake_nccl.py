@@ -185,9 +185,9 @@ def _exchange(messages):
 
     def work():
         requests = []
-        for wanted in ("recv", "send"):
+        for expected in ("recv", "send"):
             for _, direction, x, peer, _ in messages:
-                if direction == wanted:
+                if direction == expected:
                     move = comm.mpi.Irecv if direction == "recv" else comm.mpi.Isend
                     requests.append(move([x.view(np.uint8), MPI.BYTE], peer))
         MPI.Request.Waitall(requests)

@@ -86,8 +86,10 @@ def test_the_cubin_of_the_device_is_loaded_once(cupy, kernel):
         run(kernel, (2, 3), (32,), (ARRAY, ARRAY, 4))
     cupy.device, cupy.capability = 1, "86"
     run(kernel, (1,), (32,), (ARRAY, ARRAY, 4))
-    want = [(d, "scale", jit.compile_kernel(kernel, arch).cubin) for d, arch in ((0, "sm_90a"), (1, "sm_86"))]
-    assert cupy.loaded == want
+    expected = [
+        (d, "scale", jit.compile_kernel(kernel, arch).cubin) for d, arch in ((0, "sm_90a"), (1, "sm_86"))
+    ]
+    assert cupy.loaded == expected
     grid, block, args, shared = cupy.launches[0]
     assert (grid, block, shared) == ((2, 3), (32,), 0)
     assert args[0] is ARRAY

@@ -88,10 +88,10 @@ def test_parts_of_sequences_on_a_gpu(cupy):
     def zeros():
         return {n: np.zeros_like(x) for n, x in arrays.items()}
 
-    want = run(np.copy, None, ids)
+    expected = run(np.copy, None, ids)
     context = distributed.ContextParallel(Single(), 8, device="cuda")
     actual = run(lambda x: FakeArray(x.copy()), context, context.part(FakeArray(ids)))
-    for x, y in zip(actual, want, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x.host, y, rtol=1e-4, atol=1e-5)
     with pytest.raises(OptionError, match="device='gpu' is unknown"):
         distributed.ContextParallel(Single(), 8, device="gpu")

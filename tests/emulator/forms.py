@@ -115,12 +115,12 @@ def check_form(form: str, oracle: Callable[..., Any], operands: Sequence[Array])
     columns = [(bits_of(x) if x.dtype.kind == "f" else x).tolist() for x in np.broadcast_arrays(*operands)]
     wanted = [oracle(*row) for row in zip(*columns, strict=True)]
     for i, result in enumerate(results):
-        got = bits_of(result)
-        width = 1 if got.dtype == np.bool_ else 8 * got.itemsize
-        want = [(row[i] if isinstance(row, tuple) else row) % (1 << width) for row in wanted]
-        for j in np.flatnonzero(got != np.array(want, got.dtype))[:1]:
+        actual = bits_of(result)
+        width = 1 if actual.dtype == np.bool_ else 8 * actual.itemsize
+        expected = [(row[i] if isinstance(row, tuple) else row) % (1 << width) for row in wanted]
+        for j in np.flatnonzero(actual != np.array(expected, actual.dtype))[:1]:
             row = [column[j] for column in columns]
-            pytest.fail(f"{form} of {row}: result {i} is {got[j]:#x}, should be {want[j]:#x}")
+            pytest.fail(f"{form} of {row}: result {i} is {actual[j]:#x}, should be {expected[j]:#x}")
 
 
 def expand(*patterns: str) -> list[str]:

@@ -132,11 +132,11 @@ def compare(
 ) -> None:
     """Fail on the first element that differs."""
     element = ptx_type.removesuffix("x2")
-    got = elements(ptx_type, result) if element in FORMATS else result.tolist()
-    assert len(got) == len(wanted) > 0
-    for have, want, row in zip(got, wanted, rows, strict=True):
-        if not (is_nan(element, have) if want == NAN else have == want):
-            text = want if want == NAN else hex(want)
+    actual = elements(ptx_type, result) if element in FORMATS else result.tolist()
+    assert len(actual) == len(wanted) > 0
+    for have, expected, row in zip(actual, wanted, rows, strict=True):
+        if not (is_nan(element, have) if expected == NAN else have == expected):
+            text = expected if expected == NAN else hex(expected)
             pytest.fail(f"{form} of {row}: {have:#x}, should be {text}")
 
 

@@ -137,8 +137,8 @@ def test_rsqrt_of_f64(rng):
     ],
 )
 def test_special_values(form, operand, result):
-    (got,) = run_form(form, np.array([operand], np.float32))
-    np.testing.assert_array_equal(got.view(np.uint32), np.array([result], np.float32).view(np.uint32))
+    (actual,) = run_form(form, np.array([operand], np.float32))
+    np.testing.assert_array_equal(actual.view(np.uint32), np.array([result], np.float32).view(np.uint32))
 
 
 def test_quotients_that_float64_would_round_twice_have_the_nearest_value(rng):

@@ -105,10 +105,10 @@ def test_combine(op, ptx_type, rng):
     for array in (old, *operands):
         array.flags.writeable = False
     with np.errstate(all="ignore"):
-        got = combine(op, ptx_type, modifiers(ptx_type))(old, *operands)
+        actual = combine(op, ptx_type, modifiers(ptx_type))(old, *operands)
         uniform = combine(op, ptx_type, modifiers(ptx_type))(old, *(operand[:1] for operand in operands))
         rows = list(zip(*(scalars(x, ptx_type) for x in (old, *operands)), strict=True))
-        same(got, [one_step(op, ptx_type, *row) for row in rows], ptx_type)
+        same(actual, [one_step(op, ptx_type, *row) for row in rows], ptx_type)
         same(uniform, [one_step(op, ptx_type, row[0], *rows[0][1:]) for row in rows], ptx_type)
 
 

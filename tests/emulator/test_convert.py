@@ -262,8 +262,8 @@ def test_float8_from_f16(form):
     *flags, target, _ = form.split(".")[1:]
     every = np.arange(1 << 16, dtype=np.uint16)
     (result,) = run_form(form, every.view(np.uint32))
-    wanted = float8(target, every.view(np.float16).astype(np.float32), flags)
-    np.testing.assert_array_equal(result.view(np.uint8), wanted)
+    expected = float8(target, every.view(np.float16).astype(np.float32), flags)
+    np.testing.assert_array_equal(result.view(np.uint8), expected)
 
 
 @pytest.mark.parametrize("form", expand("cvt.rn.f16x2.{e4m3x2,e5m2x2}", "cvt.rn.relu.f16x2.{e4m3x2,e5m2x2}"))
@@ -271,10 +271,10 @@ def test_float8_to_f16(form):
     *flags, _, source = form.split(".")[1:]
     codes = np.arange(256, dtype=np.uint8)
     (result,) = run_form(form, codes.view(np.uint16))
-    wanted = codes.view(FLOAT8[source][0]).astype(np.float16)
+    expected = codes.view(FLOAT8[source][0]).astype(np.float16)
     if "relu" in flags:
-        wanted = np.where(wanted <= 0, np.float16(0), wanted)
-    bits = np.where(np.isnan(wanted), 0x7FFF, wanted.view(np.uint16))
+        expected = np.where(expected <= 0, np.float16(0), expected)
+    bits = np.where(np.isnan(expected), 0x7FFF, expected.view(np.uint16))
     np.testing.assert_array_equal(result.view(np.uint16), bits)
 
 

@@ -52,8 +52,8 @@ def test_ldmatrix_of_bytes(count, rng):
     assert len(registers) == 2 * count
     for j, q, w, lane in np.ndindex(count, 2, 2, 32):
         g, t = lane // 4, lane % 4
-        want = [rows[w, 16 * j + 4 * t + b, g + 8 * q] for b in range(4)]
-        assert registers[2 * j + q][w, lane] == int.from_bytes(bytes(want), "little")
+        expected = [rows[w, 16 * j + 4 * t + b, g + 8 * q] for b in range(4)]
+        assert registers[2 * j + q][w, lane] == int.from_bytes(bytes(expected), "little")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -95,5 +95,5 @@ def test_ldmatrix_of_bytes_feeds_mma(rng):
     a_registers = to_registers(a.view(np.uint8), PLACES["m16n8k32", 8][0], 8)
     for half in range(2):
         d = form(text).run(a_registers, fragments[half::2], [np.zeros((1, 32), np.uint32)] * 4)
-        want = (a.astype(np.int64) @ b.astype(np.int64))[:, :, 8 * half : 8 * half + 8]
-        np.testing.assert_array_equal(from_registers(d, 16, np.int32), want)
+        expected = (a.astype(np.int64) @ b.astype(np.int64))[:, :, 8 * half : 8 * half + 8]
+        np.testing.assert_array_equal(from_registers(d, 16, np.int32), expected)

@@ -106,13 +106,15 @@ def test_float_products_are_the_sum_rounded_once(text, rng):
     a_bits, a = operand(rng, a_type, (3, m, k))
     b_bits, b = operand(rng, b_type, (3, k, n))
     c = rng.standard_normal((3, m, n)).astype(FLOAT[c_type])
-    got = run(text, a_bits, b_bits, c)
-    for w, i, j in np.ndindex(got.shape):
+    actual = run(text, a_bits, b_bits, c)
+    for w, i, j in np.ndindex(actual.shape):
         products = a[w, i] * b[w, :, j]  # exact, except for f64
         exact = math.fsum([*products, float(c[w, i, j])])
         sums = (k + 2) * 2.0**-53 * (np.abs(products).sum() + abs(float(c[w, i, j])))
         bound = sums + UNIT[c_type] * (abs(exact) + sums) + (2.0**-25 if c_type == "f16" else 0)
-        assert abs(float(got[w, i, j]) - exact) <= bound, f"{(w, i, j)}: {got[w, i, j]}, expected {exact}"
+        assert abs(float(actual[w, i, j]) - exact) <= bound, (
+            f"{(w, i, j)}: {actual[w, i, j]}, expected {exact}"
+        )
 
 
 @pytest.mark.parametrize("text", INTEGER_FORMS)
@@ -123,10 +125,14 @@ def test_integer_products_are_exact(text, rng):
     b_bits, b = operand(rng, b_type, (3, k, n))
     limits = np.iinfo(np.int32)
     c = rng.choice([0, 12345, -77, limits.max, limits.min, limits.max - 50, limits.min + 50], (3, m, n))
-    want = a @ b + c
-    assert ((want > limits.max) | (want < limits.min)).any()  # otherwise the next line has no effect
-    want = np.clip(want, limits.min, limits.max) if "satfinite" in text else (want + 2**31) % 2**32 - 2**31
-    np.testing.assert_array_equal(run(text, a_bits, b_bits, c.astype(np.int32)), want)
+    expected = a @ b + c
+    assert ((expected > limits.max) | (expected < limits.min)).any()  # otherwise the next line has no effect
+    expected = (
+        np.clip(expected, limits.min, limits.max)
+        if "satfinite" in text
+        else (expected + 2**31) % 2**32 - 2**31
+    )
+    np.testing.assert_array_equal(run(text, a_bits, b_bits, c.astype(np.int32)), expected)
 
 
 @pytest.mark.parametrize(("a_type", "b_type"), [("s8", "s8"), ("u8", "u8"), ("s4", "s4"), ("u4", "u4")])
@@ -135,10 +141,10 @@ def test_largest_integer_products(a_type, b_type):
     text = f"{shape}.row.col.s32.{a_type}.{b_type}.s32"
     m, n, k = sizes(text)
     largest = 1 << WIDTH[a_type] - 1 if a_type[0] == "s" else (1 << WIDTH[a_type]) - 1  # -128 as bits, or 255
-    got = run(
+    actual = run(
         text, *(np.full(s, largest, np.uint64) for s in ((1, m, k), (1, k, n))), np.ones((1, m, n), np.int32)
     )
-    np.testing.assert_array_equal(got, k * largest**2 + 1)
+    np.testing.assert_array_equal(actual, k * largest**2 + 1)
 
 
 @pytest.mark.parametrize("text", BIT_FORMS)
@@ -149,8 +155,8 @@ def test_bit_products(text, rng):
     c = rng.integers(-(2**31), 2**31, (2, m, n)).astype(np.int32)
     combine = np.bitwise_and if ".and." in text else np.bitwise_xor
     counts = combine(a[:, :, None, :], b.swapaxes(1, 2)[:, None, :, :]).sum(-1)
-    want = (counts + c + 2**31) % 2**32 - 2**31
-    np.testing.assert_array_equal(run(text, a_bits, b_bits, c), want)
+    expected = (counts + c + 2**31) % 2**32 - 2**31
+    np.testing.assert_array_equal(run(text, a_bits, b_bits, c), expected)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
@@ -160,12 +166,12 @@ def test_every_float8_code(name):
         exponent, fraction = (code & 0x7F) >> fraction_bits, code & (1 << fraction_bits) - 1
         sign, top = -1.0 if code & 0x80 else 1.0, exponent == (1 << exponent_bits) - 1
         if top and (name == "e5m2" or fraction == 7):
-            want = math.nan if name == "e4m3" or fraction else sign * math.inf
+            expected = math.nan if name == "e4m3" or fraction else sign * math.inf
         elif exponent == 0:
-            want = sign * fraction * 2.0 ** (1 - bias - fraction_bits)
+            expected = sign * fraction * 2.0 ** (1 - bias - fraction_bits)
         else:
-            want = sign * (1 + fraction / (1 << fraction_bits)) * 2.0 ** (exponent - bias)
-        np.testing.assert_equal(value, want, err_msg=f"{code:#x}")
+            expected = sign * (1 + fraction / (1 << fraction_bits)) * 2.0 ** (exponent - bias)
+        np.testing.assert_equal(value, expected, err_msg=f"{code:#x}")
 
 
 def test_sums_have_no_intermediate_rounding():
@@ -175,8 +181,8 @@ def test_sums_have_no_intermediate_rounding():
     a[:, :, -1] = -(2.0**24)
     b = np.ones((1, 16, 8), ml_dtypes.bfloat16)
     c = np.full((1, 16, 8), 2.0**24, np.float32)
-    got = run(text, a.view(np.uint16), b.view(np.uint16), c)
-    np.testing.assert_array_equal(got, 15)
+    actual = run(text, a.view(np.uint16), b.view(np.uint16), c)
+    np.testing.assert_array_equal(actual, 15)
 
 
 @pytest.mark.parametrize("text", ["m16n8k16.row.col.f32.bf16.bf16.f32", "m16n8k16.row.col.f16.f16.f16.f16"])
@@ -186,20 +192,20 @@ def test_infinity_and_nan(text):
     c = np.zeros((1, 16, 8), FLOAT[types_of(text)[2]])
     a[0, 3, 5], a[0, 12, 0], c[0, 7, 1], b[0, 5, 6] = np.inf, np.nan, -np.inf, 0
     with np.errstate(invalid="ignore"):
-        got = run(text, a.view(np.uint16), b.view(np.uint16), c)
-        want = (a.astype(np.float64) @ b.astype(np.float64) + c).astype(c.dtype)
-    np.testing.assert_array_equal(got, want)
-    assert np.isnan(want[0, 3, 6])
-    assert np.isinf(want[0, 3, 5])
-    assert want[0, 7, 1] == -np.inf
+        actual = run(text, a.view(np.uint16), b.view(np.uint16), c)
+        expected = (a.astype(np.float64) @ b.astype(np.float64) + c).astype(c.dtype)
+    np.testing.assert_array_equal(actual, expected)
+    assert np.isnan(expected[0, 3, 6])
+    assert np.isinf(expected[0, 3, 5])
+    assert expected[0, 7, 1] == -np.inf
 
 
 def test_float16_results_overflow_to_infinity():
     text = "m16n8k16.row.col.f16.f16.f16.f16"
     a, b = np.full((1, 16, 16), 200, np.float16), np.full((1, 16, 8), 200, np.float16)
     with np.errstate(over="ignore"):
-        got = run(text, a.view(np.uint16), b.view(np.uint16), np.zeros((1, 16, 8), np.float16))
-    assert (got == np.inf).all()
+        actual = run(text, a.view(np.uint16), b.view(np.uint16), np.zeros((1, 16, 8), np.float16))
+    assert (actual == np.inf).all()
 
 
 @pytest.mark.parametrize(
@@ -281,13 +287,13 @@ def test_truncating_adders(text, width, kept, rng):
     a_bits, a = operand(rng, a_type, (1, m, k))
     b_bits, b = operand(rng, b_type, (1, k, n))
     c = rng.standard_normal((1, m, n)).astype(FLOAT[c_type])
-    got = run(text, a_bits, b_bits, c, truncating=True)
-    want = [
+    actual = run(text, a_bits, b_bits, c, truncating=True)
+    expected = [
         [truncated(a[0, i], b[0, :, j], c[0, i, j], width, kept, c_type) for j in range(n)] for i in range(m)
     ]
-    np.testing.assert_array_equal(got[0], want)
+    np.testing.assert_array_equal(actual[0], expected)
     if c_type == "f32":  # the case distinguishes the two
-        assert (got != run(text, a_bits, b_bits, c)).any()
+        assert (actual != run(text, a_bits, b_bits, c)).any()
 
 
 def test_truncating_adders_keep_infinities_and_nan():
@@ -295,5 +301,5 @@ def test_truncating_adders_keep_infinities_and_nan():
     a, b = np.ones((1, 16, 8), np.float32), np.ones((1, 8, 8), np.float32)
     a[0, 0, 0], a[0, 1, 5], a[0, 2, 7] = np.inf, -np.inf, np.nan
     bits = [x.view(np.uint32).astype(np.uint64) for x in (a, b)]
-    got = run(text, *bits, np.zeros((1, 16, 8), np.float32), truncating=True)[0, :4, 0]
-    np.testing.assert_array_equal(got, [np.inf, -np.inf, np.nan, 8])
+    actual = run(text, *bits, np.zeros((1, 16, 8), np.float32), truncating=True)[0, :4, 0]
+    np.testing.assert_array_equal(actual, [np.inf, -np.inf, np.nan, 8])

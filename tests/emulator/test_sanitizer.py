@@ -53,8 +53,8 @@ def test_the_bug_is_found_and_named(bug, rng):
         assert words in message, message
     lines = [int(n) for n in LINE.findall(message)]
     if bug.kind in ("deadlock", "livelock") or "threads, first" in message:
-        wanted = {bug.line("BUG")} | ({bug.line("OTHER")} if bug.other else set())
-        assert wanted <= set(lines), message
+        expected = {bug.line("BUG")} | ({bug.line("OTHER")} if bug.other else set())
+        assert expected <= set(lines), message
         return
     assert lines[-1] == bug.line("BUG"), message
     if bug.other:

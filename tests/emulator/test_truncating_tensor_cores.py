@@ -68,8 +68,8 @@ def test_ternary_matmul(dtype, rng):
         for p in ("float64", "naive")
     )
     grads = gpu_ops.ternary_matmul_backward(dy, x, w, activations="native", **RAW)
-    for got, want, textbook in zip(grads, exact, naive, strict=True):
-        assert_close(got, want, textbook, dtype, GRADIENT)
+    for actual, want, textbook in zip(grads, exact, naive, strict=True):
+        assert_close(actual, want, textbook, dtype, GRADIENT)
 
 
 def test_the_option_takes_effect(monkeypatch, rng):

@@ -88,9 +88,9 @@ def test_shfl_with_different_operands_in_every_lane(mode, rng):
     d, p = shfl(mode, *frozen(a, b, c, everywhere(40), all_active(40)))
     source, valid = shfl_sources(mode, b, c)
     for w, lane in np.ndindex(a.shape):
-        want, in_range = ptx_source(mode, lane, int(b[w, lane]), int(c[w, lane]))
-        assert (source[w, lane], valid[w, lane]) == (want, in_range)
-        assert (d[w, lane], p[w, lane]) == (a[w, want], in_range)
+        expected, in_range = ptx_source(mode, lane, int(b[w, lane]), int(c[w, lane]))
+        assert (source[w, lane], valid[w, lane]) == (expected, in_range)
+        assert (d[w, lane], p[w, lane]) == (a[w, expected], in_range)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -220,12 +220,12 @@ def fold(op, values):
 def test_redux(op, ptx_type, rng):
     for members, active, lanes in participants(rng):
         value = bits(rng, len(active))
-        got = redux(op, ptx_type, value, members, active)
+        actual = redux(op, ptx_type, value, members, active)
         typed = value.view(np.int32) if ptx_type == "s32" else value
-        assert got.dtype == typed.dtype
+        assert actual.dtype == typed.dtype
         for w, lane, group in lanes:
-            want = fold(op, [int(typed[w, i]) for i in group])
-            assert int(got[w, lane]) % 2**32 == want % 2**32
+            expected = fold(op, [int(typed[w, i]) for i in group])
+            assert int(actual[w, lane]) % 2**32 == expected % 2**32
 
 
 def test_elect_and_activemask(rng):

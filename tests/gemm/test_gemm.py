@@ -49,15 +49,17 @@ def make(rng, m, n, k, dtypes, trans_a, trans_b, trans_out):
 def check(out, a64, b64, dtypes, trans_out, more=0.0):
     """Check |error| <= (K + 1) u |A| |B| for a sum of K products in any order, then one rounding to out's dtype."""
     sum_dtype = "float64" if "float64" in dtypes[:2] else "float32"
-    want = a64 @ b64
+    expected = a64 @ b64
     bound = (a64.shape[1] + 1) * UNIT[sum_dtype] * (np.abs(a64) @ np.abs(b64)) + more
-    bound = bound + UNIT[dtypes[2]] * (np.abs(want) + bound)
-    got = out.astype(np.float64).T if trans_out else out.astype(np.float64)
+    bound = bound + UNIT[dtypes[2]] * (np.abs(expected) + bound)
+    actual = out.astype(np.float64).T if trans_out else out.astype(np.float64)
     if dtypes[2] == "float16":
         bound = bound + 2.0**-25  # half a step of subnormal results
-    assert got.shape == want.shape
-    worst = np.unravel_index(np.argmax(np.abs(got - want) - bound), want.shape)
-    assert (np.abs(got - want) <= bound).all(), f"{worst}: got {got[worst]}, expected {want[worst]}"
+    assert actual.shape == expected.shape
+    worst = np.unravel_index(np.argmax(np.abs(actual - expected) - bound), expected.shape)
+    assert (np.abs(actual - expected) <= bound).all(), (
+        f"{worst}: got {actual[worst]}, expected {expected[worst]}"
+    )
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ def test_pairs(which, dtype, rng):
     device = device_with(a0=a0.array, a1=a1.array, b0=b0.array, b1=strided)
     out = device.empty((m, n), dtype, "c"), np.zeros((m, n + 8), dtype)[:, :n]
     multiply(device, which, gemm_args.two_products, (a0, a1), (b0, b1), out)
-    for c, want, size in zip(out, wants, sizes, strict=True):
-        check(c, want, size, dtype)
+    for c, expected, size in zip(out, wants, sizes, strict=True):
+        check(c, expected, size, dtype)
     total = device.empty((m, n), F32, "total")
     multiply(device, which, gemm_args.sum_of_products, (a0, a1), (b0, b1), total)
     check(total, sum(wants), sum(sizes), F32)
@@ -159,8 +159,12 @@ def test_gates(which, activation, m, rng):
     dgate, dup = swiglu_backward(dh, gate, up, activation=activation)
     kept, out = tuple(stored), (*stored, h)
     multiply(device, which, gemm_args.gated_backward, x, w_gate, kept, out, activation=activation)
-    for got, want in ((stored[0], dgate), (stored[1], dup), (h, swiglu(gate, up, activation=activation))):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    for actual, expected in (
+        (stored[0], dgate),
+        (stored[1], dup),
+        (h, swiglu(gate, up, activation=activation)),
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("m", [1, 40])

@@ -87,8 +87,8 @@ def test_forward(cublas, rng):
         (TOKENS, FFN, HIDDEN, "NT"),
         (TOKENS, HIDDEN_OUT, FFN, "NT"),
     ]
-    want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
-    close(y, want, naive, np.dtype(np.float16), what="y")
+    expected, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
+    close(y, expected, naive, np.dtype(np.float16), what="y")
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -99,12 +99,12 @@ def test_backward(cublas, blocks, monkeypatch, rng):
         monkeypatch.setattr("gpu_ops.kernels.gemm.swiglu_mlp._MULTIPLE", 8)
         monkeypatch.setattr("gpu_ops.kernels.gemm.cublas._MIN_ROWS", 64)
     inputs = make(rng)
-    got = gpu_ops.swiglu_mlp_backward(*map(FakeArray, inputs))
+    actual = gpu_ops.swiglu_mlp_backward(*map(FakeArray, inputs))
     assert len(cublas.calls) == 8 * blocks
     assert {call[3] for call in cublas.calls} == {"NT", "NN", "TN"}
     wants, naives = (reference.swiglu_mlp_backward(*inputs, precision=p) for p in ("float64", "naive"))
-    for g, want, naive in zip(got, wants, naives, strict=True):
-        close(g.host, want, naive, np.dtype(np.float16), GRADIENT)
+    for g, expected, naive in zip(actual, wants, naives, strict=True):
+        close(g.host, expected, naive, np.dtype(np.float16), GRADIENT)
 
 
 def test_gate_and_up_are_kept(cublas, rng):
@@ -113,7 +113,7 @@ def test_gate_and_up_are_kept(cublas, rng):
     device_arguments = list(map(FakeArray, arguments))
     y, gate_up = gpu_ops.swiglu_mlp(*device_arguments, keep="gate_up")
     assert len(cublas.calls) == 3
-    got = gpu_ops.swiglu_mlp_backward(FakeArray(dy), *device_arguments, gate_up=gate_up)
+    actual = gpu_ops.swiglu_mlp_backward(FakeArray(dy), *device_arguments, gate_up=gate_up)
     assert len(cublas.calls) == 3 + 6
     wants, naives = (
         (
@@ -122,8 +122,8 @@ def test_gate_and_up_are_kept(cublas, rng):
         )
         for p in ("float64", "naive")
     )
-    for g, want, naive in zip((y, gate_up, *got), wants, naives, strict=True):
-        close(g.host, want, naive, np.dtype(np.float16), GRADIENT)
+    for g, expected, naive in zip((y, gate_up, *actual), wants, naives, strict=True):
+        close(g.host, expected, naive, np.dtype(np.float16), GRADIENT)
 
 
 def test_explain_says_so(cublas, rng):
@@ -168,13 +168,13 @@ def test_the_rules(taken, changes):
 def test_the_rows_follow_from_the_presets():
     """cuBLAS is used for tensor cores that mma.sync does not fill, and multiply-adds faster than a third of TF32."""
     for name, preset in PRESETS.items():
-        want = {"float16", "bfloat16"} if preset.arch.name in ("sm_90", "sm_100") else set()
+        expected = {"float16", "bfloat16"} if preset.arch.name in ("sm_90", "sm_100") else set()
         peaks = preset.peaks
         if peaks.tf32 and peaks.tf32 / 3 < peaks.float32:
-            want.add("float32")
+            expected.add("float32")
         row = gemm_library._LIBRARY.get(name, {})
-        assert set(row) == want, name
-        if "float32" in want:
+        assert set(row) == expected, name
+        if "float32" in expected:
             figures = f"{peaks.float32:.3g} TFLOPS against {peaks.tf32 / 3:.3g} TFLOPS by 3 x TF32"
             assert figures in row["float32"], name
 
@@ -188,8 +188,8 @@ def test_float32_on_geforce(cublas, rng):
     assert plan.count("cuBLAS multiplies by float32 multiply-adds, 40 TFLOPS against 13.3 TFLOPS") == 1
     y = gpu_ops.swiglu_mlp(*device_arguments).host
     assert len(cublas.calls) == 3
-    want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
-    close(y, want, naive, np.dtype(np.float32), what="y")
+    expected, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
+    close(y, expected, naive, np.dtype(np.float32), what="y")
 
 
 def test_logits_with_a_bias(cublas, rng):
@@ -201,12 +201,12 @@ def test_logits_with_a_bias(cublas, rng):
     targets, bias = rng.integers(0, FFN, TOKENS), random(rng, (FFN,), np.float16)
     options = {"grads": True, "dloss": 64.0}
     arrays = map(FakeArray, (x, weight, targets))
-    got = gpu_ops.linear_cross_entropy(*arrays, bias=FakeArray(bias), **options)
+    actual = gpu_ops.linear_cross_entropy(*arrays, bias=FakeArray(bias), **options)
     assert [call[3] for call in cublas.calls] == ["NT", "NN", "TN"]
-    want, naive = (
+    expected, naive = (
         linear_cross_entropy(x, weight, targets, bias=bias, **options, precision=p)
         for p in ("float64", "naive")
     )
-    assert float(got[0].host) == pytest.approx(float(want[0]), rel=1e-6)
-    for g, w, n in zip(got[1:], want[1:], naive[1:], strict=True):
+    assert float(actual[0].host) == pytest.approx(float(expected[0]), rel=1e-6)
+    for g, w, n in zip(actual[1:], expected[1:], naive[1:], strict=True):
         close(g.host, w, n, np.dtype(np.float16), GRADIENT)

@@ -56,11 +56,11 @@ def test_forward(backend, dtype, case, addends, rng):
     _, x, weight, bias, residual = tensors(rng, case, dtype)
     bias, residual = bias if addends[0] else None, residual if addends[1] else None
     y = gpu_ops.linear(x, weight, bias, residual=residual, **backend)
-    want, naive = (
+    expected, naive = (
         reference.linear(x, weight, bias, residual=residual, precision=p) for p in ("float64", "naive")
     )
-    assert (y.dtype, y.shape) == (dtype, want.shape)
-    close(y, want, naive, dtype)
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
+    close(y, expected, naive, dtype)
     if residual is not None:
         assert gpu_ops.linear(x, weight, bias, residual=residual, out=residual, **backend) is residual
         np.testing.assert_array_equal(residual, y)
@@ -69,13 +69,13 @@ def test_forward(backend, dtype, case, addends, rng):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(backend, dtype, case, rng):
     dy, x, weight, *_ = tensors(rng, case, dtype)
-    got = gpu_ops.linear_backward(dy, x, weight, has_bias=True, **backend)
-    want, naive = (
+    actual = gpu_ops.linear_backward(dy, x, weight, has_bias=True, **backend)
+    expected, naive = (
         reference.linear_backward(dy, x, weight, has_bias=True, precision=p) for p in ("float64", "naive")
     )
     sum_dtype = np.float64 if dtype == np.float64 else np.float32
-    assert [g.dtype for g in got] == [dtype, sum_dtype, sum_dtype]
-    for name, g, w, n in zip(("dx", "dweight", "dbias"), got, want, naive, strict=True):
+    assert [g.dtype for g in actual] == [dtype, sum_dtype, sum_dtype]
+    for name, g, w, n in zip(("dx", "dweight", "dbias"), actual, expected, naive, strict=True):
         assert g.shape == w.shape
         close(g, w, n, dtype, GRADIENT, what=name)
 
@@ -90,9 +90,9 @@ def test_gradients_add_up(backend, dtype, rng):
         _, *sums_out = gpu_ops.linear_backward(dy[rows], x[rows], weight, **sums, **backend)
         assert sums_out[0] is dweight
         assert sums_out[1] is dbias
-    _, want, want_bias = reference.linear_backward(dy, x, weight, has_bias=True, precision="float64")
+    _, expected, want_bias = reference.linear_backward(dy, x, weight, has_bias=True, precision="float64")
     tolerance = {"rtol": 0, "atol": 1e-12 if sum_dtype == np.float64 else 2e-5}
-    np.testing.assert_allclose(dweight, want, **tolerance)
+    np.testing.assert_allclose(dweight, expected, **tolerance)
     np.testing.assert_allclose(dbias, want_bias, **tolerance)
 
 
@@ -106,17 +106,17 @@ def test_a_token_has_the_same_bits_beside_any_others(dtype, rng):
 
 def test_results_in_given_arrays(backend, rng):
     dy, x, weight, *_ = tensors(rng, ((6,), 8, 5), np.float32)
-    want = gpu_ops.linear_backward(dy, x, weight, has_bias=True, **backend)
-    outs = tuple(np.full_like(result, 7) for result in want)
+    expected = gpu_ops.linear_backward(dy, x, weight, has_bias=True, **backend)
+    outs = tuple(np.full_like(result, 7) for result in expected)
     actual = gpu_ops.linear_backward(dy, x, weight, has_bias=True, out=outs, **backend)
     assert all(got is result for got, result in zip(actual, outs, strict=True))
-    for got, result in zip(outs, want, strict=True):
+    for got, result in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(got, result)
     dx, dweight = np.full_like(x, 7), np.zeros_like(weight)
     actual = gpu_ops.linear_backward(dy, x, weight, dweight=dweight, out=dx, **backend)
     assert actual[0] is dx
     assert actual[1] is dweight
-    for got, result in zip(actual, want[:2], strict=True):
+    for got, result in zip(actual, expected[:2], strict=True):
         np.testing.assert_array_equal(got, result)
 
 

@@ -29,21 +29,21 @@ def check_forward(y, gate, up, activation):
     assert isinstance(y, np.ndarray)
     assert y.dtype == gate.dtype
     with np.errstate(over="ignore"):
-        want, naive = (
+        expected, naive = (
             reference.swiglu(gate, up, activation=activation, precision=p) for p in ("float64", "naive")
         )
-    close(y, want, naive, gate.dtype, what="y")
+    close(y, expected, naive, gate.dtype, what="y")
 
 
 def check_backward(got, dy, gate, up, activation):
     with np.errstate(over="ignore"):
-        want, naive = (
+        expected, naive = (
             reference.swiglu_backward(dy, gate, up, activation=activation, precision=p)
             for p in ("float64", "naive")
         )
     if up is None:
-        got, want, naive = [got], [want], [naive]
-    for name, g, w, n in zip(("dgate", "dup"), got, want, naive, strict=False):
+        got, expected, naive = [got], [expected], [naive]
+    for name, g, w, n in zip(("dgate", "dup"), got, expected, naive, strict=False):
         assert g.dtype == gate.dtype
         close(g, w, n, gate.dtype, GRADIENT, what=name)
 
@@ -57,8 +57,8 @@ def check_backward(got, dy, gate, up, activation):
 def test_forward_and_backward(backend, dtype, shape, activation, rng):
     gate, up, dy = random(rng, shape, dtype, 3), random(rng, shape, dtype), random(rng, shape, dtype)
     check_forward(gpu_ops.swiglu(gate, up, activation=activation, **backend), gate, up, activation)
-    got = gpu_ops.swiglu_backward(dy, gate, up, activation=activation, **backend)
-    check_backward(got, dy, gate, up, activation)
+    actual = gpu_ops.swiglu_backward(dy, gate, up, activation=activation, **backend)
+    check_backward(actual, dy, gate, up, activation)
 
 
 def test_single_elements(backend, dtype, rng):
@@ -115,8 +115,10 @@ def test_relu2_is_exact(backend, dtype, rng):
         dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation="relu2", **backend)
     positive = np.maximum(values.astype(np.float64 if dtype == np.float64 else np.float32), 0)
     with np.errstate(over="ignore"):
-        for actual, want in ((y, positive * positive), (dgate, 2 * positive), (dup, positive * positive)):
-            np.testing.assert_array_equal(actual.astype(np.float64), want.astype(dtype).astype(np.float64))
+        for actual, expected in ((y, positive * positive), (dgate, 2 * positive), (dup, positive * positive)):
+            np.testing.assert_array_equal(
+                actual.astype(np.float64), expected.astype(dtype).astype(np.float64)
+            )
 
 
 @pytest.mark.parametrize("activation", BOUNDED)
@@ -126,18 +128,18 @@ def test_accuracy_over_the_whole_range(backend, activation):
     ones = np.ones_like(gate)
     options = {"activation": activation, **backend}
     y = gpu_ops.swiglu(gate, ones, **options).astype(np.float64)
-    want = reference.swiglu(gate, ones, activation=activation, precision="float64")
-    assert np.abs(y - want).max() <= 4 * 2.0**-24 * 30
-    assert np.abs(y - want)[np.abs(gate) < 4].max() <= 2 * 2.0**-22
+    expected = reference.swiglu(gate, ones, activation=activation, precision="float64")
+    assert np.abs(y - expected).max() <= 4 * 2.0**-24 * 30
+    assert np.abs(y - expected)[np.abs(gate) < 4].max() <= 2 * 2.0**-22
     dgate, _ = gpu_ops.swiglu_backward(ones, gate, ones, **options)
-    want, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
-    assert np.abs(dgate - want).max() < 1e-6
+    expected, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
+    assert np.abs(dgate - expected).max() < 1e-6
     if backend["backend"] == "raw":
         return
     gate = gate.astype(np.float64)
     y = gpu_ops.swiglu(gate, np.ones_like(gate), **options)
-    want = reference.swiglu(gate, np.ones_like(gate), activation=activation)
-    np.testing.assert_allclose(y, want, rtol=1e-13, atol=1e-16)
+    expected = reference.swiglu(gate, np.ones_like(gate), activation=activation)
+    np.testing.assert_allclose(y, expected, rtol=1e-13, atol=1e-16)
 
 
 @settings(max_examples=25)

@@ -37,17 +37,17 @@ def test_every_number_of_16_bits(dtype, activation):
     gate = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     ones = np.ones_like(gate)
     with np.errstate(all="ignore"):
-        want = reference.swiglu(gate, ones, activation=activation, precision="float64")
+        expected = reference.swiglu(gate, ones, activation=activation, precision="float64")
         slope, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
         exact_gate = gate.astype(np.float64)
     y = gpu_ops.swiglu(gate, ones, activation=activation, **RAW)
     dgate, dup = gpu_ops.swiglu_backward(ones, gate, ones, activation=activation, **RAW)
     assert dup.tobytes() == y.tobytes()
     finite = np.isfinite(exact_gate)
-    np.testing.assert_array_equal(y[~finite].astype(np.float64), want[~finite])
+    np.testing.assert_array_equal(y[~finite].astype(np.float64), expected[~finite])
     np.testing.assert_array_equal(dgate[~finite].astype(np.float64), slope[~finite])
     # bfloat16 reaches further down than the exponential: g * c vanishes with c, below 88 * 2^-126
-    within(y[finite], want[finite], dtype, lost=2.0**-119 if dtype == BF16 else 0.0)
+    within(y[finite], expected[finite], dtype, lost=2.0**-119 if dtype == BF16 else 0.0)
     # act' crosses 0, where it is the difference of two numbers of that size
     within(dgate[finite], slope[finite], dtype, least=0.125)
 
@@ -96,7 +96,7 @@ def test_the_same_bits_wherever_the_numbers_lie(activation, dtype, rng):
     options = {"activation": activation, **RAW}
     y = gpu_ops.swiglu(gate, up, **options)
     gradients = gpu_ops.swiglu_backward(dy, gate, up, **options)
-    want = [x.tobytes() for x in (y, *gradients)]
+    expected = [x.tobytes() for x in (y, *gradients)]
 
     def placed(x, before, after):
         padded = np.zeros((rows, before + cols + after), dtype)
@@ -106,12 +106,12 @@ def test_the_same_bits_wherever_the_numbers_lie(activation, dtype, rng):
     # (8, 13): aligned rows of whole vectors and three elements
     for before, after in ((1, 0), (8, 13), (3, 2)):
         g, u, d = (placed(x, before, after) for x in (gate, up, dy))
-        got = (gpu_ops.swiglu(g, u, **options), *gpu_ops.swiglu_backward(d, g, u, **options))
-        assert [x.tobytes() for x in got] == want
+        actual = (gpu_ops.swiglu(g, u, **options), *gpu_ops.swiglu_backward(d, g, u, **options))
+        assert [x.tobytes() for x in actual] == expected
     packed = np.concatenate([gate, up], axis=-1)
-    assert gpu_ops.swiglu(packed, **options).tobytes() == want[0]
+    assert gpu_ops.swiglu(packed, **options).tobytes() == expected[0]
     dpacked = gpu_ops.swiglu_backward(dy, packed, **options)
-    assert [dpacked[:, :cols].tobytes(), dpacked[:, cols:].tobytes()] == want[1:]
+    assert [dpacked[:, :cols].tobytes(), dpacked[:, cols:].tobytes()] == expected[1:]
 
 
 ROWS = (1, 2, 5, 1000, 65535, 65536, 10**6, 1 << 32)

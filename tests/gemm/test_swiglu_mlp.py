@@ -72,17 +72,17 @@ def check(inputs, activation, backend):
     dy, *arguments = inputs
     dtype = dy.dtype
     y = gpu_ops.swiglu_mlp(*arguments, activation=activation, **backend)
-    want, naive = (
+    expected, naive = (
         reference.swiglu_mlp(*arguments, activation=activation, precision=p) for p in ("float64", "naive")
     )
     assert (y.dtype, y.shape) == (dtype, dy.shape)
-    close(y, want, naive, dtype, what="y")
-    got = gpu_ops.swiglu_mlp_backward(*inputs, activation=activation, **backend)
-    want, naive = (
+    close(y, expected, naive, dtype, what="y")
+    actual = gpu_ops.swiglu_mlp_backward(*inputs, activation=activation, **backend)
+    expected, naive = (
         reference.swiglu_mlp_backward(*inputs, activation=activation, precision=p)
         for p in ("float64", "naive")
     )
-    for name, tensor, g, w, n in zip(NAMES, arguments, got, want, naive, strict=True):
+    for name, tensor, g, w, n in zip(NAMES, arguments, actual, expected, naive, strict=True):
         result_dtype = dtype if name == "dx" else sums_dtype(dtype)
         assert (g.dtype, g.shape) == (result_dtype, tensor.shape)
         close(g, w, n, dtype, GRADIENT, what=name)
@@ -92,7 +92,7 @@ def check(inputs, activation, backend):
     if backend.get("backend") == "reference":  # BLAS: its sums depend on alignment
         np.testing.assert_allclose(again.astype(float), y.astype(float), rtol=1e-12, atol=1e-12)
     else:
-        assert same_bits((again, *kept), (y, *got))
+        assert same_bits((again, *kept), (y, *actual))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -163,10 +163,10 @@ def test_any_number_of_threads_gives_the_same_gradients(threads, monkeypatch, rn
     from gpu_ops.kernels.gemm.cpu import gemm, swiglu_mlp_few
 
     inputs = make(rng, (300, 96), 96, 200, 64, np.dtype(np.float16))
-    want = gpu_ops.swiglu_mlp_backward(*inputs)
+    expected = gpu_ops.swiglu_mlp_backward(*inputs)
     for module in (gemm, parallel, swiglu_mlp_few):
         monkeypatch.setattr(module, "thread_count", lambda: threads)
-    assert same_bits(gpu_ops.swiglu_mlp_backward(*inputs), want)
+    assert same_bits(gpu_ops.swiglu_mlp_backward(*inputs), expected)
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
@@ -242,8 +242,8 @@ def test_matrices_of_different_strides(rng):
     strided[:, :24] = w_up
     weights = w_gate, strided[:, :24], w_down
     for rows in (20, 3):
-        got = gpu_ops.swiglu_mlp(x[:rows], *weights, **how)
-        assert got.tobytes() == gpu_ops.swiglu_mlp(x[:rows], w_gate, w_up, w_down, **how).tobytes()
+        actual = gpu_ops.swiglu_mlp(x[:rows], *weights, **how)
+        assert actual.tobytes() == gpu_ops.swiglu_mlp(x[:rows], w_gate, w_up, w_down, **how).tobytes()
     wants = gpu_ops.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down, **how)
     padded = np.zeros((40, 48), np.float32)
     out = np.zeros_like(x), np.zeros_like(w_gate), padded[:, 8:32], np.zeros_like(w_down)
@@ -330,12 +330,12 @@ def test_the_reference_and_torch_agree():
     dy, x, w_gate, w_up, w_down = normal(7, 6), normal(7, 12), normal(20, 12), normal(20, 12), normal(6, 20)
     leaves = [t.clone().requires_grad_() for t in (x, w_gate, w_up, w_down)]
     linear = torch.nn.functional.linear
-    want = linear(
+    expected = linear(
         torch.nn.functional.silu(linear(leaves[0], leaves[1])) * linear(leaves[0], leaves[2]), leaves[3]
     )
-    want.backward(dy)
+    expected.backward(dy)
     y = gpu_ops.swiglu_mlp(x, w_gate, w_up, w_down)
     assert isinstance(y, torch.Tensor)
-    torch.testing.assert_close(y, want.detach(), rtol=1e-10, atol=1e-11)
-    for got, leaf in zip(gpu_ops.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down), leaves, strict=True):
-        torch.testing.assert_close(got, leaf.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(y, expected.detach(), rtol=1e-10, atol=1e-11)
+    for actual, leaf in zip(gpu_ops.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down), leaves, strict=True):
+        torch.testing.assert_close(actual, leaf.grad, rtol=1e-10, atol=1e-10)

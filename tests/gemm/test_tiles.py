@@ -57,9 +57,9 @@ def pairs(rng, m, n, k):
 def test_bfloat16(size, k, accumulate, rng):
     a, b, product = pairs(rng, *size, k)
     c = rng.standard_normal(size, np.float32)
-    want = product + accumulate * c
+    expected = product + accumulate * c
     whole_tiles(c, a, b, k, accumulate)
-    np.testing.assert_allclose(c, want, atol=1e-6 * 2 * k)
+    np.testing.assert_allclose(c, expected, atol=1e-6 * 2 * k)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (32, 32), (48, 80)], ids=str)
@@ -67,12 +67,12 @@ def test_int8(size, rng):
     (m, n), k = size, 3 * TILE
     a, b = rng.integers(-128, 128, (m, 4 * k), np.int8), rng.integers(0, 256, (4 * k, n), np.uint8)
     c = rng.integers(-1000, 1000, size, np.int32)
-    want = c + a.astype(np.int64) @ b.astype(np.int64)
+    expected = c + a.astype(np.int64) @ b.astype(np.int64)
     fours = (
         b.reshape(k, 4, n).transpose(0, 2, 1).reshape(k, 4 * n).copy()
     )  # four elements of a column are adjacent
     whole_tiles(c, a, fours.view(np.int8), k, True)
-    np.testing.assert_array_equal(c, want)
+    np.testing.assert_array_equal(c, expected)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -83,9 +83,9 @@ def test_what_fills_no_tile(size, accumulate, rng):
     m, n, k = size
     a, b, product = pairs(rng, m, n, k)
     c = rng.standard_normal((m, n), np.float32)
-    want = product + accumulate * c
+    expected = product + accumulate * c
     any_rows(c, a, b, k, accumulate)
-    np.testing.assert_allclose(c, want, atol=1e-6 * 2 * k)
+    np.testing.assert_allclose(c, expected, atol=1e-6 * 2 * k)
 
 
 def attend(seed):
@@ -96,11 +96,11 @@ def attend(seed):
 
 
 def test_threads_have_tiles_of_their_own():
-    want, failed = [attend(seed) for seed in range(4)], []
+    expected, failed = [attend(seed) for seed in range(4)], []
 
     def work(seed):
         for _ in range(20):
-            if not all(np.array_equal(x, y) for x, y in zip(attend(seed), want[seed], strict=True)):
+            if not all(np.array_equal(x, y) for x, y in zip(attend(seed), expected[seed], strict=True)):
                 failed.append(seed)
 
     threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(8)]
@@ -128,18 +128,18 @@ def test_maxima_that_rise_with_the_keys(rise, every, window):
     top = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(axis=1, keepdims=True)
-    want = weights @ v[0, :, 0].astype(np.float64) / total
+    expected = weights @ v[0, :, 0].astype(np.float64) / total
     np.testing.assert_allclose(
-        out[0, :, 0].astype(np.float64), want, rtol=2**-7, atol=2**-8 * np.abs(want).max()
+        out[0, :, 0].astype(np.float64), expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max()
     )
     np.testing.assert_allclose(lse[0, 0], (top + np.log(total))[:, 0], rtol=1e-5, atol=1e-4)
 
 
 def test_a_fork_may_use_them():
-    want = attend(0)
+    expected = attend(0)
     child = os.fork()
     if child == 0:
-        os._exit(0 if all(np.array_equal(x, y) for x, y in zip(attend(0), want, strict=True)) else 1)
+        os._exit(0 if all(np.array_equal(x, y) for x, y in zip(attend(0), expected, strict=True)) else 1)
     assert exit_code(child) == 0
 
 
@@ -164,5 +164,5 @@ def test_a_process_that_may_not_use_them_has_other_code(tmp_path):
 
     build, *sums = python("-c", REFUSED, GPU_OPS_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT)).split()
     assert build != build_id()
-    want = [np.abs(x.astype(np.float64)).sum() for x in attend(0)]
-    np.testing.assert_allclose([float(x) for x in sums], want, rtol=1e-3)
+    expected = [np.abs(x.astype(np.float64)).sum() for x in attend(0)]
+    np.testing.assert_allclose([float(x) for x in sums], expected, rtol=1e-3)

@@ -38,7 +38,7 @@ def engine_of(weights, config=CONFIG, **options):
 @needs_nvrtc
 def test_a_pass_of_single_tokens_replays_the_graph_of_its_size(cupy):
     prompts, limits = [[5, 6, 7], [9], [11, 12]], [7, 4, 6]
-    want = tokens_of(engine_of(model()), prompts, limits)
+    expected = tokens_of(engine_of(model()), prompts, limits)
     engine = engine_of(model(of=FakeArray))
     launched, passes = [], []
     reserve = engine.cache.reserve
@@ -49,7 +49,7 @@ def test_a_pass_of_single_tokens_replays_the_graph_of_its_size(cupy):
         return reserve(parts, out=out)
 
     engine.cache.reserve = counted
-    assert tokens_of(engine, prompts, limits) == want
+    assert tokens_of(engine, prompts, limits) == expected
     # three sequences in a graph of four, then two, then one; each with tables of one, two and four pages
     sizes = engine._graphs._kept
     assert {batch for batch, _ in sizes} == {4, 2, 1}
@@ -68,7 +68,7 @@ def test_a_pass_of_single_tokens_replays_the_graph_of_its_size(cupy):
 def test_without_capture_and_where_it_fails_tokens_are_the_same(cupy, monkeypatch):
     prompts, limits, config = [[5, 6], [9]], [3, 2], replace(CONFIG, nlayers=1)
     engine = engine_of(model(config, FakeArray), config, capture=False)
-    want = tokens_of(engine, prompts, limits)
+    expected = tokens_of(engine, prompts, limits)
     assert not cupy.graphs
 
     class Refuses(captured.Arena):
@@ -78,7 +78,7 @@ def test_without_capture_and_where_it_fails_tokens_are_the_same(cupy, monkeypatc
     monkeypatch.setattr(captured, "Arena", Refuses)
     engine = engine_of(model(config, FakeArray), config)
     with pytest.warns(UserWarning, match="without CUDA graphs: no such allocation"):
-        assert tokens_of(engine, prompts, limits) == want
+        assert tokens_of(engine, prompts, limits) == expected
     assert not cupy.graphs
     assert not cupy.capturing
 

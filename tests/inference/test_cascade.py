@@ -146,8 +146,8 @@ def test_logits_are_those_without(layers):
         step = cache.reserve(new, parents={a[1]: range(-1, len(new[a[1]]) - 1)})
         assert step.cascade is not None
         actual = next_logits(weights, config, cache, step)
-        want = next_logits(weights, config, cache, without(step))
-        np.testing.assert_allclose(actual, want, rtol=0, atol=1e-12)
+        expected = next_logits(weights, config, cache, without(step))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
         cache.accept({a[1]: range(len(new[a[1]]))})
 
 
@@ -211,12 +211,12 @@ def test_attention_is_that_of_the_keys_seen(kind, device, kernels, dtype, rng, m
     options = {"softcap": 3.0, "softmax_scale": 0.4, "sinks": rng.standard_normal(4).astype(np.float32)}
     actual = attend(q, cache.keys[0], cache.values[0], step, **options)
     by_row = {b: parents[h] for b, h in enumerate(handles)} if parents else {}
-    want, naive = exact(q, cache, step, slots_of(cache, step, by_row), options)
+    expected, naive = exact(q, cache, step, slots_of(cache, step, by_row), options)
     assert actual.dtype == q.dtype
     if dtype == np.float64:  # the parts are rounded too
-        np.testing.assert_allclose(actual, want, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-14)
     else:
-        assert_close(actual, want, naive, dtype)
+        assert_close(actual, expected, naive, dtype)
 
 
 def test_an_engine_puts_equal_prompts_side_by_side(monkeypatch):

@@ -156,8 +156,8 @@ def test_64_clients_at_a_time_get_their_own_text(served):
         thread.start()
     for thread in threads:
         thread.join()
-    want = inference.generate(weights(), CONFIG, [list(p.encode()) for p in prompts], max_new_tokens=12)
-    for prompt, tokens in zip(prompts, want, strict=True):
+    expected = inference.generate(weights(), CONFIG, [list(p.encode()) for p in prompts], max_new_tokens=12)
+    for prompt, tokens in zip(prompts, expected, strict=True):
         status, body = answers[prompt]
         assert status == 200
         (choice,) = json.loads(body)["choices"]

@@ -54,8 +54,8 @@ def test_logits_are_those_without_a_cache(window, part, rng):
         cache.commit()
         for h, row in zip(new, logits, strict=True):
             text = texts[handles.index(h)][: start + part]
-            want = models.logits(np.array([text]), weights, config)[0, -1]
-            np.testing.assert_allclose(row, want, rtol=0, atol=1e-12)
+            expected = models.logits(np.array([text]), weights, config)[0, -1]
+            np.testing.assert_allclose(row, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_every_family_is_that_without_a_cache(changes, rng):
     for start in range(0, 23, 9):
         logits = next_logits(weights, config, cache, cache.reserve({handle: text[start : start + 9]}))
         cache.commit()
-        want = models.logits(np.array([text[: start + 9]]), weights, config)[:, -1]
-        np.testing.assert_allclose(logits, want, rtol=0, atol=1e-12 * np.abs(want).max())
+        expected = models.logits(np.array([text[: start + 9]]), weights, config)[:, -1]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @needs_nvrtc
@@ -111,15 +111,15 @@ def test_gpu_kernels_generate_what_the_cpu_does(kernels, dtype, rng, monkeypatch
             engine.submit(text, max_new_tokens=2, sampling=Sampling(temperature=float(i), seed=1))
         return sorted(engine.run(), key=lambda token: token.request)
 
-    want = run()
+    expected = run()
     monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
     monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
     tokens = run()
     assert [(t.request, t.token, t.finished) for t in tokens] == [
-        (t.request, t.token, t.finished) for t in want
+        (t.request, t.token, t.finished) for t in expected
     ]
     room = 4 * np.finfo(dtype).eps * 8
-    assert np.allclose([t.logprob for t in tokens], [t.logprob for t in want], rtol=0, atol=room)
+    assert np.allclose([t.logprob for t in tokens], [t.logprob for t in expected], rtol=0, atol=room)
 
 
 def test_greedy_tokens_are_those_without_a_cache(rng):

@@ -117,8 +117,8 @@ def test_shared_pages_give_the_bits_of_own_ones(dtype):
     separate = [prefill_run(alone, prompt) for _ in tails]
     assert alone.cache.stats.tokens_hit == 16
     for _ in range(2):
-        got = shared.step(dict(zip(forks, tails, strict=True)))
-        for handle, tail, y in zip(separate, tails, got, strict=True):
+        actual = shared.step(dict(zip(forks, tails, strict=True)))
+        for handle, tail, y in zip(separate, tails, actual, strict=True):
             assert (alone.step({handle: tail})[0] == y).all()
     again = shared.cache.add([*prompt, 40, 41])
     assert shared.cache.length(again) == 16
@@ -171,6 +171,6 @@ def test_a_captured_graph_decodes_step_after_step(cupy):
             seen[handle].append([x.host[row].copy() for x in (q, k, v)])
             dense = [np.array(x)[None] for x in zip(*seen[handle], strict=True)]
             rope = gpu_ops.rope(dense[0], dense[1], device="cpu")
-            want = gpu_ops.attention(*rope, dense[2], causal=True, device="cpu")[0, -1]
-            np.testing.assert_allclose(out.host[row], want, rtol=2e-5, atol=2e-6)
+            expected = gpu_ops.attention(*rope, dense[2], causal=True, device="cpu")[0, -1]
+            np.testing.assert_allclose(out.host[row], expected, rtol=2e-5, atol=2e-6)
         assert not out.host[len(handles) :].any()

@@ -302,10 +302,10 @@ class Cache(RuleBasedStateMachine):
         for handle, tokens in self.tokens.items():
             assert self.cache.tokens(handle) == tokens
             table, at = self.table(handle), self.visible(len(tokens))
-            wanted = np.array(self.marks(handle), np.int64)[at]
+            expected = np.array(self.marks(handle), np.int64)[at]
             for layer in range(LAYERS):
                 stored = self.keys[layer][table[at // size], at % size, 0, 0]
-                assert (stored == wanted * LAYERS + layer).all()
+                assert (stored == expected * LAYERS + layer).all()
                 assert (self.values[layer][table[at // size], at % size, 0, 0] == -stored).all()
         if self.null:
             assert not self.keys[0][0].any()

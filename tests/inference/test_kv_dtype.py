@@ -35,11 +35,11 @@ def logits(weights, dtype, texts):
 @pytest.mark.parametrize("of_weights", [np.float32, ml_dtypes.bfloat16])
 def test_logits_are_close_to_those_of_the_unquantized_cache(dtype, of_weights, rng):
     weights, texts = model(dtype=of_weights), prompts(rng, 40, 16, 33)
-    want = logits(model(), None, texts)
+    expected = logits(model(), None, texts)
     with naive_ops():
         textbook = logits(weights, None, texts)
     plain, quantized = (
-        np.abs(x.astype(float) - want) / want.std() for x in (textbook, logits(weights, dtype, texts))
+        np.abs(x.astype(float) - expected) / expected.std() for x in (textbook, logits(weights, dtype, texts))
     )
     assert quantized.max() > 0
     assert quantized.max() <= 2 * plain.max() + BOUND[dtype]
@@ -118,10 +118,10 @@ def test_drafts_in_a_tree_are_each_path_alone(dtype, of_weights, rng):
     actual = after(tree, new, parents={tree: parents})
     cache.accept({tree: paths[3]})
     more = [after(tree, [17]), cache.rollback()][0]
-    wanted = []
+    expected = []
     for handle, path in zip(alone, paths, strict=True):
-        wanted.append(after(handle, [new[i] for i in path])[0])
+        expected.append(after(handle, [new[i] for i in path])[0])
         cache.commit()
-    close = {"rtol": 0, "atol": (1e-5 if of_weights is np.float32 else 0.05) * np.std(wanted)}
-    np.testing.assert_allclose(actual, wanted, **close)
+    close = {"rtol": 0, "atol": (1e-5 if of_weights is np.float32 else 0.05) * np.std(expected)}
+    np.testing.assert_allclose(actual, expected, **close)
     np.testing.assert_allclose(more, after(alone[3], [17]), **close)

@@ -36,7 +36,7 @@ SAMPLINGS = [
 def test_a_tree_gives_the_tokens_without_one(sampling):
     """Trees that contain the right token give the tokens of one-by-one decoding, in fewer rounds."""
     prompt, number = PROMPTS[0], SAMPLINGS.index(sampling)
-    want = generate(WEIGHTS, CONFIG, [prompt], max_new_tokens=20, sampling=sampling)[0]
+    expected = generate(WEIGHTS, CONFIG, [prompt], max_new_tokens=20, sampling=sampling)[0]
     cache = cache_for(WEIGHTS, CONFIG, num_pages=16, page_size=4)
     handle, rounds, rng = cache.add(), 0, np.random.default_rng(number)
     first = next_logits(WEIGHTS, CONFIG, cache, cache.reserve({handle: prompt[:-1]}))
@@ -47,7 +47,7 @@ def test_a_tree_gives_the_tokens_without_one(sampling):
         done = len(text) - len(prompt)
         tokens, parents, last = [text[-1]], [-1], 0
         for i in range(3):  # a wrong and the right child of each right node
-            right = want[min(done + i, 19)]
+            right = expected[min(done + i, 19)]
             for token in rng.permutation([right, (right + 1) % 97]).tolist():
                 tokens.append(token)
                 parents.append(last)
@@ -62,7 +62,7 @@ def test_a_tree_gives_the_tokens_without_one(sampling):
         text += [tokens[node] for node in path[1:]] + [token]
         rounds += 1
         assert cache.tokens(handle) == text[:-1]
-    assert text[len(prompt) :][:20] == want
+    assert text[len(prompt) :][:20] == expected
     assert rounds == 5
 
 
@@ -235,14 +235,14 @@ def test_draft_probabilities_that_are_refused(tokens, probs, message):
 @given(tokens=st.lists(st.integers(0, 2), max_size=30), ngram=st.integers(1, 4), most=st.integers(1, 5))
 def test_lookup_is_what_followed_the_longest_match(tokens, ngram, most):
     result = prompt_lookup(tokens, ngram=ngram, most=most)
-    want = []
+    expected = []
     for n in range(ngram, 0, -1):
         ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]]
         if ends:
             whole = [e for e in ends if e + most <= len(tokens)]
-            want = tokens[(end := whole[-1] if whole else ends[0]) : end + most]
+            expected = tokens[(end := whole[-1] if whole else ends[0]) : end + most]
             break
-    assert result == want
+    assert result == expected
     assert all(type(token) is int for token in result)
 
 

@@ -61,18 +61,18 @@ def test_the_same_bits(case, dtype, streamed, rng):
         x, r = (rng.standard_normal((3, cols)).astype(dtype) for _ in range(2))
         w = rng.standard_normal(cols).astype(dtype)
         op, arrays, options = CALLS[case](x, r, w)
-        want = op(*arrays, **options)
+        expected = op(*arrays, **options)
         out, frame = at(offset, np.zeros_like(x), gap)
         more = {"out": out}
         if "residual" in options:
             more["residual_out"], sums_frame = at(offset + 3, np.zeros_like(x), gap)
-        got = streamed(op, *arrays, **options, **more)
+        actual = streamed(op, *arrays, **options, **more)
         assert untouched(frame), (cols, offset, gap)
         if "residual" in options:
             assert untouched(sums_frame), (cols, offset, gap)
         else:
-            want, got = (want,), (got,)
-        assert [a.tobytes() for a in got] == [a.tobytes() for a in want], (cols, offset, gap)
+            expected, actual = (expected,), (actual,)
+        assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected], (cols, offset, gap)
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -80,14 +80,14 @@ def test_in_place(case, dtype, streamed, rng):
     for cols in COLUMNS:
         x, r = (rng.standard_normal((3, cols)).astype(dtype) for _ in range(2))
         op, arrays, options = CALLS[case](x, r, x[0].copy())
-        want = op(*arrays, **options)
-        want = want[0] if "residual" in options else want
+        expected = op(*arrays, **options)
+        expected = expected[0] if "residual" in options else expected
         for call in (streamed, lambda op, *a, **k: op(*a, **k)):
             mine, kept = x.copy(), r.copy()
             if "residual" in options:
                 options = {**options, "residual": kept, "residual_out": kept}
             call(op, mine, *arrays[1:], **options, out=mine)
-            assert mine.tobytes() == want.tobytes(), cols
+            assert mine.tobytes() == expected.tobytes(), cols
 
 
 GRADIENTS = {
@@ -109,28 +109,32 @@ def test_the_same_gradients(case, dtype, streamed, rng):
     for cols, offset, gap in PLACES:
         dy, x = (rng.standard_normal((3, cols)).astype(dtype) for _ in range(2))
         op, arrays, options = GRADIENTS[case](dy, x, rng.standard_normal(cols).astype(dtype))
-        want = [a.tobytes() for a in op(*arrays, **options)]
+        expected = [a.tobytes() for a in op(*arrays, **options)]
         out, frame = at(offset, np.zeros_like(x), gap)
-        assert [a.tobytes() for a in streamed(op, *arrays, **options, out=out)] == want, (cols, offset, gap)
+        assert [a.tobytes() for a in streamed(op, *arrays, **options, out=out)] == expected, (
+            cols,
+            offset,
+            gap,
+        )
         assert untouched(frame), (cols, offset, gap)
         for call in (streamed, lambda op, *a, **k: op(*a, **k)):
             in_place = dy.copy()
-            assert [a.tobytes() for a in call(op, in_place, *arrays[1:], **options, out=in_place)] == want, (
-                cols
-            )
+            assert [
+                a.tobytes() for a in call(op, in_place, *arrays[1:], **options, out=in_place)
+            ] == expected, cols
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_the_same_gradients_of_gates(activation, dtype, streamed, rng):
     for cols, offset, gap in PLACES:
         arrays = [rng.standard_normal((3, cols)).astype(dtype) for _ in range(3)]
-        want = gpu_ops.swiglu_backward(*arrays, activation=activation)
+        expected = gpu_ops.swiglu_backward(*arrays, activation=activation)
         for distance in (0, 3):  # the lines of both results begin at one place, or do not
             (dgate, frame), (dup, other) = (
                 at(o, np.zeros_like(arrays[0]), gap) for o in (offset, offset + distance)
             )
             streamed(gpu_ops.swiglu_backward, *arrays, activation=activation, out=(dgate, dup))
-            assert [dgate.tobytes(), dup.tobytes()] == [a.tobytes() for a in want], (cols, offset, gap)
+            assert [dgate.tobytes(), dup.tobytes()] == [a.tobytes() for a in expected], (cols, offset, gap)
             assert untouched(frame), (cols, offset, gap)
             assert untouched(other), (cols, offset, gap)
 
@@ -143,10 +147,10 @@ def test_the_same_rotation(interleaved, layout, dtype, streamed, rng):
         q = rng.standard_normal((2, 7, nheads, head_dim)).astype(dtype)
         q = np.ascontiguousarray(q.swapaxes(1, 2)) if layout == "bhsd" else q
         options = {"interleaved": interleaved, "layout": layout, "rotary_dim": max(2, head_dim // 4 * 2)}
-        want = gpu_ops.rope(q, **options)
+        expected = gpu_ops.rope(q, **options)
         close, frame = at(offset, np.zeros((1, q.size), dtype))
         streamed(gpu_ops.rope, q, **options, out=close.reshape(q.shape))
-        assert close.tobytes() == want.tobytes(), (nheads, head_dim, offset)
+        assert close.tobytes() == expected.tobytes(), (nheads, head_dim, offset)
         assert untouched(frame), (nheads, head_dim, offset)
         strided, frame = at(offset, np.zeros((q.size // head_dim, head_dim), dtype))
         strided = np.lib.stride_tricks.as_strided(
@@ -155,7 +159,7 @@ def test_the_same_rotation(interleaved, layout, dtype, streamed, rng):
             (*(strided.strides[0] * n for n in (q.shape[1] * q.shape[2], q.shape[2], 1)), q.itemsize),
         )
         streamed(gpu_ops.rope, q, **options, out=strided)
-        assert strided.tobytes() == want.tobytes(), (nheads, head_dim, offset)
+        assert strided.tobytes() == expected.tobytes(), (nheads, head_dim, offset)
         assert untouched(frame), (nheads, head_dim, offset)
 
 
@@ -168,12 +172,12 @@ def test_the_same_caches(normalised, dtype, streamed, rng):
         if normalised:
             options |= {f"{name}_weight": rng.standard_normal(head_dim).astype(dtype) for name in "qk"}
         caches = [np.zeros((2, 12, 3, head_dim), dtype) for _ in range(2)]
-        want = gpu_ops.rope_append_kv(q, k, v, *caches, **options)
+        expected = gpu_ops.rope_append_kv(q, k, v, *caches, **options)
         lines = [at(offset, np.zeros((1, x.size), dtype)) for x in (q, *caches)]
         out, *cache_views = (line.reshape(x.shape) for (line, _), x in zip(lines, (q, *caches), strict=True))
         streamed(gpu_ops.rope_append_kv, q, k, v, *cache_views, **options, out=out)
-        for got, exact in zip((out, *cache_views), (want, *caches), strict=True):
-            assert got.tobytes() == exact.tobytes(), (head_dim, offset)
+        for actual, exact in zip((out, *cache_views), (expected, *caches), strict=True):
+            assert actual.tobytes() == exact.tobytes(), (head_dim, offset)
         assert all(untouched(frame) for _, frame in lines), (head_dim, offset)
 
 

@@ -89,8 +89,8 @@ class Batch:
         more = {h: [int(self.rng.integers(97))] for h in self.texts}
         rows = read(self.cache, self.weights, self.config, more)
         self.cache.rollback()
-        wanted = dense([text + more[h] for h, text in self.texts.items()], self.weights, self.config)
-        np.testing.assert_allclose(rows, wanted, rtol=0, atol=1e-12)
+        expected = dense([text + more[h] for h, text in self.texts.items()], self.weights, self.config)
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=15)
@@ -116,12 +116,12 @@ def test_a_tree_beside_a_prompt_and_a_chain(rng):
     assert step.logit_rows.tolist() == [0, 1, 2, 3, 4, 9]
     rows = next_logits(WEIGHTS, CONFIG, batch.cache, step)
     texts = batch.texts
-    wanted = [
+    expected = [
         *([*texts[tree], *path] for path in ([1], [1, 2], [1, 3])),
         *([*texts[chain], *path] for path in ([4], [4, 5])),
         new[prompt],
     ]
-    np.testing.assert_allclose(rows, dense(wanted), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(rows, dense(expected), rtol=0, atol=1e-12)
     batch.cache.accept({tree: [0, 2], chain: []})
     assert batch.cache.tokens(tree) == [*texts[tree], 1, 3]
     assert batch.cache.tokens(chain) == texts[chain]
@@ -169,11 +169,11 @@ def test_quantized_pages_take_chains(dtype):
     cache = cache_for(weights, CONFIG, num_pages=9, page_size=4, dtype=dtype)
     chain, plain = cache.add(), cache.add()
     tokens = [1, 2, 3, 4, 5]
-    want = read(cache, weights, CONFIG, {plain: tokens})[0]
+    expected = read(cache, weights, CONFIG, {plain: tokens})[0]
     cache.rollback()
     rows = read(cache, weights, CONFIG, {chain: tokens}, parents={chain: range(-1, 4)})
     assert rows.shape == (5, 97)
-    np.testing.assert_allclose(rows[-1], want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rows[-1], expected, rtol=0, atol=1e-5)
     cache.accept({chain: range(3)})
     assert cache.tokens(chain) == tokens[:3]
 
@@ -208,8 +208,8 @@ def test_rows_move_in_every_dtype(dtype):
     slots = cache.reserve({a: [1]}).block_table[0, np.arange(2, 6) // 3] * 3 + np.arange(2, 6) % 3
     for layer in range(3):
         for sign, pages in ((1, cache.keys[layer]), (-1, cache.values[layer])):
-            want = sign * (layer * 10 + np.array([0, 2, 3, 6]))[:, None] + np.arange(3) / 4
-            assert (pages.reshape(-1, 3)[slots] == want).all()
+            expected = sign * (layer * 10 + np.array([0, 2, 3, 6]))[:, None] + np.arange(3) / 4
+            assert (pages.reshape(-1, 3)[slots] == expected).all()
 
 
 def test_a_move_that_fails_leaves_the_step_open(monkeypatch):

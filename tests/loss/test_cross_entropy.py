@@ -48,18 +48,18 @@ def check(backend, logits, targets, dloss=None, w=False, **options):
     if w:
         options["class_weight"] = rng.uniform(0.5, 2, logits.shape[-1]).astype(loss_dtype(dtype))
     loss, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True, **options, **backend)
-    want = reference.cross_entropy(logits, targets, return_lse=True, precision="float64", **options)
-    exact(loss, want[0], dtype)
-    exact(lse, want[1], dtype)
+    expected = reference.cross_entropy(logits, targets, return_lse=True, precision="float64", **options)
+    exact(loss, expected[0], dtype)
+    exact(lse, expected[1], dtype)
     if dloss is None:
         dloss = np.asarray(rng.standard_normal(loss.shape), loss.dtype)
     arguments = dloss, logits, targets, lse
     dlogits = gpu_ops.cross_entropy_backward(*arguments, **options, **backend)
-    want = reference.cross_entropy_backward(*arguments, **options, precision="float64")
+    expected = reference.cross_entropy_backward(*arguments, **options, precision="float64")
     if logits.shape[-1] == 1:  # textbook code has u == lse to the bit; in kernels lse is rounded
         arguments = *arguments[:3], lse * (1 + np.finfo(lse.dtype).eps)
     naive = reference.cross_entropy_backward(*arguments, **options, precision="naive")
-    close(dlogits, want, naive, dtype, GRADIENT, what="dlogits")
+    close(dlogits, expected, naive, dtype, GRADIENT, what="dlogits")
     assert not dlogits[targets == options.get("ignore_index", -100)].any()
     assert dlogits.dtype == dtype
     return loss, dlogits
@@ -135,8 +135,8 @@ def test_a_confident_row_keeps_its_digits(backend, dtype):
     others = np.exp(-12.0)
     assert loss == pytest.approx(np.log1p(7 * others), rel=1e-2)
     # 1 - p is a difference of float32 numbers near 1
-    want = (others - 8 * others * (np.arange(8) == 3)) / (1 + 7 * others)
-    np.testing.assert_allclose(dlogits[0].astype(np.float64), want, rtol=2e-2)
+    expected = (others - 8 * others * (np.arange(8) == 3)) / (1 + 7 * others)
+    np.testing.assert_allclose(dlogits[0].astype(np.float64), expected, rtol=2e-2)
 
 
 def logits_with_an_offset(dtype, vocab):
@@ -166,10 +166,10 @@ def test_logits_far_from_zero_keep_their_digits(backend, dtype, vocab, options):
     log_sum = np.log(np.exp(u).sum(axis=1, keepdims=True))
     hit = np.arange(vocab) == targets[:, None]
     shares = ((1 - smoothing) * hit + smoothing / vocab) * weight
-    want = np.sum(shares * (log_sum - u), axis=1)
+    expected = np.sum(shares * (log_sum - u), axis=1)
     want_dlogits = np.exp(u - log_sum) * shares.sum(axis=1, keepdims=True) - shares
     loss, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True, **options, **backend)
-    np.testing.assert_allclose(loss, want, rtol=2e-6)
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
     dlogits = gpu_ops.cross_entropy_backward(np.ones_like(loss), logits, targets, lse, **options, **backend)
     rounding = float(ml_dtypes.finfo(dtype).eps)
     np.testing.assert_allclose(dlogits.astype(np.float64), want_dlogits, rtol=rounding, atol=2e-6)
@@ -216,8 +216,8 @@ def test_backward_is_the_derivative(rng):
         dloss = rng.standard_normal(ahead.shape)
         _, lse = reference.cross_entropy(logits, targets, return_lse=True, **options)
         dlogits = reference.cross_entropy_backward(dloss, logits, targets, lse, **options)
-        want = np.sum(dlogits * direction)
-        assert np.sum(dloss * (ahead - behind)) / 2e-5 == pytest.approx(want, rel=1e-7)
+        expected = np.sum(dlogits * direction)
+        assert np.sum(dloss * (ahead - behind)) / 2e-5 == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.peers
@@ -230,14 +230,14 @@ def test_agrees_with_torch(reduction, smoothing, weighted, rng):
     weight = rng.uniform(0.5, 2, 37) if weighted else None
     z = torch.from_numpy(logits).requires_grad_()
     w = None if weight is None else torch.from_numpy(weight)
-    want = torch.nn.functional.cross_entropy(
+    expected = torch.nn.functional.cross_entropy(
         z, torch.from_numpy(targets), weight=w, reduction=reduction, label_smoothing=smoothing
     )
     options = {"class_weight": weight, "label_smoothing": smoothing, "reduction": reduction}
     loss, lse = gpu_ops.cross_entropy(logits, targets, return_lse=True, **options)
-    np.testing.assert_allclose(loss, want.detach().numpy(), rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=1e-13, atol=1e-14)
     dloss = np.asarray(rng.standard_normal(loss.shape))
-    want.backward(torch.from_numpy(dloss))
+    expected.backward(torch.from_numpy(dloss))
     dlogits = gpu_ops.cross_entropy_backward(dloss, logits, targets, lse, **options)
     np.testing.assert_allclose(dlogits, z.grad.numpy(), rtol=1e-12, atol=1e-15)
 

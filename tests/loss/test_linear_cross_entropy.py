@@ -82,13 +82,13 @@ def test_loss_and_gradients(backend, dtype, case, options, rng):
         options["dloss"] = rng.standard_normal(case[0]).astype(wide(dtype))
     loss, *gradients, lse = gpu_ops.linear_cross_entropy(*arrays, **options, **backend)
     options.pop("chunk", None)
-    want, naive = (
+    expected, naive = (
         reference.linear_cross_entropy(*arrays, **options, precision=p) for p in ("float64", "naive")
     )
-    exact(loss, want[0], dtype)
-    exact(lse, want[-1], dtype)
+    exact(loss, expected[0], dtype)
+    exact(lse, expected[-1], dtype)
     names = ("dx", "dweight", "dbias")[: len(gradients)]
-    for name, g, w, n in zip(names, gradients, want[1:-1], naive[1:-1], strict=True):
+    for name, g, w, n in zip(names, gradients, expected[1:-1], naive[1:-1], strict=True):
         assert g.shape == w.shape
         close_gradient(g, w, n, dtype, name)
     assert not gradients[0][arrays[2] == -100].any()
@@ -109,20 +109,20 @@ def test_logits_far_from_zero_keep_their_digits(backend, dtype, smoothing):
     loss, _, dweight = gpu_ops.linear_cross_entropy(x, weight.astype(dtype), targets, **options)
     np.testing.assert_allclose(loss, np.sum(shares * (log_sum - u), axis=0), rtol=2e-6)
     tolerance = float(ml_dtypes.finfo(dtype).eps)  # dlogits are rounded to the dtype
-    want = np.exp(u - log_sum) - shares
-    np.testing.assert_allclose(dweight[:, 0], want[:, 0], rtol=tolerance, atol=1e-9)
-    np.testing.assert_allclose(dweight[:, 1:], want[:, 1:], rtol=tolerance, atol=1e-6)
+    expected = np.exp(u - log_sum) - shares
+    np.testing.assert_allclose(dweight[:, 0], expected[:, 0], rtol=tolerance, atol=1e-9)
+    np.testing.assert_allclose(dweight[:, 1:], expected[:, 1:], rtol=tolerance, atol=1e-6)
 
 
 def test_a_vocabulary_of_odd_length(dtype, rng):
     arrays, _ = problem(rng, ((5,), 48, 32001), dtype)
     loss, dx, dweight = gpu_ops.linear_cross_entropy(*arrays, grads=True)
-    want, naive = (
+    expected, naive = (
         reference.linear_cross_entropy(*arrays, grads=True, precision=p) for p in ("float64", "naive")
     )
-    assert abs(loss - want[0]) <= (1e-13 if dtype == np.float64 else 1e-6) * want[0]
-    close_gradient(dx, want[1], naive[1], dtype, "dx")
-    close_gradient(dweight, want[2], naive[2], dtype, "dweight")
+    assert abs(loss - expected[0]) <= (1e-13 if dtype == np.float64 else 1e-6) * expected[0]
+    close_gradient(dx, expected[1], naive[1], dtype, "dx")
+    close_gradient(dweight, expected[2], naive[2], dtype, "dweight")
 
 
 def test_without_gradients(backend, rng):
@@ -147,13 +147,13 @@ def test_gradients_add_up(backend, dtype, rng):
         assert sums_out[0] is dweight
         assert sums_out[1] is dbias
         losses.append(loss)
-    want, naive = (
+    expected, naive = (
         reference.linear_cross_entropy(x, weight, targets, bias=bias, grads=True, precision=p)
         for p in ("float64", "naive")
     )
-    exact(np.asarray(sum(losses)), want[0], dtype)
-    close_gradient(dweight, want[2], naive[2], dtype, "dweight")
-    close_gradient(dbias, want[3], naive[3], dtype, "dbias")
+    exact(np.asarray(sum(losses)), expected[0], dtype)
+    close_gradient(dweight, expected[2], naive[2], dtype, "dweight")
+    close_gradient(dbias, expected[3], naive[3], dtype, "dbias")
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -295,8 +295,8 @@ def test_gradients_are_the_derivative(rng):
         dloss = rng.standard_normal((2, 3) if reduction == "none" else ())
         _, *grads = loss(0.0, reduction=reduction, grads=True, dloss=dloss)
         slope = (loss(1e-5, reduction=reduction) - loss(-1e-5, reduction=reduction)) / 2e-5
-        want = sum(np.sum(g * ways[name]) for name, g in zip(ways, grads, strict=True))
-        assert np.sum(dloss * slope) == pytest.approx(want, rel=1e-7)
+        expected = sum(np.sum(g * ways[name]) for name, g in zip(ways, grads, strict=True))
+        assert np.sum(dloss * slope) == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.peers
@@ -305,11 +305,11 @@ def test_agrees_with_torch(rng):
     (x, weight, targets), bias = problem(rng, ((20,), 9, 37), np.dtype(np.float64))
     leaves = [torch.from_numpy(a).requires_grad_() for a in (x, weight, bias)]
     logits = torch.nn.functional.linear(*leaves)
-    want = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets), label_smoothing=0.1)
-    want.backward()
+    expected = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets), label_smoothing=0.1)
+    expected.backward()
     loss, *grads = gpu_ops.linear_cross_entropy(
         x, weight, targets, bias=bias, grads=True, label_smoothing=0.1
     )
-    assert loss == pytest.approx(float(want.detach()), rel=1e-13)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-13)
     for g, leaf in zip(grads, leaves, strict=True):
         np.testing.assert_allclose(g, leaf.grad.numpy(), rtol=1e-11, atol=1e-14)

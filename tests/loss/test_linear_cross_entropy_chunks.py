@@ -30,14 +30,14 @@ def test_chunks_change_no_bits_of_rows(dtype, case, rng):
     """On the CPU, losses, lse and dx have the same bits for any chunk; dweight differs by roundings."""
     arrays, bias = problem(rng, *case, dtype)
     options = {"bias": bias, "grads": True, "return_lse": True, "softcap": 20.0}
-    want = gpu_ops.linear_cross_entropy(*arrays, **options)
+    expected = gpu_ops.linear_cross_entropy(*arrays, **options)
     for chunk in (7, 64, 200):
         results = gpu_ops.linear_cross_entropy(*arrays, **options, chunk=chunk)
         for i in (0, 1, 4):
-            assert results[i].tobytes() == want[i].tobytes()
-        scale = np.abs(want[2]).max()
+            assert results[i].tobytes() == expected[i].tobytes()
+        scale = np.abs(expected[2]).max()
         np.testing.assert_allclose(
-            results[2], want[2], rtol=0, atol=(1e-13 if dtype == np.float64 else 1e-5) * scale
+            results[2], expected[2], rtol=0, atol=(1e-13 if dtype == np.float64 else 1e-5) * scale
         )
 
 
@@ -56,17 +56,20 @@ def test_chunks_cost_no_accuracy(rng):
     """In bfloat16, a gradient summed over 64 chunks errs at most by the sum of the roundings of its terms."""
     (x, weight, targets), _ = problem(rng, 512, 32, 100, BF16)
     arrays = x, weight, targets
-    want = reference.linear_cross_entropy(*arrays, grads=True, precision="float64")[2]
+    expected = reference.linear_cross_entropy(*arrays, grads=True, precision="float64")[2]
     exact_x, table = x.astype(np.float64), weight.astype(np.float64)
     probs = np.exp(exact_x @ table.T)
     dlogits = (probs / probs.sum(-1, keepdims=True) - np.eye(100)[targets]) / 512
     bound = 2.0**-8 * (np.abs(dlogits).T @ np.abs(exact_x)).max()
     for chunk in (8, 512):
-        assert np.abs(gpu_ops.linear_cross_entropy(*arrays, grads=True, chunk=chunk)[2] - want).max() <= bound
+        assert (
+            np.abs(gpu_ops.linear_cross_entropy(*arrays, grads=True, chunk=chunk)[2] - expected).max()
+            <= bound
+        )
     rounded = np.zeros_like(weight)
     for rows in np.split(np.arange(512), 64):  # the fault: sums between chunks in bfloat16
         rounded = (rounded + dlogits[rows].T @ exact_x[rows]).astype(BF16)
-    assert np.abs(rounded - want).max() > bound
+    assert np.abs(rounded - expected).max() > bound
 
 
 def test_memory_on_the_cpu(monkeypatch, rng):

@@ -93,8 +93,8 @@ def train(pool, batch, seqlen, dtype):
 def test_what_fits_runs_under_the_limit_and_one_more_does_not(run, dtype, sought):
     sizes = {name: n for name, n in SIZES.items() if name != sought}
     estimate = memory.estimate if run is train else memory.estimate_inference
-    wanted = estimate(CONFIG, **{sought: 7}, **sizes, dtype=dtype).peak
-    for budget in (wanted, wanted + 1000):
+    expected = estimate(CONFIG, **{sought: 7}, **sizes, dtype=dtype).peak
+    for budget in (expected, expected + 1000):
         limit = memory.fit(CONFIG, budget, **sizes, train=run is train, dtype=dtype)
         assert limit >= 7
         with memory.limit(budget) as pool:
@@ -154,10 +154,10 @@ def test_an_arena_holds_a_pass_of_inference():
         models.logits(ids, weights, config)
     arena = memory.Arena(trace)
     assert arena.nbytes <= 1.05 * largest_live_set(trace.buffers)
-    want = models.logits(ids, weights, config)
+    expected = models.logits(ids, weights, config)
     for _ in range(2):
         with arena:
             logits = models.logits(ids, weights, config)
-            assert np.array_equal(logits, want)
+            assert np.array_equal(logits, expected)
             del logits
     assert inference.generate(weights, config, [[1]], max_new_tokens=1)

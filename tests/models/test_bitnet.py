@@ -56,8 +56,8 @@ def test_projections_are_packed(kind, folder):
             (layer.down, "mlp", ("down",)),
         ):
             parts = [modules[f"model.layers.{i}.{at}.{name}_proj"] for name in names]
-            want = np.concatenate([t * (s if kind == "autobitlinear" else 1 / s) for t, s in parts])
-            np.testing.assert_allclose(array.dequantize(), want, rtol=1e-7)
+            expected = np.concatenate([t * (s if kind == "autobitlinear" else 1 / s) for t, s in parts])
+            np.testing.assert_allclose(array.dequantize(), expected, rtol=1e-7)
 
 
 def test_it_runs_and_its_norms_train(folder):

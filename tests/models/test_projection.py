@@ -199,8 +199,8 @@ def test_int8_from_the_norm_is_what_project_multiplies(dtype):
     np.testing.assert_array_equal(codes.q, q)
     y = project(codes, Int8Input(w), bias, residual)
     assert y.dtype == dtype
-    want = gpu_ops.ternary_matmul(q, w, x_scale=scale, out_dtype=dtype)
-    np.testing.assert_array_equal(y, want + bias + residual)
+    expected = gpu_ops.ternary_matmul(q, w, x_scale=scale, out_dtype=dtype)
+    np.testing.assert_array_equal(y, expected + bias + residual)
     # with float inputs, as for the matrix alone
     np.testing.assert_array_equal(normed(x, norm, w, eps=1e-3), gpu_ops.rmsnorm(x, norm, eps=1e-3))
     np.testing.assert_array_equal(project(x, Int8Input(w), bias), project(x, w, bias))
@@ -230,12 +230,12 @@ def test_inference_takes_int8_where_the_weights_ask_for_it(monkeypatch):
             cache.commit()
         return np.concatenate(actual)
 
-    want = logits(plain)
+    expected = logits(plain)
     assert not calls
     actual = logits(int8_model)
     assert [rows for rows, _ in calls] == [7] * 2 * BIASED.nlayers + [1] * 2 * BIASED.nlayers
-    assert np.linalg.norm(actual - want) < 0.02 * np.linalg.norm(want)
-    assert not np.array_equal(actual, want)
+    assert np.linalg.norm(actual - expected) < 0.02 * np.linalg.norm(expected)
+    assert not np.array_equal(actual, expected)
     ids = tokens((1, 6))
     np.testing.assert_array_equal(models.logits(ids, int8_model, BIASED), models.logits(ids, plain, BIASED))
 

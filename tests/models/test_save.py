@@ -79,11 +79,11 @@ def test_dtypes(dtype, tmp_path):
     weights = made(dtype=dtype)
     models.save(tmp_path, weights, CONFIG)
     assert same(models.load(tmp_path)[0], weights)
-    for wanted in ("float32", np.float64, ml_dtypes.bfloat16):
-        arrays = models.load(tmp_path, dtype=wanted)[0].arrays()
+    for expected in ("float32", np.float64, ml_dtypes.bfloat16):
+        arrays = models.load(tmp_path, dtype=expected)[0].arrays()
         for name, x in weights.arrays().items():
-            assert arrays[name].dtype == wanted
-            np.testing.assert_array_equal(arrays[name], x.astype(wanted))
+            assert arrays[name].dtype == expected
+            np.testing.assert_array_equal(arrays[name], x.astype(expected))
 
 
 def test_strided_weights_are_saved(tmp_path):

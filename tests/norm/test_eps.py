@@ -39,8 +39,8 @@ def with_zeros(name, dtype):
 def test_a_row_of_zeros_gives_zeros(name, dtype, eps, backend):
     problem = with_zeros(name, dtype)
     results = outcome(problem, eps=eps, **backend)
-    want = outcome(with_zeros(name, dtype), eps=1e-30 if dtype != np.float16 else eps, **backend)
-    for f, w in zip(results, want, strict=True):
+    expected = outcome(with_zeros(name, dtype), eps=1e-30 if dtype != np.float16 else eps, **backend)
+    for f, w in zip(results, expected, strict=True):
         assert not np.isnan(f.astype(np.float64)).any()
         is_statistic = f.ndim < problem.arrays[next(iter(problem.arrays))].ndim
         if not is_statistic:  # 1e-30 changes no bit of the other rows

@@ -83,11 +83,11 @@ def check_forward(norm, x, weight, residual, *, sms=None):
     y, s, *statistics = forward(norm, x, weight, residual, sms=sms)
     reference = vars({"rmsnorm": rmsnorm_reference, "layernorm": layernorm_reference}[norm])
     bias = {"bias": weight} if norm == "layernorm" else {}
-    want, naive = (
+    expected, naive = (
         reference[norm](x, weight, eps=EPS, residual=residual, **bias, precision=p)[0]
         for p in ("float64", "naive")
     )
-    close(y, want, naive, x.dtype, what="y")
+    close(y, expected, naive, x.dtype, what="y")
     without, *_ = forward(norm, x, weight, residual, keep_sum=False, sms=sms)
     assert without.tobytes() == y.tobytes()
     return y, s, *statistics
@@ -96,14 +96,14 @@ def check_forward(norm, x, weight, residual, *, sms=None):
 def check_backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
     """Check against the reference; return the gradients."""
     reference = vars({"rmsnorm": rmsnorm_reference, "layernorm": layernorm_reference}[norm])
-    got = backward(norm, dy, x, weight, *statistics, dresidual=dresidual, sms=sms)
-    want, naive = (
+    actual = backward(norm, dy, x, weight, *statistics, dresidual=dresidual, sms=sms)
+    expected, naive = (
         reference[f"{norm}_backward"](dy, x, weight, *statistics, dresidual=dresidual, precision=p)
         for p in ("float64", "naive")
     )
-    for g, w, n in zip(got, want, naive, strict=True):
+    for g, w, n in zip(actual, expected, naive, strict=True):
         close(g, w, n, x.dtype, GRADIENT)
-    return got
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_teams_of_a_small_card(norm, dtype, shape, sms, rng):
     x, dy = random(rng, shape, dtype), random(rng, shape, dtype)
     weight = random(rng, shape[1:], dtype)
     _, _, *statistics = forward(norm, x, weight)
-    got = check_backward(norm, dy, x, weight, *statistics, sms=sms)
+    actual = check_backward(norm, dy, x, weight, *statistics, sms=sms)
     again = backward(norm, dy.copy(), x.copy(), weight.copy(), *statistics, sms=sms)
-    assert [a.tobytes() for a in got] == [a.tobytes() for a in again]
+    assert [a.tobytes() for a in actual] == [a.tobytes() for a in again]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_teams_of_a_small_card_in_the_forward(norm, dtype, shape, sms, rng, monk
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_86")
     x, residual = random(rng, shape, dtype), random(rng, shape, dtype)
     weight = random(rng, shape[1:], dtype)
-    got = check_forward(norm, x, weight, residual, sms=sms)
+    actual = check_forward(norm, x, weight, residual, sms=sms)
     again = forward(norm, x.copy(), weight.copy(), residual.copy(), sms=sms)
-    assert [a.tobytes() for a in got] == [a.tobytes() for a in again]
+    assert [a.tobytes() for a in actual] == [a.tobytes() for a in again]
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -155,8 +155,8 @@ def test_a_team_of_huge_numbers(norm, rng, monkeypatch):
     x, weight = rng.uniform(1, 2, (3, 12288)).astype(F32), np.ones(12288, F32)
     scale = np.array([[1], [2.0**126], [1]], F32)
     y, _, *statistics = forward(norm, x, weight, sms=1)
-    got, _, *got_statistics = forward(norm, x * scale, weight, sms=1)
-    np.testing.assert_allclose(got, y, rtol=0, atol=3e-4)  # eps adds to the variance of the other rows
+    actual, _, *got_statistics = forward(norm, x * scale, weight, sms=1)
+    np.testing.assert_allclose(actual, y, rtol=0, atol=3e-4)  # eps adds to the variance of the other rows
     for name, a, b in zip(("rstd", "mean"), statistics[::-1], got_statistics[::-1], strict=False):
         factor = 1 / scale[:, 0] if name == "rstd" else scale[:, 0]
         np.testing.assert_allclose(b, a * factor, rtol=1e-4)
@@ -173,9 +173,9 @@ def test_misaligned_rows_give_the_same_bits(norm, cols, dtype, rng):
     padded[:, 1:] = x
     y, _, *statistics = forward(norm, x, weight)
     got_y, _, *got_statistics = forward(norm, padded[:, 1:], weight)
-    want = y, *statistics, *backward(norm, dy, x, weight, *statistics)
-    got = got_y, *got_statistics, *backward(norm, dy, padded[:, 1:], weight, *statistics)
-    assert [a.tobytes() for a in got] == [a.tobytes() for a in want]
+    expected = y, *statistics, *backward(norm, dy, x, weight, *statistics)
+    actual = got_y, *got_statistics, *backward(norm, dy, padded[:, 1:], weight, *statistics)
+    assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
 
 
 @pytest.mark.parametrize("rows", [8192, 40_000])
@@ -209,13 +209,13 @@ def test_each_element_moves_once(norm, dtype, shape, rng):
         backward(norm, dy, s, weight, *statistics, dresidual=ds)
     moved = [{b.name: (b.bytes_read, b.bytes_written) for b in p.buffers} for p in profiles]
     read, written = (x.nbytes, 0), (0, x.nbytes)
-    for got, want in (
+    for actual, expected in (
         (moved[0], {"x": read, "residual": read, "y": written, "s": written, "rstd": (0, 4 * shape[0])}),
         (moved[1], {"dy": read, "x": read, "dresidual": read, "dx": written}),
         (moved[2], {"dweight": (0, 4 * shape[1])}),
     ):
-        for name in want:
-            assert got[{"x": "s"}.get(name, name) if name not in got else name] == want[name], name
+        for name in expected:
+            assert actual[{"x": "s"}.get(name, name) if name not in actual else name] == expected[name], name
     for profile in profiles[:2]:
         vectors = [i for i in profile.instructions if i.global_requests and ".v4" in i.form]
         assert len(vectors) >= 4

@@ -32,23 +32,23 @@ def test_forward_and_backward(backend, dtype, shape, rng):
     x, dy = random(rng, shape, dtype, 2), random(rng, shape, dtype)
     weight, bias = random(rng, shape[-1:], dtype), random(rng, shape[-1:], dtype)
     y, mean, rstd = gpu_ops.layernorm(x, weight, bias, return_stats=True, **backend)
-    want, naive = references(reference.layernorm, x, weight, bias, return_stats=True)
+    expected, naive = references(reference.layernorm, x, weight, bias, return_stats=True)
     assert (y.dtype, y.shape) == (dtype, shape)
-    close(y, want[0], naive[0], dtype, what="y")
+    close(y, expected[0], naive[0], dtype, what="y")
     statistics = np.float64 if dtype == np.float64 else np.float32
     tiny = 1e-13 if dtype == np.float64 else 3e-7
-    for got, exact in ((mean, want[1]), (rstd, want[2])):
-        assert (got.dtype, got.shape) == (statistics, shape[:-1])
-        np.testing.assert_allclose(got, exact, rtol=tiny, atol=tiny)
+    for actual, exact in ((mean, expected[1]), (rstd, expected[2])):
+        assert (actual.dtype, actual.shape) == (statistics, shape[:-1])
+        np.testing.assert_allclose(actual, exact, rtol=tiny, atol=tiny)
 
-    got = gpu_ops.layernorm_backward(dy, x, weight, mean, rstd, **backend)
-    want, naive = references(reference.layernorm_backward, dy, x, weight, mean, rstd)
-    assert (got[0].dtype, got[0].shape) == (dtype, shape)
-    assert got[1].dtype == got[2].dtype == statistics
-    for name, g, w, n in zip(("dx", "dweight", "dbias"), got, want, naive, strict=True):
+    actual = gpu_ops.layernorm_backward(dy, x, weight, mean, rstd, **backend)
+    expected, naive = references(reference.layernorm_backward, dy, x, weight, mean, rstd)
+    assert (actual[0].dtype, actual[0].shape) == (dtype, shape)
+    assert actual[1].dtype == actual[2].dtype == statistics
+    for name, g, w, n in zip(("dx", "dweight", "dbias"), actual, expected, naive, strict=True):
         close(g, w, n, dtype, GRADIENT, what=name)
     magnitude = np.abs(dy.astype(np.float64)).reshape(-1, shape[-1]).sum(axis=0)
-    assert (np.abs(got[2] - want[2]) <= 4e-6 * magnitude + 1e-30).all()
+    assert (np.abs(actual[2] - expected[2]) <= 4e-6 * magnitude + 1e-30).all()
 
 
 def test_residual_and_no_bias(backend, dtype, rng):
@@ -62,9 +62,9 @@ def test_residual_and_no_bias(backend, dtype, rng):
     assert [a.tobytes() for a in alone] == [a.tobytes() for a in (y, mean, rstd)]
 
     dx, dweight, _ = gpu_ops.layernorm_backward(dy, s, weight, mean, rstd, dresidual=ds, **backend)
-    want, naive = references(reference.layernorm_backward, dy, s, weight, mean, rstd, dresidual=ds)
-    close(dx, want[0], naive[0], dtype, GRADIENT, what="dx")
-    close(dweight, want[1], naive[1], dtype, GRADIENT, what="dweight")
+    expected, naive = references(reference.layernorm_backward, dy, s, weight, mean, rstd, dresidual=ds)
+    close(dx, expected[0], naive[0], dtype, GRADIENT, what="dx")
+    close(dweight, expected[1], naive[1], dtype, GRADIENT, what="dweight")
 
 
 @pytest.mark.parametrize("given", [("dweight",), ("dbias",), ("dweight", "dbias")], ids="-".join)
@@ -170,17 +170,17 @@ def test_numbers_whose_sums_and_squares_leave_the_range(backend, dtype, rng):
         x = ((np.where(rng.standard_normal((3, 999)) < 0, -0.5, 0.5) + center) * large).astype(dtype)
         y, mean, rstd = gpu_ops.layernorm(x, np.ones(999, dtype), return_stats=True, **backend)
         scaled = x.astype(np.float64) / large
-        want = (scaled - scaled.mean(axis=-1, keepdims=True)) / scaled.std(axis=-1, keepdims=True)
-        np.testing.assert_allclose(y.astype(np.float64), want, rtol=1e-6 if dtype.itemsize > 2 else 8e-3)
+        expected = (scaled - scaled.mean(axis=-1, keepdims=True)) / scaled.std(axis=-1, keepdims=True)
+        np.testing.assert_allclose(y.astype(np.float64), expected, rtol=1e-6 if dtype.itemsize > 2 else 8e-3)
         np.testing.assert_allclose(mean / large, scaled.mean(axis=-1), rtol=1e-6, atol=1e-7)
         assert (rstd > 0).all()
     small = {"float16": 1e-4, "bfloat16": 1e-18, "float32": 1e-18, "float64": 1e-150}[dtype.name]
     eps = {"float16": 1e-12, "bfloat16": 1e-40, "float32": 1e-40, "float64": 1e-305}[dtype.name]
     x = random(rng, (4, 500), dtype, small)
     scaled = x.astype(np.float64)
-    want = 1 / np.sqrt(scaled.var(axis=-1) + eps)
+    expected = 1 / np.sqrt(scaled.var(axis=-1) + eps)
     _, _, rstd = gpu_ops.layernorm(x, np.ones(500, dtype), eps=eps, return_stats=True, **backend)
-    np.testing.assert_allclose(rstd, want, rtol=2e-6)
+    np.testing.assert_allclose(rstd, expected, rtol=2e-6)
 
 
 def test_nan_and_infinity_stay_in_their_row(backend, dtype, rng):
@@ -223,9 +223,9 @@ def test_torch_agrees():
     x, dy = (torch.randn(9, 77, generator=generator, dtype=torch.float64) for _ in range(2))
     weight, bias = (torch.randn(77, generator=generator, dtype=torch.float64) for _ in range(2))
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    want = torch.nn.functional.layer_norm(leaves[0], (77,), *leaves[1:])
-    want.backward(dy)
+    expected = torch.nn.functional.layer_norm(leaves[0], (77,), *leaves[1:])
+    expected.backward(dy)
     y, mean, rstd = gpu_ops.layernorm(x, weight, bias, return_stats=True)
-    torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-13)
-    for got, leaf in zip(gpu_ops.layernorm_backward(dy, x, weight, mean, rstd), leaves, strict=True):
-        torch.testing.assert_close(got, leaf.grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(y, expected.detach(), rtol=1e-12, atol=1e-13)
+    for actual, leaf in zip(gpu_ops.layernorm_backward(dy, x, weight, mean, rstd), leaves, strict=True):
+        torch.testing.assert_close(actual, leaf.grad, rtol=1e-11, atol=1e-12)

@@ -21,6 +21,6 @@ def test_a_sum_that_overflows_is_taken_in_float64(norm, rows, rng):
     with np.errstate(over="ignore"):  # dweight may
         assert np.isinf(np.sum(dy[0] * x[0] * statistics[-1][0], dtype=np.float32))
         dx, *_ = backward(dy, x, weight, *statistics)
-        want, *_ = backward(dy, x, weight, *statistics, backend="reference")
+        expected, *_ = backward(dy, x, weight, *statistics, backend="reference")
     scale = np.abs(dy).max(axis=1, keepdims=True)
-    np.testing.assert_allclose(dx / scale, want / scale, atol=1e-6)
+    np.testing.assert_allclose(dx / scale, expected / scale, atol=1e-6)

@@ -69,11 +69,11 @@ def test_casting_modes_round_where_they_say(dtype: np.dtype[Any], weight_offset:
         "fp32": (n * gain).astype(dtype),
     }
     for casting, want in expected.items():
-        got = ref_rmsnorm.rmsnorm(x, weight, weight_offset=weight_offset, casting=casting)  # type: ignore[arg-type]
-        assert isinstance(got, np.ndarray)
-        assert got.dtype == dtype
+        actual = ref_rmsnorm.rmsnorm(x, weight, weight_offset=weight_offset, casting=casting)  # type: ignore[arg-type]
+        assert isinstance(actual, np.ndarray)
+        assert actual.dtype == dtype
         # 1 / sqrt against a division: a last bit of float64 may differ, which no narrower dtype shows here
-        assert got.tobytes() == want.tobytes(), casting
+        assert actual.tobytes() == want.tobytes(), casting
     assert expected["llama"].tobytes() != expected["fp32"].tobytes()
 
 

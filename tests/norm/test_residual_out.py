@@ -25,41 +25,41 @@ def op(request):
 def test_residual_out(op, backend, dtype, shape, rng):
     x, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
     weight = rng.standard_normal(shape[-1:]).astype(dtype)
-    want = [a.tobytes() for a in op(x, weight, residual=residual, **backend)]
+    expected = [a.tobytes() for a in op(x, weight, residual=residual, **backend)]
 
     y, s = np.full_like(x, 7), np.full_like(x, 7)
-    got = op(x, weight, residual=residual, out=y, residual_out=s, **backend)
-    assert got[0] is y
-    assert got[1] is s
-    assert [a.tobytes() for a in got] == want
+    actual = op(x, weight, residual=residual, out=y, residual_out=s, **backend)
+    assert actual[0] is y
+    assert actual[1] is s
+    assert [a.tobytes() for a in actual] == expected
 
     padded = np.full((*shape[:-1], shape[-1] + 9), 7, dtype)
     inside = padded[..., 4:-5]
-    _, got = op(x, weight, residual=residual, residual_out=inside, **backend)
-    assert got is inside
-    assert inside.tobytes() == want[1]
+    _, actual = op(x, weight, residual=residual, residual_out=inside, **backend)
+    assert actual is inside
+    assert inside.tobytes() == expected[1]
     assert (padded[..., :4] == 7).all()
     assert (padded[..., -5:] == 7).all()
 
     mine, stream = x.copy(), residual.copy()  # in place, as a layer in a residual stream runs
     op(mine, weight, residual=stream, out=mine, residual_out=stream, **backend)
-    assert [mine.tobytes(), stream.tobytes()] == want
+    assert [mine.tobytes(), stream.tobytes()] == expected
 
 
 @pytest.mark.parametrize("shape", [(5, 1001), (0, 8), (2, 3, 128)], ids=str)
 def test_without_the_sum(op, backend, dtype, shape, rng):
     x, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
     weight = rng.standard_normal(shape[-1:]).astype(dtype)
-    want = op(x, weight, residual=residual, **backend)[0].tobytes()
+    expected = op(x, weight, residual=residual, **backend)[0].tobytes()
     y = op(x, weight, residual=residual, return_sum=False, **backend)
-    assert y.tobytes() == want
+    assert y.tobytes() == expected
     statistics = {"return_rstd" if op is gpu_ops.rmsnorm else "return_stats": True}
     y, *statistics = op(x, weight, residual=residual, return_sum=False, **statistics, **backend)
     assert [a.shape for a in statistics] == [shape[:-1]] * len(statistics)
 
     mine, stream = x.copy(), residual.copy()
     assert op(mine, weight, residual=stream, return_sum=False, out=mine, **backend) is mine
-    assert mine.tobytes() == want
+    assert mine.tobytes() == expected
     assert stream.tobytes() == residual.tobytes()
 
     alone = op(x, weight, return_sum=False, **backend)  # without a residual there is no sum

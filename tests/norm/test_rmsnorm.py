@@ -38,24 +38,24 @@ def test_forward_and_backward(backend, dtype, shape, casting, rng):
     weight = random(rng, shape[-1:], dtype)
     options = {"casting": casting, "weight_offset": 1.0 if casting == "gemma" else 0.0}
     y, rstd = gpu_ops.rmsnorm(x, weight, eps=1e-5, return_rstd=True, **options, **backend)
-    (want, want_rstd), (naive, _) = forward_references(x, weight, eps=1e-5, **options)
+    (expected, want_rstd), (naive, _) = forward_references(x, weight, eps=1e-5, **options)
     assert (y.dtype, y.shape) == (dtype, shape)
-    close(y, want, naive, dtype, what="y")
+    close(y, expected, naive, dtype, what="y")
     statistics = np.float64 if dtype == np.float64 else np.float32
     assert (rstd.dtype, rstd.shape) == (statistics, shape[:-1])
     np.testing.assert_allclose(rstd, want_rstd, rtol=1e-13 if dtype == np.float64 else 2e-7)
 
     dx, dweight = gpu_ops.rmsnorm_backward(dy, x, weight, rstd, **options, **backend)
-    want, naive = (
+    expected, naive = (
         reference.rmsnorm_backward(dy, x, weight, rstd, precision=p, **options) for p in ("float64", "naive")
     )
     assert (dx.dtype, dx.shape, dweight.dtype) == (dtype, shape, statistics)
-    close(dx, want[0], naive[0], dtype, GRADIENT, what="dx")
-    close(dweight, want[1], naive[1], dtype, GRADIENT, what="dweight")
+    close(dx, expected[0], naive[0], dtype, GRADIENT, what="dx")
+    close(dweight, expected[1], naive[1], dtype, GRADIENT, what="dweight")
     if casting != "llama":  # whose products have a rounded factor: elsewhere the sum is float32 throughout
         n = x.astype(np.float64) * np.asarray(rstd, np.float64)[..., None]
         magnitude = np.abs(dy.astype(np.float64) * n).reshape(-1, shape[-1]).sum(axis=0)
-        assert (np.abs(dweight - want[1]) <= 4e-6 * magnitude + 1e-30).all()
+        assert (np.abs(dweight - expected[1]) <= 4e-6 * magnitude + 1e-30).all()
 
 
 @pytest.mark.parametrize("casting", CASTINGS)
@@ -63,8 +63,8 @@ def test_residual(backend, dtype, casting, rng):
     x, residual, dy, ds = (random(rng, (9, 321), dtype) for _ in range(4))
     weight = random(rng, (321,), dtype)
     y, s, rstd = gpu_ops.rmsnorm(x, weight, residual=residual, casting=casting, return_rstd=True, **backend)
-    (want, _, _), (naive, _, _) = forward_references(x, weight, residual=residual, casting=casting)
-    close(y, want, naive, dtype, what="y")
+    (expected, _, _), (naive, _, _) = forward_references(x, weight, residual=residual, casting=casting)
+    close(y, expected, naive, dtype, what="y")
     exact = (x.astype(np.float64) + residual.astype(np.float64)).astype(dtype)
     assert s.tobytes() == exact.tobytes()
     # y is the norm of s as stored, not of the wider sum
@@ -73,12 +73,12 @@ def test_residual(backend, dtype, casting, rng):
     assert rstd.tobytes() == rstd_alone.tobytes()
 
     dx, dweight = gpu_ops.rmsnorm_backward(dy, s, weight, rstd, dresidual=ds, casting=casting, **backend)
-    want, naive = (
+    expected, naive = (
         reference.rmsnorm_backward(dy, s, weight, rstd, dresidual=ds, casting=casting, precision=p)
         for p in ("float64", "naive")
     )
-    close(dx, want[0], naive[0], dtype, GRADIENT, what="dx")
-    close(dweight, want[1], naive[1], dtype, GRADIENT, what="dweight")
+    close(dx, expected[0], naive[0], dtype, GRADIENT, what="dx")
+    close(dweight, expected[1], naive[1], dtype, GRADIENT, what="dweight")
 
 
 def test_the_gradient_of_weight_adds_up_over_parts(backend, dtype, rng):
@@ -167,9 +167,11 @@ def test_small_values_keep_their_digits(backend, dtype, rng):
     eps = {"float16": 1e-12, "bfloat16": 1e-40, "float32": 1e-40, "float64": 1e-305}[dtype.name]
     y = gpu_ops.rmsnorm(x, weight, eps=eps, **backend)
     exact_x = x.astype(np.float64)
-    want = exact_x / np.sqrt(np.mean(np.square(exact_x), axis=-1, keepdims=True) + eps)
+    expected = exact_x / np.sqrt(np.mean(np.square(exact_x), axis=-1, keepdims=True) + eps)
     rtol = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-13}[dtype.name]
-    np.testing.assert_allclose(y.astype(np.float64), want, rtol=rtol, atol=1e-7 if dtype == np.float16 else 0)
+    np.testing.assert_allclose(
+        y.astype(np.float64), expected, rtol=rtol, atol=1e-7 if dtype == np.float16 else 0
+    )
 
 
 def test_nan_and_infinity_stay_in_their_row(backend, dtype, rng):
@@ -191,8 +193,8 @@ def test_nan_and_infinity_stay_in_their_row(backend, dtype, rng):
 def test_residual_may_be_x_itself(backend, dtype, rng):
     x, weight = random(rng, (3, 77), dtype), np.ones(77, dtype)
     y, s = gpu_ops.rmsnorm(x, weight, residual=x, **backend)
-    want = gpu_ops.rmsnorm(x, weight, residual=x.copy(), **backend)
-    assert (y.tobytes(), s.tobytes()) == (want[0].tobytes(), want[1].tobytes())
+    expected = gpu_ops.rmsnorm(x, weight, residual=x.copy(), **backend)
+    assert (y.tobytes(), s.tobytes()) == (expected[0].tobytes(), expected[1].tobytes())
 
 
 def test_dweight_has_the_same_bits_every_time(rng):
@@ -247,11 +249,11 @@ def test_torch_agrees():
     x, dy = (torch.randn(9, 77, generator=generator, dtype=torch.float64) for _ in range(2))
     weight = torch.randn(77, generator=generator, dtype=torch.float64)
     leaf, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    want = torch.nn.functional.rms_norm(leaf, (77,), gain, eps=1e-6)
-    want.backward(dy)
+    expected = torch.nn.functional.rms_norm(leaf, (77,), gain, eps=1e-6)
+    expected.backward(dy)
     y, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True)
     assert isinstance(y, torch.Tensor)
-    torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(y, expected.detach(), rtol=1e-12, atol=1e-13)
     dx, dweight = gpu_ops.rmsnorm_backward(dy, x, weight, rstd)
     torch.testing.assert_close(dx, leaf.grad, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(dweight, gain.grad, rtol=1e-11, atol=1e-12)

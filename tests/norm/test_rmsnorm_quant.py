@@ -80,10 +80,10 @@ def test_halves_round_to_even(backend, dtype):
     weight = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5] * 9, dtype)
     x = np.array([[1.0] * 54, [-1.0] * 54], dtype)
     q, scale, rowsum = gpu_ops.rmsnorm_quant_int8(x, weight, eps=1e-30, **backend)
-    want = np.array([127, 0, 2, 2, 0, -2] * 9)
-    np.testing.assert_array_equal(q, [want, -want])
+    expected = np.array([127, 0, 2, 2, 0, -2] * 9)
+    np.testing.assert_array_equal(q, [expected, -expected])
     np.testing.assert_array_equal(scale, 1)
-    np.testing.assert_array_equal(rowsum, [want.sum(), -want.sum()])
+    np.testing.assert_array_equal(rowsum, [expected.sum(), -expected.sum()])
 
 
 def test_zeros_nan_and_infinity(backend, dtype, rng):

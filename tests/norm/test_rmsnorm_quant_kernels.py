@@ -39,8 +39,8 @@ RAW = {"device": "emulator", "backend": "raw"}
 @pytest.mark.parametrize("casting", ["fp32", "llama"])
 def test_ways_to_keep_a_row(dtype, cols, casting, rng):
     x, weight = random(rng, (5, cols), dtype), random(rng, (cols,), dtype)
-    got = gpu_ops.rmsnorm_quant_int8(x, weight, casting=casting, **RAW)
-    check(*got, x, weight, casting=casting)
+    actual = gpu_ops.rmsnorm_quant_int8(x, weight, casting=casting, **RAW)
+    check(*actual, x, weight, casting=casting)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -51,10 +51,10 @@ def test_numbers_at_the_ends_of_floats_range(dtype, cols, rng):
     plain = gpu_ops.rmsnorm_quant_int8(x.astype(dtype), weight.astype(dtype), eps=1e-38, **RAW)
     powers = np.array([0, 120, -50, 60, -60, 0])
     scaled = np.ldexp(x, powers[:, None]).astype(dtype)
-    got = gpu_ops.rmsnorm_quant_int8(scaled, weight.astype(dtype), eps=1e-38, **RAW)
+    actual = gpu_ops.rmsnorm_quant_int8(scaled, weight.astype(dtype), eps=1e-38, **RAW)
     same = powers == 0
-    assert all(a[same].tobytes() == b[same].tobytes() for a, b in zip(got, plain, strict=True))
-    check(*got, scaled, weight.astype(dtype), eps=1e-38)
+    assert all(a[same].tobytes() == b[same].tobytes() for a, b in zip(actual, plain, strict=True))
+    check(*actual, scaled, weight.astype(dtype), eps=1e-38)
     large = np.ldexp(weight, 100).astype(dtype)
     check(*gpu_ops.rmsnorm_quant_int8(scaled[:2], large, **RAW), scaled[:2], large)
 
@@ -69,10 +69,10 @@ def test_each_element_moves_once(dtype, residual, shape, rng):
         gpu_ops.rmsnorm_quant_int8(x, weight, **options, **RAW)
     (profile,) = profiles
     moved = {b.name: (b.bytes_read, b.bytes_written) for b in profile.buffers}
-    want = {"x": (x.nbytes, 0), "q": (0, x.size), "scale": (0, 4 * shape[0]), "rowsum": (0, 4 * shape[0])}
+    expected = {"x": (x.nbytes, 0), "q": (0, x.size), "scale": (0, 4 * shape[0]), "rowsum": (0, 4 * shape[0])}
     if residual:
-        want |= {"residual": (x.nbytes, 0), "s": (0, x.nbytes)}
-    assert {name: moved[name] for name in want} == want
+        expected |= {"residual": (x.nbytes, 0), "s": (0, x.nbytes)}
+    assert {name: moved[name] for name in expected} == expected
     for i in profile.instructions:
         if i.global_requests and ".v" in i.form:
             assert i.sectors_per_128_bytes == 4, i.ptx
@@ -82,13 +82,13 @@ def test_each_element_moves_once(dtype, residual, shape, rng):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_the_same_bits_wherever_the_numbers_lie(dtype, rng):
     x, weight = random(rng, (3, 2048), dtype), random(rng, (2048,), dtype)
-    want = [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, **RAW)]
+    expected = [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, **RAW)]
     padded = np.zeros((3, 2049), dtype)
     padded[:, 1:] = x
-    assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(padded[:, 1:], weight, **RAW)] == want
+    assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(padded[:, 1:], weight, **RAW)] == expected
     codes = np.zeros((3, 2050), np.int8)
     out = (codes[:, 1:-1], np.zeros(3, np.float32), np.zeros(3, np.int32))
-    assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, out=out, **RAW)] == want
+    assert [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, out=out, **RAW)] == expected
 
 
 COLS = (1, 7, 8, 64, 100, 512, 520, 1001, 4096, 8192, 8200, 16384, 16392, 1 << 20, (1 << 20) + 1)

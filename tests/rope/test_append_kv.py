@@ -104,22 +104,24 @@ def check(arrays, options, backend):
         for precision in ("float64", "naive")
     )
     before = [cache.copy() for cache in caches]
-    got = rope_append_kv(*arrays, **options, **backend)
-    assert (got.dtype, got.shape) == (q.dtype, q.shape)
+    actual = rope_append_kv(*arrays, **options, **backend)
+    assert (actual.dtype, actual.shape) == (q.dtype, q.shape)
     kept, where = new_rows(q, caches[0], options)
-    for name, have, want, textbook in (
-        ("q", got, exact[0], naive[0]),
+    for name, have, expected, textbook in (
+        ("q", actual, exact[0], naive[0]),
         ("k", caches[0][where], exact[1][where], naive[1][where]),
     ):
         if q.dtype == np.float64:  # the textbook code is the reference itself here
-            np.testing.assert_allclose(have, want, rtol=0, atol=1e-14 * max(1, np.abs(want).max(initial=0)))
+            np.testing.assert_allclose(
+                have, expected, rtol=0, atol=1e-14 * max(1, np.abs(expected).max(initial=0))
+            )
         else:
-            assert_close(have, want, textbook, q.dtype, what=name)
+            assert_close(have, expected, textbook, q.dtype, what=name)
     assert caches[1][where].tobytes() == v[kept].tobytes()
     for now, then in zip(caches, before, strict=True):
         now[where] = then[where]
         assert now.tobytes() == then.tobytes(), "another row was written"
-    return got
+    return actual
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -133,15 +135,15 @@ def test_options(row, backend):
 def test_without_weights_it_is_rope_and_two_copies(place, dtype, backend):
     """Results are equal bit for bit, except where Numba's compilers choose which products to fuse with sums."""
     (q, k, v, k_cache, v_cache), options = make(place=place, dims=(40, 24), norm=None, dtype=dtype.name)
-    got = rope_append_kv(q, k, v, k_cache, v_cache, **options, **backend)
+    actual = rope_append_kv(q, k, v, k_cache, v_cache, **options, **backend)
     positions = options.get("positions")
     if positions is None:
         positions = options["seqused_k"][:, None] + np.arange(q.shape[1])
     q_rotated, k_rotated = gpu_ops.rope(q, k, positions=positions, rotary_dim=24, **backend)
     kept, where = new_rows(q, k_cache, options)
     ulp = float(ml_dtypes.finfo(dtype).eps) if backend["backend"] == "numba" else 0
-    for have, want in ((got, q_rotated), (k_cache[where], k_rotated[kept])):
-        np.testing.assert_allclose(have.astype(np.float64), want.astype(np.float64), rtol=ulp, atol=ulp)
+    for have, expected in ((actual, q_rotated), (k_cache[where], k_rotated[kept])):
+        np.testing.assert_allclose(have.astype(np.float64), expected.astype(np.float64), rtol=ulp, atol=ulp)
     assert v_cache[where].tobytes() == v[kept].tobytes()
 
 
@@ -149,12 +151,12 @@ def test_without_weights_it_is_rope_and_two_copies(place, dtype, backend):
 def test_with_weights_it_is_the_three_steps(place, backend):
     """Compare in float32, where the roundings between the steps are small."""
     (q, k, v, k_cache, v_cache), options = make(place=place, dims=(64, 64), norm=1.0, interleaved=True)
-    got = rope_append_kv(q, k, v, k_cache, v_cache, **options, **backend)
+    actual = rope_append_kv(q, k, v, k_cache, v_cache, **options, **backend)
     norm = {"eps": 1e-5, "weight_offset": 1.0, **backend}
     normalised = [gpu_ops.rmsnorm(x, options[w], **norm) for x, w in ((q, "q_weight"), (k, "k_weight"))]
     positions = options["seqused_k"][:, None] + np.arange(q.shape[1])
     q_rotated, k_rotated = gpu_ops.rope(*normalised, positions=positions, interleaved=True, **backend)
-    np.testing.assert_allclose(got, q_rotated, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(actual, q_rotated, rtol=0, atol=3e-6)
     kept, where = new_rows(q, k_cache, options)
     np.testing.assert_allclose(k_cache[where], k_rotated[kept], rtol=0, atol=3e-6)
 
@@ -172,8 +174,8 @@ def test_what_attention_reads_next(backend):
         q_rotated = rope_append_kv(*new, *pages, seqused_k=np.array([start], np.int32), **where)
         used = np.array([end], np.int32)
         rows.append(gpu_ops.attention_decode(q_rotated, *pages, seqused_k=used, causal=True, **where))
-    want = gpu_ops.attention(*gpu_ops.rope(q, k), v, causal=True, device="cpu")
-    np.testing.assert_allclose(np.concatenate(rows, axis=1), want, rtol=0, atol=2e-6)
+    expected = gpu_ops.attention(*gpu_ops.rope(q, k), v, causal=True, device="cpu")
+    np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, rtol=0, atol=2e-6)
 
 
 def test_scalings(backend):
@@ -196,8 +198,8 @@ def test_no_kv_heads(backend):
     arrays, options = make(norm=None)
     none = np.zeros((*arrays[1].shape[:2], 0, 16), np.float32)
     cache = np.zeros((2, 9, 0, 16), np.float32)
-    got = rope_append_kv(arrays[0], none, none, cache, cache.copy(), **options, **backend)
-    assert got.tobytes() == rope_append_kv(*arrays, **options, **backend).tobytes()
+    actual = rope_append_kv(arrays[0], none, none, cache, cache.copy(), **options, **backend)
+    assert actual.tobytes() == rope_append_kv(*arrays, **options, **backend).tobytes()
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------
@@ -211,12 +213,12 @@ def test_large_and_small_numbers(dtype, backend):
     q, k = arrays[:2]
     q[0, 0, 0] = k[1, 0, 1] = np.where(q[0, 0, 0] < 0, -large, large)
     q[0, 1, 1], q[1, 1, 3], q[0, 2, 0, 1] = small * q[0, 1, 1].astype(np.float64), 0, np.nan
-    want, keys, _ = reference.rope_append_kv(*arrays, **options, precision="float64")
-    assert np.isnan(want).sum() == 8
-    assert np.abs(want[0, 1, 1]).max() > 0.1
-    got = rope_append_kv(*arrays, **options, **backend)
+    expected, keys, _ = reference.rope_append_kv(*arrays, **options, precision="float64")
+    assert np.isnan(expected).sum() == 8
+    assert np.abs(expected[0, 1, 1]).max() > 0.1
+    actual = rope_append_kv(*arrays, **options, **backend)
     close = 8 * float(ml_dtypes.finfo(dtype).eps)  # numbers are of order one
-    np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=close)
+    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=0, atol=close)
     np.testing.assert_allclose(arrays[3].astype(np.float64), keys, rtol=0, atol=close)
 
 

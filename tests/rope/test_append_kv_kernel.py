@@ -216,14 +216,14 @@ def test_what_lies_outside_the_cache_is_not_stored(cupy, place, change, by):
     want = [cache.copy() for cache in caches]
     device_arrays = [FakeArray(x) for x in (q, k, v, *caches)]
     device_options = {n: FakeArray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-    got = rope_append_kv(*device_arrays, **device_options, backend=by)
+    actual = rope_append_kv(*device_arrays, **device_options, backend=by)
     want[1][np.divmod(slots[inside], page_size)] = v[inside]
     assert caches[1].tobytes() == want[1].tobytes()
     changed = (caches[0].view(np.uint32) != want[0].view(np.uint32)).any(axis=(2, 3))
     expected = np.zeros_like(changed)
     expected[np.divmod(slots[inside], page_size)] = True
     np.testing.assert_array_equal(changed, expected)
-    assert not np.array_equal(got.host, q)
+    assert not np.array_equal(actual.host, q)
 
 
 @needs_nvrtc
@@ -234,8 +234,8 @@ def test_pages_without_rows(cupy, by):
     cache = np.zeros((3, 0, 2, 16), np.float32)
     device_arrays = [FakeArray(x) for x in (q, k, v, cache, cache)]
     device_options = {n: FakeArray(options[n]) for n in ("seqused_k", "block_table")}
-    got = rope_append_kv(*device_arrays, **device_options, backend=by)
-    assert not np.array_equal(got.host, q)
+    actual = rope_append_kv(*device_arrays, **device_options, backend=by)
+    assert not np.array_equal(actual.host, q)
 
 
 # ---- CUDA arrays ------------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ def test_cuda_arrays_are_read_by_the_kernel_alone(cupy, place):
     device_arrays = [FakeArray(x.copy()) for x in arrays]
     device_options = {n: FakeArray(x.copy()) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     want = rope_append_kv(*arrays, **options, device="emulator", backend="raw")
-    got = rope_append_kv(*device_arrays, **device_options)
-    assert got.host.tobytes() == want.tobytes()
+    actual = rope_append_kv(*device_arrays, **device_options)
+    assert actual.host.tobytes() == want.tobytes()
     for cache, expected in zip(device_arrays[3:], arrays[3:], strict=True):
         assert cache.host.tobytes() == expected.tobytes()
     assert len(cupy.launched) == 1
@@ -261,8 +261,8 @@ def test_caches_in_host_memory_come_back_from_the_device(cupy):
     arrays, options = make(dims=(32, 32))
     want = [x.copy() for x in arrays[3:]]
     rotated = rope_append_kv(*arrays[:3], *want, **options, device="emulator", backend="raw")
-    got = rope_append_kv(*arrays, **options, device="cuda")
-    assert got.tobytes() == rotated.tobytes()
+    actual = rope_append_kv(*arrays, **options, device="cuda")
+    assert actual.tobytes() == rotated.tobytes()
     for cache, expected in zip(arrays[3:], want, strict=True):
         assert cache.tobytes() == expected.tobytes()
 

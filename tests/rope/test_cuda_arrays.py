@@ -27,12 +27,12 @@ def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkey
     waited, asarray = [], cupy.asarray
     monkeypatch.setattr(cupy, "asarray", lambda x, blocking: waited.append(blocking) or asarray(x, blocking))
     positions = None if dtype is None else positions.astype(dtype)
-    want = rope(q, k, positions=positions, **RAW)
+    expected = rope(q, k, positions=positions, **RAW)
     device_positions = None if dtype is None else FakeArray(positions)
     out = FakeArray(np.empty_like(q)), FakeArray(np.empty_like(k))
     for _ in range(3):
-        got = rope(FakeArray(q), FakeArray(k), positions=device_positions, backend="raw", out=out)
-        for g, o, w in zip(got, out, want, strict=True):
+        actual = rope(FakeArray(q), FakeArray(k), positions=device_positions, backend="raw", out=out)
+        for g, o, w in zip(actual, out, expected, strict=True):
             assert g is o
             np.testing.assert_array_equal(g.host, w)
     assert len(cupy.launched) == 3
@@ -45,10 +45,10 @@ def test_positions_of_other_integers_are_widened_on_the_device(cupy, problem):
     q, k, positions = problem
     for dtype in (np.uint8, np.int16):
         device_positions = FakeArray(positions.astype(dtype))
-        want = rope(q, k, positions=positions.astype(dtype), **RAW)
+        expected = rope(q, k, positions=positions.astype(dtype), **RAW)
         for _ in range(2):
-            got = rope(FakeArray(q), FakeArray(k), positions=device_positions, backend="raw")
-            for g, w in zip(got, want, strict=True):
+            actual = rope(FakeArray(q), FakeArray(k), positions=device_positions, backend="raw")
+            for g, w in zip(actual, expected, strict=True):
                 np.testing.assert_array_equal(g.host, w)
 
 
@@ -57,9 +57,9 @@ def test_a_number_on_the_device_is_read_and_checked_every_time(cupy, problem):
     q, k, _ = problem
     for scaling in (None, RopeScaling.dynamic(2.0, 64)):
         for first in (3, 0, np.int32(90), 100):
-            want = rope(q, k, positions=first, scaling=scaling, seqlen=int(first) + 7, **RAW)
-            got = rope(FakeArray(q), FakeArray(k), positions=first, scaling=scaling, backend="raw")
-            for g, w in zip(got, want, strict=True):
+            expected = rope(q, k, positions=first, scaling=scaling, seqlen=int(first) + 7, **RAW)
+            actual = rope(FakeArray(q), FakeArray(k), positions=first, scaling=scaling, backend="raw")
+            for g, w in zip(actual, expected, strict=True):
                 np.testing.assert_array_equal(g.host, w)
         with pytest.raises(OptionError, match=r"2\*\*53"):
             rope(FakeArray(q), FakeArray(k), positions=2**60, scaling=scaling, backend="raw")
@@ -69,10 +69,10 @@ def test_a_number_on_the_device_is_read_and_checked_every_time(cupy, problem):
 def test_scalings_that_go_by_the_length(cupy, problem):
     q, k, positions = problem
     dynamic = RopeScaling.dynamic(2.0, 64)
-    want = rope(q, k, positions=positions, scaling=dynamic, seqlen=5000, **RAW)
+    expected = rope(q, k, positions=positions, scaling=dynamic, seqlen=5000, **RAW)
     device_arrays, device_positions = (FakeArray(q), FakeArray(k)), FakeArray(positions)
-    got = rope(*device_arrays, positions=device_positions, scaling=dynamic, seqlen=5000)
-    np.testing.assert_array_equal(got[0].host, want[0])
+    actual = rope(*device_arrays, positions=device_positions, scaling=dynamic, seqlen=5000)
+    np.testing.assert_array_equal(actual[0].host, expected[0])
     assert ("copy to the host", 0) not in cupy.waits
     reached = rope(*device_arrays, positions=device_positions, scaling=dynamic)  # their largest decides
     assert ("copy to the host", 0) in cupy.waits
@@ -89,10 +89,10 @@ def test_scalings_that_go_by_the_length(cupy, problem):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_numpy_arrays_are_copied_there_and_back(cupy, problem, in_place):
     q, k, positions = problem
-    want = rope(q, k, positions=positions, **RAW)
+    expected = rope(q, k, positions=positions, **RAW)
     out = (q, k) if in_place else (np.empty_like(q), np.empty_like(k))
-    got = rope(q, k, positions=positions, device="cuda", backend="raw", out=out)
-    for g, o, w in zip(got, out, want, strict=True):
+    actual = rope(q, k, positions=positions, device="cuda", backend="raw", out=out)
+    for g, o, w in zip(actual, out, expected, strict=True):
         assert g is o
         np.testing.assert_array_equal(o, w)
 

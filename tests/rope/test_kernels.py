@@ -147,12 +147,12 @@ def test_heads_that_share_a_thread(interleaved, layout, monkeypatch, rng):
     k = random(rng, (2, 5, 3, 128) if layout == "bshd" else (2, 3, 5, 128), BF16)
     options = {"interleaved": interleaved, "layout": layout, **RAW}
     with emulator.record() as profiles:
-        want = rope(q, k, **options)
+        expected = rope(q, k, **options)
         monkeypatch.setattr(kernels, "_RESIDENT", 1)
         forget_calls()
-        got = rope(q, k, **options)
+        actual = rope(q, k, **options)
     forget_calls()
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(g, w)
     pairs = (q.size + k.size) // 2
     alone, shared = (p.counts.lanes / pairs for p in profiles)
@@ -166,8 +166,8 @@ def test_heads_of_one_pair(layout, rng):
     """Each token is a thread, and a block has at most 64 along its last axis."""
     x = random(rng, (1, 200, 2, 2), F32)
     x = x if layout == "bshd" else x.swapaxes(1, 2).copy()
-    want = rope(x, layout=layout, backend="reference")
-    np.testing.assert_allclose(rope(x, layout=layout, **RAW), want, rtol=0, atol=1e-6)
+    expected = rope(x, layout=layout, backend="reference")
+    np.testing.assert_allclose(rope(x, layout=layout, **RAW), expected, rtol=0, atol=1e-6)
 
 
 @needs_nvrtc
@@ -175,8 +175,8 @@ def test_heads_of_one_pair(layout, rng):
 def test_more_units_than_a_block_has_threads(interleaved, rng):
     q = random(rng, (1, 3, 2, 1103), F32)
     options = {"rotary_dim": 1002, "interleaved": interleaved, "positions": 50}
-    want = reference.rope(q, **{**options, "positions": 50 + np.arange(3)}, precision="float64")
-    np.testing.assert_allclose(rope(q, **options, **RAW), want, rtol=0, atol=2.0**-22 * np.abs(q).max())
+    expected = reference.rope(q, **{**options, "positions": 50 + np.arange(3)}, precision="float64")
+    np.testing.assert_allclose(rope(q, **options, **RAW), expected, rtol=0, atol=2.0**-22 * np.abs(q).max())
 
 
 @needs_nvrtc
@@ -186,10 +186,10 @@ def test_misaligned_heads_give_the_same_bits(interleaved, rng):
     padded = np.zeros((2, 5, 3, 37), BF16)
     padded[..., 1:33] = q
     options = {"interleaved": interleaved, "rotary_dim": 24, **RAW}
-    want = rope(q, **options)
-    np.testing.assert_array_equal(rope(padded[..., 1:33], **options), want)
+    expected = rope(q, **options)
+    np.testing.assert_array_equal(rope(padded[..., 1:33], **options), expected)
     rope(padded[..., 1:33], out=padded[..., 1:33], **options)
-    np.testing.assert_array_equal(padded[..., 1:33], want)
+    np.testing.assert_array_equal(padded[..., 1:33], expected)
     assert not padded[..., 0].any()
     assert not padded[..., 33:].any()
 
@@ -218,14 +218,14 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
     assert memory.size > 2**31
     far_away = np.lib.stride_tricks.as_strided(memory, shape, [2 * n for n in strides])
     x = random(np.random.default_rng(0), shape, BF16)
-    want = rope(x, **RAW)
+    expected = rope(x, **RAW)
     monkeypatch.setattr("gpu_ops.core.device.EmulatorDevice", functools.partial(Sparse, memory))
     if which == "input":
         far_away[...] = x
-        got = rope(far_away, out=np.empty_like(x), **RAW)
+        actual = rope(far_away, out=np.empty_like(x), **RAW)
     else:
-        got = rope(x, out=far_away, **RAW)
-    np.testing.assert_array_equal(got, want)
+        actual = rope(x, out=far_away, **RAW)
+    np.testing.assert_array_equal(actual, expected)
 
 
 # ---- angles -------------------------------------------------------------------------------------------------
@@ -252,13 +252,13 @@ def test_angles_far_out(name, theta, rng):
     q = np.zeros((1, len(positions), 1, 128), np.float32)
     q[..., :64] = 1.0
     for dtype in (np.int32, np.int64):
-        got = rope(q, positions=positions.astype(dtype), theta=theta, device="emulator", backend=name)[
+        actual = rope(q, positions=positions.astype(dtype), theta=theta, device="emulator", backend=name)[
             0, :, 0
         ]
         angle = np.fmod(positions[:, None].astype(np.longdouble) * theta ** (-np.arange(64) / 64), 2 * np.pi)
         bound = np.where(np.abs(positions) <= 2**20, 8e-8, 2.0**-22)[:, None]
-        assert (np.abs(got[:, :64] - np.cos(angle)) <= bound).all()
-        assert (np.abs(got[:, 64:] - np.sin(angle)) <= bound).all()
+        assert (np.abs(actual[:, :64] - np.cos(angle)) <= bound).all()
+        assert (np.abs(actual[:, 64:] - np.sin(angle)) <= bound).all()
 
 
 @needs_nvrtc

@@ -28,13 +28,13 @@ def test_is_complex_multiplication(interleaved, backend, rng):
     z = q[..., 0:8:2] + 1j * q[..., 1:8:2] if interleaved else q[..., 0:4] + 1j * q[..., 4:8]
     angle = positions[:, :, None, None] / 100.0 ** (np.arange(4) / 4)
     z = z * (np.cos(angle) + 1j * np.sin(angle))
-    want = q.astype(np.float64)
+    expected = q.astype(np.float64)
     first, second = (slice(0, 8, 2), slice(1, 8, 2)) if interleaved else (slice(0, 4), slice(4, 8))
-    want[..., first], want[..., second] = z.real, z.imag
-    got = rope(q, positions=positions, theta=100.0, rotary_dim=8, interleaved=interleaved, **backend)
+    expected[..., first], expected[..., second] = z.real, z.imag
+    actual = rope(q, positions=positions, theta=100.0, rotary_dim=8, interleaved=interleaved, **backend)
     # angles up to 5000 radians are themselves inexact in float64
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-11 + 3 * eps * np.abs(q).max())
-    np.testing.assert_array_equal(got[..., 8:], q[..., 8:])  # the tail is copied, bit for bit
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11 + 3 * eps * np.abs(q).max())
+    np.testing.assert_array_equal(actual[..., 8:], q[..., 8:])  # the tail is copied, bit for bit
 
 
 @pytest.mark.peers
@@ -46,17 +46,17 @@ def test_against_torch(backend, rng):
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     angles = torch.arange(33, dtype=torch.float64)[:, None] * inv_freq
     angles = torch.cat([angles, angles], -1)[:, None]
-    want = x * angles.cos().float() + torch.cat([-x[..., 32:], x[..., :32]], -1) * angles.sin().float()
-    np.testing.assert_allclose(rope(q, **backend), want.numpy(), atol=2e-6)
+    expected = x * angles.cos().float() + torch.cat([-x[..., 32:], x[..., :32]], -1) * angles.sin().float()
+    np.testing.assert_allclose(rope(q, **backend), expected.numpy(), atol=2e-6)
 
 
 @pytest.mark.parametrize("position", [10**6, 10**9])
 def test_large_positions_lose_nothing_in_float32(position, backend):
     q = np.ones((1, 1, 1, 128), np.float32)
-    got = rope(q, positions=np.array([position]), **backend)[0, 0, 0]
+    actual = rope(q, positions=np.array([position]), **backend)[0, 0, 0]
     angle = [math.fmod(position * 10000.0 ** (-i / 64), 2 * math.pi) for i in range(64)]
-    want = [math.cos(a) - math.sin(a) for a in angle] + [math.cos(a) + math.sin(a) for a in angle]
-    np.testing.assert_allclose(got, want, atol=5e-7)
+    expected = [math.cos(a) - math.sin(a) for a in angle] + [math.cos(a) + math.sin(a) for a in angle]
+    np.testing.assert_allclose(actual, expected, atol=5e-7)
 
 
 cases = st.fixed_dictionaries(

@@ -35,10 +35,10 @@ SCALINGS = {
 def check(call, ref, inputs, dtype, backend, factor=2.0, **options):
     """Check one call against the reference: values, dtypes, unchanged inputs; return the results."""
     before = [x.copy() for x in inputs]
-    got = call(*inputs, **options, **backend)
-    want = ref(*inputs, **options, precision="float64")
+    actual = call(*inputs, **options, **backend)
+    expected = ref(*inputs, **options, precision="float64")
     naive = ref(*inputs, **options, precision="naive")
-    pairs = zip(got, want, naive, strict=True) if len(inputs) == 2 else [(got, want, naive)]
+    pairs = zip(actual, expected, naive, strict=True) if len(inputs) == 2 else [(actual, expected, naive)]
     for x, g, w, n in zip(inputs, *zip(*pairs, strict=True), strict=True):
         assert g.dtype == dtype
         if dtype == np.float64:
@@ -50,7 +50,7 @@ def check(call, ref, inputs, dtype, backend, factor=2.0, **options):
             assert_close(g, w, n, dtype, factor)
     for x, b in zip(inputs, before, strict=True):
         np.testing.assert_array_equal(x, b)
-    return got
+    return actual
 
 
 # ---- against the reference: every option, every dtype -----------------------------------------------------
@@ -106,8 +106,8 @@ def test_positions(positions, dtype, backend, rng):
 def test_one_position_is_the_first(first, dtype, backend, rng):
     q, packed = random(rng, (2, 6, 3, 8), dtype), random(rng, (6, 3, 8), dtype)
     for x in (q, packed):
-        got = rope(x, positions=first, **backend)
-        np.testing.assert_array_equal(got, rope(x, positions=int(first) + np.arange(6), **backend))
+        actual = rope(x, positions=first, **backend)
+        np.testing.assert_array_equal(actual, rope(x, positions=int(first) + np.arange(6), **backend))
 
 
 def test_packed_sequences_equal_the_same_sequences_in_a_batch(dtype, backend, rng):
@@ -136,11 +136,11 @@ def test_results_lie_in_memory_as_the_inputs(backend, rng):
 def test_layout_bhsd_is_a_transposed_view(dtype, backend, rng):
     q, k = random(rng, (2, 4, 9, 16), dtype), random(rng, (2, 2, 9, 16), dtype)
     options = {"positions": np.arange(18).reshape(2, 9)}
-    got = check(rope, reference.rope, [q, k], dtype, backend, layout="bhsd", **options)
-    want = rope(q.swapaxes(1, 2), k.swapaxes(1, 2), **options, **backend)
-    for g, w in zip(got, want, strict=True):
+    actual = check(rope, reference.rope, [q, k], dtype, backend, layout="bhsd", **options)
+    expected = rope(q.swapaxes(1, 2), k.swapaxes(1, 2), **options, **backend)
+    for g, w in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(g, w.swapaxes(1, 2))
-    back = rope_backward(*got, layout="bhsd", **options, **backend)
+    back = rope_backward(*actual, layout="bhsd", **options, **backend)
     for x, b in zip((q, k), back, strict=True):
         np.testing.assert_allclose(b.astype(float), x.astype(float), atol=0.05)
 
@@ -168,10 +168,10 @@ def test_nan_and_inf_stay_in_their_pair(dtype, backend):
     q = np.ones((1, 3, 1, 8), dtype)
     q[0, 1, 0, 2] = np.nan
     q[0, 2, 0, 1] = np.inf
-    got = rope(q, **backend)[0, :, 0]
+    actual = rope(q, **backend)[0, :, 0]
     bad = np.zeros((3, 8), bool)
     bad[1, [2, 6]] = bad[2, [1, 5]] = True
-    np.testing.assert_array_equal(~np.isfinite(got.astype(np.float32)), bad)
+    np.testing.assert_array_equal(~np.isfinite(actual.astype(np.float32)), bad)
 
 
 # ---- scalings through rope --------------------------------------------------------------------------------

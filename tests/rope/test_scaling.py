@@ -22,9 +22,9 @@ def plain(i: int, rotary_dim: int = R, theta: float = THETA) -> float:
 
 def close(scaling: RopeScaling, formula, *, rotary_dim=R, theta=THETA, seqlen=0):
     expected = [formula(i) for i in range(rotary_dim // 2)]
-    got = scaling.inv_freq(rotary_dim, theta, seqlen)
-    assert got.dtype == np.float64
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    actual = scaling.inv_freq(rotary_dim, theta, seqlen)
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
 def test_default_is_plain():

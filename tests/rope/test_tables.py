@@ -55,7 +55,7 @@ def test_tables_are_kept_shared_and_bounded():
 def test_threads_share_the_tables(rng):
     clear_rope_tables()
     q = rng.standard_normal((1, 500, 2, 16)).astype(np.float32)
-    want = rope(q, backend="reference")
+    expected = rope(q, backend="reference")
     results: list = [None] * 8
 
     def work(i):
@@ -68,4 +68,4 @@ def test_threads_share_the_tables(rng):
     for t in threads:
         t.join(PATIENCE)
     for i, result in enumerate(results):
-        np.testing.assert_allclose(result, want[:, : 500 - 30 * i], atol=1e-6)
+        np.testing.assert_allclose(result, expected[:, : 500 - 30 * i], atol=1e-6)

@@ -41,13 +41,13 @@ def test_bits_of_the_reference(backend, form, size, rng):
     arrays, rounding = made(rng, form, size)
     options = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, "grad_scale": 0.5, "seed": 2**40 + 3, **rounding}
     for mask in (None, rng.random(size) < 0.5):
-        want = reference.adamw_step(**arrays, **options, decay_mask=mask, precision="naive")
+        expected = reference.adamw_step(**arrays, **options, decay_mask=mask, precision="naive")
         actual = stepped(arrays, **options, decay_mask=mask, **backend)
         if backend["backend"] == "reference" or form == "float64":
-            for f, w in zip(actual[1:], want[1:], strict=True):
+            for f, w in zip(actual[1:], expected[1:], strict=True):
                 np.testing.assert_allclose(f, w, rtol=1e-14 if form == "float64" else 1e-6, atol=1e-8)
         else:
-            same_bits(actual, want)
+            same_bits(actual, expected)
 
 
 def test_numbers_in_arrays(backend, rng):
@@ -61,9 +61,9 @@ def test_numbers_in_arrays(backend, rng):
             "lr": np.array(0.001 * step),
             "grad_scale": np.array(1 / step),
         }
-        want = stepped(arrays, **numbers, **options, **backend)
-        same_bits(stepped(arrays, **number_arrays, skip=skip, **options, **backend), want)
-        assert want[0].tobytes() != arrays["params"].tobytes()
+        expected = stepped(arrays, **numbers, **options, **backend)
+        same_bits(stepped(arrays, **number_arrays, skip=skip, **options, **backend), expected)
+        assert expected[0].tobytes() != arrays["params"].tobytes()
     for value in (1.0, np.nan):
         skipped = stepped(arrays, **number_arrays, skip=np.array(value, np.float32), **options, **backend)
         same_bits(skipped, [x for name, x in arrays.items() if name != "grads"])
@@ -92,9 +92,9 @@ def test_numbers_that_change_keep_the_program(rng):
         stepped(arrays, step=t, lr=0.1 / t, grad_scale=1.0 / t, betas=(0.9, 0.98)) for t in range(2, 9)
     ]
     assert len(known) == before
-    for t, got in zip(range(2, 9), results, strict=True):
+    for t, actual in zip(range(2, 9), results, strict=True):
         same_bits(
-            got,
+            actual,
             stepped(arrays, step=t, lr=np.array(0.1 / t), grad_scale=np.array(1.0 / t), betas=[0.9, 0.98]),
         )
     with pytest.raises(gpu_ops.errors.OptionError, match="lr must be finite"):
@@ -124,8 +124,8 @@ def test_a_hundred_steps(dtype, decay, close, rng):
     p, m, v = start.copy(), np.zeros_like(start), np.zeros_like(start)
     for t, g in enumerate(gradients, 1):
         gpu_ops.adamw_step(p, g, m, v, step=t, lr=1e-3, weight_decay=decay)
-    want = textbook(start, gradients, 1e-3, decay)
-    assert np.max(np.abs(p - want) / np.abs(want)) < close
+    expected = textbook(start, gradients, 1e-3, decay)
+    assert np.max(np.abs(p - expected) / np.abs(expected)) < close
 
 
 @pytest.mark.peers
@@ -146,8 +146,8 @@ def test_a_hundred_steps_of_torch(dtype, rng):
     if dtype == "float64":
         assert np.max(np.abs(p - theirs) / np.abs(p)) < 1e-14
         return
-    want = textbook(start, gradients, 1e-3, 0.01)
-    ours, torchs = (np.max(np.abs(x - want) / np.abs(want)) for x in (p, theirs))
+    expected = textbook(start, gradients, 1e-3, 0.01)
+    ours, torchs = (np.max(np.abs(x - expected) / np.abs(expected)) for x in (p, theirs))
     assert ours <= 2 * torchs
 
 
@@ -250,10 +250,10 @@ def test_a_captured_step_counts_and_skips(cupy, kernels, rng):
 
 def test_a_step_below_one_on_a_gpu_counts_as_one(cupy, rng):
     arrays, _ = made(rng, "float32", 20)
-    want = reference.adamw_step(**arrays, step=1, lr=0.1, precision="naive")
+    expected = reference.adamw_step(**arrays, step=1, lr=0.1, precision="naive")
     device_arrays = {name: FakeArray(x) for name, x in arrays.items()}
     gpu_ops.adamw_step(**device_arrays, step=FakeArray(np.array(0)), lr=0.1, backend="numba")
-    assert device_arrays["params"].host.tobytes() == want[0].tobytes()
+    assert device_arrays["params"].host.tobytes() == expected[0].tobytes()
 
 
 def test_nothing_is_written_before_all_is_checked(rng):

@@ -76,26 +76,28 @@ def test_forward_and_backward(backend, dtype, shape, rng):
             y = gpu_ops.dropout(x, p, **drawn, **backend)
             assert y.dtype == dtype
             np.testing.assert_array_equal(y != 0, dropout_mask(shape, p, **drawn) & (x != 0))
-            want, naive = (reference.dropout(x, p, **drawn, precision=how) for how in ("float64", "naive"))
-            close(y, want, naive, dtype)
+            expected, naive = (
+                reference.dropout(x, p, **drawn, precision=how) for how in ("float64", "naive")
+            )
+            close(y, expected, naive, dtype)
             assert gpu_ops.dropout_backward(x, p, **drawn, **backend).tobytes() == y.tobytes()
 
 
 def test_layouts_change_no_bit(backend, dtype, rng):
     x = random(rng, (6, 45), dtype)
     for offset in (0, 5):
-        want = gpu_ops.dropout(x, 0.3, seed=SEED, offset=offset, **backend)
+        expected = gpu_ops.dropout(x, 0.3, seed=SEED, offset=offset, **backend)
         for what, view in views(x):
             actual = gpu_ops.dropout(view, 0.3, seed=SEED, offset=offset, **backend)
-            assert actual.tobytes() == want.tobytes(), what
+            assert actual.tobytes() == expected.tobytes(), what
         padded = np.zeros((6, 50), dtype)
         gpu_ops.dropout(x, 0.3, seed=SEED, offset=offset, out=padded[:, 2:47], **backend)
-        np.testing.assert_array_equal(padded[:, 2:47], want)
+        np.testing.assert_array_equal(padded[:, 2:47], expected)
         assert not padded[:, :2].any()
         assert not padded[:, 47:].any()
         place = x.copy()
         assert gpu_ops.dropout(place, 0.3, seed=SEED, offset=offset, out=place, **backend) is place
-        assert place.tobytes() == want.tobytes()
+        assert place.tobytes() == expected.tobytes()
 
 
 def test_parts_drop_what_the_whole_drops(backend, dtype, rng):

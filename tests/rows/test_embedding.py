@@ -46,10 +46,12 @@ def test_forward_and_backward(backend, dtype, rows, cols, kind, rng):
     assert x.tobytes() == weight[ids].tobytes()
     dx = random(rng, x.shape, dtype)
     wide_dx = dx.astype(np.float64 if dtype == np.float64 else np.float32)
-    want, naive = (reference.embedding_backward(wide_dx, ids, 50, precision=p) for p in ("float64", "naive"))
+    expected, naive = (
+        reference.embedding_backward(wide_dx, ids, 50, precision=p) for p in ("float64", "naive")
+    )
     dweight = gpu_ops.embedding_backward(dx, ids.astype(np.int32), 50, **backend)
     assert dweight.dtype == wide_dx.dtype
-    close_sum(dweight, want, naive, dtype)
+    close_sum(dweight, expected, naive, dtype)
 
 
 def test_scale_and_a_gradient_that_is_there(backend, dtype, rng):
@@ -62,11 +64,11 @@ def test_scale_and_a_gradient_that_is_there(backend, dtype, rng):
     dweight = before.copy()
     assert gpu_ops.embedding_backward(dx, ids, 9, scale=0.3, dweight=dweight, **backend) is dweight
     wide_dx = dx.astype(sum_dtype)
-    want, naive = (
+    expected, naive = (
         reference.embedding_backward(wide_dx, ids, 9, scale=0.3, dweight=before, precision=p)
         for p in ("float64", "naive")
     )
-    close_sum(dweight, want, naive, dtype)
+    close_sum(dweight, expected, naive, dtype)
     again = before.copy()
     gpu_ops.embedding_backward(dx, ids, 9, scale=0.3, dweight=again, **backend)
     assert again.tobytes() == dweight.tobytes()
@@ -83,8 +85,8 @@ def test_an_index_on_a_gpu_that_is_outside_the_table(cupy, kernels, rng):
     assert (x[inside] == weight[ids[inside]]).all()
     dx = random(rng, (100, 8), np.dtype(np.float32))
     dweight = gpu_ops.embedding_backward(FakeArray(dx), FakeArray(ids), 5, backend=kernels).host
-    want = reference.embedding_backward(dx[inside], ids[inside], 5)
-    np.testing.assert_allclose(dweight, want, rtol=1e-5, atol=1e-5)
+    expected = reference.embedding_backward(dx[inside], ids[inside], 5)
+    np.testing.assert_allclose(dweight, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gradient_that_may_not_be_added_to(rng):

@@ -78,11 +78,11 @@ def test_nothing(backend):
 def test_not_finite(backend, dtype):
     """NaN if any element is NaN, else inf; in either array, in a whole block or in a remainder."""
     for position in (BLOCK - 2, BLOCK + 2):
-        for values, want in (([-np.inf], np.inf), ([np.nan], np.nan), ([np.nan, np.inf], np.nan)):
+        for values, expected in (([-np.inf], np.inf), ([np.nan], np.nan), ([np.nan, np.inf], np.nan)):
             x = np.ones(BLOCK + 9, dtype)
             x[position : position + len(values)] = values
             norm, found_inf = norm_of([np.ones(3, dtype), x], **backend)
-            np.testing.assert_equal(norm, want)
+            np.testing.assert_equal(norm, expected)
             assert found_inf == 1
 
 
@@ -92,11 +92,11 @@ def test_squares_outside_the_range(backend, size):
     x = np.array([size, -size / 2, 0, size / 3], np.float32)
     for arrays in ([x], [x, np.ones(3, np.float32)], [np.concatenate([x, np.ones(3, np.float32)])]):
         norm, found_inf = norm_of(arrays, **backend)
-        want = exact(arrays)
-        if want < 1e-38:  # a multiple of the smallest number
-            assert abs(norm - want) <= 2.0**-149
+        expected = exact(arrays)
+        if expected < 1e-38:  # a multiple of the smallest number
+            assert abs(norm - expected) <= 2.0**-149
         else:
-            assert norm == pytest.approx(want if want < 3.4e38 else np.inf, rel=1e-7)
+            assert norm == pytest.approx(expected if expected < 3.4e38 else np.inf, rel=1e-7)
         assert found_inf == 0
 
 
@@ -116,8 +116,8 @@ def test_squares_outside_the_range_of_float64(backend, size):
 def test_a_bfloat16_of_any_size(backend):
     for size in (3e38, 1e30, 1e-37, 9e-41):
         x = np.full(9, size, ml_dtypes.bfloat16)
-        want = 3 * float(x[0])
-        assert norm_of(x, **backend)[0] == pytest.approx(want if want < 3.4e38 else np.inf, rel=1e-7)
+        expected = 3 * float(x[0])
+        assert norm_of(x, **backend)[0] == pytest.approx(expected if expected < 3.4e38 else np.inf, rel=1e-7)
 
 
 @needs_nvrtc
@@ -145,18 +145,18 @@ def test_an_outlier_among_many(rng):
     """Sums in float32 would lose the other elements: 1e4 squared has an ulp of 8."""
     x = np.tile(random(rng, (1 << 18,), F32), 4)
     x[123456] = 1e4
-    want = math.sqrt(float(np.sum(x.astype(np.longdouble) ** 2)))
-    assert norm_of(x, device="cpu")[0] == pytest.approx(want, rel=1e-7)
+    expected = math.sqrt(float(np.sum(x.astype(np.longdouble) ** 2)))
+    assert norm_of(x, device="cpu")[0] == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.slow
 def test_an_outlier_among_a_hundred_million(rng):
     x = np.resize(random(rng, (1 << 22,), F32), 10**8)
     x[12345678] = 1e4
-    want = math.sqrt(
+    expected = math.sqrt(
         math.fsum(float(np.sum(part.astype(np.float64) ** 2)) for part in np.array_split(x, 100))
     )
-    assert norm_of(x, device="cpu")[0] == pytest.approx(want, rel=1e-7)
+    assert norm_of(x, device="cpu")[0] == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
@@ -164,8 +164,8 @@ def test_constant_arrays(dtype):
     """All squares are rounded the same way, which is the largest possible error."""
     for size in np.geomspace(1.0, 2.0, 23):
         x = np.full(BLOCK + 100, size, dtype)
-        want = math.sqrt(x.size) * float(x[0])
-        assert norm_of(x, device="cpu")[0] == pytest.approx(want, rel=1e-7)
+        expected = math.sqrt(x.size) * float(x[0])
+        assert norm_of(x, device="cpu")[0] == pytest.approx(expected, rel=1e-7)
 
 
 def test_later_calls(rng):

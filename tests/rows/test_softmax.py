@@ -32,8 +32,8 @@ def check(backend, x, dy, **options):
     close(y, *(reference.softmax(x, **options, precision=p) for p in ("float64", "naive")), x.dtype, what="y")
     scale = {"scale": options.get("scale", 1.0)}
     dx = gpu_ops.softmax_backward(dy, y, **scale, **backend)
-    want, naive = (reference.softmax_backward(dy, y, **scale, precision=p) for p in ("float64", "naive"))
-    close(dx, want, naive, x.dtype, GRADIENT, what="dx")
+    expected, naive = (reference.softmax_backward(dy, y, **scale, precision=p) for p in ("float64", "naive"))
+    close(dx, expected, naive, x.dtype, GRADIENT, what="dx")
     assert y.dtype == dx.dtype == x.dtype
     return y
 

@@ -72,10 +72,10 @@ def test_what_is_kept(vocab, rng):
             t = float(F32(options["temperature"].item() or 0.7))
             weights = reference.token_weights(z, t)
             kept = reference.kept_tokens(z, weights, **named)
-            want = oracle(z.astype(np.float64), t, **named)
-            np.testing.assert_array_equal(kept & (weights > 0), (want > 0) & (weights > 0))
+            expected = oracle(z.astype(np.float64), t, **named)
+            np.testing.assert_array_equal(kept & (weights > 0), (expected > 0) & (weights > 0))
             np.testing.assert_allclose(
-                np.where(kept, weights, 0) / weights[kept].sum(dtype=float), want, 1e-5, 1e-9
+                np.where(kept, weights, 0) / weights[kept].sum(dtype=float), expected, 1e-5, 1e-9
             )
 
 
@@ -97,8 +97,8 @@ def test_a_token_by_hand():
     words = philox4x32((3, 1, 0, 2**32 - 2), (7, 1))
     number = (int(words[1]) << 32 | int(words[0])) / 2**64
     z = np.log(np.array([0.1, 0.2, 0.3, 0.4]))
-    want = int(np.searchsorted(np.cumsum([0.1, 0.2, 0.3, 0.4]), number))
-    assert reference.sample(z, seed=2**32 + 7, step=2**32 + 3) == want
+    expected = int(np.searchsorted(np.cumsum([0.1, 0.2, 0.3, 0.4]), number))
+    assert reference.sample(z, seed=2**32 + 7, step=2**32 + 3) == expected
     assert not np.isin(
         words, philox4x32((np.arange(1000), 0, 0, 2**32 - 1), (7, 1))
     ).any()  # those of dropout
@@ -147,13 +147,13 @@ def test_all_options(backend, dtype, vocab, rng):
         options = options_of_rows(rng, math.prod(rows), vocab, dtype)
         options = {n: x.reshape(*rows, *x.shape[1:]) for n, x in options.items()}
         for more in (options, filters(options)):
-            want, exact = reference.sample(logits, **more, return_logprob=True, precision="float64")
+            expected, exact = reference.sample(logits, **more, return_logprob=True, precision="float64")
             naive = reference.sample(logits, **more, return_logprob=True, precision="naive")[1]
             tokens, logprob = gpu_ops.sample(logits, **more, return_logprob=True, **backend)
             assert tokens.dtype == np.int32
-            np.testing.assert_array_equal(tokens, want)
+            np.testing.assert_array_equal(tokens, expected)
             close(logprob, exact, naive, np.float64 if dtype == np.float64 else F32)
-            np.testing.assert_array_equal(gpu_ops.sample(logits, **more, **backend), want)
+            np.testing.assert_array_equal(gpu_ops.sample(logits, **more, **backend), expected)
 
 
 def test_a_request_does_not_see_its_batch(backend, dtype, rng):
@@ -203,7 +203,7 @@ def test_ties_go_to_the_first(backend, dtype):
 def test_one_token_is_left(backend, dtype, rng):
     logits = rng.standard_normal((4, 300)).astype(dtype)
     logits[1] = logits[1, 0]
-    want = logits.argmax(axis=1)
+    expected = logits.argmax(axis=1)
     for named in (
         {"temperature": 0},
         {"temperature": 1e-45},
@@ -212,9 +212,9 @@ def test_one_token_is_left(backend, dtype, rng):
         {"top_p": 0},
     ):
         if named.get("temperature"):
-            want[1] = reference.sample(logits, seed=3, **named)[1]  # any of equal ones
-        np.testing.assert_array_equal(gpu_ops.sample(logits, seed=3, **named, **backend), want)
-        want[1] = 0
+            expected[1] = reference.sample(logits, seed=3, **named)[1]  # any of equal ones
+        np.testing.assert_array_equal(gpu_ops.sample(logits, seed=3, **named, **backend), expected)
+        expected[1] = 0
 
 
 def test_extreme_temperatures(backend, dtype, rng):
@@ -298,5 +298,5 @@ def test_a_captured_step_reads_its_arrays_anew(cupy, kernels, rng):
 
 def test_16_bit_logits_are_those_of_float32(rng):
     logits = rng.standard_normal((9, 400)).astype(ml_dtypes.bfloat16)
-    want = gpu_ops.sample(logits.astype(F32), seed=4, top_p=0.7)
-    np.testing.assert_array_equal(gpu_ops.sample(logits, seed=4, top_p=0.7), want)
+    expected = gpu_ops.sample(logits.astype(F32), seed=4, top_p=0.7)
+    np.testing.assert_array_equal(gpu_ops.sample(logits, seed=4, top_p=0.7), expected)

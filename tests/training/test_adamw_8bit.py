@@ -38,7 +38,7 @@ def test_bits_of_moments_in_8_bits(backend, form, size, rng):
     arrays, rounding = made(rng, form, size)
     start = in_bytes(arrays)
     options = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, "grad_scale": 0.5, "seed": 7, **rounding}
-    want = all_arrays(reference.adamw_step(**start, **options, precision="naive"))
+    expected = all_arrays(reference.adamw_step(**start, **options, precision="naive"))
     for skip in (0, 1):
         copies = {
             n: tuple(y.copy() for y in x) if isinstance(x, tuple) else x.copy() for n, x in start.items()
@@ -46,11 +46,11 @@ def test_bits_of_moments_in_8_bits(backend, form, size, rng):
         gpu_ops.adamw_step(**copies, **options, skip=np.array(skip, F32), **backend)
         copies.pop("grads")
         if skip:
-            want = all_arrays(x for name, x in start.items() if name != "grads")
+            expected = all_arrays(x for name, x in start.items() if name != "grads")
         if backend["backend"] == "reference" and not skip:
-            same_bits(all_arrays(copies.values())[1::2][:2], want[1::2][:2])  # the codes
+            same_bits(all_arrays(copies.values())[1::2][:2], expected[1::2][:2])  # the codes
         else:
-            same_bits(all_arrays(copies.values()), want)
+            same_bits(all_arrays(copies.values()), expected)
 
 
 def test_codes(rng):

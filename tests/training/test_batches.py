@@ -128,8 +128,8 @@ def test_several_sources(tmp_path):
     batches = Batches(parts, 3, 6)
     assert batches.windows == 6 + 0 + 0 + 0 + 4 + 14
     rows = np.concatenate([np.hstack(batches.at(step)) for step in range(8)])
-    want = {1000 * i + 6 * w for i, n in enumerate(lengths) for w in range(max(n - 1, 0) // 6)}
-    assert {int(row[0]) for row in rows} == want
+    expected = {1000 * i + 6 * w for i, n in enumerate(lengths) for w in range(max(n - 1, 0) // 6)}
+    assert {int(row[0]) for row in rows} == expected
     for row in rows:
         np.testing.assert_array_equal(row[:6], row[0] + np.arange(6))
 

@@ -156,10 +156,10 @@ def test_text_that_utf8_cannot_hold_is_refused():
 @pytest.mark.parametrize(("task", "piece"), [(1, 1), (7, 3), (100, 1), (1 << 16, 64)])
 def test_cuts_change_nothing(task, piece, monkeypatch):
     text = b"".join(TEXTS.values())
-    want, merges = trained("english").encode(text), trained("few kinds").merges
+    expected, merges = trained("english").encode(text), trained("few kinds").merges
     monkeypatch.setattr(bpe, "_TASK", task)
     monkeypatch.setattr(bpe, "_PIECE", piece)
-    np.testing.assert_array_equal(trained("english").encode(text), want)
+    np.testing.assert_array_equal(trained("english").encode(text), expected)
     again = BytePairEncoding.train(TEXTS["few kinds"], 420, progress=False)
     np.testing.assert_array_equal(again.merges, merges)
 

@@ -139,8 +139,8 @@ def test_zero_grad_assign_and_decay_by_name(rng):
     assert not any(g.any() for g in flat.grads.values())
     flat.step(lr=0.5, weight_decay=1.0)
     for name in SHAPES:
-        want = start[name].astype(np.float32) * np.float32(0.5 if name == "norm" else 1.0)
-        assert flat.params[name].tobytes() == want.astype(np.float16).tobytes()
+        expected = start[name].astype(np.float32) * np.float32(0.5 if name == "norm" else 1.0)
+        assert flat.params[name].tobytes() == expected.astype(np.float16).tobytes()
 
 
 def test_a_skipped_step_does_not_count(rng):

@@ -288,14 +288,14 @@ def test_state():
 
 
 def test_clip_coefficient():
-    for norm, want in ((0.0, 1.0), (1.0, 1.0), (4.0, 0.5), (math.inf, 0.0)):
+    for norm, expected in ((0.0, 1.0), (1.0, 1.0), (4.0, 0.5), (math.inf, 0.0)):
         for dtype in (F32, np.float64):
             coefficient = clip_coefficient(np.asarray(norm, dtype), 2.0)
             assert isinstance(coefficient, np.ndarray)
             assert coefficient.dtype == dtype
             assert coefficient == min(dtype(1), dtype(2.0) / (dtype(norm) + dtype(1e-6)))
-            assert coefficient == pytest.approx(want, rel=1e-6)
-        assert clip_coefficient(norm, 2.0) == pytest.approx(want, rel=1e-6)
+            assert coefficient == pytest.approx(expected, rel=1e-6)
+        assert clip_coefficient(norm, 2.0) == pytest.approx(expected, rel=1e-6)
     assert np.isnan(clip_coefficient(np.asarray(math.nan, F32), 2.0))
     assert clip_coefficient(np.asarray(3.0, F32), 0.0) == 0
     for norm, limit, message in (

@@ -40,10 +40,10 @@ def test_what_is_written_is_read(vocab, dtype, tmp_path, rng):
 def test_parts_of_every_kind_follow_each_other(tmp_path, rng):
     x = rng.integers(0, 99, 60)
     parts = [x.astype(np.uint8), x[::-3], x.astype(">i4"), [5, 6], (), [], x[:0], (7,), x.astype(np.uint64)]
-    want = np.concatenate([np.asarray(part, np.int64) for part in parts])
+    expected = np.concatenate([np.asarray(part, np.int64) for part in parts])
     for i, given_ in enumerate((parts, tuple(parts), iter(parts), (part for part in parts))):
         write_tokens(tmp_path / f"{i}", given_, vocab=99)
-        np.testing.assert_array_equal(TokenFile(tmp_path / f"{i}")[:], want)
+        np.testing.assert_array_equal(TokenFile(tmp_path / f"{i}")[:], expected)
     write_tokens(tmp_path / "list", [3, 4], vocab=9)
     write_tokens(tmp_path / "empty", [], vocab=9)
     assert TokenFile(tmp_path / "list")[:].tolist() == [3, 4]

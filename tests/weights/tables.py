@@ -19,12 +19,12 @@ def planes(t: Trits) -> bytes:
     words = -(-k // 32)
     out = []
     for r in range(n):
-        for wanted in (1, -1):
+        for expected in (1, -1):
             for word in range(words):
                 value = 0
                 for bit in range(32):
                     e = 32 * word + bit
-                    if e < k and t[r, e] == wanted:
+                    if e < k and t[r, e] == expected:
                         value |= 1 << bit
                 out.append(value.to_bytes(4, "little"))
     return b"".join(out)

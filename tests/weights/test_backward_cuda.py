@@ -57,9 +57,9 @@ def dx_of(dy, w, sms=None):
     ids=str,
 )
 def test_dx_is_exact_and_wastes_nothing(m, n, k, dtype, group, sms, rng):
-    dy, w, want = problem(rng, m, n, k, dtype, group)
+    dy, w, expected = problem(rng, m, n, k, dtype, group)
     dx, profiles = dx_of(dy, w, sms)
-    np.testing.assert_array_equal(dx, want.astype(dtype))
+    np.testing.assert_array_equal(dx, expected.astype(dtype))
     tile, splits = backward_config(m, n, k, dtype.itemsize, sms=sms)
     assert [p.name for p in profiles] == ["ternary_backward"] + ["gemm_sum"] * (splits > 1)
     assert profiles[0].grid == (tile.blocks(m, k), splits, 1)
@@ -81,7 +81,7 @@ def test_dx_is_exact_and_wastes_nothing(m, n, k, dtype, group, sms, rng):
 def test_views(offset, dtype, rng):
     """Strided rows, at aligned and unaligned addresses; no element outside the view is read or written."""
     m, n, k = 37, 40, 72
-    dy, w, want = problem(rng, m, n, k, dtype)
+    dy, w, expected = problem(rng, m, n, k, dtype)
     padded = np.full((m, n + 16), np.nan, dtype)
     padded[:, offset : n + offset] = dy
     out = np.zeros((m, k + 16), dtype)
@@ -91,7 +91,7 @@ def test_views(offset, dtype, rng):
     ternary_matmul_backward(
         views[0], x, w, activations="native", out=views[1], device="emulator", backend="raw"
     )
-    np.testing.assert_array_equal(views[1][0], want.astype(dtype))
+    np.testing.assert_array_equal(views[1][0], expected.astype(dtype))
     np.testing.assert_array_equal(views[1][1], dy.astype(float).T @ x.astype(float))
     for array, view in ((out, views[1][0]), (dw, views[1][1])):
         view.fill(0)
@@ -138,8 +138,8 @@ def test_activations_as_the_forward_rounds_them(dtype, k, rng):
     q, step = reference.quantize_activations(x)
     exact = q * step[:, None]
     rounded, views = run_part(kernels._rounded, {"x": x})
-    got = views[rounded.name].astype(float)
-    assert (np.abs(got - exact) <= np.abs(exact) * float(ml_dtypes.finfo(dtype).eps) * 0.51).all()
+    actual = views[rounded.name].astype(float)
+    assert (np.abs(actual - exact) <= np.abs(exact) * float(ml_dtypes.finfo(dtype).eps) * 0.51).all()
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_long_sums(dtype, group, rng):
         reference.ternary_matmul_backward(dy, x, w.trits(), w.scale, precision=p)
         for p in ("float64", "naive")
     )
-    for actual, want, textbook in zip(grads, exact, naive, strict=True):
-        assert_close(actual, want, textbook, dtype, factor=GRADIENT)
+    for actual, expected, textbook in zip(grads, exact, naive, strict=True):
+        assert_close(actual, expected, textbook, dtype, factor=GRADIENT)
 
 
 def test_explain_tells_the_launches(rng):

@@ -154,10 +154,10 @@ def test_quantised_tokens_and_their_sums(group, rng):
     x[1], x[2, 7], x[3, 9] = 0, np.nan, np.inf
     made, views = run_part(kernels._quantized, {"x": x[:, :1100]}, 1100, group is not None)
     q, sums, inverse = (views[t.name] for t in made)
-    want, want_inverse = reference.quantize_activations(x[:, :1100])
-    np.testing.assert_array_equal(q, np.pad(want, ((0, 0), (0, 52))))
+    expected, want_inverse = reference.quantize_activations(x[:, :1100])
+    np.testing.assert_array_equal(q, np.pad(expected, ((0, 0), (0, 52))))
     np.testing.assert_array_equal(inverse, want_inverse)
-    padded = np.pad(want, ((0, 0), (0, 52))).astype(int)
+    padded = np.pad(expected, ((0, 0), (0, 52))).astype(int)
     np.testing.assert_array_equal(sums, padded.sum(1) if group is None else padded.reshape(6, -1, 64).sum(2))
 
 

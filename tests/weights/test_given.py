@@ -103,11 +103,11 @@ def test_after_the_norm_it_is_the_float_call(m, backend, rng):
     w = TernaryMatrix.from_trits(trits(rng, 40, SIZES["K"]), np.float32(0.37))
     q, scale, _ = rmsnorm_quant_int8(x, weight, **backend)
     y = ternary_matmul(q, w, x_scale=scale, **backend)
-    want = ternary_matmul(gpu_ops.rmsnorm(x, weight, **backend), w, **backend)
+    expected = ternary_matmul(gpu_ops.rmsnorm(x, weight, **backend), w, **backend)
     # a code whose exact value is close to a half may differ by one step; then y differs by a step of its row
-    off = np.abs(y - want).max(axis=1)
+    off = np.abs(y - expected).max(axis=1)
     assert (off <= 2.1 * 0.37 * scale).all()
-    assert np.linalg.norm(y - want) <= 1e-2 * np.linalg.norm(want)
+    assert np.linalg.norm(y - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
 def test_float64_stays_float64(rng):

@@ -68,8 +68,8 @@ def test_gradients(backend, dtype, m, n, k, kind, activations, rng):
             q, step = reference.quantize_activations(x)
             xq = (q * step[:, None]).astype(np.longdouble)
         exact = (dy.astype(np.longdouble) @ w.dequantize(np.float64), dy.astype(np.longdouble).T @ xq)
-    for actual, want, textbook, what in zip((dx, dw), exact, naive, ("dx", "dw"), strict=True):
-        assert_close(actual, want, textbook, dtype, factor=GRADIENT, what=what)
+    for actual, expected, textbook, what in zip((dx, dw), exact, naive, ("dx", "dw"), strict=True):
+        assert_close(actual, expected, textbook, dtype, factor=GRADIENT, what=what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,9 +100,9 @@ def test_only_one_gradient(backend, m, n, k, rng):
     w = TernaryMatrix.from_trits(rng.integers(-1, 2, (n, k)).astype(np.int8), 0.5)
     dy, x = rng.standard_normal((m, n), np.float32), rng.standard_normal((m, k), np.float32)
     both = ternary_matmul_backward(dy, x, w, **backend)
-    for part, want in zip(("dx", "dw"), both, strict=True):
-        assert ternary_matmul_backward(dy, x, w, only=part, **backend).tobytes() == want.tobytes()
-        place = np.empty_like(want)
+    for part, expected in zip(("dx", "dw"), both, strict=True):
+        assert ternary_matmul_backward(dy, x, w, only=part, **backend).tobytes() == expected.tobytes()
+        place = np.empty_like(expected)
         assert ternary_matmul_backward(dy, x, w, only=part, out=place, **backend) is place
 
 
@@ -141,8 +141,8 @@ def test_tiles_make_no_difference(rng, monkeypatch):
     forget_calls()
     said = gpu_ops.explain("ternary_matmul_backward", dy, x, w)
     assert "tiles of 4 tokens x 64 columns" in str(said)
-    for gradient, want in zip(ternary_matmul_backward(dy, x, w), whole, strict=True):
-        np.testing.assert_array_equal(gradient, want)
+    for gradient, expected in zip(ternary_matmul_backward(dy, x, w), whole, strict=True):
+        np.testing.assert_array_equal(gradient, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -218,10 +218,10 @@ def test_the_layers_gradients(device, rng):
     layer = TernaryLinear(matrix(rng, 5, 64), random(rng, (5,), np.float32))
     x, dy = random(rng, (2, 3, 64), np.float32), random(rng, (2, 3, 5), np.float32)
     dx, dw, dbias = layer.backward(dy, x, device=device)
-    for actual, want in zip(
+    for actual, expected in zip(
         (dx, dw), ternary_matmul_backward(dy, x, layer.weight, device=device), strict=True
     ):
-        np.testing.assert_array_equal(actual, want)
+        np.testing.assert_array_equal(actual, expected)
     np.testing.assert_allclose(dbias, dy.sum(axis=(0, 1)), rtol=1e-6)
     assert dbias.dtype == np.float32
     assert len(TernaryLinear(layer.weight).backward(dy, x)) == 2
@@ -248,10 +248,10 @@ def test_latent_weights_learn_a_ternary_function(rng):
 def test_dense_weights_are_quantised_with_options(rng):
     w = random(rng, (8, 64), np.float32)
     layer = TernaryLinear(w, method="twn", group_size=-1)
-    want = gpu_ops.ternary_quantize(w, method="twn", group_size=-1)
-    np.testing.assert_array_equal(layer.weight.trits(), want.trits())
-    np.testing.assert_array_equal(layer.weight.scale, want.scale)
-    assert (layer.in_features, layer.out_features, layer.nbytes) == (64, 8, want.nbytes)
+    expected = gpu_ops.ternary_quantize(w, method="twn", group_size=-1)
+    np.testing.assert_array_equal(layer.weight.trits(), expected.trits())
+    np.testing.assert_array_equal(layer.weight.scale, expected.scale)
+    assert (layer.in_features, layer.out_features, layer.nbytes) == (64, 8, expected.nbytes)
 
 
 def test_bad_layers(rng):

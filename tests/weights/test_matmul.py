@@ -189,8 +189,8 @@ def test_nonfinite_and_zero_tokens(m, backend, rng):
 def test_a_token_may_be_a_vector(activations, dtype, backend, rng):
     w = TernaryMatrix.from_trits(trits(rng, (19, 70)), np.float32(0.5))
     x = random(rng, (1, 70), dtype)
-    want = ternary_matmul(x, w, activations=activations, **backend)[0]
-    np.testing.assert_array_equal(ternary_matmul(x[0], w, activations=activations, **backend), want)
+    expected = ternary_matmul(x, w, activations=activations, **backend)[0]
+    np.testing.assert_array_equal(ternary_matmul(x[0], w, activations=activations, **backend), expected)
 
 
 @settings(max_examples=25)
@@ -209,8 +209,8 @@ def test_quantised_layer_is_close_to_the_dense_one(rng):
     w = ternary_quantize(dense, method="twn", group_size=-1)
     np.testing.assert_array_equal(w.trits(), t)
     x = random(rng, (8, 512), np.float32)
-    y, want = ternary_matmul(x, w), x @ dense.T
-    assert np.linalg.norm(y - want) < 0.06 * np.linalg.norm(want)
+    y, expected = ternary_matmul(x, w), x @ dense.T
+    assert np.linalg.norm(y - expected) < 0.06 * np.linalg.norm(expected)
 
 
 def test_two_threads_at_once(rng):

@@ -52,8 +52,10 @@ def test_an_mlp_runs_from_packed_weights(gate, format, rng):
     x = random(rng, (5, hidden), np.float32)
     y = mlp(x, lambda name, x: layers[name](x))
     np.testing.assert_array_equal(y, mlp(x, lambda name, x: TernaryLinear(weights[name])(x)))
-    want = mlp(x, unpacked)
-    np.testing.assert_allclose(y, want, atol=1e-2 * np.abs(want).max())  # one step of an int8 activation
+    expected = mlp(x, unpacked)
+    np.testing.assert_allclose(
+        y, expected, atol=1e-2 * np.abs(expected).max()
+    )  # one step of an int8 activation
 
 
 # --- a model's weights -----------------------------------------------------------------------------

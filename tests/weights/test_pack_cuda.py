@@ -57,11 +57,11 @@ def trits(rng, shape):
 def test_bytes_are_the_references(name, backend, rng):
     for shape in SHAPES[name]:
         t = trits(rng, shape)
-        want = reference.ternary_pack(t, name)
+        expected = reference.ternary_pack(t, name)
         packed = ternary_pack(t, name, **backend)
-        assert (packed.dtype, packed.shape) == (want.dtype, want.shape)
-        np.testing.assert_array_equal(packed, want, err_msg=str(shape))
-        back = ternary_unpack(want, shape, name, **backend)
+        assert (packed.dtype, packed.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(packed, expected, err_msg=str(shape))
+        back = ternary_unpack(expected, shape, name, **backend)
         assert back.dtype == np.int8
         np.testing.assert_array_equal(back, t, err_msg=str(shape))
 
@@ -124,10 +124,10 @@ def test_bad_bytes_are_refused_in_the_references_words(name, backend, rng):
         bad.reshape(-1)[at] = BAD.get(name, 255)
         if name == "planes":  # in either plane
             bad[...] = 255
-        want = outcome(lambda bad=bad: ternary_unpack(bad, shape, name, **REFERENCE))
+        expected = outcome(lambda bad=bad: ternary_unpack(bad, shape, name, **REFERENCE))
         actual = outcome(lambda bad=bad: ternary_unpack(bad, shape, name, **backend))
-        np.testing.assert_array_equal(actual, want)
-        refused += isinstance(want, str)
+        np.testing.assert_array_equal(actual, expected)
+        refused += isinstance(expected, str)
         actual = ternary_unpack(bad, shape, name, strict=False, **backend)
         np.testing.assert_array_equal(actual, decode(bad, shape, name, strict=False))
     assert refused >= 2
@@ -145,9 +145,9 @@ def test_random_bytes_decode_as_the_reference_does(name, backend, rng):
         noise = rng.integers(0, values, size).astype(np.uint8)
         actual = ternary_unpack(noise, shape, name, strict=False, **backend)
         np.testing.assert_array_equal(actual, decode(noise, shape, name, strict=False))
-        want = outcome(lambda noise=noise: ternary_unpack(noise, shape, name, **REFERENCE))
+        expected = outcome(lambda noise=noise: ternary_unpack(noise, shape, name, **REFERENCE))
         actual = outcome(lambda noise=noise: ternary_unpack(noise, shape, name, **backend))
-        np.testing.assert_array_equal(actual, want)
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["tq1_0", "tq2_0", "q2_0"])
@@ -201,10 +201,10 @@ def test_tiles_of_every_size(name, backend_name, rng):
     for tile in sorted(set(FORMATS[name].tiles.values())):
         rows, columns, _ = tile
         t = trits(rng, (2 * rows, columns + (columns if name == "tl1" else 64)))
-        want = encode((t + 1).astype(np.uint8), tile)
-        packed, back = np.empty(want.shape, np.uint8), np.empty(t.shape, np.int8)
+        expected = encode((t + 1).astype(np.uint8), tile)
+        packed, back = np.empty(expected.shape, np.uint8), np.empty(t.shape, np.int8)
         assert not run("pack", backend_name, t, packed, name, tile).any()
-        np.testing.assert_array_equal(packed, want, err_msg=str(tile))
+        np.testing.assert_array_equal(packed, expected, err_msg=str(tile))
         assert not run("unpack", backend_name, back, packed, name, tile).any()
         np.testing.assert_array_equal(back, t, err_msg=str(tile))
 

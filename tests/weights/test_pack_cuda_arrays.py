@@ -33,9 +33,9 @@ def test_arrays_on_a_gpu(cupy, rng):
     launched = [(f"ternary_{way}{kernel}", 1) for kernel in names for way in ("pack", "unpack")]
     assert [launch[:2] for launch in cupy.launched] == launched
     np.testing.assert_array_equal(ternary_pack(t, "w2", device="cuda"), reference.ternary_pack(t, "w2"))
-    want = reference.ternary_pack(t, "tq2_0", scale=(scale := np.array([0.5, 1, 2, 4], np.float32)))
-    np.testing.assert_array_equal(ternary_pack(FakeArray(t), "tq2_0", scale=FakeArray(scale)).host, want)
-    np.testing.assert_array_equal(ternary_pack(t, "tq2_0", scale=scale, device="cuda"), want)
+    expected = reference.ternary_pack(t, "tq2_0", scale=(scale := np.array([0.5, 1, 2, 4], np.float32)))
+    np.testing.assert_array_equal(ternary_pack(FakeArray(t), "tq2_0", scale=FakeArray(scale)).host, expected)
+    np.testing.assert_array_equal(ternary_pack(t, "tq2_0", scale=scale, device="cuda"), expected)
     t[3, 200] = 5
     for name in ("w2", "q2_0"):
         assert "trits[3, 200] is 5" in message(lambda name=name: ternary_pack(FakeArray(t), name))

@@ -93,17 +93,17 @@ def test_quantize_follows_the_definition(method, group_size, dtype, backend, rng
     t, codes = matrix.trits(), iter(scopes(matrix.trits(), group_size))
     assert matrix.density == np.count_nonzero(t) / t.size
     for index, values in scopes(w.astype(np.float64), group_size):
-        got = [int(v) for v in next(codes)[1]]
+        actual = [int(v) for v in next(codes)[1]]
         scale = float(matrix.scale[index])
         if method == "absmean":
             expected_scale = max(math.fsum(abs(v) for v in values) / len(values), 1e-5)
-            want = [max(-1, min(1, round(float(v) / scale))) for v in values]  # round() is half to even
+            expected = [max(-1, min(1, round(float(v) / scale))) for v in values]  # round() is half to even
         else:
             d = limit(method, np.abs(values))
-            want = [int(np.sign(v)) if abs(v) > d else 0 for v in values]
+            expected = [int(np.sign(v)) if abs(v) > d else 0 for v in values]
             kept = [abs(float(v)) for v in values if abs(v) > d]
             expected_scale = math.fsum(kept) / len(kept) if kept else 1.0
-        assert got == want
+        assert actual == expected
         assert scale == pytest.approx(expected_scale, rel=1e-7)
         assert scale == np.float32(scale)
 

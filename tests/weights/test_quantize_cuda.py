@@ -28,12 +28,12 @@ RAW = {"device": "emulator", "backend": "raw"}
 
 def check(w, method="absmean", group_size=None, threshold=None, **backend):
     """Check codes and scale against the reference: equal bits, except for a scale whose sum is between two floats."""
-    got = ternary_quantize(w, method=method, group_size=group_size, threshold=threshold, **backend)
+    actual = ternary_quantize(w, method=method, group_size=group_size, threshold=threshold, **backend)
     t, scale = reference.ternary_quantize(w, method=method, group_size=group_size, threshold=threshold)
-    np.testing.assert_array_equal(got.trits(), t)
-    assert got.codes.tobytes() == reference.ternary_pack(t, "w2").tobytes()  # padding too
-    np.testing.assert_array_max_ulp(got.scale, scale, 1)
-    return got
+    np.testing.assert_array_equal(actual.trits(), t)
+    assert actual.codes.tobytes() == reference.ternary_pack(t, "w2").tobytes()  # padding too
+    np.testing.assert_array_max_ulp(actual.scale, scale, 1)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,12 @@ def test_the_same_bits_wherever_the_weights_lie(dtype, rng):
     padded = np.zeros((3, 2101), dtype)
     padded[:, 1:] = w
     for group_size in (None, -1):
-        want = check(w, "twn", group_size, **RAW)
-        got = ternary_quantize(padded[:, 1:], method="twn", group_size=group_size, **RAW)
-        assert (got.codes.tobytes(), got.scale.tobytes()) == (want.codes.tobytes(), want.scale.tobytes())
+        expected = check(w, "twn", group_size, **RAW)
+        actual = ternary_quantize(padded[:, 1:], method="twn", group_size=group_size, **RAW)
+        assert (actual.codes.tobytes(), actual.scale.tobytes()) == (
+            expected.codes.tobytes(),
+            expected.scale.tobytes(),
+        )
     check(w[:, ::-1], **RAW)
 
 

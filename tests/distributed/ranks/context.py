@@ -72,9 +72,9 @@ def check(name, x, ref, part, textbook, in_float64):
 def compare(comm, arrays, layout, options, level=0.0, **device):
     mine = context_parallel.sequence_positions(comm.rank, comm.size, arrays[0].shape[1], layout)
     results, lse = ring(comm, arrays, layout, options, **device)
-    want, want_lse = exact(arrays, options)
-    np.testing.assert_allclose(lse, want_lse[:, :, mine], rtol=2e-6, atol=1e-5)
-    for name, x, ref, textbook in zip(NAMES, results, want, mixed(arrays, options), strict=True):
+    expected, expected_lse = exact(arrays, options)
+    np.testing.assert_allclose(lse, expected_lse[:, :, mine], rtol=2e-6, atol=1e-5)
+    for name, x, ref, textbook in zip(NAMES, results, expected, mixed(arrays, options), strict=True):
         # each term of a gradient errs by units of its score times the other factor
         other = {"dq": arrays[1], "dk": arrays[0]}.get(name, ref)
         largest = max(1.0, *(float(np.abs(y).max()) for y in (ref, other)))
@@ -198,7 +198,7 @@ def check_documents(comm):
             if more and (not causal or dtype != "float64"):
                 continue
             options = {"causal": causal, **more}
-            want = documents_of((q, k, v, dout), cu, options, lambda *arguments: exact(*arguments)[0])
+            expected = documents_of((q, k, v, dout), cu, options, lambda *arguments: exact(*arguments)[0])
             textbook = documents_of((q, k, v, dout), cu, options, mixed)
             local = slice(comm.rank * share, (comm.rank + 1) * share)
             before = {n: comm.bytes_sent[n] for n in ("all_gather", "reduce_scatter")}
@@ -216,7 +216,7 @@ def check_documents(comm):
             assert comm.bytes_sent["reduce_scatter"] - before["reduce_scatter"] == (
                 (p - 1) * (k.size + v.size) * item // p
             )
-            for name, x, ref, by_textbook in zip(NAMES, (out, *grads), want, textbook, strict=True):
+            for name, x, ref, by_textbook in zip(NAMES, (out, *grads), expected, textbook, strict=True):
                 check(name, x, ref, local, by_textbook, 1e-12 * max(1.0, np.abs(ref).max()))
 
 

@@ -99,11 +99,11 @@ def check_the_bits_of_one_rank(comm):
     ):
         parallel = DataParallel(config, comm, stage=stage, bucket_mb=bucket_mb, dtype=dtype)
         pairs = zip(many(parallel, case), one_rank(config, dtype, comm.size, stage, case), strict=True)
-        for (weights, norm), (want, want_norm) in pairs:
-            assert weights.keys() == want.keys()
-            for name, x in want.items():
+        for (weights, norm), (expected, expected_norm) in pairs:
+            assert weights.keys() == expected.keys()
+            for name, x in expected.items():
                 np.testing.assert_array_equal(weights[name].view(np.uint8), x.view(np.uint8))
-            assert abs(norm - want_norm) <= 1e-14 * want_norm
+            assert abs(norm - expected_norm) <= 1e-14 * expected_norm
 
 
 def check_the_loss_falls_as_in_float64(comm):
@@ -113,7 +113,7 @@ def check_the_loss_falls_as_in_float64(comm):
         targets[1, : rank % 4] = -100
     ids, targets = (np.concatenate(x) for x in zip(*batches, strict=True))
     count = int((targets >= 0).sum())
-    want = grads_of(made(CONFIG)[0], CONFIG, [(ids, targets)])
+    expected = grads_of(made(CONFIG)[0], CONFIG, [(ids, targets)])
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage, dtype="float64", mean=False)
         parallel.assign(made(CONFIG)[0])
@@ -123,11 +123,11 @@ def check_the_loss_falls_as_in_float64(comm):
             shares = (bucket.joined(parallel.flat.grads)[None], 0)
             whole = shares[0][0] if stage == 0 else comm.all_gather(*shares).reshape(-1)
             grads |= bucket.views_of(whole)
-        for name, x in want.items():
+        for name, x in expected.items():
             assert np.abs(grads[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
-        want_loss = models.loss(ids, targets, models.Llama.of(made(CONFIG)[0], CONFIG), CONFIG)
-        assert abs(comm.all_reduce(np.array([loss]))[0] - want_loss) <= 1e-12
-        assert abs(models.loss(ids, targets, parallel.model(), CONFIG) - want_loss) <= 1e-12
+        expected_loss = models.loss(ids, targets, models.Llama.of(made(CONFIG)[0], CONFIG), CONFIG)
+        assert abs(comm.all_reduce(np.array([loss]))[0] - expected_loss) <= 1e-12
+        assert abs(models.loss(ids, targets, parallel.model(), CONFIG) - expected_loss) <= 1e-12
 
 
 def check_bytes(comm):
@@ -200,11 +200,13 @@ def check_with_tensor_parallelism(comm):
         parallel = DataParallel(parts, mesh.dp, stage=stage, dtype="float64")
         of_one = one_rank(config, "float64", mesh.dp.size, stage, case)
         start = parts.shard_weights(made(config, np.float32)[0])
-        for (weights, norm), (want, want_norm) in zip(many(parallel, case, start), of_one, strict=True):
+        for (weights, norm), (expected, expected_norm) in zip(
+            many(parallel, case, start), of_one, strict=True
+        ):
             whole = parts.gather_weights(weights)
-            for name, x in want.items():
+            for name, x in expected.items():
                 assert np.abs(whole[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
-            assert abs(norm - want_norm) <= 1e-12 * want_norm
+            assert abs(norm - expected_norm) <= 1e-12 * expected_norm
 
 
 def check_a_step_that_one_rank_skips(comm):

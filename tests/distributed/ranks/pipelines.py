@@ -77,10 +77,10 @@ def check_the_bits_of_one_rank_by_one(comm):
         ids, targets = batch(2 * m)
         policy = ("none", "layer")[m % 2]
         loss = line.loss_and_grads(ids, targets, parallel, microbatches=m, policy=policy)
-        want_loss, want = one_rank(config, param_dtype, m)
-        assert loss.dtype == want_loss.dtype
-        assert loss == want_loss
-        same_grads(parallel, want)
+        expected_loss, expected = one_rank(config, param_dtype, m)
+        assert loss.dtype == expected_loss.dtype
+        assert loss == expected_loss
+        same_grads(parallel, expected)
         owners = np.array([[n in parallel._grads.arrays for n in config.shapes()]])
         assert (comm.all_gather(owners.astype(int)).sum(axis=0) == 1).all()
 
@@ -92,9 +92,11 @@ def check_a_denominator_of_the_whole_batch(comm):
     line = Pipeline(CONFIG, comm, schedule="zb-h1")
     parallel = held_by(comm, line, dtype="float64")
     loss = line.loss_and_grads(ids, targets, parallel, microbatches=3, mean=False, **options)
-    want_loss, want = one_rank(CONFIG, np.float64, 3, mean=False, ids_and_targets=(ids, targets), **options)
-    assert loss == want_loss
-    same_grads(parallel, want)
+    expected_loss, expected = one_rank(
+        CONFIG, np.float64, 3, mean=False, ids_and_targets=(ids, targets), **options
+    )
+    assert loss == expected_loss
+    same_grads(parallel, expected)
     whole, exact = one_rank(CONFIG, np.float64, 1, mean=False, ids_and_targets=(ids, targets), **options)
     assert abs(loss - whole) <= 1e-12
     for name, x in parallel._grads.arrays.items():
@@ -180,12 +182,12 @@ def check_training_on_a_mesh(comm):
                 norm = parallel.grad_norm(also=mesh.pp)
                 parallel.step(lr=1e-2, grad_scale=training.clip_coefficient(norm, 0.1))
                 flat.zero_grad()
-                want = models.loss_and_grads(ids, targets, weights, config, grads=grads)
-                want_norm = np.sqrt(sum(np.vdot(x, x) for x in flat.grads.values()))
-                flat.step(lr=1e-2, grad_scale=training.clip_coefficient(want_norm, 0.1))
-                assert abs(norm - want_norm) <= 1e-12 * want_norm
+                expected = models.loss_and_grads(ids, targets, weights, config, grads=grads)
+                expected_norm = np.sqrt(sum(np.vdot(x, x) for x in flat.grads.values()))
+                flat.step(lr=1e-2, grad_scale=training.clip_coefficient(expected_norm, 0.1))
+                assert abs(norm - expected_norm) <= 1e-12 * expected_norm
                 mean = mesh.dp.all_reduce(np.array([loss])) / mesh.dp.size
-                assert abs(mean[0] - want) <= 1e-12
+                assert abs(mean[0] - expected) <= 1e-12
                 same_on_all(mesh.pp, np.asarray(loss))
                 same_on_all(mesh.tp, np.asarray(loss))
             gathered = parallel.gather_weights()

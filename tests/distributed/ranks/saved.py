@@ -127,12 +127,12 @@ def check_any_layout_loads_any_other(comm):
             run.train(0, 2)
             first = ShardedCheckpoints(folder / f"from{number}", comm)
             first.save(2, run.parallel, {"loss": 0.5, "who": [tp, stage]})
-            want, index = assembled(first.path(2), config)
+            expected, index = assembled(first.path(2), config)
             assert (index["next_step"], index["dtypes"].keys()) == (3, set(KINDS))
             weights = run.parts.gather_weights(run.parallel.gather_weights())
             same(
                 {f"params/{name}": x for name, x in weights.items()},
-                {k: x for k, x in want.items() if k[0] == "p"},
+                {k: x for k, x in expected.items() if k[0] == "p"},
             )
             for other in layouts(comm):
                 if (tp, stage) != (1, 1) and other not in ((1, 3), (comm.size, 0), (tp, stage)):
@@ -144,7 +144,7 @@ def check_any_layout_loads_any_other(comm):
                 second.save(2, target.parallel)
                 actual, again = assembled(second.path(2), config)
                 assert again["next_step"] == 3
-                same(actual, want)
+                same(actual, expected)
                 same(target.parts.gather_weights(target.parallel.gather_weights()), weights)
             alone = DataParallel(config, Single(), dtype="bfloat16")
             ShardedCheckpoints(folder / f"from{number}", Single()).load(alone)
@@ -161,16 +161,16 @@ def check_a_run_goes_on(comm):
             run.train(0, 2)
             checkpoints.save(2, run.parallel)
             run.train(2, 4)
-            want = run.parts.gather_weights(run.parallel.gather_weights())
+            expected = run.parts.gather_weights(run.parallel.gather_weights())
             for other in ((tp, stage), (1, 2), (comm.size, 1)):
                 again = Run(comm, config, *other, dtype=dtype)
                 step, _ = checkpoints.load(again.parallel)
                 again.train(step, 4)
                 weights = again.parts.gather_weights(again.parallel.gather_weights())
                 if other == (tp, stage):
-                    same(weights, want)
+                    same(weights, expected)
                 elif dtype == "float64":
-                    for name, x in want.items():
+                    for name, x in expected.items():
                         assert np.abs(weights[name] - x).max() <= 1e-12 * max(1.0, np.abs(x).max()), name
 
 
@@ -240,7 +240,7 @@ def check_an_error_on_one_rank(comm):
     config, last = config_of(comm), comm.size - 1
     run = Run(comm, config, 1, 1)
     run.start()
-    want = run.parallel.gather_weights()
+    expected = run.parallel.gather_weights()
     with folder_of_all(comm) as folder:
         checkpoints = ShardedCheckpoints(folder, comm)
         path = checkpoints.save(1, run.parallel)
@@ -257,7 +257,7 @@ def check_an_error_on_one_rank(comm):
         with pytest.raises(FormatError if comm.rank == last else CommError, match=r"FormatError|safetensors"):
             checkpoints.load(run.parallel)
         run.start()
-        same(run.parallel.gather_weights(), want)
+        same(run.parallel.gather_weights(), expected)
 
 
 def check_ranks_without_which_the_model_is_not_whole(comm):

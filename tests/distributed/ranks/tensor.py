@@ -108,12 +108,12 @@ def check_gradients_in_float64(comm):
     """Check gradients of every weight and their norm; ranks that hold the same array have the same bits."""
     ids, targets = batch(4 * comm.size)
     for config in configs(comm):
-        want_loss, want = of_whole(config, np.float64, ids, targets, reduction="sum")
-        norm = np.sqrt(sum(np.vdot(x, x) for x in want.values()))
+        expected_loss, expected = of_whole(config, np.float64, ids, targets, reduction="sum")
+        norm = np.sqrt(sum(np.vdot(x, x) for x in expected.values()))
         for parts in layouts(comm, config):
             loss, grads, mine = of_parts(parts, np.float64, ids, targets, reduction="sum")
-            close(loss, want_loss)
-            for name, x in want.items():
+            close(loss, expected_loss)
+            for name, x in expected.items():
                 close(grads[name], x, name)
             close(parts.grad_norm(mine), norm)
             for x in (loss, *(x for name, x in mine.items() if not parts.pieces(name)[1])):
@@ -127,13 +127,13 @@ def check_policies_and_packed_sequences(comm):
     sequences = models.Sequences(positions=positions, cu_seqlens=starts)
     ids, targets = tokens((6 * comm.size,)), tokens((6 * comm.size,), 2)
     *_, config = configs(comm)
-    want_loss, want = of_whole(config, np.float64, ids, targets, sequences=sequences)
+    expected_loss, expected = of_whole(config, np.float64, ids, targets, sequences=sequences)
     for parts in layouts(comm, config):
         first = None
         for policy in ("none", "layer"):
             loss, grads, mine = of_parts(parts, np.float64, ids, targets, sequences=sequences, policy=policy)
-            close(loss, want_loss)
-            for name, x in want.items():
+            close(loss, expected_loss)
+            for name, x in expected.items():
                 close(grads[name], x, name)
             for name, x in (first or mine).items():
                 np.testing.assert_array_equal(mine[name], x)
@@ -170,7 +170,7 @@ def check_a_block(comm):
     rng = np.random.default_rng(5)
     x, dy = rng.standard_normal((2, 2, 4 * p, config.hidden))
     whole = models.Llama.of(arrays, config).layers[0]
-    want, saved = models.block_forward(x, whole, config)
+    expected, saved = models.block_forward(x, whole, config)
     want_dx = models.block_backward(dy, whole, saved, config, grads=models.Llama.of(grads, config).layers[0])
     for parts, sent in zip(layouts(comm, config), (8, 10), strict=True):
         layer = parts.model(parts.shard_weights(arrays)).layers[0]
@@ -182,7 +182,7 @@ def check_a_block(comm):
         y, saved = models.block_forward(x[:, mine], layer, parts.config)
         dx = models.block_backward(dy[:, mine], layer, saved, parts.config, grads=into)
         assert sum(comm.bytes_sent.values()) - before == sent * x.nbytes * (p - 1) // p
-        for actual, ref in ((y, want), (dx, want_dx)):
+        for actual, ref in ((y, expected), (dx, want_dx)):
             close(actual, ref[:, mine])
             if not parts.stream.divided:
                 same_on_all(comm, actual)
@@ -192,7 +192,7 @@ def check_gradients_add_up(comm):
     """Gradients of parts of a batch add up; shared ones are summed once, frozen weights are omitted."""
     ids, targets = batch(4 * comm.size)
     *_, config = configs(comm)
-    _, want = of_whole(config, np.float64, ids, targets, denominator=targets.size - 1)
+    _, expected = of_whole(config, np.float64, ids, targets, denominator=targets.size - 1)
     for parts in layouts(comm, config):
         arrays, zeros = (parts.shard_weights(x) for x in made(config))
         weights, grads = parts.model(arrays), parts.grads(zeros)
@@ -206,7 +206,7 @@ def check_gradients_add_up(comm):
         assert not zeros["embed"].any()
         assert not zeros["layers.0.qkv"].any()
         whole = parts.gather_weights(zeros)
-        for name, x in want.items():
+        for name, x in expected.items():
             if name not in ("embed", "layers.0.qkv"):
                 close(whole[name], x, name)
 
@@ -275,9 +275,11 @@ def check_next_logits(comm):
                 cache.commit()
             close(logits[1], logits[0])
             same_on_all(comm, logits[1])
-        want = models.logits(np.array(text), whole, config)
+        expected = models.logits(np.array(text), whole, config)
         for each in layouts(comm, config)[: 1 if 11 % comm.size else 2]:
-            close(models.logits(np.array(text), each.model(each.shard_weights(arrays)), each.config), want)
+            close(
+                models.logits(np.array(text), each.model(each.shard_weights(arrays)), each.config), expected
+            )
 
 
 def check_generation(comm):

@@ -98,12 +98,12 @@ def rows_of(comm: Comm):
 def check_heads_and_batch(comm):
     """Two ranks share each layer, and pairs share the batch."""
     mesh = Mesh(comm, tp=pair(comm), dp=comm.size // pair(comm))
-    want = of_one_rank(comm, CONFIG, STEPS)
-    assert want[-1, 0] < 0.5 * want[0, 0]
+    expected = of_one_rank(comm, CONFIG, STEPS)
+    assert expected[-1, 0] < 0.5 * expected[0, 0]
     parts = TensorParallel(CONFIG, mesh.tp, sequence_parallel=True)
     parallel = DataParallel(parts, mesh.dp, stage=1, dtype="float64")
     parallel.assign(parts.shard_weights(start(CONFIG)))
-    equal(of_ranks(parallel, rows_of(mesh.dp), STEPS), want)
+    equal(of_ranks(parallel, rows_of(mesh.dp), STEPS), expected)
 
 
 def check_sequence(comm):
@@ -118,14 +118,14 @@ def check_sequence(comm):
 def check_sequence_with_all_else(comm):
     """Pairs share the sequences of their part of the batch, or the heads; every layout, recomputed attention."""
     steps = 5
-    want = of_one_rank(comm, MIXED, steps)
+    expected = of_one_rank(comm, MIXED, steps)
     for layout, stage, policy in (("zigzag", 3, "layer"), ("contiguous", 0, "attention")):
         mesh = Mesh(comm, cp=comm.size // pair(comm), dp=pair(comm))
         context, rows = ContextParallel(mesh.cp, SEQLEN, layout=layout), rows_of(mesh.dp)
         parallel = DataParallel(MIXED, mesh.group("dp", "cp"), stage=stage, dtype="float64")
         parallel.assign(start(MIXED))
         more = {"sequences": context, "policy": policy}
-        equal(of_ranks(parallel, lambda x, f=context.part, g=rows: f(g(x)), steps, **more), want)
+        equal(of_ranks(parallel, lambda x, f=context.part, g=rows: f(g(x)), steps, **more), expected)
     mesh = Mesh(comm, cp=comm.size // pair(comm), tp=pair(comm))
     context, parts = ContextParallel(mesh.cp, SEQLEN, layout="striped"), TensorParallel(CONFIG, mesh.tp)
     parallel = DataParallel(parts, mesh.cp, dtype="float64")

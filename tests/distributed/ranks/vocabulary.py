@@ -57,8 +57,8 @@ def check_embedding(comm):
     for divided, scale in ((False, 1.0), (True, 2.0)):
         table, at = table_of(comm, weight, sequence_parallel=divided)
         mine = slice(3 * comm.rank, 3 * comm.rank + 3) if divided else slice(None)
-        want = gpu_ops.embedding(ids, weight, scale=scale)[:, mine]
-        np.testing.assert_array_equal(table.embed(ids, scale=scale), want)
+        expected = gpu_ops.embedding(ids, weight, scale=scale)[:, mine]
+        np.testing.assert_array_equal(table.embed(ids, scale=scale), expected)
         grads = np.ones(table.shape)
         table.embed_backward(dx[:, mine], ids, dweight=grads, scale=scale)
         close(grads, 1 + gpu_ops.embedding_backward(dx, ids, VOCAB, scale=scale)[at])
@@ -70,11 +70,11 @@ def check_loss(comm):
     for options, divided in itertools.product(LOSSES.values(), (False, True)):
         targets = np.where(drawn == -100, options.get("ignore_index", -100), drawn)
         of_loss = {"grads": True, **options}
-        want, dh, dweight = gpu_ops.linear_cross_entropy(h, weight, targets, **of_loss)
+        expected, dh, dweight = gpu_ops.linear_cross_entropy(h, weight, targets, **of_loss)
         table, at = table_of(comm, weight, sequence_parallel=divided)
         mine = slice(2 * comm.rank, 2 * comm.rank + 2) if divided else slice(None)
         results = table.loss(h[:, mine], targets, **of_loss)
-        for x, ref in zip(results, (want, dh[:, mine], dweight[at]), strict=True):
+        for x, ref in zip(results, (expected, dh[:, mine], dweight[at]), strict=True):
             close(x, ref)
         each = comm.all_gather(np.atleast_1d(results[0])[None])
         np.testing.assert_array_equal(each, np.broadcast_to(each[0], each.shape))
@@ -83,7 +83,7 @@ def check_loss(comm):
         close(sums, 1 + dweight[at])
         assert len(table.loss(h[:, mine], targets, **of_loss, only="dx")) == 2
         plain = {name: x for name, x in options.items() if name != "dloss"}
-        close(table.loss(h[:, mine], targets, **plain), want)
+        close(table.loss(h[:, mine], targets, **plain), expected)
         close(table.logits(h[:, mine]), gpu_ops.linear(h, weight))
 
 
