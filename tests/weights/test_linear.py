@@ -35,8 +35,8 @@ def quick_on_emulator(raw):
     return {"test_gradients": {"m": {7, 9}, "activations": {"int8"}, "dtype": quick}}
 
 
-def matrix(rng, n, k, kind="tensor", format="w2"):
-    scale = rng.uniform(0.5, 1.5, SCALES[kind](n, k)).astype(np.float32)
+def matrix(rng, n, k, scale_kind="tensor", format="w2"):
+    scale = rng.uniform(0.5, 1.5, SCALES[scale_kind](n, k)).astype(np.float32)
     return TernaryMatrix.from_trits(rng.integers(-1, 2, (n, k)).astype(np.int8), scale, format=format)
 
 
