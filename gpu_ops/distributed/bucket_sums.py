@@ -1,4 +1,4 @@
-"""Whole weights and gradients in buckets, of which each rank has a share: gathered, and added up."""
+"""Buckets of whole weights and gradients: gather the shares of all ranks, and add gradients up into shares."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = ["Gradients", "Weights"]
 
 Array = npt.NDArray[Any]
 
-_UNDER_WAY = 2  # messages: each holds a bucket twice, what is sent and what arrives
+_UNDER_WAY = 2  # messages; each holds a bucket twice: the sent and the received one
 
 
 class Weights:
-    """Whole weights by name, of shares in ``flat``.
+    """Whole weights by name, gathered from shares in ``flat``.
 
-    In stage 3 they are here between :meth:`gather` and :meth:`free`, otherwise NaN of these shapes, without memory.
+    In stage 3 they exist between :meth:`gather` and :meth:`free`; otherwise ``arrays`` has NaN of the same shapes,
+    without memory.
     """
 
     def __init__(self, comm: Comm, buckets: Sequence[Bucket], flat: FlatParams, stage: int) -> None:
@@ -52,11 +53,11 @@ class Weights:
             sent.append(self._comm.start_all_gather(share, out=whole))
             if len(sent) > _UNDER_WAY:
                 sent.pop(0).wait()
-        for one in sent:
-            one.wait()
+        for pending in sent:
+            pending.wait()
 
     def start_gather(self, number: int) -> None:
-        """Beside the work that follows."""
+        """Start to gather a bucket in stage 3; the transfer overlaps with the work that follows."""
         if self._stage == 3 and number not in self._gathers:
             bucket = self._buckets[number]
             whole = np.empty(bucket.size, self.dtype)
@@ -76,18 +77,18 @@ class Weights:
             self._leave_shapes(self._buckets[number])
 
     def free_all(self) -> None:
-        """What a pass that failed has left: it would not see the shares change."""
+        """Free buckets that a failed pass has left: they would not follow changes of the shares."""
         for number in list(self._gathers):
-            self.gather(number)  # waits for what is under way
+            self.gather(number)  # waits for the transfer
             self.free(number)
 
     def _leave_shapes(self, bucket: Bucket) -> None:
-        nothing = np.full((), np.nan, self.dtype)
-        self.arrays |= {name: np.broadcast_to(nothing, shape) for name, shape in bucket.shapes.items()}
+        placeholder = np.full((), np.nan, self.dtype)
+        self.arrays |= {name: np.broadcast_to(placeholder, shape) for name, shape in bucket.shapes.items()}
 
 
 class Gradients:
-    """Whole gradients by name, whose sums over the ranks go to shares in ``flat``. From stage 2 on they are here
+    """Whole gradients by name; their sums over the ranks are added to shares in ``flat``. From stage 2 on they exist
     between :meth:`open` and :meth:`send`."""
 
     def __init__(
@@ -102,7 +103,7 @@ class Gradients:
         self._sum_shared = sum_shared
         self.arrays: dict[str, Array] = {}
         self._whole: dict[int, Array] = {}
-        self._sent: deque[tuple[int, Pending]] = deque()  # a bucket may be there twice, of two microbatches
+        self._sent: deque[tuple[int, Pending]] = deque()  # may have a bucket twice, for two microbatches
         self._shares: dict[int, Array] = {}  # sums that go back to all ranks
         for bucket in buckets:
             if stage == 0:
@@ -111,15 +112,15 @@ class Gradients:
                 self.open(bucket.number)
 
     def open(self, number: int) -> None:
-        """Zeros, unless they are there."""
+        """Make a bucket of zeros, unless it exists."""
         if self._stage and number not in self._whole:
             bucket = self._buckets[number]
-            kind = self._flat.buffers["grads"].dtype
-            self._whole[number] = zeros((bucket.size,), kind, self._flat.device)
+            dtype = self._flat.buffers["grads"].dtype
+            self._whole[number] = zeros((bucket.size,), dtype, self._flat.device)
             self.arrays |= bucket.views_of(self._whole[number])
 
     def send(self, number: int) -> None:
-        """Start the sum of a bucket, beside the work that follows."""
+        """Start the sum of a bucket; it overlaps with the work that follows."""
         bucket = self._buckets[number]
         self._sum_shared({name: self.arrays[name] for name in bucket.shapes})
         whole = self._whole[number] if self._stage else bucket.joined(self._flat.grads)
@@ -145,7 +146,7 @@ class Gradients:
         self._shares.clear()
 
     def clear(self) -> None:
-        """Zeros, when what is under way has arrived."""
+        """Set gradients to zero, once all transfers have arrived."""
         while self._sent:
             self._receive()
         self._shares.clear()
@@ -154,7 +155,7 @@ class Gradients:
             whole.fill(0)
 
     def _receive(self) -> None:
-        """The sum of the bucket that was sent first."""
+        """Wait for the sum of the bucket that was sent first, and store it."""
         number, pending = self._sent.popleft()
         share = pending.wait()
         if self._stage == 0:

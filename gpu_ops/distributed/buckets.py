@@ -1,4 +1,4 @@
-"""Arrays of a model end to end in buckets: what ranks send as one message, and what share of it each of them has."""
+"""Buckets of a model's arrays, end to end: ranks send each as one message, and each rank has a share of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEGMENT = 256  # elements: as in FlatParams, 512 bytes of 16-bit ones; 8-bit mo
 
 
 class Owned(NamedTuple):
-    """Elements of an array, flattened, that a rank has: ``here`` in its array ``piece``."""
+    """Elements of a flattened array that a rank has; they are at ``here`` in its array ``piece``."""
 
     name: str
     elements: slice
@@ -34,7 +34,7 @@ class Owned(NamedTuple):
 class Bucket:
     """Arrays by name, each at a multiple of 512 bytes or more. Those that decay come first, up to ``decayed``.
 
-    Of ``shards`` ranks each has an equal share, as two arrays: ``decays`` and ``rest``.
+    Each of ``shards`` ranks has an equal share, as two arrays: ``decays`` and ``rest``.
     """
 
     number: int
@@ -66,17 +66,17 @@ class Bucket:
 
     @property
     def pieces(self) -> tuple[str, str]:
-        """The names of a rank's arrays."""
+        """Names of a rank's two arrays."""
         return f"{self.number}.decays", f"{self.number}.rest"
 
     def lengths(self, rank: int) -> dict[str, int]:
-        """Of a rank's arrays."""
+        """Lengths of a rank's two arrays, by name."""
         begin, end = self._share(rank)
         decays = max(0, min(end, self.decayed) - begin)
         return dict(zip(self.pieces, (decays, end - begin - decays), strict=True))
 
     def owned(self, rank: int) -> Iterator[Owned]:
-        """What a rank has of each array, if anything."""
+        """Elements that a rank has, for each array of which it has any."""
         begin, end = self._share(rank)
         for name, start in self.starts.items():
             first, last = max(start, begin), min(start + math.prod(self.shapes[name]), end)
@@ -87,26 +87,26 @@ class Bucket:
                 yield Owned(name, slice(first - start, last - start), self.pieces[not decays], here)
 
     def views(self, decays: Array, rest: Array) -> dict[str, Array]:
-        """The arrays, of the two that hold them all."""
-        found = {}
+        """Views of the arrays in the two buffers that hold them all."""
+        views = {}
         for name, start in self.starts.items():
             source, at = (decays, start) if start < self.decayed else (rest, start - self.decayed)
             shape = self.shapes[name]
-            found[name] = source[at : at + math.prod(shape)].reshape(shape)
-        return found
+            views[name] = source[at : at + math.prod(shape)].reshape(shape)
+        return views
 
     def views_of(self, buffer: Array) -> dict[str, Array]:
-        """The arrays, of one that holds them all."""
+        """Views of the arrays in the one buffer that holds them all."""
         return self.views(buffer[: self.decayed], buffer[self.decayed :])
 
     def joined(self, arrays: Mapping[str, Array]) -> Array:
-        """A rank's two arrays as one."""
+        """Join a rank's two arrays into one."""
         parts = [arrays[name] for name in self.pieces]
-        found: Array = array_module(parts[0]).concatenate([as_bits(x) for x in parts]).view(parts[0].dtype)
-        return found
+        joined: Array = array_module(parts[0]).concatenate([as_bits(x) for x in parts]).view(parts[0].dtype)
+        return joined
 
     def put(self, share: Array, arrays: Mapping[str, Array], *, add: bool = False) -> None:
-        """One array into a rank's two, or added to them."""
+        """Copy a share to a rank's two arrays, or add it to them."""
         length = arrays[self.pieces[0]].size
         for name, part in zip(self.pieces, (share[:length], share[length:]), strict=True):
             target = arrays[name]
@@ -131,8 +131,8 @@ def buckets_of(
 ) -> tuple[list[Bucket], dict[Key, int]]:
     """Buckets of successive parts, closed as soon as they have ``least`` elements, and the bucket of each part.
 
-    ``room``: the elements of each array, where ranks have different numbers of them the most that one has. The same
-    arrays are then at the same places on all ranks.
+    ``room``: number of elements of each array; where it differs between ranks, the maximum. Each array then has the
+    same offset on all ranks.
     """
     groups: list[dict[str, tuple[int, ...]]] = []
     numbers: dict[Key, int] = {}

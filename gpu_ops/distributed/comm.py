@@ -1,7 +1,7 @@
-"""Communicators: what ranks send each other, the same for every engine.
+"""Communicators: exchange of arrays between ranks, the same for every engine.
 
-Validation, layouts and counts are here; a :class:`Transport` moves the arrays, by an engine (:class:`Single`,
-``Mpi``) or by NCCL.
+This module has validation, layouts and counts; a :class:`Transport` moves the arrays, by an engine
+(:class:`Single`, ``Mpi``) or by NCCL.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Array = npt.NDArray[Any]
 class Comm(Engine):
     """A group of ranks that exchange arrays: all of them make the same calls in the same order.
 
-    Arrays are NumPy's, or others in host memory that know DLPack, of any dtype without objects, with any strides.
-    Results are new contiguous arrays of the same library. All ranks pass equal shapes and dtypes. Sums are made in
-    rank order, in float32 for 16-bit floats and otherwise in x's dtype: every rank gets the same bits, under any MPI,
-    and they are those of one rank that adds in this order.
+    Arrays are NumPy's, or others in host memory that support DLPack, of any dtype without objects, with any strides.
+    Results are new contiguous arrays of the same library. All ranks pass equal shapes and dtypes. Sums are computed
+    in rank order, in float32 for 16-bit floats and otherwise in x's dtype: every rank gets the same bits, under any
+    MPI, and they equal those of one rank that adds in this order.
 
     ``Nccl`` and ``Single`` take CuPy arrays as well, in every operation but send and recv. These run on CuPy's
-    current stream: the host waits for nothing. What ``start_...`` and shift begin runs on a stream of the group,
-    after the work that the current stream has then; ``wait()`` makes the current stream wait for it. NCCL adds in an
-    order of its own; every rank gets the same bits.
+    current stream, without a wait on the host. Transfers that ``start_...`` and shift begin run on a stream of the
+    group, after the work queued on the current stream; ``wait()`` makes the current stream wait for them. NCCL
+    chooses its own order of additions; every rank gets the same bits.
 
     Attributes
     ----------
@@ -49,24 +49,24 @@ class Comm(Engine):
     ranks : tuple of int
         The members' ranks in the world.
     bytes_sent : Counter
-        By operation, what this rank sent. Of N bytes and p ranks: 2 N (p - 1) / p for all_reduce, N (p - 1) for
-        all_gather and at the root of broadcast, N (p - 1) / p for reduce_scatter and all_to_all, N for shift and
-        send. The check below is not counted.
+        Bytes that this rank sent, by operation. For N bytes and p ranks: 2 N (p - 1) / p for all_reduce, N (p - 1)
+        for all_gather and at the root of broadcast, N (p - 1) / p for reduce_scatter and all_to_all, N for shift
+        and send. The check below is not counted.
     timeout : float
         Seconds that a call waits for other ranks before it ends the job.
 
     Notes
     -----
-    With ``GPU_OPS_COMM_CHECK=1`` ranks first compare their calls: shapes, dtypes or options that differ are a
-    CommError that names a rank. Without, such calls end in an error of MPI, a wrong result or a timeout.
-    A call that waits longer than ``timeout`` prints where the other ranks wait, and which do not answer, and ends
-    the job.
+    With ``GPU_OPS_COMM_CHECK=1`` ranks first compare their calls: different shapes, dtypes or options raise a
+    CommError that names a rank. Without the check, such calls end in an MPI error, a wrong result or a timeout.
+    A call that waits longer than ``timeout`` prints where the other ranks wait and which ranks do not answer, then
+    ends the job.
     """
 
     # Collectives
 
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Sum, or largest, of all ranks' ``x``, element by element, on every rank.
+        """Sum or maximum of all ranks' ``x``, element by element, on every rank.
 
         ``out``: receives the result; may be ``x``.
         """
@@ -79,11 +79,11 @@ class Comm(Engine):
         return _delivered(by, result, target, out, library)
 
     def all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Any:
-        """All ranks' ``x``, in rank order along ``axis``, on every rank."""
+        """Concatenation of all ranks' ``x`` along ``axis``, in rank order, on every rank."""
         return self._gathering(x, axis, out, beside=False).wait()
 
     def start_all_gather(self, x: Any, axis: int = 0, *, out: Any = None) -> Pending:
-        """Start :meth:`all_gather`, whose result ``wait()`` returns. ``out`` is not to be read before."""
+        """Start :meth:`all_gather`; ``wait()`` returns the result. Do not read ``out`` before that."""
         return self._gathering(x, axis, out, beside=True)
 
     def _gathering(self, x: Any, axis: int, out: Any, *, beside: bool) -> Pending:
@@ -92,7 +92,7 @@ class Comm(Engine):
         shape = (*view.shape[:axis], self.size * view.shape[axis], *view.shape[axis + 1 :])
         result, target = self._result("all_gather", view, shape, out, direct=axis == 0)
         call = self.begin("all_gather", view, f"axis={axis}")
-        # whole arrays, one after the other: the result itself if the axis is the first
+        # whole arrays, one after the other: this is the result itself if the axis is the first
         stacked = result if axis == 0 else by.empty((self.size, *view.shape), view.dtype)
         transfer = by.all_gather(by.contiguous(view), stacked, beside=beside)
         self.bytes_sent["all_gather"] += view.nbytes * (self.size - 1)
@@ -105,11 +105,11 @@ class Comm(Engine):
         return Pending(self, call, transfer, found)
 
     def reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Any:
-        """Sum, or largest, of all ranks' ``x``, of which this rank gets piece number ``rank`` along ``axis``."""
+        """Sum or maximum of all ranks' ``x``; this rank gets piece number ``rank`` of it along ``axis``."""
         return self._scattering(x, axis, op, out, beside=False).wait()
 
     def start_reduce_scatter(self, x: Any, axis: int = 0, *, op: str = "sum", out: Any = None) -> Pending:
-        """Start :meth:`reduce_scatter`; ``wait()`` adds what has arrived and returns the sum."""
+        """Start :meth:`reduce_scatter`; ``wait()`` adds the received pieces and returns the sum."""
         return self._scattering(x, axis, op, out, beside=True)
 
     def _scattering(self, x: Any, axis: int, op: str, out: Any, *, beside: bool) -> Pending:
@@ -130,7 +130,7 @@ class Comm(Engine):
         return Pending(self, call, transfer, found)
 
     def all_to_all(self, x: Any, split: int, concat: int, *, out: Any = None) -> Any:
-        """Piece r of ``x`` along axis ``split`` goes to rank r; what arrives lies in rank order along ``concat``."""
+        """Send piece r of ``x`` along ``split`` to rank r; join received pieces along ``concat``, in rank order."""
         view, library = self.movable("all_to_all", x)
         split, concat = (
             _axis("all_to_all", name, axis, view) for name, axis in (("split", split), ("concat", concat))
@@ -149,7 +149,7 @@ class Comm(Engine):
         return _delivered(by, result, target, out, library)
 
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
-        """``x`` of rank ``root`` on every rank; of the others' ``x`` only shape and dtype count."""
+        """Copy ``x`` of rank ``root`` to every rank; only shape and dtype matter of ``x`` on the others."""
         view, library = self.movable("broadcast", x)
         root = self._member("broadcast", "root", root)
         result, target = self._result("broadcast", view, view.shape, out, in_place=True)
@@ -163,8 +163,8 @@ class Comm(Engine):
     def barrier(self) -> None:
         """Return once every rank has called it."""
         call = self.begin("barrier")
-        found = np.empty(self.size, np.uint8)
-        self._finish(self._all_gather(np.zeros(1, np.uint8), found, [1] * self.size), call)
+        flags = np.empty(self.size, np.uint8)
+        self._finish(self._all_gather(np.zeros(1, np.uint8), flags, [1] * self.size), call)
 
     def split(self, color: int, *, name: str = "split") -> Comm:
         """Make a communicator of the ranks that pass the same ``color``, in the order of their ranks."""
@@ -178,7 +178,7 @@ class Comm(Engine):
     def shift(self, *xs: Any, by: int = 1) -> Pending:
         """Send arrays to rank + ``by`` and receive those of rank - ``by``, in a ring.
 
-        Returns at once; ``wait()`` on the result returns the arrays that arrived, as a tuple.
+        Returns at once; ``wait()`` on the result returns the received arrays, as a tuple.
         """
         views = [self.movable("shift", x) for x in xs]
         by = checks.integer("shift", "by", by)
@@ -187,21 +187,22 @@ class Comm(Engine):
                 "shift: some arrays are in host memory and some on a CUDA device; shift them apart"
             )
         call = self.begin("shift", *(view for view, _ in views), f"by={by}")
-        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         transport = self._transport(views[0][0]) if views else self._host
-        found = [transport.empty(view.shape, view.dtype) for view, _ in views]
-        transfer = transport.shift([transport.contiguous(view) for view, _ in views], found, to, source)
-        if to != self.rank:
+        arrays = [transport.empty(view.shape, view.dtype) for view, _ in views]
+        transfer = transport.shift([transport.contiguous(view) for view, _ in views], arrays, target, source)
+        if target != self.rank:
             self.bytes_sent["shift"] += sum(view.nbytes for view, _ in views)
         libraries = [library for _, library in views]
         return Pending(
-            self, call, transfer, lambda: tuple(give(x, of) for x, of in zip(found, libraries, strict=True))
+            self, call, transfer, lambda: tuple(give(x, of) for x, of in zip(arrays, libraries, strict=True))
         )
 
     def send(self, x: Any, to: int, *, tag: int = 0) -> Pending:
-        """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` until ``x`` may be written.
+        """Send an array to a rank that calls :meth:`recv`. Returns at once; ``wait()`` returns once ``x`` may be
+        written.
 
-        Those of one ``tag``, 0 to 999, arrive in order. Arrays in host memory: NCCL has no tags.
+        Arrays with the same ``tag``, 0 to 999, arrive in order. They must be in host memory: NCCL has no tags.
         """
         view, _ = self.movable("send", x)
         if not isinstance(view, np.ndarray):
@@ -215,13 +216,13 @@ class Comm(Engine):
     def recv(self, shape: Sequence[int], dtype: npt.DTypeLike, source: int, *, tag: int = 0) -> Pending:
         """Receive a NumPy array that ``source`` sends with this tag. Returns at once; ``wait()`` returns the array.
 
-        A message of another number of bytes is a CommError.
+        A message with another number of bytes raises a CommError.
         """
         source, channel = self._other("recv", "source", source), self._channel("recv", tag)
-        found = np.empty(tuple(shape), dtype)
-        call = self._described("message", "recv", found, f"source={source}, tag={tag}")
-        transfer = self._point_to_point([], [(as_bytes(found), source)], channel)
-        return Pending(self, call, transfer, lambda: found)
+        result = np.empty(tuple(shape), dtype)
+        call = self._described("message", "recv", result, f"source={source}, tag={tag}")
+        transfer = self._point_to_point([], [(as_bytes(result), source)], channel)
+        return Pending(self, call, transfer, lambda: result)
 
     # Shared parts
 
@@ -236,14 +237,14 @@ class Comm(Engine):
         return self._host if isinstance(view, np.ndarray) else self._cuda_transport(view.device.id)
 
     _takes_cuda: ClassVar[bool] = False
-    """Whether this group sends CuPy arrays."""
+    """Whether this group can send CuPy arrays."""
 
     def _cuda_transport(self, ordinal: int) -> Transport:
-        """For CuPy arrays of this device; here, of a group of one rank."""
+        """Transport for CuPy arrays of this device; this one is for a group of one rank."""
         return CudaCopies(ordinal)
 
     def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
-        """Return a NumPy or CuPy view of an argument that can be sent, and the library whose array it is."""
+        """Return a NumPy or CuPy view of an argument that can be sent, and the library of the array."""
         if on_cuda(x):
             if not self._takes_cuda:
                 raise DeviceError(
@@ -280,9 +281,9 @@ class Comm(Engine):
         direct: bool = True,
         in_place: bool = False,
     ) -> tuple[Array, Array | None]:
-        """A contiguous array to fill, and the caller's if that is another one.
+        """Contiguous array to fill, and the caller's array if that is a different one.
 
-        ``direct``: the caller's may be filled itself; ``in_place``: also where it is x.
+        ``direct``: the caller's array may itself be filled; ``in_place``: even if it is x.
         """
         empty = self._transport(view).empty
         if out is None:
@@ -319,11 +320,13 @@ class Comm(Engine):
 
 
 _OPS = ("sum", "max")
-_MESSAGES = 1  # channels: one for each tag, after that of shifts: what shift sends never meets a recv
+_MESSAGES = (
+    1  # first channel of messages, one per tag; shifts use channel 0, so a recv never gets their arrays
+)
 
 
 def _side_by_side(x: Array, axis: int, size: int) -> Array:
-    """A view (size, ...) of the pieces along an axis."""
+    """View (size, ...) of the pieces along an axis."""
     shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
     order = (axis, *(i for i in range(len(shape)) if i != axis))
     return x.reshape(shape).transpose(order)
@@ -336,7 +339,7 @@ def _axis(op: str, name: str, axis: int, view: Array) -> int:
 
 
 def _delivered(by: Transport, result: Array, target: Array | None, out: Any, library: str | None) -> Any:
-    """The result for the caller, in ``out`` if that was given."""
+    """Result for the caller, in ``out`` if that was passed."""
     if target is not None:
         by.copy(target, result)
     return give(result, library) if out is None else out

@@ -1,4 +1,4 @@
-"""Context parallelism for the models: each rank has some of the tokens of every sequence."""
+"""Context parallelism for the models: each rank has a part of the tokens of every sequence."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["ContextParallel"]
 
 
 class ContextParallel(Sequences):
-    """What the functions of :mod:`gpu_ops.models` take as ``sequences=`` where ranks divide the sequence.
+    """Value of ``sequences=`` for the functions of :mod:`gpu_ops.models` if ranks divide the sequence.
 
-    Attention is :func:`ring_attention`; all else in a model is computed token by token. The gradients of a rank are
-    those of its tokens: their sum over the ranks is the sequence's.
+    Attention is :func:`ring_attention`; everything else in a model is computed token by token. A rank's gradients
+    are those of its tokens: their sum over the ranks is the gradient of the sequence.
 
     Parameters
     ----------
     comm : Comm
         The ranks, such as ``mesh.cp``.
     seqlen : int
-        Of the whole sequences, which all have this length.
+        Length of the whole sequences; all have the same.
     layout : {"zigzag", "contiguous", "striped"}
         See :func:`sequence_positions`.
     device : {"cpu", "cuda"}
-        Where the model is.
+        Device of the model.
 
     Attributes
     ----------
     positions : int64 array (seqlen / p,), on the device
-        Of the tokens that this rank holds.
+        Positions of the tokens that this rank holds.
 
     Raises
     ------
@@ -47,8 +47,8 @@ class ContextParallel(Sequences):
 
     Notes
     -----
-    The mean loss of the batch is the mean over ranks if all have equally many targets. Else pass
-    ``denominator=``, the targets of all ranks, and ``mean=False`` to :class:`DataParallel`.
+    The mean loss of the batch is the mean over ranks if all have the same number of targets. Otherwise pass
+    ``denominator=``, the number of targets of all ranks, and ``mean=False`` to :class:`DataParallel`.
 
     Examples
     --------
@@ -113,6 +113,6 @@ class ContextParallel(Sequences):
         **options: Any,
     ) -> None:
         options["layout"] = self.layout
-        found = ring_attention_backward(self.comm, dout, q, k, v, out, lse, **options)
-        for to, grad in zip(grads, found, strict=True):
-            to[...] = grad
+        results = ring_attention_backward(self.comm, dout, q, k, v, out, lse, **options)
+        for target, grad in zip(grads, results, strict=True):
+            target[...] = grad

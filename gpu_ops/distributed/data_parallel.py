@@ -34,10 +34,10 @@ _MB = 1 << 20
 
 
 class DataParallel(Parts):
-    """The weights, gradients and AdamW states of a model that several ranks train, each on its part of a batch.
+    """Weights, gradients and AdamW states of a model that several ranks train, each on its part of a batch.
 
     ===== ======================================= =========================================
-    stage what each of p ranks has 1 / p of       sent per step, of N gradients and weights
+    stage what each of p ranks has 1 / p of       sent per step, for N gradients and weights
     ===== ======================================= =========================================
     0     nothing                                 2 N (p - 1) / p
     1     states (ZeRO-1)                         2 N (p - 1) / p
@@ -51,25 +51,25 @@ class DataParallel(Parts):
     comm : Comm
         The p ranks, such as ``mesh.dp``; all of them make the same calls.
     stage : int
-        Of the table.
+        Stage 0 to 3 of the table.
     parts : sequence, optional
-        The parts that this rank has, such as ``Pipeline.parts``; default: all.
+        Parts of the model that this rank has, such as ``Pipeline.parts``; default: all.
     bucket_mb : float
-        Gradients are sent in buckets of whole layers of at least so many MiB, behind the backward pass of the layers
-        before. Stage 3 has one for each layer.
+        Minimum size in MiB of the buckets of whole layers in which gradients are sent, during the backward pass of
+        the layers before. Stage 3 has one bucket for each layer.
     mean : bool
-        A step takes the mean of the ranks' gradients, which is that of the mean loss if all of them have equally many
-        targets. False: their sum, for a ``denominator`` of all ranks' targets.
+        A step takes the mean of the ranks' gradients, which is the gradient of the mean loss if all ranks have the
+        same number of targets. False: their sum, for a ``denominator`` that counts all ranks' targets.
     decay : names, optional
-        The parameters that decay; default: those with two axes and more.
+        Parameters that decay; default: those with two or more axes.
     **options
-        ``dtype`` (default: float32), ``master``, ``moment_bits``, ``device``: of
+        Options ``dtype`` (default: float32), ``master``, ``moment_bits`` and ``device`` of
         :meth:`gpu_ops.training.FlatParams.from_shapes`. ``device="cuda"``, in stages 0 to 2: CuPy arrays.
 
     Attributes
     ----------
     parts : tuple
-        What this rank has of the model.
+        Parts of the model that this rank has.
     flat : FlatParams
         This rank's share: parameters, summed gradients and states.
     config : LlamaConfig
@@ -78,14 +78,15 @@ class DataParallel(Parts):
     ------
     OptionError, ShapeError, StateError
     CommError
-        Ranks of ``comm`` differ in parts, stage or options: all must agree, since each has a share of every array.
+        Ranks of ``comm`` differ in parts, stage or options. All must agree, since each has a share of every array.
 
     Notes
     -----
-    Sums are made in rank order: all ranks have the same weights to the bit, and those of one rank that adds up the
-    gradients of the same parts in this order. With microbatches, stages 0 and 1 add up each rank's own first, stages
-    2 and 3 the ranks' of each microbatch. Stochastic rounding and the last bits of the norm depend on the division.
-    Arrays are in host memory, or with ``device="cuda"`` CuPy's; no GPU has run these yet.
+    Sums are computed in rank order: all ranks have the same weights to the bit, equal to those of one rank that adds
+    the gradients of the same parts in this order. With microbatches, stages 0 and 1 first add each rank's own
+    gradients; stages 2 and 3 add those of all ranks for each microbatch. Stochastic rounding and the last bits of the
+    norm depend on the division. Arrays are in host memory, or CuPy's with ``device="cuda"``; no GPU has run these
+    yet.
 
     Sources: Rajbhandari et al., "ZeRO", 2020; Zhao et al., "PyTorch FSDP", 2023.
 
@@ -153,12 +154,12 @@ class DataParallel(Parts):
         self.begin(last=True)
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Set the parameters and their masters from all of this rank's part of the model, by name, in host memory."""
+        """Set parameters and masters from this rank's whole part of the model, by name, in host memory."""
         shapes = {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
         for name, shape in shapes.items():
             if name not in values or tuple(values[name].shape) != shape:
-                found = f"has shape {tuple(values[name].shape)}" if name in values else "is missing"
-                raise ShapeError(f"{_OP}.assign: {name} {found}, expected {shape}")
+                problem = f"has shape {tuple(values[name].shape)}" if name in values else "is missing"
+                raise ShapeError(f"{_OP}.assign: {name} {problem}, expected {shape}")
         pieces = {name: np.zeros(x.shape, np.float64) for name, x in self.flat.params.items()}
         for name, elements, piece, here in self.owned():
             pieces[piece][here] = np.asarray(values[name]).reshape(-1)[elements]
@@ -166,25 +167,25 @@ class DataParallel(Parts):
         self.publish()
 
     def owned(self) -> Iterator[Owned]:
-        """What this rank has of each array in ``flat``."""
+        """Elements of each array that this rank has in ``flat``."""
         for bucket in self._buckets:
             yield from bucket.owned(self.comm.rank)
 
     def publish(self) -> None:
-        """Give all ranks the weights that each of them has changed in ``flat``; :meth:`step` does."""
+        """Give all ranks the weights that each of them has changed in ``flat``; :meth:`step` does so too."""
         self._weights.publish()
 
     def gather_weights(self) -> dict[str, Array]:
         """Copies of this rank's part of the model, by name, on every rank."""
-        found: dict[str, Array] = {}
+        copies: dict[str, Array] = {}
         for bucket in self._buckets:
             self._weights.gather(bucket.number)
-            found |= {name: self._weights.arrays[name].copy() for name in bucket.shapes}
+            copies |= {name: self._weights.arrays[name].copy() for name in bucket.shapes}
             self._weights.free(bucket.number)
-        return found
+        return copies
 
     def model(self) -> Llama:
-        """The weights for the other functions of :mod:`gpu_ops.models`; in stage 3 copies of all of them."""
+        """Weights for the other functions of :mod:`gpu_ops.models`; in stage 3 copies of all of them."""
         return self.division.model(self._weights.arrays if self.stage < 3 else self.gather_weights())
 
     # A step
@@ -200,22 +201,22 @@ class DataParallel(Parts):
         dloss: Any = 1.0,
         **options: Any,
     ) -> Any:
-        """The loss of this rank's part of the batch, with the options of :func:`gpu_ops.models.loss_and_grads`.
+        """Loss of this rank's part of the batch, with the options of :func:`gpu_ops.models.loss_and_grads`.
 
         Gradients are added to those of earlier calls. ``last=False``: more microbatches follow before the step, and
         stages 0 and 1 send nothing. Pass ``dloss=1 / k`` for the mean of k microbatches.
         """
         check_loss_options(options)
         checks.scalar(f"{_OP}.loss_and_grads", "dloss", dloss, self.flat.buffers["params"].dtype.name)
-        one = Pass(self, self.config, policy=policy, sequences=sequences)
+        forward_backward = Pass(self, self.config, policy=policy, sequences=sequences)
         self.begin(last=last)
-        value = one.run(ids, targets, dloss=dloss, options=options)
+        value = forward_backward.run(ids, targets, dloss=dloss, options=options)
         if last:
             self.finish()
         return value
 
     def begin(self, *, last: bool) -> None:
-        """Before a pass over the parts. ``last``: buckets are sent as its gradients are complete."""
+        """Prepare a pass over the parts. ``last``: each bucket is sent as soon as its gradients are complete."""
         if self._summed:
             raise StateError(f"{_OP}: the gradients of all ranks have been added up; call step()")
         self._weights.free_all()
@@ -224,7 +225,7 @@ class DataParallel(Parts):
         self._started: set[int] = set()
 
     def finish(self) -> None:
-        """Wait for the sums of all gradients; :meth:`loss_and_grads` with ``last=True`` does."""
+        """Wait for the sums of all gradients; :meth:`loss_and_grads` with ``last=True`` does so too."""
         if not self._summed:
             for bucket in self._buckets:
                 if self.stage < 2 and bucket.number not in self._started:
@@ -233,9 +234,9 @@ class DataParallel(Parts):
             self._summed = True
 
     def grad_norm(self, also: Comm | None = None) -> float:
-        """The Euclidean norm of the gradient that :meth:`step` takes, of the whole model.
+        """Euclidean norm of the gradient that :meth:`step` takes, over the whole model.
 
-        Squares are added up in float64: each rank's, then those of the ranks in their order. ``also``: ranks that
+        Squares are added up in float64: first on each rank, then over the ranks in their order. ``also``: ranks that
         have other parts of the model, such as ``mesh.pp``.
         """
         self.finish()
@@ -258,9 +259,9 @@ class DataParallel(Parts):
         also: Comm | None = None,
         **options: Any,
     ) -> None:
-        """:meth:`gpu_ops.training.FlatParams.step` of the mean gradient, then zeros for the next one.
+        """Call :meth:`gpu_ops.training.FlatParams.step` with the mean gradient, then set gradients to zero.
 
-        ``skip``: where it is true on one rank, all of them skip the step. ``also``: as in :meth:`grad_norm`.
+        ``skip``: if it is true on one rank, all ranks skip the step. ``also``: as in :meth:`grad_norm`.
         """
         self.finish()
         if skip is not None:
@@ -280,11 +281,11 @@ class DataParallel(Parts):
         return number
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Set the gradients to zero."""
         self._grads.clear()
         self._summed = False
 
-    # What a pass takes
+    # Weights and gradients of a pass
 
     @contextmanager
     def forward(self, part: Part) -> Iterator[Any]:
@@ -296,7 +297,7 @@ class DataParallel(Parts):
         for number in self._needed(part):
             self._grads.open(number)
         grads = part_of(self._grads.arrays, self.config, part)
-        if part == "embed":  # whose gradient takes the table's shape alone
+        if part == "embed":  # its gradient needs only the table's shape
             yield self._part(part), grads
         else:
             with self._gathered(part, -1) as weights:
@@ -309,7 +310,7 @@ class DataParallel(Parts):
 
     @contextmanager
     def _gathered(self, part: Part, ahead: int) -> Iterator[Any]:
-        """The weights of a part; those of the next one are on their way."""
+        """Weights of a part; the transfer of the next part's weights has started."""
         for number in self._needed(part):
             self._weights.gather(number)
         at = self.parts.index(part) + ahead
@@ -323,7 +324,7 @@ class DataParallel(Parts):
         return self.division.part(part_of(self._weights.arrays, self.config, part))
 
     def _needed(self, part: Part) -> list[int]:
-        """The buckets with arrays that a part uses."""
+        """Buckets with arrays that a part uses."""
         shares_table = part == "head" and self.config.tied
         return [self._bucket_of[part], *([self._bucket_of["embed"]] if shares_table else [])]
 

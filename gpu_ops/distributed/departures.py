@@ -1,8 +1,8 @@
-"""Ranks whose program has ended: what a rank tells the others when it leaves, so that none waits for it.
+"""Departure messages: a rank whose program ends tells the others, so that none waits for it.
 
-MPI_Finalize waits for all ranks, even for those that wait for the rank that calls it. So a rank first sends each
-member of each communicator the numbers of operations that it has begun there. A rank that waits for an operation with
-a higher number knows that it will never come.
+MPI_Finalize waits for all ranks, even for ranks that wait for the caller. So a rank first sends each member of each
+communicator the number of operations that it has begun there. A rank that waits for an operation with a higher
+number knows that it will never come.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLLECTIVE = "collective"
 
 @dataclass(frozen=True)
 class Need:
-    """Operation ``number`` of a kind, which ``rank`` has to begin; every member if None."""
+    """Operation ``number`` of a kind, which ``rank`` must begin; None: every member must."""
 
     rank: int | None
     kind: str
@@ -52,28 +52,28 @@ class Departures:
         self._departed: dict[int, Departed] = {}
 
     def collective(self) -> list[Need]:
-        """Count a collective that begins; the collectives that it needs from the others."""
+        """Count a collective that begins; return the collectives that it needs from the others."""
         self._collectives += 1
         return [Need(None, _COLLECTIVE, self._collectives)]
 
     def messages(self, receivers: Sequence[int], senders: Sequence[int], channel: int) -> list[Need]:
-        """Count messages to and from other ranks; the messages that it needs from them."""
+        """Count messages to and from other ranks; return the messages that are needed from them."""
         needs = []
-        for ranks, kind, other in (
+        for ranks, direction, other in (
             (receivers, f"sent {channel}", f"received {channel}"),
             (senders, f"received {channel}", f"sent {channel}"),
         ):
             for rank in ranks:
-                self._messages[rank, kind] += 1
-                needs.append(Need(rank, other, self._messages[rank, kind]))
+                self._messages[rank, direction] += 1
+                needs.append(Need(rank, other, self._messages[rank, direction]))
         return needs
 
     def leave(self, status: int | None) -> list[Any]:
-        """Tell every other member that this rank's program ends; MPI's requests."""
+        """Tell every other member that this rank's program ends; return MPI's requests."""
         requests, messages = [], list(self._messages.items())  # other threads may still count
         for member in range(self._mpi.size):
             if member != self._mpi.rank:
-                begun = {kind: count for (rank, kind), count in messages if rank == member}
+                begun = {direction: count for (rank, direction), count in messages if rank == member}
                 words = json.dumps([status, {**begun, _COLLECTIVE: self._collectives}]).encode()
                 requests.append(self._mpi.Isend([words, MPI.BYTE], member, _TAG))
         return requests
@@ -84,7 +84,7 @@ class Departures:
         return len(self._departed) == int(self._mpi.size) - 1
 
     def never_begun(self, needs: Sequence[Need]) -> Departed | None:
-        """A member that has left without an operation that is needed."""
+        """Member that has left without beginning a needed operation."""
         self._listen()
         for departed in list(self._departed.values()):
             for need in needs:

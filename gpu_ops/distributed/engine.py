@@ -1,4 +1,4 @@
-"""What every engine shares: who is in a group, the check that all ranks make the same call, waiting and timeouts."""
+"""Base class of engines: members of a group, the check that all ranks make the same call, waiting and timeouts."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ Array = npt.NDArray[Any]
 _CHECK = "GPU_OPS_COMM_CHECK"
 _DIGEST, _RECORD = 16, 256  # bytes of a call's description: its hash, then its words
 
-# MPI moves a large message only within its calls: 256 between two sleeps reach 0.8 of a blocking call's speed, 16 an
-# eighth, one a hundredth (16 MiB, MPICH). The sleeps leave the core to others while a rank is late.
+# MPI moves a large message only within its calls. 256 calls between two sleeps reach 0.8 of a blocking call's speed,
+# 16 reach an eighth, and 1 a hundredth (16 MiB, MPICH). The sleeps leave the core to others while a rank is late.
 _BURST, _LONGEST_SLEEP = 256, 2e-3
 
 
 class Transfer(Protocol):
-    """What an engine has under way."""
+    """Operation of an engine in progress."""
 
     def done(self) -> bool:
-        """Whether it has ended; an engine moves data within this call. CommError if it failed."""
+        """Whether the transfer has ended; an engine moves data within this call. CommError if it failed."""
         ...
 
 
 class StreamTransfer(ABC):
-    """A transfer on a CUDA stream, for which no host waits."""
+    """Transfer on a CUDA stream, for which no host waits."""
 
     @abstractmethod
     def done(self) -> bool: ...
 
     @abstractmethod
     def join(self) -> None:
-        """Make the current stream wait for it."""
+        """Make the current stream wait for the transfer."""
 
 
 class Pending:
-    """A transfer under way. Do not write to the arrays that are sent until :meth:`wait` has returned."""
+    """Transfer in progress. Do not write to the sent arrays until :meth:`wait` has returned."""
 
     def __init__(self, engine: Engine, call: str, transfer: Transfer, results: Callable[[], Any]) -> None:
         self._engine, self._call, self._transfer = engine, call, transfer
@@ -56,19 +56,19 @@ class Pending:
         self._found: Any = None
 
     def wait(self) -> Any:
-        """Return what arrived, once it has; the same arrays in every call."""
+        """Wait for the received arrays and return them; every call returns the same ones."""
         if self._results is not None:
             self._engine._finish(self._transfer, self._call)
             self._found, self._results = self._results(), None
         return self._found
 
     def poll(self) -> bool:
-        """Whether it has ended. Between two computations it lets MPI move data."""
+        """Whether the transfer has ended. A call between two computations lets MPI move data."""
         return self._results is None or self._engine._moves(self._transfer, self._call)
 
 
 class Engine(ABC):
-    """A group of ranks that exchange bytes; :class:`Comm` has the operations on arrays."""
+    """Group of ranks that exchange bytes; :class:`Comm` has the operations on arrays."""
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str, timeout: float) -> None:
         self.rank, self.size, self.name, self.timeout = rank, len(ranks), name, timeout
@@ -80,7 +80,7 @@ class Engine(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: rank {self.rank} of {self.size}>"
 
-    # What an engine has: sends and receives bytes, in one-dimensional contiguous arrays; counts by rank.
+    # Each engine implements these: send and receive bytes, in one-dimensional contiguous arrays; counts by rank.
 
     @abstractmethod
     def _all_to_all(
@@ -97,11 +97,11 @@ class Engine(ABC):
     def _point_to_point(
         self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
     ) -> Transfer:
-        """Arrays and the ranks they go to or come from; those of one channel and rank arrive in order."""
+        """Exchange arrays with the ranks in the pairs; those of one channel and rank arrive in order."""
 
     @abstractmethod
     def _roll_call(self, word: str) -> list[str | None]:
-        """After a timeout: the words of other ranks that wait as well, None of those that do not answer."""
+        """Words of the other ranks that wait after a timeout; None for those that do not answer."""
 
     @abstractmethod
     def abort(self, message: str, status: int = 1) -> None:
@@ -110,15 +110,15 @@ class Engine(ABC):
     @property
     @abstractmethod
     def hosts(self) -> tuple[str, ...]:
-        """The machine of each rank."""
+        """Machine of each rank."""
 
-    # What all engines have
+    # Common to all engines
 
     def begin(self, op: str, *facts: Any) -> str:
-        """Begin a call that all ranks make; its name for messages. With the check, ranks compare it first.
+        """Begin a call that all ranks make; return its name for messages. With the check, ranks compare it first.
 
-        ``facts``: arrays, of which shape and dtype count, and words. A computation that divides its work among ranks
-        calls it before it sends anything.
+        ``facts``: arrays, compared by shape and dtype, and words. A computation that divides its work among ranks
+        calls this before it sends anything.
         """
         call = self._described("call", op, *facts)
         if self._checks:
@@ -126,7 +126,7 @@ class Engine(ABC):
         return call
 
     def agree(self, op: str, *facts: Any) -> None:
-        """:meth:`begin`, but ranks compare the call in any case: for what is made once."""
+        """Begin a call as :meth:`begin` does, but always compare it: for calls made only once."""
         self._agree(self._described("call", op, *facts))
 
     def _described(self, kind: str, op: str, *facts: Any) -> str:
@@ -139,19 +139,19 @@ class Engine(ABC):
         record = np.zeros(_RECORD, np.uint8)
         head = hashlib.sha256(text).digest()[:_DIGEST] + text[: _RECORD - _DIGEST]
         record[: len(head)] = np.frombuffer(head, np.uint8)
-        found = np.empty((self.size, _RECORD), np.uint8)
-        self._finish(self._all_gather(record, found.reshape(-1), [_RECORD] * self.size), call)
-        differs = (found[:, :_DIGEST] != found[0, :_DIGEST]).any(axis=1)
+        records = np.empty((self.size, _RECORD), np.uint8)
+        self._finish(self._all_gather(record, records.reshape(-1), [_RECORD] * self.size), call)
+        differs = (records[:, :_DIGEST] != records[0, :_DIGEST]).any(axis=1)
         if differs.any():
             other = int(differs.argmax())
-            said = [bytes(found[r, _DIGEST:]).rstrip(b"\0").decode(errors="replace") for r in (0, other)]
+            said = [bytes(records[r, _DIGEST:]).rstrip(b"\0").decode(errors="replace") for r in (0, other)]
             raise CommError(
                 f"ranks of {self.name!r} make different calls: rank 0 {said[0]}; rank {other} {said[1]}. All ranks "
                 "make the same calls in the same order, with equal shapes, dtypes and options"
             )
 
     def _finish(self, transfer: Transfer, call: str) -> None:
-        """Wait, without a core of its own; for a stream's transfer the current stream waits instead."""
+        """Wait without occupying a core; for a stream's transfer the current stream waits instead."""
         if isinstance(transfer, StreamTransfer):
             transfer.join()
             return
@@ -163,7 +163,7 @@ class Engine(ABC):
             time.sleep(min(_LONGEST_SLEEP, waited / 20))
 
     def _moves(self, transfer: Transfer, call: str) -> bool:
-        """Let the engine move data; whether the transfer has ended. If it never can, that ends the job."""
+        """Let the engine move data; return whether the transfer has ended. End the job if it never can."""
         for _ in range(_BURST):
             if transfer.done():
                 return True

@@ -1,4 +1,4 @@
-"""The end of this process's program, and the status with which it ends."""
+"""End of this process's program, and the status with which it ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["call_at_exit"]
 def call_at_exit(leave: Callable[[int | None], object]) -> None:
     """Call ``leave`` when the program ends, once or twice, with the status passed to sys.exit, exit or quit.
 
-    The status is None if the program ends in another way, also by another SystemExit. After a failure (a non-zero
-    status) the call comes before Python joins threads, which may never end; else after that, as threads may still
-    make calls.
+    The status is None if the program ends in another way, including by another SystemExit. After a failure (a
+    non-zero status) the call comes before Python joins threads, which may never end. Otherwise it comes after that,
+    as threads may still make calls.
     """
     status: int | None = None
 
@@ -27,7 +27,7 @@ def call_at_exit(leave: Callable[[int | None], object]) -> None:
         nonlocal status
         status = code & 0xFF if isinstance(code, int) else int(code is not None)
         if status:
-            with contextlib.suppress(AttributeError):  # private, though there since Python 3.9
+            with contextlib.suppress(AttributeError):  # private, but present since Python 3.9
                 threading._register_atexit(leave, status)  # type: ignore[attr-defined]
 
     class ProgramExit(SystemExit):

@@ -1,4 +1,4 @@
-"""Attention over packed documents that are divided among ranks: every rank gathers the keys and values."""
+"""Attention over packed documents divided among ranks: every rank gathers the keys and values."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def gathered_attention_varlen(
     return_lse: bool = False,
     **options: Unpack[ContextOptions],
 ) -> Any:
-    """:func:`gpu_ops.attention_varlen` of packed documents of which each rank holds an equal run of tokens.
+    """Attention over packed documents of which each rank holds an equal run of tokens.
 
-    Documents may begin and end anywhere. Each rank gathers all keys and values, and attends with its own queries.
+    The result is that of :func:`gpu_ops.attention_varlen`. Documents may begin and end anywhere. Each rank gathers
+    all keys and values, and attends with its own queries.
 
     Parameters
     ----------
@@ -50,11 +51,11 @@ def gathered_attention_varlen(
     k : array (total / p, nheads_kv, head_dim)
     v : array (total / p, nheads_kv, head_dim_v)
     cu_seqlens : int32 array (documents + 1,)
-        Of all tokens, equal on all ranks: document d is tokens ``cu_seqlens[d]`` to ``cu_seqlens[d + 1]``.
+        Document d is tokens ``cu_seqlens[d]`` to ``cu_seqlens[d + 1]`` of all ranks' tokens; equal on all ranks.
     return_lse : bool
         Also return the log of the softmax denominator, for :func:`gathered_attention_varlen_backward`.
     causal, window_size, softmax_scale, softcap, alibi_slopes
-        As in :func:`gpu_ops.attention_varlen`. A window or ALiBi wants causal=True.
+        As in :func:`gpu_ops.attention_varlen`. A window or ALiBi requires causal=True.
 
     Returns
     -------
@@ -68,7 +69,7 @@ def gathered_attention_varlen(
 
     Notes
     -----
-    Sends (p - 1) times k and v, and holds those of all tokens. Source: Llama 3, section 3.3.2, 2024.
+    Sends k and v (p - 1) times, and holds k and v of all tokens. Source: Llama 3, section 3.3.2, 2024.
 
     Examples
     --------
@@ -86,8 +87,8 @@ def gathered_attention_varlen(
     comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
     keys, values = (comm.all_gather(x)[spans.keys] for x in (shards.k, shards.v))
     lengths = spans.cu_seqlens_q, spans.cu_seqlens_k
-    found = attention_varlen(shards.q, keys, values, *lengths, return_lse=True, **spans.options)
-    out, lse = (give(x, shards.library) for x in found)
+    results = attention_varlen(shards.q, keys, values, *lengths, return_lse=True, **spans.options)
+    out, lse = (give(x, shards.library) for x in results)
     return (out, lse) if return_lse else out
 
 
@@ -107,7 +108,7 @@ def gathered_attention_varlen_backward(
     Parameters
     ----------
     comm, q, k, v, cu_seqlens, and every option
-        As given to :func:`gathered_attention_varlen`.
+        As passed to :func:`gathered_attention_varlen`.
     dout : array like out, q's dtype or float32
     out, lse : arrays
         As returned by ``gathered_attention_varlen(..., return_lse=True)``.
@@ -123,8 +124,8 @@ def gathered_attention_varlen_backward(
 
     Notes
     -----
-    Gathers k and v again. The gradients of keys and values are summed over ranks in float32, in rank order; of N
-    bytes of them a rank sends N (p - 1) / p.
+    Gathers k and v again. The gradients of keys and values are summed over ranks in float32, in rank order; for N
+    bytes of gradients a rank sends N (p - 1) / p.
 
     Examples
     --------
@@ -157,9 +158,9 @@ def gathered_attention_varlen_backward(
 
 @dataclass(frozen=True)
 class _Spans:
-    """A rank's queries and the keys that they see: ``keys`` of all tokens, and where documents begin in both.
+    """Keys that a rank's queries see: ``keys`` selects them of all tokens; document offsets for queries and keys.
 
-    ``options``: with the ALiBi slopes of these documents.
+    ``options`` has the ALiBi slopes of these documents.
     """
 
     keys: slice
@@ -171,7 +172,7 @@ class _Spans:
 def _read(
     op: str, comm: Comm, arrays: tuple[Any, Any, Any], cu_seqlens: Any, options: ContextOptions
 ) -> tuple[Shards, _Spans]:
-    """Check everything but results."""
+    """Check all arguments except results."""
     checks.instance(op, "comm", comm, Comm)
     starts = comm.movable(op, cu_seqlens, "cu_seqlens")[0]
     if starts.dtype != np.int32 or starts.ndim != 1 or not starts.size:
@@ -186,17 +187,17 @@ def _read(
         )
     if by_distance(options) and not options.get("causal", False):
         raise OptionError(f"{op}: window_size and alibi_slopes want causal=True here")
-    own: dict[str, Any] = dict(options)
-    if own.get("alibi_slopes") is not None:
-        own["alibi_slopes"] = comm.movable(op, own["alibi_slopes"], "alibi_slopes")[0]
-    return shards, _spans(starts, comm.rank * length, length, own)
+    selected: dict[str, Any] = dict(options)
+    if selected.get("alibi_slopes") is not None:
+        selected["alibi_slopes"] = comm.movable(op, selected["alibi_slopes"], "alibi_slopes")[0]
+    return shards, _spans(starts, comm.rank * length, length, selected)
 
 
 def _spans(starts: Array, first: int, length: int, options: dict[str, Any]) -> _Spans:
-    """Of queries from token ``first`` on.
+    """Spans of the queries from token ``first`` on.
 
-    The keys of the first document begin before them. With a causal mask they end with the queries, whose last one
-    sits on the last key; without, the keys of the last document go on.
+    The keys of the first document begin before the queries. With a causal mask the keys end at the last query;
+    without, the keys of the last document continue beyond it.
     """
     begins, ends = (np.clip(x, first, first + length) for x in (starts[:-1], starts[1:]))
     live = begins < ends

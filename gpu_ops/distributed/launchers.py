@@ -1,4 +1,4 @@
-"""Which rank this process is: what the program that started it says in environment variables."""
+"""Rank of this process, from environment variables that its launcher sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Launch", "launched"]
 
 @dataclass(frozen=True)
 class Launch:
-    """``launcher`` started ``size`` processes, and this one is ``rank``."""
+    """Launch of ``size`` processes by ``launcher``, of which this one is ``rank``."""
 
     launcher: str
     rank: int
@@ -21,7 +21,7 @@ class Launch:
     has_mpi: bool
 
 
-# launcher, variables of rank and size, one that must be set too, whether its processes find each other by MPI.
+# launcher, variables of rank and size, another that must be set, whether its processes find each other by MPI.
 # MPI's own launchers come first: a script that they start may set RANK and WORLD_SIZE as well.
 LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", None, True),
@@ -32,13 +32,13 @@ LAUNCHERS = (
 
 
 def launched(variables: Mapping[str, str] = os.environ) -> Launch | None:
-    """The launcher's word, or None where no launcher started this process."""
+    """Read the launcher's variables; None if no launcher started this process."""
     for launcher, rank, size, also, has_mpi in LAUNCHERS:
         names = [name for name in (rank, size, also) if name is not None]
         if all(name in variables for name in names):
             try:
                 return Launch(launcher, int(variables[rank]), int(variables[size]), has_mpi)
             except ValueError as error:
-                given = ", ".join(f"{name}={variables[name]!r}" for name in (rank, size))
-                raise CommError(f"{launcher} set {given}; both must be integers") from error
+                settings = ", ".join(f"{name}={variables[name]!r}" for name in (rank, size))
+                raise CommError(f"{launcher} set {settings}; both must be integers") from error
     return None

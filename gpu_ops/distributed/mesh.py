@@ -1,4 +1,4 @@
-"""The communicator of all ranks, and meshes of it."""
+"""Communicator of all ranks, and meshes of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world(timeout: float | None = None) -> Comm:
     ----------
     timeout : float, optional
         Seconds that a rank waits for the others before it ends the job, with a message; default 600. Meshes and
-        splits made later take it over.
+        splits made later inherit it.
 
     Returns
     -------
@@ -49,11 +49,11 @@ def world(timeout: float | None = None) -> Comm:
     All ranks make the first call, which starts MPI and waits for all processes; a rank that waits longer than
     ``timeout`` prints where it waits and ends. From then on an uncaught exception ends all ranks, with a non-zero
     exit status. A rank whose program ends while another waits for it ends all ranks too: the job's status is the one
-    passed to sys.exit, exit or quit (0 included), or 1 if it ended in another way, also by ``raise SystemExit(5)``.
+    passed to sys.exit, exit or quit (0 included), or 1 if it ended in another way, such as ``raise SystemExit(5)``.
     While threads of a rank still run, it counts as ended only if that status is not 0. If a rank ends by os._exit(0),
     ``scripts/launch.sh`` never reports success, but mpiexec alone may. Ranks that wait on the GPU for NCCL do not
-    notice. Only rank 0 prints progress. With ``Nccl`` each rank of a machine gets a CUDA device of its own as CuPy's
-    current one. NCCL has not run on GPUs yet: the tests run on a stand-in.
+    notice. Only rank 0 prints progress. With ``Nccl`` each rank of a machine gets a separate CUDA device as CuPy's
+    current one. NCCL has not run on GPUs yet: the tests use a stand-in.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def _start(launch: Launch | None, timeout: float) -> Comm:
             f"{launch.launcher} started {launch.size} processes; arrays in host memory travel by MPI: start them by "
             f"`scripts/launch.sh {launch.size} command`, or mpiexec"
         )
-    # MPI's start waits for all processes, with the GIL held: if one of them has ended, this ends the others
+    # MPI's start waits for all processes with the GIL held: if one of them has ended, this ends the others
     faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         from gpu_ops.distributed.mpi import Mpi, end_job_on_errors, leave_with_all
@@ -113,7 +113,7 @@ def _start(launch: Launch | None, timeout: float) -> Comm:
 class Mesh:
     """Ranks on a grid, with a communicator along each of its axes.
 
-    Neighbours in ``tp`` are neighbours in the world, and so on one machine; then come ``cp``, ``dp`` and ``pp``.
+    Neighbours in ``tp`` are neighbours in the world, and so on the same machine; then come ``cp``, ``dp`` and ``pp``.
 
     Parameters
     ----------
@@ -140,8 +140,8 @@ class Mesh:
     ) -> None:
         comm = world() if comm is None else comm
         checks.instance("Mesh", "comm", comm, Comm)
-        given = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}  # the first varies fastest
-        self.shape = {name: checks.integer("Mesh", name, n, low=1) for name, n in given.items()}
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}  # the first varies fastest
+        self.shape = {name: checks.integer("Mesh", name, n, low=1) for name, n in sizes.items()}
         if math.prod(self.shape.values()) != comm.size:
             words = " * ".join(f"{name}={n}" for name, n in self.shape.items())
             raise OptionError(f"Mesh: {words} is not {comm.size}, the number of ranks")
@@ -156,7 +156,8 @@ class Mesh:
     def group(self, *axes: str) -> Comm:
         """Return the communicator of the ranks that differ from this one along ``axes`` only.
 
-        ``group("dp", "cp")`` sums gradients of weights. The first call for these axes is made by all ranks.
+        ``group("dp", "cp")`` is the group that sums gradients of weights. All ranks make the first call for given
+        axes.
         """
         for axis in axes:
             checks.one_of("Mesh.group", "axes", axis, self.shape)
