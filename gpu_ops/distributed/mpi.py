@@ -30,10 +30,10 @@ __all__ = ["Mpi", "end_job_on_errors", "leave_with_all", "wait_until_read"]
 
 Array = npt.NDArray[Any]
 
-_PATIENCE = 2.0  # seconds that ranks have to answer a roll call: they time out at about the same time
+_PATIENCE = 2.0  # seconds that ranks have to answer a roll call; all time out at about the same time
 _NOTES = "GPU_OPS_LAUNCH_NOTES"
 _WORD = 256  # bytes of an answer
-_LEAVING = 2e-3  # seconds between two looks at whether the other ranks have ended as well
+_LEAVING = 2e-3  # seconds between two checks whether the other ranks have ended as well
 
 
 def _explain(error: Exception) -> str:
@@ -42,7 +42,7 @@ def _explain(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """MPI's errors as CommError."""
+    """Raise MPI's errors as CommError."""
     try:
         yield
     except MPI.Exception as error:
@@ -50,7 +50,7 @@ def _errors() -> Iterator[None]:
 
 
 class _Requests:
-    """Operations of MPI under way, with the bytes that each receives; None where it is not a receive."""
+    """MPI operations in progress, with the bytes that each receives; None for one that is not a receive."""
 
     def __init__(
         self,
@@ -80,27 +80,27 @@ class _Requests:
 
     def _wrong_size(self) -> str:
         for status, expected in zip(self._statuses, self._expected, strict=True):
-            found = expected if expected is None else status.Get_count(MPI.BYTE)
-            if found != expected:
+            actual = expected if expected is None else status.Get_count(MPI.BYTE)
+            if actual != expected:
                 return (
-                    f"rank {status.Get_source()} sent {found} bytes where {expected} were to come: shape and dtype "
+                    f"rank {status.Get_source()} sent {actual} bytes where {expected} were to come: shape and dtype "
                     "must be equal on both sides"
                 )
         return ""
 
 
-_in_flight: set[_Requests] = set()  # MPI uses their buffers, whether or not anybody still waits for them
+_in_flight: set[_Requests] = set()  # MPI uses their buffers even if nobody waits for them any more
 
 
 @dataclass
 class _World:
-    """State that all communicators share: the roll call, each rank's machine, and who has left each."""
+    """State shared by all communicators: the roll call, each rank's machine, and the ranks that have left each."""
 
     mpi: Any
     hosts: Sequence[str]
     departures: list[Departures] = field(default_factory=list)
     left: bool = False  # this rank's program has ended
-    ended: bool = False  # all ranks' programs have ended; what runs at exit may still make calls
+    ended: bool = False  # all ranks' programs have ended; handlers at exit may still make calls
 
 
 class Mpi(Comm):
@@ -116,7 +116,7 @@ class Mpi(Comm):
 
     @classmethod
     def world(cls, timeout: float) -> Self:
-        """All ranks, once all of them are here. Their messages stay apart from those of other users of MPI."""
+        """Wait for all ranks and return their group. Its messages are separate from those of other users of MPI."""
         all_ranks, here = MPI.COMM_WORLD, MPI.Get_processor_name()
         hosts = [here if rank == all_ranks.rank else "an unknown host" for rank in range(all_ranks.size)]
         first = cls(all_ranks, "world", timeout, _World(all_ranks, hosts))
@@ -166,7 +166,7 @@ class Mpi(Comm):
             with contextlib.suppress(CommError):  # its own wait() raises it
                 earlier.done()
         receives = [self._mpi.Irecv([x, MPI.BYTE], source, channel) for x, source in found]
-        sends = [self._mpi.Isend([x, MPI.BYTE], to, channel) for x, to in sent]
+        sends = [self._mpi.Isend([x, MPI.BYTE], target, channel) for x, target in sent]
         expected = [*(x.nbytes for x, _ in found), *[None] * len(sends)]
         receivers, senders = ([rank for _, rank in pairs] for pairs in (sent, found))
         needs = self._departures.messages(receivers, senders, channel)
@@ -184,9 +184,9 @@ class Mpi(Comm):
             )
 
     def leave(self, status: int | None) -> None:
-        """Tell all ranks that this one's program ends, and wait for the end of theirs.
+        """Tell all ranks that this rank's program ends, and wait until theirs end.
 
-        ``status``: the one passed to sys.exit, exit or quit; None if the program ended in another way. A
+        ``status``: the status passed to sys.exit, exit or quit; None if the program ended in another way. A
         second call does nothing.
         """
         if self._world.left:
@@ -204,18 +204,18 @@ class Mpi(Comm):
         mpi, mine = self._world.mpi, np.zeros(_WORD, np.uint8)
         text = word.encode()[:_WORD]
         mine[: len(text)] = np.frombuffer(text, np.uint8)
-        found = np.zeros((mpi.size, _WORD), np.uint8)
+        answers = np.zeros((mpi.size, _WORD), np.uint8)
         sends = [mpi.Isend([mine, MPI.BYTE], rank) for rank in range(mpi.size)]
-        receives = [mpi.Irecv([found[rank], MPI.BYTE], rank) for rank in range(mpi.size)]
+        receives = [mpi.Irecv([answers[rank], MPI.BYTE], rank) for rank in range(mpi.size)]
         end = time.monotonic() + min(self.timeout, _PATIENCE)
         while time.monotonic() < end and not MPI.Request.Testall([*sends, *receives]):
             time.sleep(0.01)
-        words = [bytes(x).rstrip(b"\0").decode(errors="replace") or None for x in found]
+        words = [bytes(x).rstrip(b"\0").decode(errors="replace") or None for x in answers]
         return [words[rank] for rank in self.ranks]
 
 
 def _note(word: str) -> None:
-    """Append to the file of scripts/launch.sh, which cannot tell from mpiexec's status whether all ranks left."""
+    """Append a word to the file of scripts/launch.sh: mpiexec's status does not say whether all ranks left."""
     with contextlib.suppress(OSError, KeyError):
         file = os.open(os.environ[_NOTES], os.O_WRONLY | os.O_APPEND)
         os.write(file, f"{word}\n".encode())
@@ -227,8 +227,8 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 def wait_until_read(*descriptors: int, seconds: float = 1.0) -> None:
-    """Wait, if these are pipes, until what was written has been read: a launcher that is told of an abort stops
-    reading, and the message that says why would be lost."""
+    """Wait until all output in these pipes has been read. A launcher stops reading once it knows of an abort; the
+    message with the reason would be lost. Descriptors that are no pipes are ignored."""
     end = time.monotonic() + seconds
     for descriptor in descriptors:
         while _unread(descriptor) and time.monotonic() < end:
@@ -236,7 +236,7 @@ def wait_until_read(*descriptors: int, seconds: float = 1.0) -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """Bytes in a pipe; 0 for what is none."""
+    """Number of unread bytes in a pipe; 0 if it is no pipe."""
     try:
         if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             return 0
@@ -246,11 +246,11 @@ def _unread(descriptor: int) -> int:
 
 
 def end_job_on_errors(comm: Mpi) -> None:
-    """An uncaught exception in any thread ends all ranks, which would otherwise wait for this one."""
+    """End all ranks on an uncaught exception in any thread; they would otherwise wait for this one."""
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def in_one_write(show: Callable[[], object]) -> None:
-        """What several ranks print at once would be mixed within the lines."""
+        """Print with one write, so that lines of several ranks do not mix."""
         shown = io.StringIO()
         with contextlib.redirect_stderr(shown):
             show()
@@ -270,7 +270,7 @@ def end_job_on_errors(comm: Mpi) -> None:
 
 
 def leave_with_all(comm: Mpi) -> None:
-    """Make the end of this rank's program known to the others: a rank that waits for it ends the job.
+    """Tell the other ranks when this rank's program ends: a rank that waits for it ends the job.
 
     The job's status is the one passed to sys.exit, exit or quit, or 1 if the program ended in another way.
     """

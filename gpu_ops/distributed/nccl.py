@@ -1,6 +1,7 @@
-"""Ranks that have a GPU each: CuPy arrays travel by NCCL, through nccl4py, and arrays in host memory by MPI.
+"""Ranks with a GPU each: CuPy arrays travel by NCCL, through nccl4py, and arrays in host memory by MPI.
 
-MPI also carries what NCCL's communicators begin with, the comparison of calls (GPU_OPS_COMM_CHECK) and the barrier.
+MPI also carries the ids that set up NCCL's communicators, the comparison of calls (GPU_OPS_COMM_CHECK) and the
+barrier.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ID_BYTES = 128  # of NCCL's unique id
 
 
 def nccl_missing() -> str | None:
-    """Why CUDA arrays cannot travel by NCCL here; None when they can."""
+    """Reason why CUDA arrays cannot travel by NCCL here; None if they can."""
     if importlib.util.find_spec("nccl") is None:
         return f"nccl4py is not installed: {install_command('nccl12')}; for CUDA 13, nccl13"
     return cuda_missing()
@@ -47,16 +48,16 @@ def nccl_missing() -> str | None:
 class Nccl(Mpi):
     """Ranks of an MPI communicator with a GPU each, made by :func:`world` and :meth:`split`.
 
-    The first call with CUDA arrays makes NCCL's communicator, on their device: all ranks of the group take part in
-    that call, and it is not captured in a CUDA graph. Calls of one group are made on one stream, or on several that
-    the caller orders.
+    The first call with CUDA arrays makes NCCL's communicator on their device: all ranks of the group take part in
+    that call, and it must not be captured in a CUDA graph. Make calls of one group on one stream, or on several
+    streams that the caller orders.
     """
 
     _takes_cuda = True
     _by_nccl: NcclTransport | None = None
 
     def use_own_device(self) -> None:
-        """Make a GPU of this machine current that no other rank has, if there are as many."""
+        """Make a GPU current that no other rank of this machine uses, if the machine has enough GPUs."""
         import cupy
 
         here = self.hosts[: self.rank].count(self.hosts[self.rank])
@@ -75,7 +76,7 @@ class Nccl(Mpi):
         return self._by_nccl
 
     def _share_id(self, core: ModuleType) -> Any:
-        """NCCL's unique id, which rank 0 makes and MPI carries."""
+        """Make NCCL's unique id on rank 0 and broadcast it by MPI."""
         words = np.zeros(_ID_BYTES, np.uint8)
         if self.rank == 0:
             words[:] = np.frombuffer(bytes(core.get_unique_id()), np.uint8)
@@ -84,7 +85,7 @@ class Nccl(Mpi):
 
 
 class NcclTransport(CudaTransport):
-    """CuPy arrays of one device of each rank. NCCL's calls of a communicator are in the order of one stream."""
+    """Transport of CuPy arrays, on one device per rank. A communicator's NCCL calls are ordered by one stream."""
 
     sums = frozenset(_SUMS)
 
@@ -103,7 +104,7 @@ class NcclTransport(CudaTransport):
         self._core: Any = nccl.core
         self._nccl: Any = None
         self._side: Any = None
-        self._last: Any = None  # the end of what runs beside, while no stream has waited for it
+        self._last: Any = None  # event at the end of the side stream's work, until a stream has waited for it
         self._kept: deque[tuple[Any, tuple[Array, ...]]] = (
             deque()
         )  # NCCL reads and writes these until the event
@@ -159,7 +160,7 @@ class NcclTransport(CudaTransport):
         return self._core.SUM if op == "sum" else self._core.MAX
 
     def _enqueue(self, work: Callable[[Any, int], None], *arrays: Array, beside: bool) -> Transfer:
-        """Enqueue a call: on CuPy's current stream, or on the group's side stream, behind the current one's work."""
+        """Enqueue a call on CuPy's current stream, or on the group's side stream after the current stream's work."""
         if not sum(x.size for x in arrays):
             return DONE
         cuda = self._cupy.cuda
@@ -186,7 +187,7 @@ class NcclTransport(CudaTransport):
             return _Beside(self, end)
 
     def join(self, end: Any) -> None:
-        """Make the current stream wait for what ran beside, up to this event."""
+        """Make the current stream wait for the side stream's work up to this event."""
         with self._on_device():
             self._cupy.cuda.get_current_stream().wait_event(end)
         if self._last is end:
@@ -200,7 +201,7 @@ class NcclTransport(CudaTransport):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """NCCL's errors as CommError."""
+        """Raise NCCL's errors as CommError."""
         from nccl.bindings.nccl import NCCLError
 
         try:
@@ -213,7 +214,7 @@ class NcclTransport(CudaTransport):
 
 
 class _Beside(StreamTransfer):
-    """What runs on the group's own stream up to an event."""
+    """Work on the group's side stream up to an event."""
 
     def __init__(self, transport: NcclTransport, end: Any) -> None:
         self._transport, self._end = transport, end

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ranks have different layers of a model, and microbatches go from rank to rank."""
+"""Pipeline parallelism: ranks have different layers of a model, and microbatches pass from rank to rank."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ Queue = list[Callable[[], None]]
 
 
 class Pipeline:
-    """Which layers of a model the ranks have, and the order in which they work on microbatches.
+    """Division of a model's layers among ranks, and the order in which they work on microbatches.
 
     Parameters
     ----------
     config : LlamaConfig
-        Not ``tied``: the table would be on the first and on the last rank.
+        Must not be ``tied``: the table would be on both the first and the last rank.
     comm : Comm
         The ranks, such as ``mesh.pp``; all of them make the same calls.
     schedule : {"1f1b", "gpipe", "interleaved", "zb-h1"}
         See :func:`gpu_ops.distributed.schedule`.
     chunks : int
-        Stages of each rank, for interleaved. Rank r has the stages r, r + p, ..., of about equally many layers each.
+        Stages of each rank, for interleaved. Rank r has stages r, r + p, ..., with about the same number of layers
+        each.
 
     Attributes
     ----------
     parts : tuple
-        What this rank has of the model, for :class:`DataParallel`.
+        Parts of the model that this rank has, for :class:`DataParallel`.
     stages : dict
-        The layers of each stage of this rank.
+        Layers of each stage of this rank.
 
     Raises
     ------
@@ -58,8 +59,9 @@ class Pipeline:
 
     Notes
     -----
-    Each stage adds up the gradients of microbatches in their order: gradients have the bits of one rank that takes
-    one microbatch after the other. N bytes of hidden states of a microbatch are sent between stages, and N back.
+    Each stage adds up the gradients of microbatches in their order: gradients have the bits of one rank that
+    processes one microbatch after the other. Stages send N bytes per microbatch forward and N back, where N is the
+    size of its hidden states.
 
     Examples
     --------
@@ -81,7 +83,7 @@ class Pipeline:
         checks.instance(_OP, "comm", comm, Comm)
         self.comm, self.schedule = comm, schedule
         self.chunks = checks.integer(_OP, "chunks", chunks, low=1)
-        self.rows(self.comm.size)  # an error for what is no schedule
+        self.rows(self.comm.size)  # raises an error if there is no such schedule
         count = comm.size * self.chunks
         if config.nlayers < count:
             raise OptionError(f"{_OP}: {config.nlayers} layers are fewer than {count} stages")
@@ -101,7 +103,7 @@ class Pipeline:
         self.parts: tuple[Part, ...] = (*embed, *parts, *head)
 
     def rows(self, microbatches: int) -> list[list[Row]]:
-        """The schedule of all ranks."""
+        """Schedule of all ranks."""
         return schedule(self.schedule, self.comm.size, microbatches, self.chunks)
 
     def loss_and_grads(
@@ -116,20 +118,21 @@ class Pipeline:
         dloss: Any = 1.0,
         **options: Any,
     ) -> Any:
-        """The loss of a batch, on every rank; gradients are added to those of ``parallel``.
+        """Loss of a batch, on every rank; gradients are added to those of ``parallel``.
 
         Parameters
         ----------
         ids, targets : integer arrays (batch, seqlen)
             The same on all ranks.
         parallel : DataParallel
-            With ``parts`` of this pipeline, and a stage of at most 1: gradients and weights stay for the whole batch.
+            Must have ``parts`` of this pipeline and a stage of at most 1: gradients and weights stay allocated for
+            the whole batch.
         microbatches : int
-            Of equally many rows.
+            Number of microbatches, with equal numbers of rows.
         mean : bool
-            The mean of the microbatches' losses. False: their sum, for a ``denominator`` of the whole batch.
+            Return the mean of the microbatches' losses. False: their sum, for a ``denominator`` of the whole batch.
         policy, dloss, options
-            As :func:`gpu_ops.models.loss_and_grads` takes them.
+            As in :func:`gpu_ops.models.loss_and_grads`.
         """
         op = f"{_OP}.loss_and_grads"
         rows = self.rows(microbatches)[self.comm.rank]
@@ -160,13 +163,13 @@ class Pipeline:
         return run.finish(factor)
 
     def place(self, stage: int) -> tuple[int, int]:
-        """The rank that has a stage, and its number among those of the rank."""
+        """Rank that has a stage, and the stage's number among those of the rank."""
         chunk, rank = divmod(stage, self.comm.size)
         return rank, chunk
 
 
 class _Run:
-    """What a rank holds while it works through its rows."""
+    """State of a rank while it works through its rows."""
 
     def __init__(
         self,
@@ -192,19 +195,19 @@ class _Run:
             self._forward(stage, microbatch)
         elif action == "W":
             queue = self._queues.pop((stage, microbatch))
-            while queue:  # each lets go of its arrays, and the last one of the pass
+            while queue:  # each entry releases its arrays, and the last one the pass
                 queue.pop(0)()
         else:
             self._backward(stage, microbatch)
 
     def finish(self, factor: float) -> Any:
-        """When what this rank sent has arrived: the loss, which the last stage's rank tells the others."""
+        """Wait for this rank's sends; return the loss, which the last stage's rank sends to the others."""
         for pending in self._sent:
             pending.wait()
-        kind = checks.computing_dtype(np.dtype(self._dtype).name)
-        total = np.zeros((), kind)
+        dtype = checks.computing_dtype(np.dtype(self._dtype).name)
+        total = np.zeros((), dtype)
         for value in self._losses:
-            total += kind.type(value) * kind.type(factor)
+            total += dtype.type(value) * dtype.type(factor)
         root, _ = self._pipeline.place(self._pipeline._last)
         return self._pipeline.comm.broadcast(total, root)
 
@@ -214,31 +217,31 @@ class _Run:
         if pipeline.schedule == "zb-h1":
             self._queues[key] = []
             parts = _Deferring(self._parallel, self._queues[key])
-        one = self._passes[key] = Pass(parts, self._parallel.config, policy=self._policy)
+        forward_pass = self._passes[key] = Pass(parts, self._parallel.config, policy=self._policy)
         if stage == 0:
-            one.embed(self._batch[0][microbatch])
+            forward_pass.embed(self._batch[0][microbatch])
         else:
-            one.x = self._receive(stage - 1, microbatch, _FORWARD)
-        one.forward(pipeline.stages[stage])
+            forward_pass.x = self._receive(stage - 1, microbatch, _FORWARD)
+        forward_pass.forward(pipeline.stages[stage])
         if stage != pipeline._last:
-            self._send(one.x, stage, stage + 1, microbatch, _FORWARD)
-            one.x = None
+            self._send(forward_pass.x, stage, stage + 1, microbatch, _FORWARD)
+            forward_pass.x = None
 
     def _backward(self, stage: int, microbatch: int) -> None:
         pipeline, key = self._pipeline, (stage, microbatch)
-        one = self._passes.pop(key)
+        backward_pass = self._passes.pop(key)
         if stage == pipeline._last:
-            self._losses.append(one.head(self._batch[1][microbatch], **self._loss))
+            self._losses.append(backward_pass.head(self._batch[1][microbatch], **self._loss))
         else:
-            one.x = self._receive(stage + 1, microbatch, _BACKWARD)
-        one.backward(pipeline.stages[stage])
+            backward_pass.x = self._receive(stage + 1, microbatch, _BACKWARD)
+        backward_pass.backward(pipeline.stages[stage])
         ids = self._batch[0][microbatch]
         if stage:
-            self._send(one.x, stage, stage - 1, microbatch, _BACKWARD)
+            self._send(backward_pass.x, stage, stage - 1, microbatch, _BACKWARD)
         elif key in self._queues:
-            self._queues[key].append(lambda: one.embed_backward(ids))
+            self._queues[key].append(lambda: backward_pass.embed_backward(ids))
         else:
-            one.embed_backward(ids)
+            backward_pass.embed_backward(ids)
 
     def _send(self, x: Array, stage: int, to: int, microbatch: int, way: int) -> None:
         rank, _ = self._pipeline.place(to)
@@ -251,16 +254,16 @@ class _Run:
         self._sent.append(self._pipeline.comm.send(x, rank, tag=tag))
 
     def _receive(self, stage: int, microbatch: int, way: int) -> Array:
-        """What ``stage`` sent; in the order of microbatches."""
+        """Receive an array from ``stage``; they arrive in the order of microbatches."""
         rank, chunk = self._pipeline.place(stage)
         if rank == self._pipeline.comm.rank:
             return self._kept.pop((stage, microbatch, way))
-        found: Array = self._pipeline.comm.recv(self._shape, self._dtype, rank, tag=2 * chunk + way).wait()
-        return found
+        states: Array = self._pipeline.comm.recv(self._shape, self._dtype, rank, tag=2 * chunk + way).wait()
+        return states
 
 
 class _Deferring(Parts):
-    """Parts whose layers leave the gradients of their projections to a queue."""
+    """Parts whose layers defer the gradients of their projections to a queue."""
 
     def __init__(self, parts: Parts, queue: Queue) -> None:
         self._parts, self._queue = parts, queue

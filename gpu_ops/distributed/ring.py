@@ -1,4 +1,4 @@
-"""Attention over a sequence that is divided among ranks: keys and values go round, queries stay."""
+"""Attention over a sequence divided among ranks: keys and values move around the ring, queries stay."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ def ring_attention(
     out_dtype: Any = None,
     **options: Unpack[ContextOptions],
 ) -> Any:
-    """:func:`gpu_ops.attention` of a sequence of which each rank holds an equal part.
+    """Attention over a sequence of which each rank holds an equal part.
 
-    Each rank attends to its own keys, sends them on to the next rank and receives those of the one before, p - 1
-    times. The results over parts of the keys are merged in float32 (:func:`gpu_ops.attention_merge`).
+    The result is that of :func:`gpu_ops.attention`. Each rank attends to the keys it holds, sends them to the next
+    rank and receives those of the previous one, p - 1 times. The results over parts of the keys are merged in
+    float32 (:func:`gpu_ops.attention_merge`).
 
     Parameters
     ----------
     comm : Comm
         p ranks; all of them make the call.
     q : array (batch, seqlen / p, nheads, head_dim)
-        The rows :func:`sequence_positions` names. float16, bfloat16, float32 or float64, in host memory; or CuPy
-        arrays, where the communicator takes them.
+        Rows at the positions of :func:`sequence_positions`. float16, bfloat16, float32 or float64, in host memory;
+        or CuPy arrays, if the communicator takes them.
     k : array (batch, seqlen / p, nheads_kv, head_dim)
     v : array (batch, seqlen / p, nheads_kv, head_dim_v)
     layout : {"zigzag", "contiguous", "striped"}
-        See :func:`sequence_positions`. striped takes no window_size and no alibi_slopes.
+        See :func:`sequence_positions`. striped takes neither window_size nor alibi_slopes.
     return_lse : bool
         Also return the log of the softmax denominator, in float64: :func:`ring_attention_backward` needs its digits.
     out_dtype : dtype, default q's
-        np.float32: the merged sums as they are.
+        np.float32 returns the merged sums without rounding.
     causal, window_size, softmax_scale, softcap, alibi_slopes
-        As in :func:`gpu_ops.attention`, of the whole sequence; equal on all ranks.
+        As in :func:`gpu_ops.attention`, for the whole sequence; equal on all ranks.
 
     Returns
     -------
@@ -77,9 +78,9 @@ def ring_attention(
 
     Notes
     -----
-    Sends (p - 1) times k and v. They travel while the rank computes if MPI has progress of its own (a network card's,
-    or a thread: MPICH_ASYNC_PROGRESS=1 where a core is free); otherwise between the blocks. Parts are merged in a
-    fixed order: the same bits in every run. Source: Liu, Zaharia and Abbeel, "Ring Attention", 2023.
+    Sends k and v (p - 1) times. They travel while the rank computes if MPI makes progress by itself (by a network
+    card, or by a thread: MPICH_ASYNC_PROGRESS=1 if a core is free); otherwise between the blocks. Parts are merged
+    in a fixed order: the same bits in every run. Source: Liu, Zaharia and Abbeel, "Ring Attention", 2023.
 
     Examples
     --------
@@ -101,13 +102,13 @@ def ring_attention(
     module = array_module(shards.q)
     out = module.zeros((batch, length, nheads, shards.v.shape[-1]), shards.wide)
     lse = module.full((batch, nheads, length), -np.inf, np.float64)
-    found: dict[str, Any] = {"return_lse": True, "out_dtype": shards.wide, "lse_dtype": np.float64}
+    options_lse: dict[str, Any] = {"return_lse": True, "out_dtype": shards.wide, "lse_dtype": np.float64}
     keys, values = shards.k, shards.v
     for step in range(comm.size):
         moving = comm.shift(keys, values) if step + 1 < comm.size else None
         for rows, columns, places in ring.blocks((comm.rank - step) % comm.size):
             mine = out[:, rows], lse[:, :, rows]
-            part = attention(shards.q[:, rows], keys[:, columns], values[:, columns], **found, **places)
+            part = attention(shards.q[:, rows], keys[:, columns], values[:, columns], **options_lse, **places)
             attention_merge(*mine, *part, out=mine)
             if moving is not None:
                 moving.poll()
@@ -131,13 +132,13 @@ def ring_attention_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of :func:`ring_attention` with respect to this rank's q, k and v.
 
-    Keys and values go round once more, and the sums of their gradients with them, in float32, p hops: the last one
-    brings them home.
+    Keys and values go around the ring once more. The sums of their gradients travel with them in float32, for p
+    hops; the last hop returns them to their rank.
 
     Parameters
     ----------
     comm, q, k, v, layout, and every option
-        As given to :func:`ring_attention`.
+        As passed to :func:`ring_attention`.
     dout : array like out, q's dtype or float32
     out, lse : arrays
         As returned by ``ring_attention(..., return_lse=True)``; out in q's dtype or float32.
@@ -153,8 +154,8 @@ def ring_attention_backward(
 
     Notes
     -----
-    Sends (p - 1) times k and v, and p times their gradients in float32 (float64 for float64). With lse in float64 it
-    is exact however large the scores are.
+    Sends k and v (p - 1) times, and their gradients in float32 (float64 for float64) p times. With lse in float64
+    it is exact however large the scores are.
 
     Examples
     --------
@@ -208,7 +209,7 @@ def ring_attention_backward(
 
 
 class _Ring:
-    """The blocks of one call."""
+    """Blocks of one call."""
 
     def __init__(self, op: str, comm: Comm, shards: Shards, layout: str, options: Mapping[str, Any]) -> None:
         length = shards.q.shape[1]
@@ -218,7 +219,7 @@ class _Ring:
         comm.begin(op, shards.q, shards.k, shards.v, f"layout={self.layout!r}", option_words(options))
 
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-        """Rows of this rank, rows of the keys of ``source`` that they see, and the options of their call."""
+        """Rows of this rank, rows of the keys of ``source`` that they see, and options of the attention call."""
         for mine in self.rows:
             for theirs in pieces(source, self.size, self.length, self.layout):
                 places = {**self.options, **self._starts(mine, theirs)}

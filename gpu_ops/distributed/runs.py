@@ -1,4 +1,4 @@
-"""Where the elements of a part of an array lie in the whole array: runs that are contiguous in both."""
+"""Positions of a part's elements in the whole array, as runs that are contiguous in both."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Slices:
-    """Elements ``first`` to ``last``, flattened, of what ``pieces``, (start, stop) each, select of an array of this
-    shape along an axis. No pieces: all of it."""
+    """Elements of an array of this shape: ``pieces``, (start, stop) each, select along an axis; of that selection,
+    flattened, elements ``first`` to ``last``. No pieces: the whole array."""
 
     shape: tuple[int, ...]
     axis: int
@@ -35,20 +35,20 @@ class Slices:
 
     @classmethod
     def from_json(cls, shape: Sequence[int], value: Any) -> Slices:
-        """ValueError, KeyError, TypeError or IndexError where it describes no part of an array of this shape."""
+        """Read a part; ValueError, KeyError, TypeError or IndexError if an array of this shape has no such part."""
         pieces = tuple((int(a), int(b)) for a, b in value["pieces"])
         first, last = (int(x) for x in value["elements"])
-        found = cls(tuple(shape), int(value["axis"]), pieces, first, last)
-        length = found.shape[found.axis] if found.pieces else 0
+        part = cls(tuple(shape), int(value["axis"]), pieces, first, last)
+        length = part.shape[part.axis] if part.pieces else 0
         ascending = pieces == tuple(sorted(pieces)) and all(0 <= a <= b <= length for a, b in pieces)
-        inside = 0 <= found.axis < max(1, len(found.shape)) and 0 <= first <= last <= found.size
+        inside = 0 <= part.axis < max(1, len(part.shape)) and 0 <= first <= last <= part.size
         if not inside or not ascending:
-            raise ValueError(f"{value} is no part of an array of shape {found.shape}")
-        return found
+            raise ValueError(f"{value} is no part of an array of shape {part.shape}")
+        return part
 
     @property
     def size(self) -> int:
-        """Elements of all pieces."""
+        """Number of elements in all pieces."""
         if not self.pieces:
             return math.prod(self.shape)
         others = math.prod(n for axis, n in enumerate(self.shape) if axis != self.axis)
@@ -57,8 +57,8 @@ class Slices:
 
 @dataclass(frozen=True)
 class Runs:
-    """``length`` elements each, from ``here`` on in a part and from ``whole`` on in the array; ascending in both,
-    but that a piece may be there several times."""
+    """Runs of ``length`` elements each, from ``here`` on in a part and from ``whole`` on in the array. Both ascend,
+    except that a piece may occur several times."""
 
     here: Integers
     whole: Integers
@@ -66,7 +66,7 @@ class Runs:
 
 
 def runs_of(part: Slices) -> Runs:
-    """``here`` counts from the part's first element."""
+    """Runs of a part; ``here`` counts from the part's first element."""
     pieces = np.array(part.pieces or ((0, part.shape[0] if part.shape else 1),), np.int64)
     axis = part.axis if part.pieces else 0
     outer, inner = math.prod(part.shape[:axis]), math.prod(part.shape[axis + 1 :])
@@ -78,12 +78,12 @@ def runs_of(part: Slices) -> Runs:
     length = np.tile(lengths * inner, outer)
     first, last = np.maximum(here, part.first), np.minimum(here + length, part.last)
     keep = first < last
-    found = first - part.first, whole + first - here, last - first
-    return Runs(*(x[keep] for x in found))
+    clipped = first - part.first, whole + first - here, last - first
+    return Runs(*(x[keep] for x in clipped))
 
 
 def common(a: Runs, b: Runs) -> tuple[Integers, Integers, Integers]:
-    """What two parts of an array have in common: where it begins in a, in b, and its length."""
+    """Runs that two parts of an array have in common: their starts in a, in b, and their lengths."""
     ends = b.whole + b.length
     low = np.searchsorted(ends, a.whole, side="right")
     high = np.searchsorted(b.whole, a.whole + a.length, side="left")
@@ -96,7 +96,7 @@ def common(a: Runs, b: Runs) -> tuple[Integers, Integers, Integers]:
 
 
 def covers(size: int, parts: Sequence[Runs]) -> bool:
-    """Whether parts have all ``size`` elements of an array."""
+    """Whether the parts together have all ``size`` elements of an array."""
     starts = np.concatenate([np.zeros(1, np.int64), *(part.whole for part in parts)])
     ends = np.concatenate([np.zeros(1, np.int64), *(part.whole + part.length for part in parts)])
     order = np.argsort(starts, kind="stable")

@@ -1,12 +1,12 @@
-"""Schedules of pipelines, as data: what each rank does, row by row.
+"""Schedules of pipelines, as data: the actions of each rank, row by row.
 
-A model is divided into stages, of which rank r of p has r, r + p, ...; a batch is divided into microbatches. A row's
+A model is divided into stages; rank r of p has stages r, r + p, ... A batch is divided into microbatches. A row's
 action is one of these:
 
 ==== =================================================================================
 F    the forward pass of a microbatch through a stage
 B    its backward pass
-I    the part of B that the stage before waits for: the gradient of the stage's input
+I    the part of B that the previous stage waits for: the gradient of the stage's input
 W    the rest of B: the gradients of its weights
 ==== =================================================================================
 """
@@ -26,7 +26,7 @@ COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 class Row(NamedTuple):
-    """An action on a microbatch in a stage."""
+    """Action on a microbatch in a stage."""
 
     stage: int
     microbatch: int
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Row]]:
-    """The rows of each rank, in order.
+    """Rows of each rank, in order.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[
         See the notes.
     ranks, microbatches : int
     chunks : int
-        Stages of each rank; more than one for interleaved alone.
+        Stages of each rank; more than one only for interleaved.
 
     Raises
     ------
@@ -50,19 +50,19 @@ def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[
 
     Notes
     -----
-    With p ranks, m microbatches and v chunks, the time that ranks wait, over that in which they work:
+    With p ranks, m microbatches and v chunks, the ratio of the time that ranks wait to the time that they work:
 
     =========== ========================= ============================================
     schedule    bubble                    microbatches that rank r holds at a time
     =========== ========================= ============================================
     gpipe       (p - 1) / m               m
     1f1b        (p - 1) / m               min(p - r, m)
-    interleaved (p - 1) / (v m)           of 1 / v each: 2 (p - r) - 1 + (v - 1) p
+    interleaved (p - 1) / (v m)           1 / v of each: 2 (p - r) - 1 + (v - 1) p
     zb-h1       (p - 1) / (3 m)           min(p, m), of which p - r in full
     =========== ========================= ============================================
 
-    zb-h1 for F, I and W of equal cost; in general ranks wait for (p - 1) (F + I - W), if W costs no more than F and
-    m is at least p. Interleaved wants m to be a multiple of p.
+    The bubble of zb-h1 is for F, I and W of equal cost. In general ranks wait for (p - 1) (F + I - W), if W costs no
+    more than F and m is at least p. Interleaved requires m to be a multiple of p.
 
     Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
     Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
@@ -85,12 +85,12 @@ def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[
 
 
 def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
-    """The time that ranks wait, over that in which they work, if each action takes its cost and messages none.
+    """Ratio of the time that ranks wait to the time that they work, if messages take no time.
 
     Raises
     ------
     OptionError
-        A row waits for one that never comes.
+        A row waits for another that never comes.
 
     Examples
     --------
@@ -100,10 +100,10 @@ def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
     """
     if not any(rows):
         raise OptionError("bubble: rows holds no action; pass what schedule(...) returns")
-    stages = 1 + max(row.stage for own in rows for row in own)
+    stages = 1 + max(row.stage for rank_rows in rows for row in rank_rows)
     ended: dict[Row, float] = {}
-    now, left = [0.0] * len(rows), [iter(own) for own in rows]
-    waiting = [next(own, None) for own in left]
+    now, left = [0.0] * len(rows), [iter(rank_rows) for rank_rows in rows]
+    waiting = [next(rank_rows, None) for rank_rows in left]
     while any(waiting):
         before = len(ended)
         for rank, row in enumerate(waiting):
@@ -115,12 +115,12 @@ def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
                 waiting[rank] = next(left[rank], None)
         if len(ended) == before:
             raise OptionError(f"bubble: {[row for row in waiting if row]} wait for each other")
-    work = max(sum(costs[row.action] for row in own) for own in rows)
+    work = max(sum(costs[row.action] for row in rank_rows) for rank_rows in rows)
     return max(now) / work - 1
 
 
 def _needed(row: Row, stages: int) -> list[tuple[Row, ...]]:
-    """What must have ended before a row; of each tuple, one."""
+    """Rows that must end before a row starts: one of each tuple."""
     stage, microbatch, action = row
     if action == "F":
         return [(Row(stage - 1, microbatch, "F"),)] if stage else []
@@ -138,7 +138,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Ro
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
-    """After the first few F, B and F take turns. Microbatches go through a chunk in groups of ``ranks``."""
+    """Interleaved rows: B and F alternate after the first few F. Microbatches pass a chunk in groups of ``ranks``."""
     total = microbatches * chunks
     ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
     ahead = min(ahead, total)
@@ -152,7 +152,7 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
 
 
 def _zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
-    """1F1B, where rank r does W r microbatches later than I: they fill what the rank would wait at the end."""
+    """Rows of 1F1B where W lags I by r microbatches on rank r: W fills the time it would wait at the end."""
     for row in _interleaved(rank, ranks, microbatches, 1):
         if row.action == "F":
             yield row

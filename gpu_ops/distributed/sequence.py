@@ -1,4 +1,4 @@
-"""Sequences divided among ranks: which tokens a rank holds, and what the functions of context parallelism share."""
+"""Sequences divided among ranks: the tokens that a rank holds, and code shared by context parallelism."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = ("zigzag", "contiguous", "striped")
 
 
 class ContextOptions(TypedDict, total=False):
-    """What decides the scores; :func:`gpu_ops.attention` says what each does."""
+    """Options that decide the scores; see :func:`gpu_ops.attention`."""
 
     causal: bool
     window_size: tuple[int, int]
@@ -45,7 +45,7 @@ class ContextOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a rank's array and the position of the first; striped: of every ``size``-th token."""
+    """Rows of a rank's array and the position of the first; if striped, rows are every ``size``-th token."""
 
     rows: slice
     start: int
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shards:
-    """A rank's q, k and v, checked. ``library``: of the caller's arrays; ``wide``: what sums are made in."""
+    """Checked q, k and v of a rank. ``library``: that of the caller's arrays; ``wide``: dtype of sums."""
 
     q: Array
     k: Array
@@ -71,10 +71,11 @@ def sequence_positions(comm: Comm, seqlen: int, layout: str = "zigzag") -> npt.N
     ----------
     comm : Comm
     seqlen : int
-        Of the whole sequence; a multiple of ``comm.size``, and of twice that for zigzag.
+        Length of the whole sequence; a multiple of ``comm.size``, and of twice that for zigzag.
     layout : {"zigzag", "contiguous", "striped"}
-        Of 2 p equal chunks and p ranks, rank r holds chunks r and 2 p - 1 - r: with a causal mask all ranks have
-        equal work. Or one run of tokens, the last rank having most work. Or every p-th token, from r on.
+        zigzag: of 2 p equal chunks, rank r of p holds chunks r and 2 p - 1 - r; with a causal mask all ranks have
+        equal work. contiguous: one run of tokens; the last rank has the most work. striped: every p-th token, from
+        r on.
 
     Raises
     ------
@@ -101,15 +102,15 @@ def sequence_positions(comm: Comm, seqlen: int, layout: str = "zigzag") -> npt.N
             f"pad to {-(-seqlen // chunks) * chunks}"
         )
     step = comm.size if layout == "striped" else 1
-    found = [
+    positions = [
         piece.start + step * np.arange(piece.rows.stop - piece.rows.start)
         for piece in pieces(comm.rank, comm.size, seqlen // comm.size, layout)
     ]
-    return np.concatenate(found)
+    return np.concatenate(positions)
 
 
 def pieces(rank: int, size: int, length: int, layout: str) -> list[Piece]:
-    """Of a rank that holds ``length`` tokens; zigzag wants an even number."""
+    """Pieces of a rank that holds ``length`` tokens; zigzag requires an even number."""
     if layout == "striped":
         return [Piece(slice(0, length), rank)]
     if layout == "contiguous":
@@ -126,7 +127,8 @@ def read_shards(
     options: Mapping[str, Any],
     documents: int | None = None,
 ) -> Shards:
-    """Check what attention would check, before anything is sent. ``documents``: packed ones; None: a batch."""
+    """Check arguments as attention would, before anything is sent. ``documents``: number of packed ones; None: a
+    batch."""
     checks.instance(op, "comm", comm, Comm)
     for name in options:
         if name not in ContextOptions.__annotations__:
@@ -139,15 +141,15 @@ def read_shards(
     else:
         call.axes.set("batch", documents, "cu_seqlens")
         axes = "tokens"
-    given = dict(zip("qkv", (view for view, _ in views), strict=True))
+    inputs = dict(zip("qkv", (view for view, _ in views), strict=True))
     dtype = read_inputs(
         call,
-        q=(given["q"], f"{axes} nheads head_dim"),
-        k=(given["k"], f"{axes} nheads_kv head_dim"),
-        v=(given["v"], f"{axes} nheads_kv head_dim_v"),
+        q=(inputs["q"], f"{axes} nheads head_dim"),
+        k=(inputs["k"], f"{axes} nheads_kv head_dim"),
+        v=(inputs["v"], f"{axes} nheads_kv head_dim_v"),
     )
     read_options(call, dtype, **options)
-    return Shards(**given, library=views[0][1], wide=checks.computing_dtype(dtype))
+    return Shards(**inputs, library=views[0][1], wide=checks.computing_dtype(dtype))
 
 
 def read_results(
@@ -158,7 +160,7 @@ def read_results(
     lse_shape: tuple[int, ...],
     lse_dtype: np.dtype[Any],
 ) -> tuple[Array, Array, Array]:
-    """dout, out and lse, checked. dout and out: in q's dtype, or in that of the sums."""
+    """Check dout, out and lse and return them. dout and out are in q's dtype, or in that of the sums."""
     dout, out, lse = (
         comm.movable(op, x, name)[0] for name, x in zip(("dout", "out", "lse"), results, strict=True)
     )
@@ -170,7 +172,7 @@ def read_results(
 
 
 def check_layout(op: str, layout: str, options: Mapping[str, Any], length: int) -> str:
-    """A layout that these options and this many tokens of a rank can have."""
+    """Check a layout against these options and a rank's number of tokens, and return it."""
     layout = checks.one_of(op, "layout", layout, LAYOUTS)
     if layout == "zigzag" and length % 2:
         raise ShapeError(
@@ -184,11 +186,11 @@ def check_layout(op: str, layout: str, options: Mapping[str, Any], length: int) 
 
 
 def by_distance(options: Mapping[str, Any]) -> bool:
-    """Whether scores depend on how far a key is from its query, beyond the causal mask."""
+    """Whether scores depend on the distance of key and query, in addition to the causal mask."""
     window = tuple(options.get("window_size", (-1, -1)))
     return window != (-1, -1) or options.get("alibi_slopes") is not None
 
 
 def option_words(options: Mapping[str, Any]) -> str:
-    """Options as ranks compare them: all but arrays."""
+    """Text of all options except arrays, for ranks to compare."""
     return ", ".join(f"{name}={x!r}" for name, x in sorted(options.items()) if name != "alibi_slopes")

@@ -1,4 +1,4 @@
-"""What files of a sharded checkpoint hold, as its index says, and reading it."""
+"""Index of a sharded checkpoint's files, and a reader of their contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KIND = "gpu_ops sharded state 1"
 
 @dataclass(frozen=True)
 class Index:
-    """What ``index.json`` says. ``tensors``: the shape of each array, and which file has which elements."""
+    """Contents of ``index.json``. ``tensors``: the shape of each array, and the elements that each file has of it."""
 
     next_step: int
     meta: dict[str, Any]
@@ -36,7 +36,7 @@ class Index:
 
     @classmethod
     def from_json(cls, index: Any) -> Index:
-        """ValueError, KeyError, TypeError, AttributeError or IndexError where it is none."""
+        """Read an index; ValueError, KeyError, TypeError, AttributeError or IndexError if it is none."""
         if index["kind"] != KIND or not isinstance(index["meta"], dict):
             raise ValueError(
                 f"kind {index['kind']!r} and meta {index['meta']!r:.80}; expected {KIND!r}, a dict"
@@ -50,7 +50,7 @@ class Index:
             shape = tuple(int(n) for n in entry["shape"])
             shards = [(range(len(files))[x["file"]], Slices.from_json(shape, x)) for x in entry["shards"]]
             tensors[name] = shape, shards
-        dtypes = {kind: str(dtype) for kind, dtype in index["dtypes"].items()}
+        dtypes = {buffer: str(dtype) for buffer, dtype in index["dtypes"].items()}
         next_step = int(index["next_step"])
         if not 1 <= next_step < 1 << 63:
             raise ValueError(f"next_step is {next_step}")
@@ -58,42 +58,42 @@ class Index:
 
 
 class Reader:
-    """The files of a checkpoint."""
+    """Reader of a checkpoint's files."""
 
     def __init__(self, op: str, where: Path, index: Index, stack: contextlib.ExitStack) -> None:
         self._op, self._where, self._index, self._stack = op, where, index, stack
         self._files: dict[int, SafetensorsFile] = {}
 
     def find(self, name: str, part: Slices) -> list[tuple[int, Any]]:
-        """The files that have elements of ``part`` of an array, and where; FormatError if some are in none."""
-        wanted, found = runs_of(part), []
+        """Find the files with elements of ``part`` of an array, and their runs; FormatError if no file has some."""
+        wanted, overlaps = runs_of(part), []
         missing = np.ones(part.last - part.first, np.bool_)
         for number, saved in self._index.tensors[name][1]:
             overlap = common(wanted, runs_of(saved))
             if not overlap[0].size:
                 continue
-            for kind, dtype in self._index.dtypes.items():
-                stored = self._open(number).tensors.get(f"{kind}/{name}")
+            for buffer, dtype in self._index.dtypes.items():
+                stored = self._open(number).tensors.get(f"{buffer}/{name}")
                 if stored is None or (stored.dtype, stored.shape) != (dtype, (saved.last - saved.first,)):
                     raise FormatError(
-                        f"{self._op}: {self._files[number].path} has {kind}/{name} as {stored}, but index.json has "
+                        f"{self._op}: {self._files[number].path} has {buffer}/{name} as {stored}, but index.json has "
                         f"{dtype} ({saved.last - saved.first},)"
                     )
-            found.append((number, overlap))
+            overlaps.append((number, overlap))
             for a, n in zip(overlap[0].tolist(), overlap[2].tolist(), strict=True):
                 missing[a : a + n] = False
         if missing.any():
             raise FormatError(
                 f"{self._op}: {self._where} has no file with {int(missing.sum())} elements of {name}"
             )
-        return found
+        return overlaps
 
     def read(self, key: str, found: Sequence[tuple[int, Any]], target: Array) -> None:
-        """The elements that :meth:`find` found."""
-        for number, (here, there, length) in found:
-            first, last = int(there.min()), int((there + length).max())
+        """Read the elements that :meth:`find` found into ``target``."""
+        for number, (here, whole, length) in found:
+            first, last = int(whole.min()), int((whole + length).max())
             data = self._open(number).elements(key, first, last)
-            for a, b, n in zip(here.tolist(), there.tolist(), length.tolist(), strict=True):
+            for a, b, n in zip(here.tolist(), whole.tolist(), length.tolist(), strict=True):
                 target[a : a + n] = data[b - first : b - first + n]
 
     def _open(self, number: int) -> SafetensorsFile:

@@ -1,6 +1,6 @@
-"""Checkpoints of several ranks: a file for each, and an index. Any division of the same model loads them.
+"""Checkpoints of several ranks: a file for each, and an index. Any division of the same model can load them.
 
-A checkpoint is a folder, which gets its name once it is whole::
+A checkpoint is a folder, which gets its final name once it is complete::
 
     step-000000000010/
         index.json                       the shape of each array, and which elements each file has of it
@@ -46,27 +46,27 @@ Array = npt.NDArray[Any]
 
 _OP = "ShardedCheckpoints"
 _UNFINISHED = ".gpu_ops-unfinished"
-_WORDS = 500  # bytes of an error that other ranks get
+_WORDS = 500  # bytes of an error message that other ranks get
 
 
 class ShardedCheckpoints:
-    """The last states of a run of several ranks, in a folder that all of them see.
+    """Last states of a run of several ranks, in a folder that all of them see.
 
     Parameters
     ----------
     folder : path
-        Made by the first save. One run at a time saves to it.
+        Folder of the checkpoints; the first save makes it. Only one run at a time may save to it.
     comm : Comm
         All ranks of the run, such as ``mesh.comm``: they make the same calls.
     keep : int
-        How many states stay. A save takes room for one more.
+        Number of states to keep. A save needs disk space for one more.
 
     Notes
     -----
-    A state is the parameters, their masters, the moments and the number of the next step, to the bit. What is saved
-    by ranks that divide the model in one way (data and tensor parallelism, ZeRO stage, pipeline) is loaded by ranks
-    that divide it in another; each rank reads its own elements. The order of the data is
-    :class:`gpu_ops.training.Batches`': a function of seed and step, so that a run goes on from ``start=step``.
+    A state is the parameters, their masters, the moments and the number of the next step, to the bit. Ranks that
+    divide the model in one way (data and tensor parallelism, ZeRO stage, pipeline) can load a state saved by ranks
+    that divided it in another; each rank reads its own elements. The data order of
+    :class:`gpu_ops.training.Batches` is a function of seed and step, so a run continues from ``start=step``.
 
     Examples
     --------
@@ -89,15 +89,15 @@ class ShardedCheckpoints:
         self.keep = checks.integer(_OP, "keep", keep, low=1)
 
     def save(self, step: int, parallel: DataParallel, meta: Mapping[str, Any] | None = None) -> Path:
-        """Write the state of all ranks to a folder of this step, whole or not at all; then the oldest go.
+        """Write the state of all ranks to a folder of this step, completely or not at all; then remove the oldest.
 
-        ``meta``: what JSON can hold. That of rank 0 is saved.
+        ``meta``: a dict that JSON can hold. That of rank 0 is saved.
 
         Raises
         ------
         OptionError
-            There is a state of this step or a later one; moments in 8 bits; ranks without which the model is not
-            whole; ``meta`` that JSON cannot hold.
+            A state of this step or a later one exists; moments are in 8 bits; the ranks do not have the whole
+            model; JSON cannot hold ``meta``.
         FileError
             The folder or a file cannot be written.
         CommError
@@ -133,21 +133,21 @@ class ShardedCheckpoints:
                     temporary.rename(target)
                     sync_folder(self.folder)
                     for old in outdated(before, self.keep):
-                        self.path(old).rename(temporary)  # its name goes first: a kill leaves no half of it
+                        self.path(old).rename(temporary)  # renamed first: a kill leaves no half of it
                         _remove(temporary)
         return target
 
     def load(self, parallel: DataParallel, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Read the state of a step, by default the last one, into ``parallel``; the step and ``meta``.
+        """Read the state of a step, by default the last one, into ``parallel``; return the step and ``meta``.
 
         Raises
         ------
         MissingFileError
-            There is none.
+            No such state exists.
         ShapeError, DTypeError
-            It is of another model, or of other dtypes.
+            The state is of another model, or of other dtypes.
         FormatError
-            It is damaged.
+            The state is damaged.
         CommError
             Another rank failed; the message has its error.
 
@@ -172,35 +172,35 @@ class ShardedCheckpoints:
                     load_state(where / name)  # verifies its checksum
                 reader = Reader(op, where, index, stack)
                 parts = [(name, reader.find(name, part), places) for name, part, places in _own(parallel)]
-            for kind in index.dtypes:
-                views = parallel.flat.views(kind)
-                for name, found, (piece, here) in parts:
-                    reader.read(f"{kind}/{name}", found, views[piece][here])
+            for buffer in index.dtypes:
+                views = parallel.flat.views(buffer)
+                for name, overlaps, (piece, here) in parts:
+                    reader.read(f"{buffer}/{name}", overlaps, views[piece][here])
         parallel.flat.state()["next_step"].fill(index.next_step)
         parallel.zero_grad()
         parallel.publish()
         return step, index.meta
 
     def steps(self) -> list[int]:
-        """The steps saved, in order."""
+        """Saved steps, in order."""
         return steps_in(_OP, self.folder)
 
     def path(self, step: int) -> Path:
-        """The folder of a step."""
+        """Folder of a step."""
         return self.folder / step_name(step)
 
     def _agreed(self, op: str) -> list[int]:
-        """The steps that rank 0 finds: another rank may look when a folder has just come or gone."""
+        """Steps that rank 0 finds: a folder may be added or removed before another rank looks."""
         steps: list[int] = []
         with self._together(op):
             steps = self.steps() if self.comm.rank == 0 else []
         count = int(self.comm.broadcast(np.array(len(steps)))[()])
-        found = np.array(steps if self.comm.rank == 0 else [0] * count, np.int64)
-        return [int(x) for x in self.comm.broadcast(found)]
+        agreed = np.array(steps if self.comm.rank == 0 else [0] * count, np.int64)
+        return [int(x) for x in self.comm.broadcast(agreed)]
 
     @contextlib.contextmanager
     def _together(self, op: str) -> Iterator[None]:
-        """All ranks get to the end, or all of them raise: none waits for one that failed."""
+        """Let all ranks complete the block, or all of them raise: none waits for one that failed."""
         error: GpuOpsError | None = None
         try:
             yield
@@ -228,7 +228,7 @@ class ShardedCheckpoints:
             )
         for number, name in enumerate(files):
             saved = read_meta(folder / name)
-            meta = meta or saved["meta"]  # of rank 0
+            meta = meta or saved["meta"]  # that of rank 0
             for tensor, part in saved["shards"].items():
                 entry = tensors.setdefault(tensor, {"shape": list(shapes[tensor]), "shards": []})
                 entry["shards"].append({"file": number, **part})
@@ -244,7 +244,7 @@ class ShardedCheckpoints:
             "kind": KIND,
             "next_step": int(parallel.flat.state()["next_step"]),
             "meta": meta,
-            "dtypes": {kind: stored[dtype] for kind, dtype in _kinds(parallel).items()},
+            "dtypes": {buffer: stored[dtype] for buffer, dtype in _kinds(parallel).items()},
             "files": files,
             "tensors": tensors,
         }
@@ -252,12 +252,12 @@ class ShardedCheckpoints:
 
 
 def _kinds(parallel: DataParallel) -> dict[str, np.dtype[Any]]:
-    """The arrays with an element for each parameter, and their dtypes."""
-    return {kind: np.dtype(x.dtype) for kind, x in parallel.flat.buffers.items() if kind != "grads"}
+    """Dtypes of the buffers with an element for each parameter, by name."""
+    return {buffer: np.dtype(x.dtype) for buffer, x in parallel.flat.buffers.items() if buffer != "grads"}
 
 
 def _own(parallel: DataParallel) -> Iterator[tuple[str, Slices, tuple[str, slice]]]:
-    """What this rank has of each array: its name, which elements, and where they are in ``flat``."""
+    """Elements of each array that this rank has: the array's name, the elements, and their place in ``flat``."""
     division = parallel.division
     shapes = division.whole.shapes()
     for name, elements, piece, here in parallel.owned():
@@ -267,20 +267,20 @@ def _own(parallel: DataParallel) -> Iterator[tuple[str, Slices, tuple[str, slice
 
 
 def _shards(parallel: DataParallel) -> tuple[dict[str, Array], dict[str, Any]]:
-    """What this rank writes: nothing where another one has the same."""
+    """Arrays and descriptions that this rank writes: none if another rank has the same."""
     arrays: dict[str, Array] = {}
     described: dict[str, Any] = {}
     if parallel.stage == 0 and parallel.comm.rank:
         return arrays, described
     for name, part, (piece, here) in _own(parallel):
         described[name] = part.as_json()
-        for kind in _kinds(parallel):
-            arrays[f"{kind}/{name}"] = parallel.flat.views(kind)[piece][here]
+        for buffer in _kinds(parallel):
+            arrays[f"{buffer}/{name}"] = parallel.flat.views(buffer)[piece][here]
     return arrays, described
 
 
 def _remove(path: Path) -> None:
-    """A folder with what is in it, a file, or a link without what it points to."""
+    """Remove a folder with its contents, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -288,15 +288,15 @@ def _remove(path: Path) -> None:
 
 
 def _check_model(op: str, where: Path, index: Index, parallel: DataParallel) -> None:
-    """The checkpoint is of this model, in its dtypes."""
+    """Check that the checkpoint is of this model, in its dtypes."""
     kinds = _kinds(parallel)
-    if kinds != {kind: NUMPY_DTYPES.get(dtype) for kind, dtype in index.dtypes.items()}:
-        given = ", ".join(f"{kind} {dtype}" for kind, dtype in kinds.items())
-        raise DTypeError(f"{op}: {where} holds {index.dtypes}, and this model {given}")
+    if kinds != {buffer: NUMPY_DTYPES.get(dtype) for buffer, dtype in index.dtypes.items()}:
+        expected = ", ".join(f"{buffer} {dtype}" for buffer, dtype in kinds.items())
+        raise DTypeError(f"{op}: {where} holds {index.dtypes}, and this model {expected}")
     shapes = parallel.division.whole.shapes()
     for name, shape in shapes.items():
         if name not in index.tensors or index.tensors[name][0] != shape:
-            found = f"has {index.tensors[name][0]}" if name in index.tensors else "lacks it"
-            raise ShapeError(f"{op}: {name} has shape {shape}, and {where} {found}")
+            actual = f"has {index.tensors[name][0]}" if name in index.tensors else "lacks it"
+            raise ShapeError(f"{op}: {name} has shape {shape}, and {where} {actual}")
     if others := [name for name in index.tensors if name not in shapes]:
         raise ShapeError(f"{op}: {where} holds {others[0]}, which this model lacks: it is of another model")

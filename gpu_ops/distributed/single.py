@@ -1,4 +1,4 @@
-"""A communicator of one rank: the same code runs without a launcher."""
+"""Communicator of one rank: the same code runs without a launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class Single(Comm):
-    """One rank, which sends nothing: results are copies."""
+    """Group of one rank, which sends nothing: results are copies."""
 
     _takes_cuda = True
 
@@ -54,12 +54,12 @@ class Single(Comm):
     def _point_to_point(
         self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
     ) -> Transfer:
-        for (given, _), (received, _) in zip(sent, found, strict=True):
-            np.copyto(received, given)
+        for (source, _), (target, _) in zip(sent, found, strict=True):
+            np.copyto(target, source)
         return DONE
 
     def _check_members(self, transfer: Transfer, call: str) -> None:
-        """There are no others."""
+        """Do nothing: there are no other members."""
 
     def _roll_call(self, word: str) -> list[str | None]:
         return [word]

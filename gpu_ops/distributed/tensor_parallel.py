@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank holds some heads and channels of every layer, and some rows of the vocabulary.
 
-A block of a rank is a block of a smaller config. What ranks exchange belongs to the weights: a :class:`Column` sums
-the gradient for its input, a :class:`Row` its output. The functions of :mod:`gpu_ops.models` and
-:mod:`gpu_ops.inference` take such weights as any others.
+A block of a rank is a block of a smaller config. The weights themselves exchange data: a :class:`Column` sums the
+gradient of its input over ranks, a :class:`Row` its output. The functions of :mod:`gpu_ops.models` and
+:mod:`gpu_ops.inference` take such weights like any others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TABLES = ("embed", "lm_head")
 
 @dataclass(frozen=True)
 class _Divided(Projection):
-    """``part``: this rank's rows or columns of a weight (out, in)."""
+    """Base class of projections that ranks divide. ``part``: this rank's rows or columns of a weight (out, in)."""
 
     part: Any
     stream: Stream
@@ -80,25 +80,25 @@ class Row(_Divided):
 
 
 class TensorParallel:
-    """How the weights of a model lie on p ranks, and which gradients the ranks add up.
+    """Division of a model's weights among p ranks, and the gradients that the ranks add up.
 
     Parameters
     ----------
     config : LlamaConfig
-        Of the whole model. p divides ``nheads`` and ``ffn``. Where p does not divide ``nheads_kv``, heads of keys and
-        values are held as often as the heads of queries that use them need.
+        Config of the whole model. p divides ``nheads`` and ``ffn``. If p does not divide ``nheads_kv``, each rank
+        holds the heads of keys and values that its heads of queries use, so several ranks may hold the same.
     comm : Comm
         The p ranks; all of them make the same calls.
     sequence_parallel : bool
         For training: between the projections each rank holds an equal run of the tokens of each sequence, or of all
-        packed ones. p divides their number.
+        packed tokens. p divides their number.
 
     Attributes
     ----------
     config : LlamaConfig
-        The one to use with :meth:`model`: of this rank's blocks, and with ``vocab`` of the whole model.
+        Config to use with :meth:`model`: that of this rank's blocks, with ``vocab`` of the whole model.
     replicas : int
-        How often each head of keys and values is held.
+        Number of ranks that hold each head of keys and values.
 
     Raises
     ------
@@ -109,11 +109,11 @@ class TensorParallel:
     -----
     ``qkv`` and ``gate_up`` are divided by rows, ``o`` and ``down`` by columns, that is by heads and channels;
     ``embed`` and ``lm_head`` by rows. Norms and the biases of ``o`` and ``down`` are on every rank. Arrays are in
-    host memory; weights of projections may be CuPy arrays, those of the vocabulary not.
+    host memory; weights of projections may also be CuPy arrays, those of the vocabulary may not.
 
-    For N bytes of hidden states, forward and backward of a layer send 8 N (p - 1) / p bytes, with
-    ``sequence_parallel`` 10 N (p - 1) / p: the backward gathers again what the forward did not keep. What all ranks
-    hold has the same bits on all of them.
+    For N bytes of hidden states, forward and backward of a layer send 8 N (p - 1) / p bytes, and with
+    ``sequence_parallel`` 10 N (p - 1) / p: the backward gathers arrays again that the forward did not keep. Arrays
+    that all ranks hold have the same bits on all of them.
 
     Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022.
@@ -145,13 +145,13 @@ class TensorParallel:
             raise OptionError(f"{_OP}: vocab={config.vocab} is less than a row for each of {p} ranks")
         self.comm, self.whole = comm, config
         self.stream = Stream(comm, checks.flag(_OP, "sequence_parallel", sequence_parallel))
-        group, own = config.nheads // config.nheads_kv, config.nheads // p
-        each = math.gcd(group, own)  # heads of queries for one of keys and values, on every rank
+        group, nheads = config.nheads // config.nheads_kv, config.nheads // p
+        each = math.gcd(group, nheads)  # heads of queries for one of keys and values, on every rank
         self.replicas = group // each
         self.config = replace(
             config,
-            nheads=own,
-            nheads_kv=own // each,
+            nheads=nheads,
+            nheads_kv=nheads // each,
             head_dim=config.head_dim,
             ffn=config.ffn // p,
         )
@@ -161,86 +161,86 @@ class TensorParallel:
         self._same_kv = comm if self.replicas == 1 else comm.split(comm.rank // self.replicas, name=name)
 
     def pieces(self, name: str, rank: int | None = None) -> tuple[int, tuple[slice, ...]]:
-        """Which slices of a model's array a rank (default: this one) holds.
+        """Slices of a model's array that a rank (default: this one) holds.
 
         Returns
         -------
         axis : int
         pieces : tuple of slices
-            Along that axis, end to end in the rank's array. None: the rank has all of it.
+            Slices along that axis, end to end in the rank's array. Empty: the rank has the whole array.
         """
-        whole, own, r = self.whole, self.config, self.comm.rank if rank is None else rank
-        kind = name.rpartition(".")[2]
-        if kind in _WHOLE:
+        whole, part, r = self.whole, self.config, self.comm.rank if rank is None else rank
+        field = name.rpartition(".")[2]
+        if field in _WHOLE:
             return 0, ()
-        if kind in _TABLES:
+        if field in _TABLES:
             return 0, (rows_of_rank(whole.vocab, self.comm, r),)
-        heads, channels = _run(r, own.nheads * own.head_dim), _run(r, own.ffn)
-        if kind in ("qkv", "qkv_bias"):
-            first = r * own.nheads_kv
-            kv = [i // self.replicas for i in range(first, first + own.nheads_kv)]
-            parts = [_run(s.start + i, own.head_dim) for s in whole.head_slices[1:] for i in kv]
+        heads, channels = _run(r, part.nheads * part.head_dim), _run(r, part.ffn)
+        if field in ("qkv", "qkv_bias"):
+            first = r * part.nheads_kv
+            kv = [i // self.replicas for i in range(first, first + part.nheads_kv)]
+            parts = [_run(s.start + i, part.head_dim) for s in whole.head_slices[1:] for i in kv]
             return 0, (heads, *parts)
-        if kind in ("gate_up", "gate_up_bias"):
-            return 0, (channels, _run(r, own.ffn, whole.ffn))
-        if kind in ("o", "down"):
-            return 1, (heads if kind == "o" else channels,)
+        if field in ("gate_up", "gate_up_bias"):
+            return 0, (channels, _run(r, part.ffn, whole.ffn))
+        if field in ("o", "down"):
+            return 1, (heads if field == "o" else channels,)
         raise OptionError(f"{_OP}: {name} cannot be divided among ranks")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of this rank's arrays, by the names of the whole model."""
+        """Shapes of this rank's arrays, by the names of the whole model."""
         return self._plain(self.comm.rank).shapes()
 
     def room(self) -> dict[str, int]:
-        """The elements of each array, on the rank that has the most."""
-        most = replace(self.config, vocab=-(-self.whole.vocab // self.comm.size))
-        return {name: math.prod(shape) for name, shape in most.shapes().items()}
+        """Number of elements of each array, on the rank that has the most."""
+        largest = replace(self.config, vocab=-(-self.whole.vocab // self.comm.size))
+        return {name: math.prod(shape) for name, shape in largest.shapes().items()}
 
     def shard_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a whole model, by name: new NumPy arrays."""
+        """Copy this rank's part of a whole model to new NumPy arrays, by name."""
         arrays = Llama.of(self._arrays("shard_weights", weights), self.whole).arrays()
-        found = {}
+        sharded = {}
         for name, x in arrays.items():
             axis, pieces = self.pieces(name)
             parts = [_along(x, axis, piece) for piece in pieces or (slice(None),)]
-            found[name] = np.concatenate(parts, axis)
-        return found
+            sharded[name] = np.concatenate(parts, axis)
+        return sharded
 
     def gather_weights(self, weights: Llama | Mapping[str, Any]) -> dict[str, Any]:
-        """The whole model on every rank, by name: new arrays. Of gradients, after :meth:`sum_shared_grads`."""
+        """Gather the whole model on every rank: new arrays by name. Gradients: after :meth:`sum_shared_grads`."""
         arrays = self._plain_model("gather_weights", weights).arrays()
         of_ranks = [self._plain(r).shapes() for r in range(self.comm.size)]
-        found = {}
+        gathered = {}
         for name, x in arrays.items():
             if not self.pieces(name)[1]:
-                found[name] = x.copy()
+                gathered[name] = x.copy()
                 continue
             sizes = [math.prod(shapes[name]) for shapes in of_ranks]
             padded = np.zeros((1, max(sizes)), x.dtype)
             padded[0, : x.size] = x.reshape(-1)
-            whole = found[name] = np.empty(self.whole.shapes()[name], x.dtype)
+            whole = gathered[name] = np.empty(self.whole.shapes()[name], x.dtype)
             for r, row in enumerate(self.comm.all_gather(padded)):
                 (axis, pieces), part = self.pieces(name, r), row[: sizes[r]].reshape(of_ranks[r][name])
                 ends = np.cumsum([piece.stop - piece.start for piece in pieces])
-                for piece, one in zip(pieces, np.split(part, ends[:-1], axis), strict=True):
-                    _along(whole, axis, piece)[...] = one
-        return found
+                for piece, values in zip(pieces, np.split(part, ends[:-1], axis), strict=True):
+                    _along(whole, axis, piece)[...] = values
+        return gathered
 
     def model(self, weights: Llama | Mapping[str, Any]) -> Llama:
-        """The weights for :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`, over this rank's arrays."""
+        """Weights for :mod:`gpu_ops.models` and :mod:`gpu_ops.inference`, over this rank's arrays."""
         plain = self._plain_model("model", weights)
         layers = [replace(layer, **self._projections(layer)) for layer in plain.layers]
         embed = self._table(plain.embed)
         return Llama(embed, layers, plain.norm, embed if self.whole.tied else self._table(plain.lm_head))
 
     def part(self, plain: Block | Llama) -> Block | Llama:
-        """The weights of a part of the model, over this rank's arrays: see ``gpu_ops.models.passes``."""
+        """Weights of a part of the model, over this rank's arrays: see ``gpu_ops.models.passes``."""
         if isinstance(plain, Block):
             return replace(plain, **self._projections(plain))
         return replace(plain, embed=self._table(plain.embed), lm_head=self._table(plain.lm_head))
 
     def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Of this rank's hidden states, for ids of this shape."""
+        """Shape of this rank's hidden states, for ids of this shape."""
         if not ids:
             raise ShapeError("TensorParallel.states_shape: ids have no axis; expected (..., tokens)")
         tokens = ids[-1] // self.comm.size if self.stream.divided else ids[-1]
@@ -262,8 +262,8 @@ class TensorParallel:
     def sum_shared_grads(self, grads: Llama | Mapping[str, Any]) -> None:
         """Add up, in place, the gradients of which each rank has a share.
 
-        Those of ``q_norm`` and ``k_norm``; of heads of keys and values that several ranks hold; with
-        ``sequence_parallel`` of the other norms. Call it once per step, when all parts of the batch have been added
+        These are ``q_norm`` and ``k_norm``, the heads of keys and values that several ranks hold and, with
+        ``sequence_parallel``, the other norms. Call it once per step, after all parts of the batch have been added
         and before the gradients are read.
         """
         arrays = self._arrays("sum_shared_grads", grads)
@@ -275,10 +275,10 @@ class TensorParallel:
             self._sum_same_kv([rows for name, x in arrays.items() if (rows := self._kv_rows(name, x)).size])
 
     def _sum_same_kv(self, rows: Sequence[Array]) -> None:
-        """Of so many ranks as each head has copies, each has ``nheads_kv`` of the copies of ``nheads_kv`` heads."""
+        """Add up heads over ``replicas`` ranks; each holds ``nheads_kv`` of the copies of ``nheads_kv`` heads."""
         kv, comm = self.config.nheads_kv, self._same_kv
         heads = (comm.rank * kv + np.arange(kv)) // self.replicas
-        heads = np.concatenate([heads, kv + heads])  # of keys, of values
+        heads = np.concatenate([heads, kv + heads])  # heads of keys, then of values
         totals = []
         for x in rows:
             totals.append(np.zeros((2 * kv, x.size // (2 * kv)), x.dtype))
@@ -288,14 +288,14 @@ class TensorParallel:
             x[...] = total[heads].reshape(x.shape)
 
     def grad_norm(self, grads: Llama | Mapping[str, Any]) -> float:
-        """The Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
+        """Euclidean norm of the whole model's gradients, on every rank, after :meth:`sum_shared_grads`."""
         total = 0.0
         for name, x in self._arrays("grad_norm", grads).items():
             total += sum(holds * squares(x.reshape(-1)[at]) for at, holds in self.holds(name))
         return math.sqrt(self.comm.all_reduce(np.array([total]))[0])
 
     def holds(self, name: str) -> list[tuple[slice, float]]:
-        """Elements of an array of this rank, flattened, and one over the number of ranks that hold the same."""
+        """Elements of a flattened array of this rank, and 1 over the number of ranks that hold the same elements."""
         whole = not self.pieces(name)[1]
         shape = self.shapes()[name]
         if whole:
@@ -306,7 +306,7 @@ class TensorParallel:
         return [(slice(0, first), 1.0), (slice(first, math.prod(shape)), 1 / self.replicas)]
 
     def _plain(self, rank: int) -> LlamaConfig:
-        """Of a rank's arrays, the vocabulary included."""
+        """Config of a rank's arrays, including the vocabulary."""
         rows = rows_of_rank(self.whole.vocab, self.comm, rank)
         return replace(self.config, vocab=rows.stop - rows.start)
 
@@ -314,19 +314,19 @@ class TensorParallel:
         return Llama.of(self._arrays(op, arrays), self._plain(self.comm.rank))
 
     def _arrays(self, op: str, weights: Llama | Mapping[str, Any]) -> dict[str, Array]:
-        """By name, without frozen ones."""
+        """Arrays by name, without frozen ones."""
         arrays = weights.arrays() if isinstance(weights, Llama) else weights
-        given = {name: x for name, x in arrays.items() if x is not None}
-        return {name: self.comm.movable(f"{_OP}.{op}: {name}", x)[0] for name, x in given.items()}
+        present = {name: x for name, x in arrays.items() if x is not None}
+        return {name: self.comm.movable(f"{_OP}.{op}: {name}", x)[0] for name, x in present.items()}
 
     def _kv_rows(self, name: str, x: Array) -> Array:
-        """A view of the rows of keys and values; of other arrays none."""
+        """View of the rows of keys and values; empty for other arrays."""
         has_any = name.rpartition(".")[2] in ("qkv", "qkv_bias")
         return x[self.config.nheads * self.config.head_dim if has_any else len(x) :]
 
 
 def _run(number: int, length: int, start: int = 0) -> slice:
-    """Of the runs of this length from ``start`` on."""
+    """Run number ``number`` of the runs of this length that follow ``start``."""
     return slice(start + number * length, start + (number + 1) * length)
 
 
@@ -335,12 +335,12 @@ def _along(x: Array, axis: int, piece: slice) -> Array:
 
 
 def squares(x: Array) -> float:
-    """Their sum, in float64."""
+    """Sum of the squares, in float64."""
     return float(np.sum(np.square(x, dtype=np.float64)))
 
 
 def _sum_in_place(comm: Comm, arrays: Sequence[Array]) -> None:
-    """As one array."""
+    """Sum arrays over the ranks in place, with one message."""
     if not arrays:
         return
     total = comm.all_reduce(np.concatenate([x.reshape(-1) for x in arrays]))

@@ -1,4 +1,4 @@
-"""How arrays travel between ranks: the part of a collective that depends on the memory the arrays lie in.
+"""Transport of arrays between ranks: the part of a collective that depends on the memory of the arrays.
 
 :class:`Comm` checks arguments and lays arrays out; a transport moves contiguous ones. :class:`HostTransport` moves
 NumPy arrays as bytes through an engine, :class:`CudaCopies` CuPy arrays of a group of one rank; ``NcclTransport``
@@ -33,14 +33,14 @@ __all__ = [
     "nothing",
 ]
 
-Array = npt.NDArray[Any]  # or a CuPy array, which has the same attributes
+Array = npt.NDArray[Any]  # also a CuPy array, which has the same attributes
 
 _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum}
 _RING = 0  # the engine's channel of shifts; messages have others
 
 
 def array_module(x: Any) -> Any:
-    """``numpy`` or ``cupy``, whichever made the array."""
+    """Module of the array's type, ``numpy`` or ``cupy``."""
     if isinstance(x, np.ndarray):
         return np
     import cupy
@@ -49,7 +49,7 @@ def array_module(x: Any) -> Any:
 
 
 def cupy_view(op: str, name: str, x: Any) -> Array:
-    """A CUDA array as the group's operations take it: CuPy's, on a device that can be used."""
+    """Check that a CUDA array is CuPy's, on a usable device, and return it."""
     missing = cuda_missing()
     if missing:
         raise DeviceError(f"{op}: {name} is on a CUDA device, and there is no usable one: {missing}")
@@ -59,8 +59,8 @@ def cupy_view(op: str, name: str, x: Any) -> Array:
         raise DTypeError(
             f"{op}: {name} is a CUDA array of type {type(x).__name__}; pass a CuPy array: cupy.from_dlpack({name})"
         )
-    found: Array = x
-    return found
+    array: Array = x
+    return array
 
 
 class _Done:
@@ -69,25 +69,25 @@ class _Done:
 
 
 DONE = _Done()
-"""A transfer that has ended, or whose order the current stream keeps."""
+"""Transfer that has ended, or whose order the current stream keeps."""
 
 
 class Transport(ABC):
-    """Moves arrays that are contiguous in C order; ``result`` and ``found`` are filled.
+    """Base class that moves arrays contiguous in C order; ``result`` and ``found`` receive the results.
 
     ``pieces`` and ``stacked`` hold one part for each rank, in rank order, along their first axis. ``beside``: the
     caller goes on to other work before it waits for the transfer.
     """
 
     sums: ClassVar[frozenset[str] | None] = None
-    """Names of the dtypes that it adds up; None: all."""
+    """Names of the dtypes that the transport adds up; None: all."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
 
     @abstractmethod
     def contiguous(self, x: Array) -> Array:
-        """``x``, or a copy in C order."""
+        """Return ``x``, or a copy in C order."""
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None: ...
@@ -102,7 +102,7 @@ class Transport(ABC):
     def reduce_scatter(
         self, pieces: Array, result: Array, op: str, *, beside: bool
     ) -> tuple[Transfer, Callable[[], None]]:
-        """The transfer, and what fills the result after it."""
+        """Start a transfer; return it, and a function that fills the result after it."""
 
     @abstractmethod
     def all_to_all(self, pieces: Array, stacked: Array) -> Transfer: ...
@@ -115,7 +115,7 @@ class Transport(ABC):
 
 
 class HostTransport(Transport):
-    """NumPy arrays, as bytes through an engine. Sums are made here, in rank order."""
+    """Transport of NumPy arrays, as bytes through an engine. It computes sums itself, in rank order."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -160,16 +160,16 @@ class HostTransport(Transport):
         )
 
     def _send_parts(self, x: Array, lengths: Sequence[int]) -> tuple[Transfer, Array]:
-        """Send each rank its part of ``x``, of these lengths; what receives this rank's."""
+        """Send each rank its part of ``x``, of these lengths; return the array that receives this rank's parts."""
         size, n = self._engine.size, lengths[self._engine.rank]
         parts = np.empty((size, n), x.dtype)
         counts = [length * x.itemsize for length in lengths]
-        found = [n * x.itemsize] * size
-        return self._engine._all_to_all(as_bytes(x), counts, as_bytes(parts), found), parts
+        received = [n * x.itemsize] * size
+        return self._engine._all_to_all(as_bytes(x), counts, as_bytes(parts), received), parts
 
 
 class CudaTransport(Transport):
-    """CuPy arrays on one device, in the order of CuPy's current stream."""
+    """Transport of CuPy arrays on one device, in the order of CuPy's current stream."""
 
     def __init__(self, ordinal: int) -> None:
         import cupy
@@ -183,15 +183,15 @@ class CudaTransport(Transport):
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         with self._on_device():
-            found: Array = self._cupy.empty(shape, np.dtype(dtype))
-            return found
+            result: Array = self._cupy.empty(shape, np.dtype(dtype))
+            return result
 
     def contiguous(self, x: Array) -> Array:
         with self._on_device():
-            found: Array = (
+            result: Array = (
                 x if x.flags.c_contiguous else self._cupy.ascontiguousarray(as_bits(x)).view(x.dtype)
             )
-            return found
+            return result
 
     def copy(self, target: Array, source: Array) -> None:
         if target.size:
@@ -200,7 +200,7 @@ class CudaTransport(Transport):
 
 
 class CudaCopies(CudaTransport):
-    """Of a group of one rank: results are copies."""
+    """Transport of a group of one rank: results are copies."""
 
     def all_reduce(self, x: Array, result: Array, op: str, call: str) -> Transfer:
         return self._copied(x, result)
@@ -230,21 +230,21 @@ class CudaCopies(CudaTransport):
 
 
 def nothing() -> None:
-    """What is left to do after a sum that is made on the way."""
+    """Do nothing: the transfer itself has computed the sum."""
 
 
 def _combined(parts: Array, op: str) -> Array:
-    """The parts of all ranks, added in rank order."""
-    wide = np.dtype(np.float32) if parts.dtype.name in ("float16", "bfloat16") else parts.dtype
-    total: Array = parts[0].astype(wide)
+    """Add the parts of all ranks, in rank order."""
+    sum_dtype = np.dtype(np.float32) if parts.dtype.name in ("float16", "bfloat16") else parts.dtype
+    total: Array = parts[0].astype(sum_dtype)
     combine = _OPS[op]
     for part in parts[1:]:
         with np.errstate(all="ignore"):  # inf - inf: NaN, as on every device
-            combine(total, part.astype(wide, copy=False), out=total)
+            combine(total, part.astype(sum_dtype, copy=False), out=total)
     with np.errstate(all="ignore"):
         return total.astype(parts.dtype, copy=False)
 
 
 def as_bytes(x: Array) -> Array:
-    """The bytes of a contiguous array."""
+    """View of the bytes of a contiguous array."""
     return x.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is divided among ranks: each rank takes some heads of the whole sequence."""
+"""Attention over a sequence divided among ranks: each rank takes some heads of the whole sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADS, _TOKENS = 2, 1  # axes
 
 
 class UlyssesSaved(NamedTuple):
-    """This rank's heads of the whole sequence, for the backward: (batch, seqlen, heads / p, head_dim), and lse."""
+    """Heads of the whole sequence on this rank, for the backward: (batch, seqlen, heads / p, head_dim), and lse."""
 
     q: Any
     k: Any
@@ -37,10 +37,10 @@ def ulysses_attention(
     return_saved: bool = False,
     **options: Unpack[ContextOptions],
 ) -> Any:
-    """:func:`gpu_ops.attention` of a sequence of which each rank holds an equal run of tokens.
+    """Attention over a sequence of which each rank holds an equal run of tokens.
 
-    An all-to-all gives each rank nheads / p heads of the whole sequence, another one brings the results back: the
-    same kernel per head as on one rank, and the same bits.
+    The result is that of :func:`gpu_ops.attention`. An all-to-all gives each rank nheads / p heads of the whole
+    sequence, and another returns the results: the same kernel per head as on one rank, and the same bits.
 
     Parameters
     ----------
@@ -51,9 +51,9 @@ def ulysses_attention(
     k : array (batch, seqlen / p, nheads_kv, head_dim)
     v : array (batch, seqlen / p, nheads_kv, head_dim_v)
     return_saved : bool
-        Also return what :func:`ulysses_attention_backward` needs.
+        Also return the arrays that :func:`ulysses_attention_backward` needs.
     causal, window_size, softmax_scale, softcap, alibi_slopes
-        As in :func:`gpu_ops.attention`; slopes of all heads.
+        As in :func:`gpu_ops.attention`; pass slopes of all heads.
 
     Returns
     -------
@@ -96,12 +96,12 @@ def ulysses_attention(
 def ulysses_attention_backward(
     comm: Comm, dout: Any, saved: UlyssesSaved, **options: Unpack[ContextOptions]
 ) -> tuple[Any, Any, Any]:
-    """Gradients of :func:`ulysses_attention` with respect to this rank's q, k and v: the bits of one rank.
+    """Gradients of :func:`ulysses_attention` with respect to this rank's q, k and v, with the bits of one rank.
 
     Parameters
     ----------
     comm, and every option
-        As given to :func:`ulysses_attention`.
+        As passed to :func:`ulysses_attention`.
     dout : array like out, q's dtype or float32
     saved : UlyssesSaved
         As returned by ``ulysses_attention(..., return_saved=True)``.
@@ -131,25 +131,25 @@ def ulysses_attention_backward(
     """
     op = "ulysses_attention_backward"
     checks.instance(op, "saved", saved, UlyssesSaved)
-    own = _own_heads(op, comm, options)
-    read_shards(op, comm, saved[:3], own)
+    head_options = _own_heads(op, comm, options)
+    read_shards(op, comm, saved[:3], head_options)
     view, library = comm.movable(op, dout, "dout")
     batch, seqlen, heads, _ = saved.q.shape
     expected = (batch, seqlen // comm.size, heads * comm.size, saved.out.shape[-1])
-    wide = checks.computing_dtype(saved.q.dtype.name)
-    checks.exactly(op, "dout", view, expected, wide if view.dtype == wide else saved.q.dtype)
+    sum_dtype = checks.computing_dtype(saved.q.dtype.name)
+    checks.exactly(op, "dout", view, expected, sum_dtype if view.dtype == sum_dtype else saved.q.dtype)
     comm.begin(op, view, option_words(options))
-    given = comm.all_to_all(view, _HEADS, _TOKENS)
-    grads = attention_backward(given, *saved, **own)
+    dout_heads = comm.all_to_all(view, _HEADS, _TOKENS)
+    grads = attention_backward(dout_heads, *saved, **head_options)
     dq, dk, dv = (give(comm.all_to_all(x, _TOKENS, _HEADS), library) for x in grads)
     return dq, dk, dv
 
 
 def _own_heads(op: str, comm: Comm, options: ContextOptions) -> dict[str, Any]:
     checks.instance(op, "comm", comm, Comm)
-    found: dict[str, Any] = dict(options)
-    if found.get("alibi_slopes") is not None:
-        slopes: npt.NDArray[Any] = comm.movable(op, found["alibi_slopes"], "alibi_slopes")[0]
+    head_options: dict[str, Any] = dict(options)
+    if head_options.get("alibi_slopes") is not None:
+        slopes: npt.NDArray[Any] = comm.movable(op, head_options["alibi_slopes"], "alibi_slopes")[0]
         each = slopes.shape[-1] // comm.size if slopes.ndim else 0
-        found["alibi_slopes"] = slopes[..., comm.rank * each : (comm.rank + 1) * each]
-    return found
+        head_options["alibi_slopes"] = slopes[..., comm.rank * each : (comm.rank + 1) * each]
+    return head_options

@@ -1,4 +1,4 @@
-"""What :class:`TensorParallel` says of weights, of a model whose weights are on every rank."""
+"""Interface of :class:`TensorParallel` for a model whose weights are all on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Undivided"]
 
 
 class Undivided:
-    """The weights as they are."""
+    """Model whose weights are not divided."""
 
     def __init__(self, config: LlamaConfig) -> None:
         self.config = self.whole = config
@@ -41,7 +41,7 @@ class Undivided:
         return (*ids, self.config.hidden)
 
     def sum_shared_grads(self, grads: Mapping[str, Any]) -> None:
-        """There are none."""
+        """Do nothing: there are no shared gradients."""
 
     def holds(self, name: str) -> list[tuple[slice, float]]:
         return [(slice(0, math.prod(self._shapes[name])), 1.0)]

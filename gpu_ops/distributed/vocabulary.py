@@ -1,4 +1,4 @@
-"""An embedding table and output layer of which each rank holds some rows, and the cross-entropy of its logits."""
+"""Embedding table and output layer of which each rank holds some rows, and the cross-entropy of its logits."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ _DEFAULTS: dict[str, Any] = {
     "reduction": "mean",
     "denominator": None,
 }
-_CHUNK_BYTES, _CHUNK_ROWS = 16 << 20, 64  # logits of a chunk, and its least rows, as in linear_cross_entropy
+_CHUNK_BYTES, _CHUNK_ROWS = (
+    16 << 20,
+    64,
+)  # size of a chunk's logits, and its minimum rows, as in linear_cross_entropy
 
 
 def rows_of_rank(vocab: int, comm: Comm, rank: int) -> slice:
-    """The rows that a rank holds: equal numbers, or one more on some."""
+    """Rows that a rank holds: equal numbers, or one more on some ranks."""
     return slice(vocab * rank // comm.size, vocab * (rank + 1) // comm.size)
 
 
 class VocabularyRows(Table):
-    """A table (vocab, hidden) of which each rank holds a run of rows.
+    """Table (vocab, hidden) of which each rank holds a run of rows.
 
-    In :class:`gpu_ops.models.Llama` it takes the place of ``embed`` and ``lm_head``.
+    In :class:`gpu_ops.models.Llama` it replaces ``embed`` and ``lm_head``.
 
     Parameters
     ----------
@@ -53,14 +56,14 @@ class VocabularyRows(Table):
     part : array (rows, hidden)
         Rows ``vocab * rank // p`` to ``vocab * (rank + 1) // p``, in host memory.
     vocab : int
-        At least p.
+        Number of rows of the whole table, at least p.
     sequence_parallel : bool
-        The residual stream is divided: each rank has an equal run of the tokens.
+        Divide the residual stream: each rank has an equal run of the tokens.
 
     Notes
     -----
-    Sent for N bytes of hidden states: 2 N (p - 1) / p by an embedding, and as much by the gradient of a loss. The
-    loss takes 6 (p - 1) / p numbers per token, float32 (float64 for float64): a maximum, a sum of exponentials and
+    For N bytes of hidden states, an embedding sends 2 N (p - 1) / p, and the gradient of a loss sends the same. The
+    loss sends 6 (p - 1) / p numbers per token, float32 (float64 for float64): a maximum, a sum of exponentials and
     the target's logit, each over all ranks. Label smoothing adds a sum.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
@@ -93,37 +96,37 @@ class VocabularyRows(Table):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         return self.part.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the weight."""
+        """Dtype of the weight."""
         return self.part.dtype
 
     def embed(self, ids: Any, *, scale: float = 1.0) -> Any:
-        """:func:`gpu_ops.embedding` of the whole table: the same bits."""
-        own, here = self._own(ids)
+        """Embed ids by the whole table, with the bits of :func:`gpu_ops.embedding`."""
+        owned, here = self._own(ids)
         x = embedding(here, self.part, scale=scale)
-        x[~own] = 0
+        x[~owned] = 0
         return self.stream.summed(x)
 
     def embed_backward(self, dx: Any, ids: Any, *, dweight: Any, scale: float = 1.0) -> None:
         """Add the gradient of this rank's rows to ``dweight``."""
-        own, here = self._own(ids)
+        owned, here = self._own(ids)
         dx = self.stream.whole(self.stream.comm.movable("embed_backward", dx, "dx")[0])
-        if dx.shape != (*own.shape, self.part.shape[-1]):
-            expected = (*own.shape, self.part.shape[-1])
+        if dx.shape != (*owned.shape, self.part.shape[-1]):
+            expected = (*owned.shape, self.part.shape[-1])
             raise ShapeError(f"embed_backward: dx has shape {dx.shape}, expected {expected}: one row per id")
-        embedding_backward(dx[own], here[own], len(self.part), scale=scale, dweight=dweight)
+        embedding_backward(dx[owned], here[owned], len(self.part), scale=scale, dweight=dweight)
 
     def logits(self, h: Any) -> Any:
-        """All logits (..., vocab), on every rank."""
+        """Compute all logits (..., vocab), on every rank."""
         comm = self.stream.comm
-        found = linear(self.stream.whole(h), self.part)
+        local = linear(self.stream.whole(h), self.part)
         widest = -(-self.vocab // comm.size)
-        padded = np.zeros((1, *found.shape[:-1], widest), found.dtype)
-        padded[0, ..., : found.shape[-1]] = found
+        padded = np.zeros((1, *local.shape[:-1], widest), local.dtype)
+        padded[0, ..., : local.shape[-1]] = local
         parts = zip(
             comm.all_gather(padded),
             (rows_of_rank(self.vocab, comm, r) for r in range(comm.size)),
@@ -143,7 +146,7 @@ class VocabularyRows(Table):
         dweight: Any = None,
         **options: Any,
     ) -> Any:
-        """:func:`gpu_ops.linear_cross_entropy` of the whole table, with its options.
+        """Loss of :func:`gpu_ops.linear_cross_entropy` for the whole table, with its options.
 
         Returns
         -------
@@ -185,21 +188,20 @@ class VocabularyRows(Table):
             value = np.asarray(np.sum(losses, dtype=np.float64) * op.factor, op.wide)
         if dx is None:
             return value
-        found = value, self.stream.summed(dx.reshape(h.shape))
-        return (*found, dweight) if adds else found
+        results = value, self.stream.summed(dx.reshape(h.shape))
+        return (*results, dweight) if adds else results
 
     def _own(self, ids: Any) -> tuple[Array, Array]:
-        """Which of these rows this rank has, and their places, 0 for the others."""
+        """Mask of the rows that this rank has, and their indices in its part; 0 for the others."""
         view = read_indices(Call("VocabularyRows.embed"), "ids", self.stream.comm.movable("embed", ids)[0])
         look_at("VocabularyRows.embed", "ids", self.vocab)({"ids": view}, "")
-        own = (view >= self.rows.start) & (view < self.rows.stop)
-        return own, np.where(own, view - self.rows.start, 0).astype(view.dtype)
+        owned = (view >= self.rows.start) & (view < self.rows.stop)
+        return owned, np.where(owned, view - self.rows.start, 0).astype(view.dtype)
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """Cross-entropy of some rows' logits, of which this rank has some columns. Symbols as in
-    :func:`gpu_ops.cross_entropy`."""
+    """Cross-entropy of logits of which this rank has some columns. Symbols as in :func:`gpu_ops.cross_entropy`."""
 
     comm: Comm
     columns: slice
@@ -214,22 +216,22 @@ class _Loss:
     others: float
     """label_smoothing / vocab"""
     factor: float
-    """What the sum of the rows' losses is multiplied by."""
+    """Factor of the sum of the rows' losses."""
 
     @classmethod
     def read(cls, table: VocabularyRows, h: Any, targets: Any, options: dict[str, Any]) -> _Loss:
         for name in options:
             checks.one_of(_LOSS, "option", name, _DEFAULTS)
-        call, given = Call(_LOSS), LossOptions(**(_DEFAULTS | options))
-        wide, vocab = checks.computing_dtype(call.read("x", h).dtype.name), table.vocab
-        given.read(call, targets, h.shape[:-1], vocab, "x")
-        look = given.look(call, vocab, "x")
+        call, loss_options = Call(_LOSS), LossOptions(**(_DEFAULTS | options))
+        sum_dtype, vocab = checks.computing_dtype(call.read("x", h).dtype.name), table.vocab
+        loss_options.read(call, targets, h.shape[:-1], vocab, "x")
+        look = loss_options.look(call, vocab, "x")
         if look is not None:
             look(dict(call.views), "")
         flat = call.views["targets"].reshape(-1)
-        kept, weight = flat != given.ignore_index, call.views.get("class_weight")
+        kept, weight = flat != loss_options.ignore_index, call.views.get("class_weight")
         w: Any = 1.0
-        w_y, w_sum = np.ones(len(flat), wide), float(vocab)
+        w_y, w_sum = np.ones(len(flat), sum_dtype), float(vocab)
         if weight is not None:
             w, w_y, w_sum = (
                 weight[table.rows],
@@ -237,19 +239,19 @@ class _Loss:
                 float(np.sum(weight, dtype="f8")),
             )
         factor = 1.0
-        if given.reduction == "mean":
-            count = call.views.get("denominator", given.denominator)
+        if loss_options.reduction == "mean":
+            count = call.views.get("denominator", loss_options.denominator)
             count = np.sum(w_y[kept], dtype=np.float64) if count is None else count
             factor = 1.0 / float(count) if count else 0.0
-        rows = flat, kept, w, w_y, w_sum, float(given.label_smoothing) / vocab, factor
-        return cls(table.stream.comm, table.rows, wide, given, *rows)
+        rows = flat, kept, w, w_y, w_sum, float(loss_options.label_smoothing) / vocab, factor
+        return cls(table.stream.comm, table.rows, sum_dtype, loss_options, *rows)
 
     def of_rows(self, z: Array, rows: slice, dloss: Array) -> tuple[Array, Array]:
-        """The losses of these rows, and the gradient of ``z``, their logits for this rank's classes."""
+        """Losses of these rows, and the gradient of ``z``, their logits for this rank's classes."""
         targets, kept, w, w_y = self.targets[rows], self.kept[rows], self.w, self.w_y[rows]
         here = np.flatnonzero(kept & (targets >= self.columns.start) & (targets < self.columns.stop))
         at = targets[here] - self.columns.start
-        own, others = 1 - float(self.given.label_smoothing), self.others
+        target_share, others = 1 - float(self.given.label_smoothing), self.others
         z_loss, softcap = float(self.given.z_loss), float(self.given.softcap)
         slope: Any = 1.0
         if softcap:
@@ -268,12 +270,12 @@ class _Loss:
             log_sum = np.log(sums[0])
             lse = top + log_sum
             # differences first: a loss near 0 keeps its digits, as does one of large logits
-            loss = own * w_y * (log_sum - sums[1]) + z_loss * lse * lse
+            loss = target_share * w_y * (log_sum - sums[1]) + z_loss * lse * lse
             if others:
                 loss += others * (sums[2] + self.w_sum * log_sum)
-            p *= ((own * w_y + others * self.w_sum + 2 * z_loss * lse) / sums[0])[:, None]
+            p *= ((target_share * w_y + others * self.w_sum + 2 * z_loss * lse) / sums[0])[:, None]
             p -= others * w
-            p[here, at] -= own * w_y[here]
+            p[here, at] -= target_share * w_y[here]
             p *= slope * dloss[rows][:, None]
         p[~kept] = 0
         return np.where(kept, loss, 0), p
