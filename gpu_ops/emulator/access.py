@@ -32,16 +32,17 @@ def locate(
     values: Array | None = None,
     judged: tuple[Access, int] | None = None,
 ) -> Place:
-    """The addresses of the active lanes; an invalid one raises.
+    """Resolve the addresses of the active lanes; an invalid one raises an error.
 
-    ``values`` is what a store writes, by lane. ``judged``: the part that the sanitizer judges, and its offset.
+    ``values``: the values that a store writes, by lane. ``judged``: the part that the sanitizer judges, and its
+    offset.
     """
     lanes = m.active_lanes(mask)
     if len(where) > 1 and len(lanes) < len(where):
         where = where[lanes]
-    place, kind, position = m.memory.resolve(access, lanes, where)
-    if kind:
-        _report(m, access, place, kind, position)
+    place, fault, position = m.memory.resolve(access, lanes, where)
+    if fault:
+        _report(m, access, place, fault, position)
     if m.sanitizer is not None:
         part, offset = judged or (access, 0)
         m.sanitizer.access(part, place.moved(offset), values)
@@ -51,7 +52,7 @@ def locate(
 
 
 def _report(m: State, access: Access, place: Place, kind: int, position: int) -> None:
-    """Raise for an invalid address. Where faults are collected, the lane accesses scratch memory in its place."""
+    """Raise for an invalid address. If the launch collects faults, the lane accesses scratch memory instead."""
     while kind:
         at = int(place.address[0 if len(place.address) == 1 else position])
         what = "misaligned" if kind == aot.MISALIGNED else "out of bounds"
@@ -86,10 +87,10 @@ def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
 
 
 def _elements(instruction: Instruction, operand: Operand, count: int) -> tuple[Operand, ...]:
-    found = parts(operand)
-    if len(found) != count:
+    registers = parts(operand)
+    if len(registers) != count:
         raise instruction.error(f"{instruction.form} wants {count} registers")
-    return found
+    return registers
 
 
 def _register(m: State, operand: Operand) -> int | None:
@@ -123,7 +124,7 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
         read=True,
         write=False,
         constant="nc" in instruction.modifiers,
-        # The arguments of a call include the padding of structs, which nothing writes.
+        # The arguments of a call include the padding of structs, which no instruction writes.
         padded="param" in instruction.modifiers,
         tracked=True,
     )
@@ -157,11 +158,11 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
 def _judged(
     m: State, access: Access, targets: tuple[Operand, ...], dtype: np.dtype[Any]
 ) -> tuple[Access, int]:
-    """The part of a load that the sanitizer judges, and where it begins.
+    """Part of a load that the sanitizer judges, and its offset.
 
-    Compilers widen loads: a register at either end that is named nowhere else is not read. And they copy structs as
-    integers that are only stored again, with padding that nobody writes: one written byte is enough there, and none
-    in vectors of bytes, which may be all padding.
+    Compilers widen loads: a register at either end that is named nowhere else is not read. They also copy structs as
+    integers that are only stored again, with padding that no instruction writes. One written byte is enough there; a
+    vector of bytes needs none, since it may be all padding.
     """
     uses = [m.program.uses.get(t.name, (1, 0)) if isinstance(t, Name) else (0, 0) for t in targets]
     read = [i for i, (named, _) in enumerate(uses) if named != 1]
@@ -200,7 +201,7 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
-    """``atom`` returns the old value, ``red`` does not. Lanes that meet at an address take turns in lane order."""
+    """Step of an atomic: ``atom`` returns the old value, ``red`` does not. Lanes at one address run in lane order."""
     space = GENERIC
     *words, ptx_type = instruction.modifiers
     rest = []
@@ -241,7 +242,7 @@ def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
-    """``cp.async``: data moves at once. The sanitizer marks the bytes as pending until their thread waits."""
+    """Step of ``cp.async``: data moves at once. The sanitizer marks the bytes as pending until their thread waits."""
     words = set(instruction.modifiers)
     if instruction.modifiers[:1] != ("async",) or words & {"bulk", "mbarrier", "reduce"}:
         raise Unknown(instruction.form)
@@ -252,7 +253,7 @@ def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
     register = m.register(getattr(rest[0], "name", "")) if rest else None
     predicate = register is not None and m.dtypes[register] == np.bool_  # ignore-src; otherwise a size
     limit = reader(m, instruction, rest[0], "pred" if predicate else "u32") if rest else None
-    to, of = address(m, instruction, target), address(m, instruction, source)
+    target_address, source_address = address(m, instruction, target), address(m, instruction, source)
     write = Access(pc, SHARED, total, read=False, write=True, asynchronous=True)
     read = Access(pc, GLOBAL, total, read=True, write=False)
 
@@ -262,13 +263,13 @@ def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
         if limit is not None:
             value = np.broadcast_to(limit(), m.threads)[lanes]
             valid = np.where(value, 0, total) if predicate else np.minimum(value.astype(np.int64), total)
-        place = locate(m, write, mask, to())
+        place = locate(m, write, mask, target_address())
         origin = np.zeros(len(lanes), np.int64)
         whole = valid == total
         if whole.all():
-            origin = locate(m, read, mask, of()).host
+            origin = locate(m, read, mask, source_address()).host
         else:  # bytes past the valid ones are not read and need not exist
-            here = np.broadcast_to(of(), m.threads)
+            here = np.broadcast_to(source_address(), m.threads)
             for n in np.unique(valid[valid > 0]):
                 part = np.zeros(m.threads, np.bool_)
                 part[lanes[valid == n]] = True

@@ -1,6 +1,6 @@
 """Functions compiled ahead of time and cached on disk, and the loops over lanes that access host memory.
 
-The rest of the emulator is NumPy. These loops do scalar work per lane: a search, a branch, a load.
+The rest of the emulator uses NumPy. These loops do scalar work per lane: a search, a branch, a load.
 
 ``table`` has one row per allocation, sorted by start: start, end (device addresses), host pointer, and the host
 pointer of the shadow bytes or 0. ``windows`` describes shared and local memory: host pointer, limit, bytes per

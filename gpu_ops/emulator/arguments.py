@@ -1,4 +1,4 @@
-"""Checks what a launch is given, and packs kernel arguments into the bytes of the parameter space."""
+"""Checks of a launch's arguments, and packing of kernel arguments into the bytes of the parameter space."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _THREADS = 1024
 
 
 def dimensions(what: str, size: int | Iterable[int]) -> tuple[int, int, int]:
-    """A grid or block as three numbers, each at least 1."""
+    """Grid or block as three numbers, each at least 1."""
     try:
-        given = [operator.index(n) for n in (size if isinstance(size, Iterable) else (size,))]
+        sizes = [operator.index(n) for n in (size if isinstance(size, Iterable) else (size,))]
     except TypeError:
-        given = []
-    if not 1 <= len(given) <= 3 or min(given) < 1:
+        sizes = []
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise EmulatorError(f"{what} is {size!r}; pass 1 to 3 ints, each at least 1, such as 4 or (4, 2)")
-    x, y, z = (*given, 1, 1)[:3]
+    x, y, z = (*sizes, 1, 1)[:3]
     return x, y, z
 
 
@@ -45,7 +45,7 @@ def check_text(what: str, given: Any, wanted: str) -> None:
 
 
 def block_ids(sample: Iterable[int] | None, count: int) -> npt.NDArray[np.int64]:
-    """The linear ids of the blocks that run."""
+    """Linear ids of the blocks to run."""
     if sample is None:
         return np.arange(count)
     try:
@@ -58,7 +58,7 @@ def block_ids(sample: Iterable[int] | None, count: int) -> npt.NDArray[np.int64]
 
 
 def sanitize_mode(given: bool | str | None) -> bool | str:
-    """``sanitize=``, by default from ``GPU_OPS_SANITIZE``: False, True or ``"collect"``."""
+    """Mode of ``sanitize=``, by default from ``GPU_OPS_SANITIZE``: False, True or ``"collect"``."""
     if given is None:
         mode = os.environ.get("GPU_OPS_SANITIZE", "")
         given = "collect" if mode == "collect" else mode != "0"
@@ -68,7 +68,7 @@ def sanitize_mode(given: bool | str | None) -> bool | str:
 
 
 def truncating(given: str | None) -> bool:
-    """``tensor_cores=``, by default from ``GPU_OPS_TENSOR_CORES``: whether they truncate."""
+    """Whether tensor cores truncate, by ``tensor_cores=`` or by default ``GPU_OPS_TENSOR_CORES``."""
     modes = {"exact": False, "truncate": True}
     mode = os.environ.get("GPU_OPS_TENSOR_CORES") or "exact" if given is None else given
     if not isinstance(mode, str) or mode not in modes:
@@ -78,7 +78,7 @@ def truncating(given: str | None) -> bool:
 
 
 def folders(given: Any) -> tuple[str, ...]:
-    """``include=``"""
+    """Check ``include=`` and return its folders."""
     try:
         return (given,) if isinstance(given, str) else tuple(map(os.fspath, given))
     except TypeError as error:
@@ -86,21 +86,21 @@ def folders(given: Any) -> tuple[str, ...]:
 
 
 def limit(given: int) -> int:
-    """``max_instructions=``"""
+    """Check ``max_instructions=`` and return it."""
     if not isinstance(given, int | np.integer) or given < 1:
         raise EmulatorError(f"max_instructions is {given!r}; pass a number, 1 or more")
     return int(given)
 
 
 def seconds(given: float) -> float:
-    """``max_seconds=``"""
+    """Check ``max_seconds=`` and return it."""
     if not isinstance(given, int | float | np.integer | np.floating) or not given > 0:
         raise EmulatorError(f"max_seconds is {given!r}; pass a number of seconds, more than 0")
     return float(given)
 
 
 def select_card(arch: str) -> tuple[str, DevicePreset]:
-    """(the architecture to compile for, the card to emulate) for the name of an architecture or a card."""
+    """Architecture to compile for and card to emulate, for the name of an architecture or a card."""
     check_text("arch", arch, "an architecture such as 'sm_90', or a card's name")
     real = re.fullmatch(r"sm_\d{2,3}[af]?", arch)
     try:
@@ -111,7 +111,7 @@ def select_card(arch: str) -> tuple[str, DevicePreset]:
             raise EmulatorError(
                 f"arch is {arch!r}; pass an architecture such as 'sm_90', or one of: {cards}"
             ) from error
-        preset = PRESETS["sm_80"]  # for architectures without one, such as sm_52 in hand-written PTX
+        preset = PRESETS["sm_80"]  # for architectures without a preset, such as sm_52 in hand-written PTX
     return arch if real else preset.arch.name, preset
 
 
@@ -127,10 +127,10 @@ def check_launch(
     if _exceeds(block, _BLOCK):
         raise EmulatorError(f"{title}: a block of {block} threads; at most {_BLOCK}")
     directives = program.module.functions[program.name].directives
-    most, exact = directives.get(".maxntid", block), (*directives.get(".reqntid", block), 1, 1)[:3]
-    if math.prod(block) > math.prod(most):
+    max_block, exact = directives.get(".maxntid", block), (*directives.get(".reqntid", block), 1, 1)[:3]
+    if math.prod(block) > math.prod(max_block):
         raise EmulatorError(
-            f"{title}: a block of {block} threads; __launch_bounds__ (.maxntid) allows {math.prod(most)}"
+            f"{title}: a block of {block} threads; __launch_bounds__ (.maxntid) allows {math.prod(max_block)}"
         )
     if block != exact:
         raise EmulatorError(f"{title}: a block of {block} threads; .reqntid asks for {exact}")
@@ -151,7 +151,7 @@ def _exceeds(size: tuple[int, int, int], most: tuple[int, int, int]) -> bool:
 
 
 def check_arguments(args: Any) -> list[Any]:
-    """The arguments, each of a type that a kernel accepts."""
+    """Check that each argument has a type that a kernel accepts, and return them."""
     if not isinstance(args, Sequence) or isinstance(args, str | bytes):
         raise EmulatorError(
             f"args is {_type(args)}; pass a sequence of the kernel's arguments, such as (x, y, n)"
@@ -172,20 +172,20 @@ def _type(value: Any) -> str:
 
 
 def buffers(args: Sequence[Any], signature: Sequence[Parameter] = ()) -> list[Buffer]:
-    """The arrays among the arguments, with names for messages: those of the parameters if they are known."""
-    found = []
+    """Arrays among the arguments, named for messages: by their parameters if those are known."""
+    named = []
     for i, arg in enumerate(args):
         name = signature[i].name if len(signature) == len(args) else ""
         name = name or f"argument {i}"
         if isinstance(arg, Buffer):
-            found.append(arg if arg.name else replace(arg, name=name))
+            named.append(arg if arg.name else replace(arg, name=name))
         elif _is_array(arg):
-            found.append(Buffer(arg, name))
-    return found
+            named.append(Buffer(arg, name))
+    return named
 
 
 def check_types(title: str, signature: Sequence[Parameter], args: Sequence[Any]) -> None:
-    """Refuse an array whose elements have another size than what the parameter points to, where that is known."""
+    """Refuse an array whose element size differs from that of the parameter's pointee, where that is known."""
     for i, (parameter, arg) in enumerate(zip(signature, args, strict=len(signature) == len(args))):
         array = arg.array if isinstance(arg, Buffer) else arg
         if len(signature) != len(args) or not _is_array(array) or parameter.accepts(array.dtype):
@@ -201,7 +201,7 @@ def check_types(title: str, signature: Sequence[Parameter], args: Sequence[Any])
 
 
 def check_numba(entry: str, args: Sequence[Any]) -> None:
-    """Refuse arguments that are not as many as a Numba kernel takes, or arrays of other axes, where that is known."""
+    """Refuse arguments if their number or number of axes does not match the Numba kernel, where that is known."""
     wanted = numba_arguments(entry)
     if wanted is None:
         return
@@ -209,17 +209,17 @@ def check_numba(entry: str, args: Sequence[Any]) -> None:
         raise EmulatorError(f"the kernel takes {len(wanted)} arguments, {len(args)} were given")
     for i, (axes, arg) in enumerate(zip(wanted, args, strict=True)):
         array = arg.array if isinstance(arg, Buffer) else arg
-        given = array.ndim if _is_array(array) else -1
-        if given != axes:
-            names = [f"an array of {n} axes" if n >= 0 else "a number" for n in (given, axes)]
+        actual = array.ndim if _is_array(array) else -1
+        if actual != axes:
+            names = [f"an array of {n} axes" if n >= 0 else "a number" for n in (actual, axes)]
             raise EmulatorError(f"argument {i} is {names[0]}, the kernel's parameter {names[1]}")
 
 
 def pack(parameters: Sequence[Variable], args: Sequence[Any], memory: Memory) -> tuple[Array, dict[str, int]]:
-    """(bytes, offset of each parameter by name).
+    """Pack arguments; return (bytes, offset of each parameter by name).
 
     A CUDA C++ kernel takes an array as a pointer, a Numba kernel as the fields of an array struct. The number of
-    parameters tells which of the two it is.
+    parameters distinguishes the two.
     """
     named = [(f"argument {i}", a.array if isinstance(a, Buffer) else a) for i, a in enumerate(args)]
     if len(parameters) != len(named):
@@ -253,18 +253,20 @@ def _bytes(name: str, parameter: Variable, value: Any, memory: Memory) -> bytes:
     size, dtype = parameter.bytes, DTYPE.get(parameter.type)
     if _is_array(value):
         if size != 8 or parameter.type not in ("b64", "u64", "s64"):
-            kind = f"of type {parameter.type}" if dtype and size == dtype.itemsize else f"of {size} bytes"
-            raise EmulatorError(f"{name} is an array, the kernel's parameter {kind} no pointer")
+            description = (
+                f"of type {parameter.type}" if dtype and size == dtype.itemsize else f"of {size} bytes"
+            )
+            raise EmulatorError(f"{name} is an array, the kernel's parameter {description} no pointer")
         return memory.pointer(value).to_bytes(size, "little")
     if isinstance(value, bool | int | float) and dtype is not None:
         return _number(name, parameter, value)
     data: bytes = value if isinstance(value, bytes) else np.asarray(value).tobytes()
     if len(data) != size:
         raise EmulatorError(f"{name} has {len(data)} bytes ({value!r}), the kernel's parameter {size}")
-    # Untyped parameters (b32) take both.
+    # Untyped parameters (b32) take ints and floats.
     floats, ints = parameter.type[0] == "f", parameter.type[0] in "us"
-    given = "" if isinstance(value, bytes) else np.asarray(value).dtype.kind
-    if (floats and given in ("b", "i", "u")) or (ints and given == "f"):
+    kind_code = "" if isinstance(value, bytes) else np.asarray(value).dtype.kind
+    if (floats and kind_code in ("b", "i", "u")) or (ints and kind_code == "f"):
         raise EmulatorError(f"{name} is {value!r}, the kernel's parameter of type {parameter.type}")
     return data
 

@@ -1,4 +1,4 @@
-"""A batch of blocks that run together: the position of every thread, and its special registers."""
+"""Batch of blocks that run together: the position of every thread, and its special registers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gpu_ops.emulator.syntax import Array
 
 WARP = 32
 
-#: The threads an instruction runs for: a bool per thread, or None for all of them.
+#: Threads that an instruction runs for: a bool per thread, or None for all of them.
 Mask = Array | None
 
-#: What a fault is, or a function that says it when it is needed.
+#: Description of a fault, or a function that returns it when it is needed.
 Text = str | Callable[[], str]
 
-#: The mask of no thread; compared by identity.
+#: Mask without any thread; compared by identity.
 NONE: Array = np.zeros(1, np.bool_)
 
 
 class Batch:
-    """Some blocks of a launch, each padded to whole warps. Lanes are numbered through the batch."""
+    """Some blocks of a launch, each padded to whole warps. Lane numbers run through the whole batch."""
 
     memory: Memory
     grid: tuple[int, int, int]
@@ -38,7 +38,7 @@ class Batch:
         self.program = program
 
     def begin(self, blocks: Array) -> None:
-        """Start these blocks, given by linear id."""
+        """Start the blocks with these linear ids."""
         size = self.block[0] * self.block[1] * self.block[2]
         self.padded = -(-size // WARP) * WARP  # threads of a block; those beyond its size are never alive
         self.blocks = blocks
@@ -49,7 +49,7 @@ class Batch:
         self.memory.begin(len(blocks), self.padded, self.dynamic_shared)
 
     def thread(self, lane: int) -> str:
-        """``block (3,0,0) thread (17,0,0)``"""
+        """Name of a lane's thread, such as ``block (3,0,0) thread (17,0,0)``."""
         b, t = int(self.blocks[lane // self.padded]), lane % self.padded
         gx, gy, _ = self.grid
         x, y, _ = self.block
@@ -59,8 +59,8 @@ class Batch:
     def report(self, kind: str, pc: int, lane: int, what: Text, rival: int = -1) -> None:
         """Raise a fault, or keep it if the launch collects them.
 
-        ``rival`` is the pc of the other access, if there is one: the same two instructions
-        are one fault, however many threads run them.
+        ``rival`` is the pc of the other access, if any: two instructions make one fault,
+        however many threads run them.
         """
         if self.faults is None:
             raise self.fault(kind, pc, lane, what)
@@ -69,7 +69,7 @@ class Batch:
             self.faults.found[key] = self.fault(kind, pc, lane, what)
 
     def note(self, pc: int, lane: int, what: Text) -> None:
-        """Keep a note, once for each instruction, if the launch collects faults."""
+        """Keep a note if the launch collects faults, once for each instruction."""
         if self.faults is not None and pc not in self.faults.notes:
             self.faults.notes[pc] = str(self.fault("note", pc, lane, what))
 
@@ -80,7 +80,7 @@ class Batch:
 
 
 class SpecialRegister(NamedTuple):
-    """``value`` gives one element per thread, or one for all of them."""
+    """Special register; ``value`` returns one element per thread, or one for all of them."""
 
     dtype: np.dtype[Any]
     value: Callable[[Batch], Array]
@@ -156,7 +156,7 @@ _VALUES_U32: dict[str, Callable[[Batch], Array]] = {
     "WARP_SZ": lambda b: _u32(WARP),
 }
 
-#: Special registers by name. The clocks are not here: an instruction reads them when it runs.
+#: Special registers by name, except the clocks: an instruction reads those when it runs.
 SPECIAL_REGISTERS = {
     name: SpecialRegister(np.dtype(np.uint32), value) for name, value in _VALUES_U32.items()
 } | {"%gridid": SpecialRegister(np.dtype(np.uint64), lambda b: np.array([1], np.uint64))}

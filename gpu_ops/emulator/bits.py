@@ -1,4 +1,4 @@
-"""Which bits of a result change with the uninitialised bits of its sources."""
+"""Bits of a result that change with the uninitialised bits of its sources."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def changing(flow: Flow, values: list[Array], unknown: list[Array]) -> list[Array]:
-    """The bits of each result of ``flow.op`` that change with the unknown bits (uint64) of its sources.
+    """Bits of each result of ``flow.op`` that change with the unknown bits (uint64) of its sources.
 
-    Each bit of a result is a function of one bit of each source, once the sources that ``flow.controls`` names (an
-    amount to shift by, for example) are known. So zeros and ones for the unknown bits show all that it can be.
+    Each bit of a result is a function of one bit of each source, once the sources that ``flow.controls`` names (a
+    shift amount, for example) are known. So zeros and ones for the unknown bits show all its possible values.
     """
     op = flow.op
     assert op is not None
@@ -92,7 +92,7 @@ def _equal(values: list[Array], unknown: list[Array]) -> list[tuple[Array, Array
 
 
 def _extremes(values: list[Array], unknown: list[Array]) -> list[tuple[Array, Array]]:
-    """The least a with the largest b, and the reverse."""
+    """Pair of the smallest a with the largest b, and the reverse."""
     dtype = values[0].dtype
     sign = np.uint64(1 << (8 * dtype.itemsize - 1) if dtype.kind == "i" else 0)
     ranges = []

@@ -1,4 +1,4 @@
-"""Arrays that a kernel may address: arguments, and those whose address is in a struct or in a table of pointers."""
+"""Arrays that a kernel may address: arguments, and arrays whose address is in a struct or in a table of pointers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ALLOWED = (
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """An array argument with a name and the state of its contents.
+    """Array argument with a name and the state of its contents.
 
     Parameters
     ----------
     array : numpy.ndarray
     name : str
-        Shown in messages.
+        Name for messages.
     written : bool
-        False for an array without contents: reading a byte before the kernel has written it is a fault.
+        False for an array without contents: it is a fault to read a byte before the kernel has written it.
     poison : bool array, optional
-        Broadcast to the array. True marks padding that must not be read.
+        Mask that is broadcast to the array. True marks padding that must not be read.
     """
 
     array: Array
@@ -43,7 +43,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Pinned(Buffer):
-    """An array that has a device address already."""
+    """Array that already has a device address."""
 
     device: int = 0
 
@@ -72,19 +72,19 @@ def check_array(what: str, x: Any, given: Any) -> None:
 
 # Above all other global memory and below the windows, with the array in the middle of a region.
 _BASE, _REGION, _REGIONS = 1 << 50, 1 << 38, 1 << 17
-_REMEMBERED = 4096  # regions of arrays that are gone, for messages
+_REMEMBERED = 4096  # regions of freed arrays that are kept for messages
 
 
 @dataclass(eq=False)
 class _Region:
-    """The device addresses of an array that owns its memory, and of its views: those of the host plus a constant."""
+    """Device addresses of an array that owns its memory, and of its views: host addresses plus a constant."""
 
     owner: weakref.ref[Array]
     host: int
     bytes: int
     device: int
     views: dict[tuple[object, ...], Buffer] = field(default_factory=dict)  # their arrays keep no memory alive
-    name: str = ""  # of the view that came last
+    name: str = ""  # name of the latest view
 
     @property
     def alive(self) -> bool:
@@ -92,7 +92,7 @@ class _Region:
 
 
 class _View:
-    """A view that can be made again as long as its owner lives."""
+    """View that can be made again as long as its owner lives."""
 
     def __init__(self, like: Any, owner: Array | None = None) -> None:
         self.__array_interface__ = like.__array_interface__
@@ -106,19 +106,19 @@ hold_in_forks(_lock)
 
 
 def pointer(array: Array | Buffer) -> int:
-    """The device address of an array: for a field of a struct, or an element of a table of pointers.
+    """Device address of an array, for a field of a struct or an element of a table of pointers.
 
-    It stays the same as long as the memory of the array lives, in all launches of this process, which check accesses
-    through it as they check an argument. The address keeps no array alive; an access after the array is gone is a
-    fault that says so. A :class:`Buffer` gives the array a name for messages, and its state at the start of each
-    launch; the last one for an array counts.
+    It stays the same in all launches of this process as long as the array's memory lives. Launches check accesses
+    through it like those through an argument. The address does not keep the array alive; an access after the array
+    is freed is a fault that says so. A :class:`Buffer` sets the array's name for messages and its state at the start
+    of each launch; the latest one for an array counts.
 
         >>> import numpy as np
         >>> from gpu_ops import emulator
         >>> rows = [np.arange(n, dtype=np.float32) for n in (3, 4)]
         >>> table = np.array([emulator.pointer(row) for row in rows], np.uint64)  # float**
 
-    Raises :class:`EmulatorError`: not a NumPy array, or one that no kernel can use.
+    Raises :class:`EmulatorError` if it is not a NumPy array, or is one that no kernel can use.
     """
     buffer = array if isinstance(array, Buffer) else Buffer(array)
     x = buffer.array
@@ -141,7 +141,7 @@ def pointer(array: Array | Buffer) -> int:
 
 
 def _region(owner: Array) -> _Region:
-    """The region that holds the memory of an array; a new one if none does."""
+    """Region that holds the memory of an array; a new one if none does."""
     low, high = _host(owner), _host(owner) + owner.nbytes
     for region in _regions.values():
         if region.alive and region.host <= low and high <= region.host + region.bytes:
@@ -157,7 +157,7 @@ def _region(owner: Array) -> _Region:
 
 
 def pinned() -> Iterator[Pinned]:
-    """The arrays that have addresses, as long as they live."""
+    """Live arrays that have addresses."""
     with _lock:
         for region in _regions.values():
             owner = region.owner()
@@ -171,7 +171,7 @@ def pinned() -> Iterator[Pinned]:
 
 
 def gone(address: int) -> str:
-    """The array that had an address, for messages; empty if it is alive, or no array had it."""
+    """Description of the freed array that had an address; empty if the array is alive or no array had it."""
     region = _regions.get((address - _BASE) // _REGION) if address >= _BASE else None
     if region is None or region.alive:
         return ""

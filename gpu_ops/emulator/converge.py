@@ -1,8 +1,8 @@
-"""Lanes of a warp that meet in several places: each arm of a branch has the warp instruction, with its own registers.
+"""Warp instructions whose lanes wait at several places: each arm of a branch has one, with its own registers.
 
-``shfl.sync`` and the like wait until all lanes of their mask execute the same kind of instruction with the same mask,
-wherever it is in the code. The emulator runs such an instruction once, for the lanes of all places: those of other
-places lend their operands to the registers of this one, and take the results to their own.
+Instructions such as ``shfl.sync`` wait until all lanes of their mask execute the same kind of instruction with the
+same mask, anywhere in the code. The emulator runs such an instruction once, for the lanes of all places: operands of
+lanes at other places are copied to the registers used here, and results are copied back to theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpu_ops.emulator.syntax import Array, Name, Operand
 class Arm(NamedTuple):
     """Lanes that wait at an instruction of the same form at another pc.
 
-    ``results`` and ``sources``: a register of the instruction here, and the one that stands in its place there.
+    ``results`` and ``sources``: pairs of a register of the instruction here and the corresponding one there.
     """
 
     group: Group
@@ -30,10 +30,10 @@ class Arm(NamedTuple):
 
 
 def arms(m: State, pc: int) -> list[Arm]:
-    """Where else lanes wait. ``.aligned`` instructions have to be at one pc, and are not in ``m.collectives``."""
+    """Other places where lanes wait. ``.aligned`` instructions must be at one pc and are not in ``m.collectives``."""
     here = m.program.code[pc]
     first = 0 if here.opcode in ("bar", "barrier") else 1  # source
-    found = []
+    arms = []
     for group in m.parked:
         other = m.program.code[group.pc]
         if group.pc == pc or group.pc not in m.collectives or other.form != here.form:
@@ -41,34 +41,34 @@ def arms(m: State, pc: int) -> list[Arm]:
         results = _pairs(m, here.operands[:first], other.operands[:first])
         sources = _pairs(m, here.operands[first:], other.operands[first:])
         if results is None or sources is None or len({i for i, _ in sources}) < len(set(sources)):
-            continue  # operands that one instruction cannot stand for
-        found.append(Arm(group, m.collectives[group.pc], results, sources))
-    return found
+            continue  # one instruction cannot represent these operands
+        arms.append(Arm(group, m.collectives[group.pc], results, sources))
+    return arms
 
 
 def _pairs(m: State, here: tuple[Operand, ...], there: tuple[Operand, ...]) -> list[tuple[int, int]] | None:
-    """The registers in the same places; None if other operands differ."""
+    """Pairs of registers in the same places; None if other operands differ."""
     mine, others = ([part for x in operands for part in destinations(x)] for operands in (here, there))
     if len(mine) != len(others):
         return None
-    found = []
-    for one, other in zip(mine, others, strict=True):
-        i, j = (m.register(x.name) if isinstance(x, Name) else None for x in (one, other))
+    pairs = []
+    for own_part, other_part in zip(mine, others, strict=True):
+        i, j = (m.register(x.name) if isinstance(x, Name) else None for x in (own_part, other_part))
         if i is not None and j is not None and m.dtypes[i] == m.dtypes[j]:
-            found.append((i, j))
-        elif one != other:
+            pairs.append((i, j))
+        elif own_part != other_part:
             return None
-    return found
+    return pairs
 
 
 def run_together(m: State, arms: list[Arm], ready: Array, run: Callable[[], None]) -> None:
-    """``run()``, which uses the registers of one place, for the ready lanes of several."""
+    """Call ``run()``, which uses the registers of one place, for the ready lanes of several places."""
     lent = []
     for arm in arms:
         lanes = ready & m.full(arm.group.mask)
         kept = [(i, _of(m, i, lanes)) for i, _ in (*arm.results, *arm.sources)]
-        given = [(i, _of(m, j, lanes)) for i, j in arm.sources]
-        for i, values in given:
+        sources = [(i, _of(m, j, lanes)) for i, j in arm.sources]
+        for i, values in sources:
             _put(m, i, lanes, values)
         lent.append((arm, lanes, kept))
     run()
@@ -87,7 +87,7 @@ def run_together(m: State, arms: list[Arm], ready: Array, run: Callable[[], None
 
 
 def _of(m: State, register: int, lanes: Array) -> tuple[Array, Array | None]:
-    """The values of a register, and their marks if it has any (see :mod:`.undefined`)."""
+    """Values of a register, and their marks if it has any (see :mod:`.undefined`)."""
     marks = m.undefined.get(register)
     return np.broadcast_to(m.registers[register], m.threads)[lanes], None if marks is None else marks[
         :, lanes

@@ -1,4 +1,4 @@
-"""What a profile counts: classes of instructions, counts per instruction, per source line and per buffer."""
+"""Counts of a profile: classes of instructions, counts per instruction, per source line and per buffer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpu_ops.emulator.syntax import Instruction
 
 SECTOR = 32  # bytes of global memory that move together
 
-# The classes of the instruction mix in the order in which they are shown, with their opcodes. The type or the state
-# space of an instruction decides the classes without opcodes.
+# Classes of the instruction mix in display order, with their opcodes. The type or the state space of an instruction
+# decides the classes without opcodes.
 _OPCODES = {
     "tensor core": "mma wgmma wmma",
     "float": "",
@@ -43,7 +43,7 @@ _FLOAT_NAMES = {"f32": "fp32", "f64": "fp64", "f16": "fp16", "bf16": "bf16"}
 
 
 def classify(instruction: Instruction) -> str:
-    """One of :data:`CLASSES`."""
+    """Class of an instruction, one of :data:`CLASSES`."""
     opcode, modifiers = instruction.opcode, instruction.modifiers
     if opcode in ("ld", "ldu", "st"):
         spaces = (_SPACES.get(word.partition("::")[0]) for word in modifiers)
@@ -54,19 +54,19 @@ def classify(instruction: Instruction) -> str:
 
 
 def operations(instruction: Instruction) -> tuple[str, int]:
-    """(fp16, bf16, fp32, fp64, int or "", operations per lane).
+    """Type (fp16, bf16, fp32, fp64, int or "") and number of operations per lane.
 
     A fused multiply-add counts as two operations and a special function as one; comparisons, selections and moves
-    count as none. Every arithmetic, bit and logic instruction on integers counts, address arithmetic included.
-    Packed types do twice the work.
+    count as none. Every arithmetic, bit and logic instruction on integers counts, including address arithmetic.
+    Packed types count twice.
     """
-    opcode, kind = instruction.opcode, classify(instruction)
-    if kind in ("float", "special"):
+    opcode, instruction_class = instruction.opcode, classify(instruction)
+    if instruction_class in ("float", "special"):
         ptx_type = instruction.modifiers[-1]
         packed = ptx_type.endswith("x2")
-        count = 1 if kind == "special" else _FLOPS.get(opcode, 0)
+        count = 1 if instruction_class == "special" else _FLOPS.get(opcode, 0)
         return _FLOAT_NAMES[ptx_type.removesuffix("x2")] if count else "", count * (1 + packed)
-    if kind == "integer" and opcode not in ("setp", "set"):
+    if instruction_class == "integer" and opcode not in ("setp", "set"):
         return "int", _INTEGER_OPERATIONS.get(opcode, 1)
     return "", 0
 
@@ -75,9 +75,8 @@ def operations(instruction: Instruction) -> tuple[str, int]:
 class Counts:
     """Counts of one instruction, or the sum over a source line, an opcode or the launch.
 
-    A request is one instruction of one warp. For shared memory, ``waves`` is what the requests take, ``phases``
-    what they would take without bank conflicts, and ``ideal_waves`` what they would take if each wave moved 128
-    bytes.
+    A request is one instruction of one warp. For shared memory, ``waves`` is the number of waves that the requests
+    take, ``phases`` the number without bank conflicts, and ``ideal_waves`` the number if each wave moved 128 bytes.
     """
 
     warps: int = 0  # issued
@@ -105,12 +104,12 @@ class Counts:
 
     @property
     def sectors_per_128_bytes(self) -> float:
-        """4 is perfect. Below 4, lanes share bytes; above 4, bytes move that no lane requested."""
+        """Sectors per 128 requested bytes; 4 is ideal. Less: lanes share bytes. More: unrequested bytes move."""
         return 128 * self.sectors / self.global_bytes if self.global_bytes else 0.0
 
 
 def where(file: str, line: int) -> str:
-    """``rmsnorm.cu:35``, ``PTX line 120``"""
+    """Name of a line, such as ``rmsnorm.cu:35`` or ``PTX line 120``."""
     return f"{PurePath(file).name}:{line}" if file else f"PTX line {line}"
 
 
@@ -119,7 +118,7 @@ _C = TypeVar("_C", bound=Counts)
 
 
 def total(parts: Iterable[Counts], kind: type[_C], **given: Any) -> _C:
-    """The sum of counts, as an instance of ``kind`` with its other fields ``given``."""
+    """Sum of counts, as an instance of ``kind`` whose other fields are ``given``."""
     rows = [[getattr(part, name) for name in _NAMES] for part in parts]
     return kind(**given, **dict(zip(_NAMES, map(sum, zip(*rows, strict=True)), strict=False)))
 
@@ -144,7 +143,7 @@ class InstructionProfile(Counts):
 
 @dataclass(frozen=True, kw_only=True)
 class LineProfile(Counts):
-    """One line of the source, or of the PTX without line information."""
+    """One line of the source, or of the PTX if there is no line information."""
 
     file: str
     line: int
@@ -152,18 +151,18 @@ class LineProfile(Counts):
 
     @property
     def cost(self) -> int:
-        """Issue slots plus sectors plus waves: ranks lines roughly, and is not a time."""
+        """Issue slots plus sectors plus waves: a rough measure to rank lines, not a time."""
         return self.warps + self.sectors + self.waves
 
     @property
     def where(self) -> str:
-        """``rmsnorm.cu:35``"""
+        """Name of the line, such as ``rmsnorm.cu:35``."""
         return where(self.file, self.line)
 
 
 @dataclass(frozen=True)
 class BufferProfile:
-    """Traffic of one array argument (arguments that share memory are one), or of a global variable."""
+    """Traffic of one array argument (arguments that share memory count as one), or of a global variable."""
 
     name: str
     size: int  # bytes
@@ -190,7 +189,7 @@ class BufferProfile:
 
     @property
     def times_read(self) -> float:
-        """How often a sector was read on average: 2 for a kernel that makes two passes over its input."""
+        """Average number of reads of a sector: 2 for a kernel that makes two passes over its input."""
         return self.sectors_read / self.footprint_read if self.footprint_read else 0.0
 
     @property

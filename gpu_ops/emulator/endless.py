@@ -1,4 +1,4 @@
-"""Stops endless loops: how long a batch of blocks may run, and which loop it is in when it has run that long."""
+"""Detection of endless loops: a limit for a batch of blocks, and the loop that it is in at the limit."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from gpu_ops.emulator.state import Group, State
 from gpu_ops.emulator.syntax import Array
 
-_EVERY = 1000  # instructions between two looks at the clock
+_EVERY = 1000  # instructions between two checks of the clock
 _LAPS = 2000  # instructions after the limit, to see which loops the batch is in
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that a batch may execute: instructions, and seconds of this thread's CPU time."""
+    """Limits of a batch: instructions, and seconds of this thread's CPU time."""
 
     instructions: int
     seconds: float
 
 
 class Watch:
-    """Looks at backward branches, once the clock of the machine has reached ``look_at``."""
+    """Watch of backward branches, once the clock of the machine has reached ``look_at``."""
 
     def __init__(self, limit: Limit, clock: int) -> None:
         self.limit = limit
@@ -34,7 +34,7 @@ class Watch:
         self.loops: set[tuple[int, int]] = set()  # the first and last pc
 
     def backward(self, m: State, group: Group, first: int) -> None:
-        """A group branches back to ``first``."""
+        """Record that a group branches back to ``first``."""
         if not self.exceeded:
             if m.clock > self.last:
                 self.exceeded = f"{self.limit.instructions} instructions (max_instructions)"

@@ -1,4 +1,4 @@
-"""Errors of the emulator: :class:`SanitizerError` reports a fault in the kernel, the others a bad call or bad PTX."""
+"""Errors of the emulator: :class:`SanitizerError` reports a fault of the kernel, the others a bad call or bad PTX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_ops.errors import GpuOpsError
 
 
 class EmulatorError(GpuOpsError, RuntimeError):
-    """The kernel cannot be run as asked: no such entry, wrong arguments, not enough memory."""
+    """The launch is impossible: no such entry, wrong arguments, not enough memory."""
 
 
 class PtxError(EmulatorError):
@@ -20,10 +20,10 @@ class UnknownInstruction(PtxError):
 
 
 class SanitizerError(EmulatorError):
-    """A fault in the kernel. ``kind`` is one of ``gpu_ops.emulator.sanitizer.KINDS``.
+    """Fault of the kernel. ``kind`` is one of ``gpu_ops.emulator.sanitizer.KINDS``.
 
-    With ``sanitize="collect"`` it stands for all faults of a launch: ``faults`` has an error for each of them, of
-    which ``count`` is the number of times it was found. ``kind`` is that of the first.
+    With ``sanitize="collect"`` it represents all faults of a launch: ``faults`` has an error for each of them, whose
+    ``count`` is the number of times it was found. ``kind`` is that of the first.
     """
 
     def __init__(self, kind: str, message: str, faults: Sequence[SanitizerError] = ()) -> None:
@@ -34,9 +34,9 @@ class SanitizerError(EmulatorError):
 
     @property
     def faults(self) -> tuple[SanitizerError, ...]:
-        """Every fault that was found: only this one, unless the launch collected them."""
+        """All faults found: only this one, unless the launch collected them."""
         return self._faults or (self,)
 
 
 class SanitizerNote(UserWarning):
-    """What is no fault, but worth knowing: a warning of a launch with ``sanitize="collect"`` that found no fault."""
+    """Warning of a launch with ``sanitize="collect"``: worth knowing, although it is no fault."""

@@ -1,4 +1,4 @@
-"""What a launch with ``sanitize="collect"`` found: its faults and notes, each once, with the number of times."""
+"""Faults and notes of a launch with ``sanitize="collect"``: each one once, with the number of times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Faults:
     notes: dict[int, str] = field(default_factory=dict)
 
     def repeated(self, key: Hashable) -> bool:
-        """Count a fault that is known already."""
+        """Whether a fault is already known; if so, count it."""
         known = self.found.get(key)
         if known is not None:
             known.count += 1
         return known is not None
 
     def finish(self, title: str) -> None:
-        """Raise the faults, with the notes below; or warn of the notes if there are no faults."""
+        """Raise the faults, with the notes below; without faults, warn of the notes."""
         if not self.found:
             for note in self.notes.values():
                 warnings.warn(note, SanitizerNote, stacklevel=4)

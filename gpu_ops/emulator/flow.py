@@ -1,4 +1,4 @@
-"""How each instruction moves values between registers, and which registers decide what it does."""
+"""Flow of values between registers for each instruction, and the registers that decide its effect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CONTROL = {
 }
 _WARP = {"shfl", "vote", "match", "redux", "elect", "mma", "wmma", "ldmatrix", "stmatrix", "movmatrix"}
 _WHETHER = "decides by the value whether to run this"
-#: Instructions whose result has bits that depend on one bit of each source, and the sources that tell which.
+#: Instructions where each bit of the result depends on one bit of each source, and the sources that decide which.
 CONTROLS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("mov", "cvt", "not", "and", "or", "xor", "selp", "slct"), ()),
     **{"lop3": (3,), "shl": (1,), "shr": (1,), "shf": (2,), "prmt": (2,), "bfe": (1, 2), "bfi": (2, 3)},
@@ -50,27 +50,29 @@ _INTEGER = re.compile(r"[bsu]\d+|pred")
 
 @dataclass(eq=False)
 class Flow:
-    """How an instruction moves values. Registers are indices."""
+    """Flow of values through an instruction. Registers are indices."""
 
     pc: int
     guard: int
     targets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)  # what the instruction does depends on these
+    uses: list[int] = field(default_factory=list)  # registers that decide the effect of the instruction
     use: str = "decides by the value what to do"
-    visible: str = ""  # how its guard matters; empty if it only writes registers
-    warp: bool = False  # it computes when the lanes of its warp are here
-    op: Op | None = None  # of an instruction whose result may not depend on each bit of a source
+    visible: str = ""  # effect that its guard decides; empty if it only writes registers
+    warp: bool = False  # it computes when the lanes of its warp have arrived
+    op: Op | None = None  # operation of an instruction whose result may not depend on each bit of a source
     compares: bool = False  # ``op`` is a comparison
     words: set[str] = field(default_factory=set)
-    controls: tuple[int, ...] = ()  # the sources of ``op`` that tell which bits of the others matter
-    results: list[tuple[int, int]] = field(default_factory=list)  # of each target: result of op, first bit
-    tile: Mma | None = None  # of a product of tiles of numbers that have a NaN
+    controls: tuple[int, ...] = ()  # sources of ``op`` that decide which bits of the others matter
+    results: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # result of op and first bit, for each target
+    tile: Mma | None = None  # product of tiles of numbers that have a NaN
     tiles: list[list[int | None]] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     operands: list[list[int | None]] = field(default_factory=list)  # the registers of each reader
-    exchange: Callable[..., Array] | None = None  # of a warp instruction that some lanes can decide
+    exchange: Callable[..., Array] | None = None  # function of a warp instruction that some lanes can decide
 
 
 def _registers(m: State, operand: Operand) -> Iterator[int]:
@@ -88,7 +90,7 @@ def _each(m: State, operand: Operand) -> list[int | None]:
 
 
 def _operation(code: Instruction) -> Op | None:
-    """The operation of an instruction whose result may not depend on each bit of a source."""
+    """Operation of an instruction whose result may not depend on each bit of a source."""
     opcode, words = code.opcode, code.modifiers
     if opcode == "mov":
         return Op(words, words, lambda a: a)

@@ -55,7 +55,7 @@ def _printf(m: State, pc: int, result: int, form: int, values: int) -> Callable[
 
 
 def _format(m: State, pc: int, lane: int, text: str, at: int) -> tuple[str, int]:
-    """(the text with its conversions replaced, their number). Arguments lie at ``at``, each at its own alignment."""
+    """Replace the conversions of a text; return it and their number. Arguments start at ``at``, each aligned."""
     count, start = 0, at
 
     def take(code: str) -> float:
@@ -117,8 +117,8 @@ def _word(m: State, lane: int, offset: int, size: int = 8) -> int:
 def _bytes(m: State, pc: int, lane: int, address: int, size: int) -> bytes:
     where = np.uint64(address) + np.arange(size, dtype=np.uint64)
     lanes = np.full(size, lane, np.int32)
-    place, kind, _ = m.memory.resolve(Access(pc, GENERIC, 1, read=True, write=False), lanes, where)
-    if kind:
+    place, fault, _ = m.memory.resolve(Access(pc, GENERIC, 1, read=True, write=False), lanes, where)
+    if fault:
         raise m.fault("out of bounds", pc, lane, f"text to print {m.memory.describe(GENERIC, address)}")
     out: Array = np.empty((1, size), np.uint8)
     aot.gather(place.host, np.arange(size, dtype=np.int32), out)
@@ -126,18 +126,18 @@ def _bytes(m: State, pc: int, lane: int, address: int, size: int) -> bytes:
 
 
 def _text(m: State, pc: int, lane: int, address: int) -> str:
-    """The C string at an address."""
-    found = bytearray()
-    while (byte := _bytes(m, pc, lane, address + len(found), 1)) != b"\0":
-        found += byte
-    return found.decode(errors="replace")
+    """C string at an address."""
+    text = bytearray()
+    while (byte := _bytes(m, pc, lane, address + len(text), 1)) != b"\0":
+        text += byte
+    return text.decode(errors="replace")
 
 
 # -- calls through pointers -----------------------------------------------------------------------
 
 
 def _dispatch(m: State, pc: int, instruction: Instruction) -> Step:
-    """Go to the clone of the function that a register points to."""
+    """Jump to the clone of the function that a register points to."""
     pointer, table = instruction.operands
     assert isinstance(table, Name)
     program = m.program

@@ -1,4 +1,4 @@
-"""Links an entry of a module into one flat program: calls inlined, labels resolved, variables laid out.
+"""Linker of a module's entry into one flat program: calls inlined, labels resolved, variables laid out.
 
 A device function is cloned at each call, and its parameters are bound to the caller's ``.param`` variables, which
 become per-thread memory. The machine therefore needs no stack and no scopes: a call disappears and a return is a
@@ -41,13 +41,13 @@ _FUNCTION_BASE, _FUNCTION_STEP = 1 << 16, 1 << 8  # addresses of functions, wher
 
 
 def link(module: Module, name: str) -> Program:
-    """The program of an entry, given by its name in PTX or in the source."""
+    """Link the program of an entry, named as in PTX or as in the source."""
     entries = [f.name for f in module.functions.values() if f.entry]
-    found = [e for e in entries if e == name] or [e for e in entries if plain_name(e) == name]
-    if len(found) != 1:
-        many = f"{len(found)} kernels are" if found else "no kernel"
+    matches = [e for e in entries if e == name] or [e for e in entries if plain_name(e) == name]
+    if len(matches) != 1:
+        many = f"{len(matches)} kernels are" if matches else "no kernel"
         raise EmulatorError(f"{many} named {name!r}; the module has: {', '.join(entries) or 'none'}")
-    entry = module.functions[found[0]]
+    entry = module.functions[matches[0]]
     linker = _Linker(module, Program(entry.name, module))
     linker.program.parameters = entry.parameters
     linker.inline(entry, "", {}, ())
@@ -73,13 +73,13 @@ class _Linker:
         callers: tuple[str, ...],
         call: Instruction | None = None,
     ) -> None:
-        """Append a clone of a function. ``call`` is the call of a function of the runtime, which has no lines."""
+        """Append a clone of a function. ``call``: the call, for a function of the runtime, which has no lines."""
         program = self.program
         if len(program.code) > _LONGEST:
             raise PtxError(f"{program.title} has more than {_LONGEST} instructions after calls are expanded")
         labels = {s.name for s in function.body if isinstance(s, Label)}
-        own = {v.name for v in function.variables}
-        mine = labels | own | function.registers.keys()
+        variables = {v.name for v in function.variables}
+        mine = labels | variables | function.registers.keys()
 
         def rename(name: str) -> str:
             return prefix + name if name in mine else bound.get(name, name)
@@ -108,7 +108,7 @@ class _Linker:
                     placed = placed._replace(opcode="bra", modifiers=(), operands=(Name(end),))
                 program.code.append(placed)
         program.labels[end] = len(program.code)
-        if function.entry:  # falling off the end returns
+        if function.entry:  # the end of the code returns
             line = program.code[-1].line if program.code else 1
             program.code.append(Instruction(line, None, None, "ret", (), ()))
 
@@ -160,7 +160,7 @@ class _Linker:
     def call_indirectly(
         self, statement: Instruction, call: Call, rename: _Rename, callers: tuple[str, ...]
     ) -> None:
-        """A call through a pointer: a clone of each function that it may name, and a jump to one by its address."""
+        """Expand a call through a pointer: clone each possible callee, and jump to one by its address."""
         program, actual = self.program, (*call.results, *call.arguments)
         self.clones += 1
         table, end = f"{self.clones}:functions", f"{self.clones}:end of call"
@@ -188,7 +188,7 @@ class _Linker:
 
     @cached_property
     def pointed_to(self) -> list[Function]:
-        """The functions whose address the module takes."""
+        """Functions whose address the module takes."""
         functions = self.module.functions.values()
         used = [o for f in functions for s in f.body if isinstance(s, Instruction) for o in s.operands]
         used += [o for v in self.module.variables.values() for o in v.initial]
@@ -196,7 +196,7 @@ class _Linker:
         return [f for f in functions if f.name in names and not f.entry and not f.declared_only]
 
     def lay_out(self) -> None:
-        """Static variables in order, then dynamic shared memory; all its symbols name one address."""
+        """Lay out static variables in order, then dynamic shared memory, whose symbols share one address."""
         program = self.program
         shared, local, dynamic = SHARED_BASE, LOCAL_BASE, []
         for variable in (*self.module.variables.values(), *self.variables):

@@ -1,8 +1,8 @@
-"""Runs a program for a batch of blocks, all threads at once and group by group; steps of branches and barriers.
+"""Machine that runs a program for a batch of blocks, group by group of threads; steps of branches and barriers.
 
-The group with the lowest pc runs until it meets the next group and merges with it, so threads that took different
+The group with the lowest pc runs until it reaches the next group and merges with it, so threads that took different
 paths reconverge where the paths do. After a backward branch in a loop that polls memory a group *yields*: it runs
-again only when no other group can. When no group can run and threads are left, the kernel is at fault.
+again only when no other group can. If no group can run and threads are left, the kernel is at fault.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gpu_ops.emulator.registers import Builder, Reader, Writer, reader, writer
 from gpu_ops.emulator.state import Group, State, Step
 from gpu_ops.emulator.syntax import Array, Immediate, Instruction, Name, Negated
 
-_REPEATS = 16  # polling rounds that leave every register unchanged: nothing will change any more
-_ROUNDS = 1_000_000  # polling rounds in which registers do change, for example a count of attempts
+_REPEATS = 16  # polling rounds without a change of any register, after which none will come
+_ROUNDS = 1_000_000  # limit of polling rounds that do change registers, for example a count of attempts
 _NO_LIMIT = 1 << 60
 
 
@@ -41,7 +41,7 @@ def _bra(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _brx(m: State, pc: int, instruction: Instruction) -> Step:
-    """``brx.idx``: a branch through a table of labels."""
+    """Step of ``brx.idx``: a branch through a table of labels."""
     index, table = instruction.operands
     assert isinstance(table, Name)
     targets = [_target(m, instruction, name) for name in m.program.tables[table.name]]
@@ -92,7 +92,7 @@ def _nanosleep(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 class _Barrier:
-    """``bar.sync a{, b}``, ``bar.arrive a, b``, ``bar.red.op p, a{, b}, q``; ``barrier`` is the same."""
+    """Step of ``bar.sync a{, b}``, ``bar.arrive a, b`` or ``bar.red.op p, a{, b}, q``; ``barrier`` is the same."""
 
     def __init__(self, m: State, pc: int, instruction: Instruction) -> None:
         words = [w for w in instruction.modifiers if w not in ("cta", "aligned")]
@@ -112,11 +112,11 @@ class _Barrier:
 
     def __call__(self, group: Group, active: Mask) -> int | None:
         m = self.m
-        if active is None and self.simple:  # all threads of all blocks are here
+        if active is None and self.simple:  # all threads of all blocks have arrived
             if m.sanitizer is not None:
                 m.sanitizer.barrier(np.ones(len(m.blocks), np.bool_))
             return group.pc + 1
-        # A warp arrives at an aligned barrier as a whole: its lanes park until the rest of the warp is here.
+        # A warp arrives at an aligned barrier as a whole: its lanes park until the rest of the warp has arrived.
         here = m.full(active).reshape(-1, WARP)
         alive = m.alive.reshape(-1, WARP)
         late = here & (alive & ~here).any(axis=1, keepdims=True)
@@ -145,7 +145,7 @@ class _Barrier:
         return m.go_on(group, rest)
 
     def finish(self, everyone: Array, mine: Array) -> None:
-        """The barrier opened: write the result of ``bar.red`` over everyone to the threads that came here."""
+        """Finish an opened barrier: write the result of ``bar.red`` over everyone to the threads of this step."""
         if self.write is None:
             return
         met = everyone.reshape(len(self.m.blocks), -1)
@@ -185,7 +185,7 @@ _BUILDERS: dict[str, Builder] = {
 
 
 def _steps(m: State) -> list[Step]:
-    """The steps of the program; an error names the instruction and its line."""
+    """Steps of the program; an error names the instruction and its line."""
     made = []
     for pc, instruction in enumerate(m.program.code):
         form, at = instruction.form, f"PTX line {instruction.line}"
@@ -207,7 +207,7 @@ def _steps(m: State) -> list[Step]:
 
 
 class Machine(State):
-    """Schedules the groups of a batch of blocks."""
+    """State of a batch of blocks, with the scheduler of its groups."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -224,7 +224,7 @@ class Machine(State):
             self._advance(group)
 
     def _next(self) -> Group | None:
-        """The group to run: all threads at the lowest pc. Parked and yielded threads run only if no others can."""
+        """Group to run next: all threads at the lowest pc. Parked and yielded threads run only if no others can."""
         ready = [g for g in self.groups if not g.yielded]
         if not ready and self.failed < len(self.parked):
             self.failed += 1
@@ -243,7 +243,7 @@ class Machine(State):
         return self._gather(group)
 
     def _poll_again(self) -> None:
-        """Only polling groups are left: run them again, unless nothing has changed since the last rounds."""
+        """Run the polling groups again if only they are left, unless nothing has changed in the last rounds."""
         seen = [*self.registers, *(part for g in self.groups for part in (g.pc, g.mask))]
         same = len(seen) == len(self._seen) and all(
             a is b or np.array_equal(a, b)  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ class Machine(State):
             g.yielded = False
 
     def _gather(self, group: Group) -> Group:
-        """Merge every group at this pc into the group."""
+        """Merge all groups at the group's pc into it."""
         for waiting in (self.groups, self.parked):
             for other in [g for g in waiting if g.pc == group.pc]:
                 waiting.remove(other)
@@ -279,7 +279,7 @@ class Machine(State):
             step = steps[group.pc]
             if marked:
                 undefined.before(self, group)
-            # When no other group is left, registers of ended threads may be overwritten; no mask is less work.
+            # If no other group is left, registers of ended threads may be overwritten; no mask means less work.
             active = None if alone and step.everyone else group.mask
             self.clock += 1
             if step.guard >= 0:
@@ -324,7 +324,7 @@ class Machine(State):
         return not (self.groups or self.parked or self.barriers.any)
 
     def _deadlock(self, kind: str) -> SanitizerError:
-        """The fault when no thread can continue: where the threads are, and what they wait for."""
+        """Fault if no thread can continue: the places of the threads, and the events they wait for."""
         waiting = [(g.pc, g.mask, "a warp instruction whose other lanes never come") for g in self.parked]
         waiting += [(g.pc, g.mask, "polling memory that nobody changes") for g in self.groups]
         waiting += self.barriers.standing()

@@ -1,4 +1,4 @@
-"""Reads mangled names (Itanium C++ ABI): what a kernel or variable is called, and the types of its parameters."""
+"""Reader of mangled names (Itanium C++ ABI): the name of a kernel or variable, and the types of its parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-# Builtin types, as they are written.
+# Builtin types, as C++ spells them.
 _LETTERS = {
     **{"v": "void", "b": "bool", "c": "char", "a": "signed char", "h": "unsigned char", "w": "wchar_t"},
     **{"s": "short", "t": "unsigned short", "i": "int", "j": "unsigned", "f": "float", "d": "double"},
@@ -18,19 +18,19 @@ _LETTERS = {
 
 
 class Mangled(NamedTuple):
-    """``name``: the last component of the name. ``types``: of the parameters; None where they are not known."""
+    """Demangled ``name``, its last component only, and ``types`` of the parameters; None if they are unknown."""
 
     name: str
     types: tuple[str, ...] | None = None
 
 
 class _Unread(Exception):
-    """The name has what this reader does not know."""
+    """Error: the name has a production that this reader does not know."""
 
 
 @lru_cache(maxsize=4096)
 def demangle(name: str) -> Mangled:
-    """The name and the parameters; the whole text where it is no mangled name."""
+    """Demangle a name; text that is no mangled name is returned whole."""
     if not re.match(r"_Z[\dNLZS]", name):
         return Mangled(name)
     reader = _Reader(name)
@@ -42,13 +42,13 @@ def demangle(name: str) -> Mangled:
 
 
 class _Reader:
-    """Descends through the productions of the grammar, each a method. ``known``: what S_, S0_, ... stand for."""
+    """Recursive-descent reader; each production is a method. ``known``: the meanings of S_, S0_, ..."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 2
         self.known: list[str] = []
-        self.last = ""  # the last component of the name, so far
-        self.shown = ""  # the nested name that was read last
+        self.last = ""  # last component of the name so far
+        self.shown = ""  # latest nested name
 
     def accept(self, pattern: str) -> re.Match[str] | None:
         match = re.compile(pattern).match(self.text, self.at)
@@ -65,7 +65,7 @@ class _Reader:
     # -- names ----------------------------------------------------------------------------------
 
     def encoding(self) -> tuple[str, ...] | None:
-        """``<name> {<type>}``, up to the end of the text or an E. The types of a template begin with its result."""
+        """Read ``<name> {<type>}`` up to the end of the text or an E. A template's types begin with its result."""
         template = self.name(of_entity=True)
         types = []
         while self.at < len(self.text) and not self.accept(r"(?=[E.$])"):
@@ -73,7 +73,7 @@ class _Reader:
         return None if template else () if types == ["void"] else tuple(types)
 
     def name(self, *, of_entity: bool = False) -> bool:
-        """Whether the name ends with template arguments. The name of an entity is not a known type itself."""
+        """Read a name; return whether it ends with template arguments. An entity's name is not a known type."""
         if self.accept("Z"):  # a name in a function
             self.encoding()
             self.expect("E")
@@ -99,7 +99,7 @@ class _Reader:
         return template
 
     def components(self, of_entity: bool) -> bool:
-        """``{<prefix>} <name> E`` of a nested name. Each prefix becomes known, and the whole if it is a type."""
+        """Read ``{<prefix>} <name> E`` of a nested name. Each prefix becomes known, and a type's whole name too."""
         shown, template, fresh = "", False, False
         while not self.accept("E"):
             if fresh:
@@ -124,7 +124,7 @@ class _Reader:
         return template
 
     def component(self) -> str:
-        """An identifier with its tags; an unnamed type or a lambda; a constructor; an operator."""
+        """Read an identifier with its tags, an unnamed type or a lambda, a constructor, or an operator."""
         self.accept("L")  # internal linkage
         if length := self.accept(r"\d+"):
             end = self.at + int(length.group())
@@ -144,18 +144,18 @@ class _Reader:
         return shown
 
     def substitution(self) -> str:
-        """The rest of ``S_``, ``S0_`` ... or ``Ss``."""
+        """Read the rest of ``S_``, ``S0_`` ... or ``Ss``."""
         if short := self.accept("[absiod]"):
             return f"std::{short.group()}"
         number = self.expect(r"([0-9A-Z]*)_").group(1)
         return self.known[int(number, 36) + 1 if number else 0]
 
     def parameter(self) -> str:
-        """The rest of ``T_``, ``T0_`` ...: a parameter of the template."""
+        """Read the rest of ``T_``, ``T0_`` ...: a parameter of the template."""
         return "T" + self.expect(r"\d*_").group()
 
     def arguments(self) -> str:
-        """``I {<argument>} E``"""
+        """Read template arguments, ``I {<argument>} E``."""
         self.expect("[IJ]")
         arguments = []
         while not self.accept("E"):
@@ -172,7 +172,7 @@ class _Reader:
         return self.literal() if self.accept("L") else self.type()
 
     def literal(self) -> str:
-        """The rest of ``Li3E``, a number, or ``L_Z1fvE``, a function."""
+        """Read the rest of ``Li3E``, a number, or ``L_Z1fvE``, a function."""
         if self.accept("_Z"):
             last = self.last
             self.encoding()
@@ -199,7 +199,7 @@ class _Reader:
         if self.accept(r"(?=[rVK])"):
             self.expect(r"r?V?K?")
             return self.learn(self.type())
-        if array := self.accept(r"5ArrayI(Dh|[a-z])Li\dE1[ACF]7\w+?7alignedE"):  # of Numba
+        if array := self.accept(r"5ArrayI(Dh|[a-z])Li\dE1[ACF]7\w+?7alignedE"):  # array of Numba
             return f"an array of {_LETTERS.get(array.group(1), '?')}"
         if self.accept(r"F"):
             self.accept("Y")

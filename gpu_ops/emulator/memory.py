@@ -1,4 +1,4 @@
-"""The address space of a launch: global allocations, shared memory per block, local memory per thread.
+"""Address space of a launch: global allocations, shared memory per block, local memory per thread.
 
 ========  ==================================  ====================================================
 space     device address                      host memory
@@ -8,7 +8,7 @@ shared    offset from 0x400; generic + 2^56   ``(blocks, bytes)``, made for each
 local     offset from 0x100; generic + 2^57   ``(threads, bytes)``, likewise
 ========  ==================================  ====================================================
 
-Global allocations lie far apart, so an address that misses its allocation is a fault, even one that wrapped at 2^31.
+Global allocations are far apart, so an address that misses its allocation is a fault, even one that wrapped at 2^31.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from gpu_ops.emulator.syntax import Array, Variable
 GENERIC, GLOBAL, SHARED, LOCAL = range(4)
 SPACES = {"global": GLOBAL, "const": GLOBAL, "shared": SHARED, "local": LOCAL}
 
-SCRATCH = -3  # the owner of an access that is not valid, where faults are collected; -1 is shared, -2 local
+SCRATCH = -3  # owner of an invalid access if faults are collected; -1 is shared, -2 local
 
 _SPACING = 1 << 36
 _NULL = 1 << 32  # an address below is a null pointer with an offset
 
 
-EACH, SOME, NO = range(3)  # which elements of a read must have been written: each, one byte of it, none
+EACH, SOME, NO = range(3)  # written bytes that a read requires: each, at least one, none
 
 
 @dataclass(frozen=True)
 class Access:
-    """A memory instruction, as the sanitizer and the profiler see it."""
+    """Memory instruction, as the sanitizer and the profiler see it."""
 
     pc: int
     space: int
@@ -51,8 +51,8 @@ class Access:
     read: bool
     write: bool
     initialised: int = EACH
-    padded: bool = False  # local memory that nothing has written is no fault: it may be padding
-    tracked: bool = False  # the step takes note of what is not initialised: see undefined.py
+    padded: bool = False  # unwritten local memory is no fault: it may be padding
+    tracked: bool = False  # the step records uninitialised bytes: see undefined.py
     atomic: bool = False
     asynchronous: bool = False
     constant: bool = False  # ld.global.nc: the data must not change during the launch
@@ -60,7 +60,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Place:
-    """The addresses of one access: lanes, device addresses, host pointers, owners."""
+    """Addresses of one access: lanes, device addresses, host pointers, owners."""
 
     lanes: Array
     address: Array
@@ -68,13 +68,13 @@ class Place:
     owner: Array
 
     def moved(self, offset: int) -> Place:
-        """The addresses so many bytes further on."""
+        """Addresses that are ``offset`` bytes higher."""
         if offset == 0:
             return self
         return Place(self.lanes, self.address + np.uint64(offset), self.host + offset, self.owner)
 
     def of(self, at: Array | slice) -> Place:
-        """Some of the lanes, by position."""
+        """Addresses of some of the lanes, by position."""
         address = self.address if len(self.address) == 1 else self.address[at]
         return Place(self.lanes[at], address, self.host[at], self.owner[at])
 
@@ -84,9 +84,9 @@ class Place:
 
 @dataclass(eq=False)
 class Allocation:
-    """A range of global memory: one argument, several that overlap, or a variable of the module.
+    """Range of global memory: one argument, several that overlap, or a variable of the module.
 
-    ``role``: "argument", "pinned" for what only ``pointer()`` gave an address, or the space of a variable.
+    ``role``: "argument", "pinned" for an array that has an address only by ``pointer()``, or a variable's space.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Allocation:
     keep: Any  # keeps the host memory alive
     writable: bool = True
     shadow: Array | None = None
-    arrays: list[Array] = field(default_factory=list)  # those that it holds
+    arrays: list[Array] = field(default_factory=list)  # arrays in the range
     unset: bool = False  # a __constant__ variable without a value
 
     @property
@@ -105,7 +105,7 @@ class Allocation:
         return self.start + self.bytes
 
     def describe(self, offset: int) -> str:
-        """``past the end of `out`: element 1024 of 1024 (byte 4096 of 4096)``, for an offset in or near it."""
+        """Text for an offset, such as ``past the end of `out`: element 1024 of 1024 (byte 4096 of 4096)``."""
         name = f"`{self.name}`" if self.name.isidentifier() else self.name or "a buffer"
         where = f"byte {offset} of {self.bytes}"
         array = self.arrays[0] if self.arrays else None
@@ -126,7 +126,7 @@ class Allocation:
 
 @dataclass(eq=False)
 class _Range:
-    """The host bytes of one argument, or of several that overlap."""
+    """Host bytes of one argument, or of several that overlap."""
 
     low: int
     high: int
@@ -134,7 +134,7 @@ class _Range:
 
 
 class Memory:
-    """Everything that a launch can address. ``symbols``: the arrays that stand for global variables, by name."""
+    """Memory that a launch can address. ``symbols``: the arrays that replace global variables, by name."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Memory:
         self.program = program
         self.shadowed = shadowed
         self.allocations: list[Allocation] = []  # by address
-        self._end = 0  # of those that have no address of their own yet
+        self._end = 0  # end of the allocations at assigned addresses
         self.symbols = dict(program.functions)
         self.grid_barrier = 0
         for span in _merge(buffers):
@@ -162,7 +162,7 @@ class Memory:
         self.shared = self.local = np.zeros((0, 0), np.uint8)
 
     def _allocate_variable(self, variable: Variable, given: Array | None) -> Array:
-        """The bytes in which to put the initial value; none if the caller gives the memory."""
+        """Allocate a variable; return the bytes for its initial value, which are a dummy for the caller's memory."""
         data = np.zeros(max(1, variable.bytes), np.uint8) if given is None else given
         host = int(data.__array_interface__["data"][0])
         allocation = self._allocate(plain_name(variable.name), variable.space, host, data.nbytes, data)
@@ -176,7 +176,7 @@ class Memory:
         return data
 
     def _tabulate(self) -> None:
-        """Make the lookup tables. For stores a read-only allocation is empty, so no access pays for the check."""
+        """Make the lookup tables. For stores a read-only allocation is empty, so the check costs nothing."""
         rows = [
             [a.start, a.end, a.host, 0 if a.shadow is None else a.shadow.ctypes.data]
             for a in self.allocations
@@ -217,7 +217,7 @@ class Memory:
             allocation.shadow = _shadow(span)
 
     def pointer(self, array: Array) -> int:
-        """The device address of an argument's first element; 0 for an empty one."""
+        """Device address of an argument's first element; 0 for an empty one."""
         if array.size == 0:
             return 0
         at = array.__array_interface__["data"][0]
@@ -227,48 +227,48 @@ class Memory:
         raise LookupError("not an argument of this launch")
 
     def constant(self, name: str, data: Array) -> int:
-        """Allocate bytes that the host made (the kernel's parameters). Call it before the first access."""
+        """Allocate bytes from the host (the kernel's parameters). Call it before the first access."""
         allocation = self._allocate(name, "const", data.ctypes.data, data.size, data)
         self._tabulate()
         return allocation.start
 
     def begin(self, blocks: int, threads: int, dynamic_shared: int) -> None:
-        """Allocate shared and local memory for a batch of blocks of ``threads`` threads, padding lanes included."""
+        """Allocate shared and local memory for a batch of blocks of ``threads`` threads, including padding lanes."""
         shared = self.program.shared_bytes + dynamic_shared
         local = self.program.local_bytes
-        # 0xCD, so that memory that was never written does not pass for zero.
+        # 0xCD, so that unwritten memory is not mistaken for zeros.
         self.shared = np.full((blocks, -(-shared // 16) * 16), 0xCD, np.uint8)
         self.local = np.full((blocks * threads, -(-local // 16) * 16), 0xCD, np.uint8)
         self.windows[:4] = self.shared.ctypes.data, SHARED_BASE + shared, self.shared.shape[1], threads
         self.windows[4:] = self.local.ctypes.data, LOCAL_BASE + local, self.local.shape[1]
 
     def resolve(self, access: Access, lanes: Array, address: Array) -> tuple[Place, int, int]:
-        """(where each lane's access goes, fault kind or 0, position of the first fault)."""
+        """Resolve addresses; return (place of each lane's access, fault kind or 0, position of the first fault)."""
         place = Place(lanes, address, np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32))
         table = self._store_table if access.write else self.table
-        kind, position = aot.resolve(
+        fault, position = aot.resolve(
             access.space, lanes, address, access.size, table, self.windows, place.host, place.owner
         )
-        return place, kind, position
+        return place, fault, position
 
     def resume(self, access: Access, place: Place, position: int) -> tuple[int, int]:
-        """After a fault that is not raised: give that lane scratch memory, and look for the next fault."""
+        """Continue after a fault that is not raised: give that lane scratch memory, and find the next fault."""
         self._scratch[:] = 0
         place.host[position], place.owner[position] = self._scratch.ctypes.data, SCRATCH
         first = position + 1
         rest = place.address if len(place.address) == 1 else place.address[first:]
         table = self._store_table if access.write else self.table
         lanes, host, owner = place.lanes[first:], place.host[first:], place.owner[first:]
-        kind, at = aot.resolve(access.space, lanes, rest, access.size, table, self.windows, host, owner)
-        return kind, first + at
+        fault, at = aot.resolve(access.space, lanes, rest, access.size, table, self.windows, host, owner)
+        return fault, first + at
 
     def read_only(self, access: Access, address: int) -> bool:
-        """Whether these bytes, which no store may reach, can be loaded."""
+        """Whether these bytes, which cannot be stored to, can be loaded."""
         lane, at = np.zeros(1, np.int32), np.array([address], np.uint64)
         return not self.resolve(replace(access, write=False), lane, at)[1]
 
     def describe(self, space: int, address: int) -> str:
-        """Where an address is, for messages: in or next to which allocation, and at which element of it."""
+        """Description of an address for messages: the allocation in or next to which it is, and the element."""
         if space == GENERIC and address >= aot.LOCAL_WINDOW:
             return f"at local offset {address - aot.LOCAL_WINDOW - LOCAL_BASE}"
         if space == GENERIC and address >= aot.SHARED_WINDOW:
@@ -297,7 +297,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _merge(buffers: Sequence[Buffer]) -> list[_Range]:
-    """Arguments as disjoint ranges of host memory; views that overlap share a range."""
+    """Merge arguments into disjoint ranges of host memory; views that overlap share a range."""
     spans: list[_Range] = []
     for buffer in sorted((b for b in buffers if b.array.size), key=lambda b: _bounds(b.array)):
         low, high = _bounds(buffer.array)
@@ -310,14 +310,14 @@ def _merge(buffers: Sequence[Buffer]) -> list[_Range]:
 
 
 def _shadow(span: _Range) -> Array:
-    """One byte of state per byte. Bytes of no argument, such as gaps between strided rows, are outside."""
+    """Make a byte of state per byte. Bytes of no argument, such as gaps between strided rows, are outside."""
     size = span.high - span.low
     only = span.buffers[0] if len(span.buffers) == 1 and span.buffers[0].array.flags.forc else None
     if only is not None and only.written and only.poison is None:
-        return np.zeros(size, np.uint8)  # the pages stay untouched, so a huge input is free
+        return np.zeros(size, np.uint8)  # the pages stay untouched, so a huge input costs nothing
     shadow = np.full(size, OUTSIDE, np.uint8)
-    # An argument counts more than what pointer() was told.
-    # Results first: a result that shares memory with an input (`out=x`) has contents from the start.
+    # An argument takes precedence over an array passed to pointer().
+    # Results come first: a result that shares memory with an input (`out=x`) has contents from the start.
     for buffer in sorted(span.buffers, key=lambda b: (not isinstance(b, Pinned), b.written)):
         array = buffer.array
         at = array.__array_interface__["data"][0] - span.low

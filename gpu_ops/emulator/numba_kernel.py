@@ -1,4 +1,4 @@
-"""The PTX of a Numba kernel, for ``launch``."""
+"""PTX of a Numba kernel, for ``launch``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpu_ops.kernels.compiler.jit import NumbaKernel, compile_kernel
 
 
 def ptx_of(function: Callable[..., Any], signature: str, arch: str = "sm_80") -> str:
-    """PTX of a Numba kernel, compiled without a driver or a GPU, whatever device functions it calls.
+    """PTX of a Numba kernel with its device functions, compiled without a driver or a GPU.
 
     ``signature`` is as for ``cuda.compile``, such as ``"void(float32[::1], int32)"``.
 
@@ -27,7 +27,7 @@ def ptx_of(function: Callable[..., Any], signature: str, arch: str = "sm_80") ->
         >>> float(x[31])
         62.0
 
-    Raises ``KernelCompileError``: numba-cuda is missing, or does not compile the kernel.
+    Raises ``KernelCompileError`` if numba-cuda is missing or cannot compile the kernel.
     """
-    kernel = getattr(function, "py_func", function)  # of cuda.jit
+    kernel = getattr(function, "py_func", function)  # a kernel of cuda.jit has it
     return compile_kernel(NumbaKernel(kernel, signature, kernel.__name__), arch).ptx

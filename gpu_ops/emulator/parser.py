@@ -1,4 +1,4 @@
-"""Parses PTX text to a :class:`Module`: functions, variables and instructions, each with its line.
+"""Parser of PTX text to a :class:`Module`: functions, variables and instructions, each with its line.
 
 The parser makes one pass over the tokens and resolves names by scope: an inline-asm ``{ }`` opens a scope for
 registers and labels, so names declared inside get a unique suffix.
@@ -40,7 +40,7 @@ class _Parser(Operands):
         super().__init__(text)
         self.text = text
         self.location: Location | None = None
-        # By file, line and column, because a caller may be inlined too.
+        # Keys are file, line and column, because a caller may be inlined too.
         self.places: dict[tuple[str, ...], Location] = {}
         self.scopes = 0
 
@@ -85,7 +85,7 @@ class _Parser(Operands):
         return module
 
     def variables(self, space: str, *, extern: bool = False, suffix: str = "") -> Iterator[Variable]:
-        """``.align 4 .b8 a[16] = {...}, b;`` after the space."""
+        """Parse variables after their space: ``.align 4 .b8 a[16] = {...}, b;``."""
         for variable in self.declaration(space, suffix):
             variable.extern = extern
             yield variable
@@ -178,7 +178,7 @@ class _Parser(Operands):
             self.statement(function, scope)
 
     def collect(self, scope: Scope) -> None:
-        """Read ahead for the names that this scope declares: a branch may go to a label further down."""
+        """Read ahead to collect the names that this scope declares: a branch may go to a later label."""
         tokens, depth, at = self.tokens, 1, self.at
         while depth:
             token = tokens[at]
@@ -228,7 +228,7 @@ class _Parser(Operands):
             function.body.append(self.instruction(scope))
 
     def line_information(self) -> None:
-        """``.loc file line column {, function_name label, inlined_at file line column}`` ends with its line."""
+        """Parse ``.loc file line column {, function_name label, inlined_at file line column}`` to the line's end."""
         first = self.at
         while self.lines[self.at] == self.lines[first]:
             self.at += 1

@@ -1,6 +1,6 @@
-"""The profile of a launch: exact counts of instructions, traffic, bank conflicts, tensor-core work, divergence.
+"""Profile of a launch: exact counts of instructions, traffic, bank conflicts, tensor-core work, divergence.
 
-The counts come from the PTX and from the addresses of the launch; nothing is timed. They do not cover registers and
+The counts come from the PTX and from the addresses of the launch, not from timing. They do not cover registers and
 spills (see :mod:`gpu_ops.kernels.compiler.cubin`), L1 hits, or the order in which blocks run.
 """
 
@@ -26,35 +26,35 @@ from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import source_text
 from gpu_ops.kernels.compiler.words import several
 
-_LINES = 12  # hot lines that are shown
-_SPLITS = 4  # lines that split warps, likewise
+_LINES = 12  # number of hot lines shown
+_SPLITS = 4  # number of warp-splitting lines shown
 _WIDTH = 150
-_TEXT = 64  # characters of a column of text
+_TEXT = 64  # width of a text column in characters
 
 
 @dataclass(frozen=True, repr=False)
 class Profile:
-    """The counts of one launch; ``print(profile)`` shows them as tables.
+    """Counts of one launch; ``print(profile)`` shows them as tables.
 
     Attributes
     ----------
     kernel, arch : str
-        The entry, and the architecture it was compiled for, such as ``"sm_80"``.
+        Entry, and the architecture it was compiled for, such as ``"sm_80"``.
     grid, block : tuple of int
     blocks : int
-        The number of blocks that ran, fewer than the grid has in a sampled launch. All counts cover these blocks.
+        Number of blocks that ran, fewer than in the grid for a sampled launch. All counts cover these blocks.
     dynamic_shared_bytes : int
     card : str
-        The card that the launch's ``arch`` names, or the one that stands for an architecture.
+        Card that the launch's ``arch`` names, or the card that represents an architecture.
     l2_bytes : int
-        The size of its L2 cache, for :attr:`dram_bytes`.
+        Size of the card's L2 cache, for :attr:`dram_bytes`.
     instructions : tuple of InstructionProfile
         In program order; called functions are inlined.
     buffers : tuple of BufferProfile
     multiply_adds : dict
-        Of the tensor cores, by type: ``f16``, ``bf16``, ``tf32``, ``s8``, ...
+        Multiply-adds of the tensor cores, by type: ``f16``, ``bf16``, ``tf32``, ``s8``, ...
     ptx : str
-        The program, for instance to get registers and spills from ptxas.
+        Program, for instance to get registers and spills from ptxas.
     """
 
     kernel: str
@@ -73,14 +73,14 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """The kernel's name as in its source."""
+        """Name of the kernel in its source."""
         return plain_name(self.kernel)
 
     # -- sums -----------------------------------------------------------------------------------
 
     @cached_property
     def counts(self) -> Counts:
-        """The sum over all instructions."""
+        """Sum over all instructions."""
         return total(self.instructions, Counts)
 
     def by(self, key: Callable[[InstructionProfile], Any]) -> dict[Any, Counts]:
@@ -94,32 +94,32 @@ class Profile:
     @cached_property
     def opcodes(self) -> dict[str, Counts]:
         """Counts by opcode, most issued first."""
-        found = self.by(lambda i: i.form.partition(".")[0])
-        return dict(sorted(found.items(), key=lambda item: -item[1].warps))
+        opcodes = self.by(lambda i: i.form.partition(".")[0])
+        return dict(sorted(opcodes.items(), key=lambda item: -item[1].warps))
 
     @cached_property
     def classes(self) -> dict[str, Counts]:
         """Counts by class of instruction (``gpu_ops.emulator.counts.CLASSES``)."""
-        found = self.by(lambda i: i.kind)
-        return {name: found[name] for name in CLASSES if name in found}
+        classes = self.by(lambda i: i.kind)
+        return {name: classes[name] for name in CLASSES if name in classes}
 
     def lines(self, *, inlined: bool = False) -> list[LineProfile]:
-        """Counts by source line, most costly first; with ``inlined``, lines of called functions count apart."""
+        """Counts by source line, most costly first; with ``inlined``, lines of called functions count separately."""
         groups: dict[tuple[str, int], list[InstructionProfile]] = {}
         for i in self.instructions:
             if i.warps:
                 groups.setdefault(i.places[0] if inlined and i.places else i.place, []).append(i)
-        found = []
+        profiles = []
         for (file, line), group in groups.items():
             text = source_text(self.sources, file, line) if file else group[0].ptx
-            found.append(total(group, LineProfile, file=file, line=line, text=text))
-        return sorted(found, key=lambda line: -line.cost)
+            profiles.append(total(group, LineProfile, file=file, line=line, text=text))
+        return sorted(profiles, key=lambda line: -line.cost)
 
     # -- memory ---------------------------------------------------------------------------------
 
     @property
     def bytes_read(self) -> int:
-        """Read from global memory, as requested by lanes."""
+        """Bytes that lanes requested from global memory."""
         return sum(b.bytes_read for b in self.buffers)
 
     @property
@@ -130,10 +130,10 @@ class Profile:
     def moved(self, l2_bytes: int | None = None) -> tuple[int, ...]:
         """Bytes that each buffer moves between the L2 cache and DRAM, by a simple model.
 
-        Among the buffers with sectors that are requested more than once, the smallest stay in the cache, as many as
-        fit together; they move each sector once in each direction. The others move every sector of every request. A
-        large input that is read twice therefore counts twice. That is an upper bound, because a second pass that
-        follows closely finds part of it in the cache. ``l2_bytes=0`` models no cache.
+        Of the buffers with sectors that are requested more than once, the smallest stay in the cache, as many as fit
+        together; they move each sector once in each direction. The others move every sector of every request, so a
+        large input that is read twice counts twice. That is an upper bound: a second pass that follows closely finds
+        part of it in the cache. ``l2_bytes=0`` models no cache.
         """
         left = self.l2_bytes if l2_bytes is None else l2_bytes
         result = [b.most_bytes for b in self.buffers]
@@ -146,7 +146,7 @@ class Profile:
 
     @property
     def dram_bytes(self) -> int:
-        """The sum of :meth:`moved` with the default cache."""
+        """Sum of :meth:`moved` with the default cache."""
         return sum(self.moved())
 
     @property
@@ -156,7 +156,7 @@ class Profile:
 
     @property
     def cp_async_bytes(self) -> int:
-        """Read by ``cp.async``, without the bytes that it fills with zeros."""
+        """Bytes that ``cp.async`` reads, without those that it fills with zeros."""
         return sum(i.global_bytes for i in self.instructions if i.kind == "cp.async")
 
     # -- work -----------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ class Profile:
     @cached_property
     def operations(self) -> dict[str, int]:
         """Operations of all lanes outside the tensor cores, by type: fp16, bf16, fp32, fp64 (an fma is 2), int."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for i in self.instructions:
             name, count = i.operations
             if count and i.lanes:
-                found[name] = found.get(name, 0) + count * i.lanes
-        return found
+                totals[name] = totals.get(name, 0) + count * i.lanes
+        return totals
 
     @property
     def barriers(self) -> int:
@@ -184,7 +184,7 @@ class Profile:
     # -- output ---------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists and numbers."""
+        """Convert the profile to plain dicts, lists and numbers."""
 
         def counts(found: Counts) -> dict[str, Any]:
             ratios = ("replays", "sectors_per_request", "sectors_per_128_bytes")
@@ -202,8 +202,8 @@ class Profile:
                 asdict(b) | {"sectors_per_128_bytes": b.sectors_per_128_bytes, "moved": moved}
                 for b, moved in zip(self.buffers, self.moved(), strict=True)
             ],
-            "classes": {name: counts(found) for name, found in self.classes.items()},
-            "opcodes": {name: counts(found) for name, found in self.opcodes.items()},
+            "classes": {name: counts(group) for name, group in self.classes.items()},
+            "opcodes": {name: counts(group) for name, group in self.opcodes.items()},
             "lines": [counts(line) for line in self.lines()],
         }
 
@@ -215,7 +215,7 @@ class Profile:
         return _render(self)
 
     def __str__(self) -> str:
-        """The tables as text without colours."""
+        """Return the tables as text without colours."""
         from rich.console import Console
 
         text = StringIO()
@@ -225,7 +225,7 @@ class Profile:
 
 
 def _render(profile: Profile) -> Any:
-    """The tables as a rich object."""
+    """Render the tables as a rich object."""
     from rich.console import Group
     from rich.text import Text
 
@@ -243,7 +243,7 @@ def _title(profile: Profile) -> str:
 
 
 def _size(count: float) -> str:
-    """``1.5 MiB``"""
+    """Format a number of bytes, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -265,7 +265,7 @@ def _summary(profile: Profile) -> list[str]:
             f"{several(c.waves, 'wave')}, {c.ideal_waves:,} ideal, {several(c.replays, 'bank-conflict replay')}"
         )
     work = [f"{count:,} {name}" for name, count in sorted(profile.operations.items())]
-    work += [f"{2 * macs:,} {kind} in tensor cores" for kind, macs in sorted(profile.multiply_adds.items())]
+    work += [f"{2 * macs:,} {dtype} in tensor cores" for dtype, macs in sorted(profile.multiply_adds.items())]
     if work:
         lines.append("operations: " + ", ".join(work))
     counted = (
@@ -296,7 +296,7 @@ def _table(title: str, *columns: str) -> Any:
 
 
 def _add(table: Any, *cells: str) -> None:
-    from rich.text import Text  # a str is markup, in which brackets disappear
+    from rich.text import Text  # in a str, rich would take brackets as markup
 
     table.add_row(*map(Text, cells))
 
@@ -316,10 +316,13 @@ def _mix(profile: Profile) -> Any:
     issued = max(1, profile.counts.warps)
     forms = profile.by(lambda i: (i.kind, i.form))
     for name, c in profile.classes.items():
-        top = sorted(((f.warps, form) for (kind, form), f in forms.items() if kind == name), reverse=True)
-        most = ", ".join(f"{form} {warps:,}" for warps, form in top[:3])
+        top = sorted(
+            ((f.warps, form) for (category, form), f in forms.items() if category == name),
+            reverse=True,
+        )
+        most_issued = ", ".join(f"{form} {warps:,}" for warps, form in top[:3])
         share, lanes = f"{c.warps / issued:.1%}", f"{c.lanes / max(1, c.warps):.1f}"
-        _add(table, name, f"{c.warps:,}", share, lanes, _shortened(most))
+        _add(table, name, f"{c.warps:,}", share, lanes, _shortened(most_issued))
     return table
 
 

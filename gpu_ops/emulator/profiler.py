@@ -1,11 +1,10 @@
-"""Counts while the machine runs, and makes the :class:`~gpu_ops.emulator.profile.Profile` of the launch.
+"""Counters of a running machine, from which the :class:`~gpu_ops.emulator.profile.Profile` of a launch is made.
 
 A *request* is one instruction of one warp. Global memory moves in sectors of 32 bytes: a request costs the distinct
 sectors that its lanes touch. Shared memory has 32 banks of one 4-byte word each. Lanes that read the same word
-share it, and a request takes one *wave* for each distinct word of its busiest bank. Wide accesses go in phases of
-fewer lanes, as many as fill the banks once: 32 lanes for up to 4 bytes each, 16 for 8 bytes, 8 for 16 bytes (so
-each 8 rows of ldmatrix). Atomics count like other accesses; the serialisation of lanes that meet at one address
-does not count.
+share it, and a request takes one *wave* for each distinct word of its busiest bank. Wide accesses run in phases of
+the number of lanes that fill the banks once: 32 lanes for up to 4 bytes each, 16 for 8 bytes, 8 for 16 bytes (and
+8 rows of ldmatrix). Atomics count like other accesses; serialisation of lanes at one address does not count.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _count_global(lanes, address, owner, size, table, marks, mark, counts):  # t
         counts[row, BYTES] += size
         sector = np.int64(address[0] if uniform else address[i]) >> 5
         known = False
-        if sector <= highest:  # otherwise it is new; addresses mostly rise with the lane
+        if sector <= highest:  # otherwise the sector is new; addresses mostly rise with the lane
             for k in range(distinct - 1, -1, -1):
                 if seen[k] == sector:
                     known = True
@@ -77,7 +76,7 @@ def _count_global(lanes, address, owner, size, table, marks, mark, counts):  # t
 def _count_shared(lanes, address, owner, size, counts):  # type: ignore[no-untyped-def]
     """Add the shared-memory accesses of one instruction to ``counts``.
 
-    IDEAL: the waves if each moved 128 bytes. PHASES: the waves if no lanes of a phase met in a bank.
+    IDEAL: the waves if each moved 128 bytes. PHASES: the waves if no lanes of a phase shared a bank.
     """
     per_phase = 32 if size <= 4 else 128 // size
     words = max(size // 4, 1)
@@ -120,7 +119,7 @@ def _count_shared(lanes, address, owner, size, counts):  # type: ignore[no-untyp
 
 
 class Profiler:
-    """The counters of one launch, summed over batches of blocks."""
+    """Counters of one launch, summed over batches of blocks."""
 
     def __init__(self, program: Program, memory: Memory) -> None:
         size = len(program.code)
@@ -128,7 +127,7 @@ class Profiler:
         self._classes = [classify(instruction) for instruction in program.code]
         self._warps, self._lanes = [0] * size, [0] * size
         self._divergent, self._local = [0] * size, [0] * size
-        # By (pc, READ | WRITTEN), because an asynchronous copy reads one memory and writes another.
+        # Keys are (pc, READ | WRITTEN), because an asynchronous copy reads one memory and writes another.
         self._global: dict[tuple[int, int], Array] = {}
         self._shared: dict[int, Array] = {}
         self._macs: dict[str, int] = {}
@@ -137,7 +136,7 @@ class Profiler:
         self._mask_counts = (0, 0)
 
     def _watch(self) -> None:
-        """Make a byte per sector of arguments and global variables. Constants have a cache of their own."""
+        """Make a byte per sector of arguments and global variables. Constants have a separate cache."""
         allocations = self._memory.allocations
         self._touched: dict[int, Array] = {}
         for row, a in enumerate(allocations):
@@ -151,7 +150,7 @@ class Profiler:
     # -- hooks ----------------------------------------------------------------------------------
 
     def executed(self, threads: int, pc: int, mask: Mask, active: Mask) -> None:
-        """A group ``mask`` issues an instruction. The guard leaves ``active``, which may include ended threads."""
+        """Count an instruction that group ``mask`` issues. ``active``, after the guard, may include ended threads."""
         if mask is None:
             warps, lanes = threads // WARP, threads
         else:
@@ -166,13 +165,13 @@ class Profiler:
         self._lanes[pc] += lanes
 
     def parked(self, pc: int, mask: Mask, late: Array) -> None:
-        """Uncount the threads of a group that wait; they execute the instruction later."""
+        """Subtract the threads of a group that wait; they execute the instruction later."""
         everyone = np.ones(len(late), np.bool_) if mask is None else mask
         self._warps[pc] -= _warps(everyone) - _warps(everyone & ~late)
         self._lanes[pc] -= int(np.count_nonzero(late))
 
     def diverged(self, pc: int, active: Array, rest: Array) -> None:
-        """A branch splits the threads of a group."""
+        """Count a branch that splits the threads of a group."""
         both = active.reshape(-1, WARP).any(axis=1) & rest.reshape(-1, WARP).any(axis=1)
         self._divergent[pc] += int(np.count_nonzero(both))
 
@@ -191,10 +190,10 @@ class Profiler:
                 place.lanes, place.address, place.owner, size, self._memory.table, self._marks, mark, counts
             )
         if access.space in (SHARED, GENERIC):
-            found = self._shared.get(pc)
-            if found is None:
-                found = self._shared[pc] = np.zeros(SHARED_COLUMNS, np.int64)
-            _count_shared(place.lanes, place.address, place.owner, size, found)
+            shared_counts = self._shared.get(pc)
+            if shared_counts is None:
+                shared_counts = self._shared[pc] = np.zeros(SHARED_COLUMNS, np.int64)
+            _count_shared(place.lanes, place.address, place.owner, size, shared_counts)
         if access.space in (LOCAL, GENERIC):
             self._local[pc] += size * int(np.count_nonzero(place.owner == -2))
 
@@ -212,7 +211,7 @@ class Profiler:
         blocks: int,
         dynamic_shared: int,
     ) -> Profile:
-        """The profile of the launch."""
+        """Make the profile of the launch."""
         program = self._program
         buffers = [(row, self._buffer(row)) for row in self._touched]
         used = [b for row, b in buffers if self._memory.allocations[row].role == "argument" or b.requests]
@@ -234,14 +233,14 @@ class Profiler:
 
     def _instructions(self) -> tuple[InstructionProfile, ...]:
         text = self._program.module.text.splitlines()
-        nothing = np.zeros((len(self._marks), GLOBAL_COLUMNS), np.int64)
-        found = []
+        no_counts = np.zeros((len(self._marks), GLOBAL_COLUMNS), np.int64)
+        profiles = []
         for pc, instruction in enumerate(self._program.code):
-            ways = [self._global.get((pc, mark), nothing) for mark in (1, 2, 3)]
+            ways = [self._global.get((pc, mark), no_counts) for mark in (1, 2, 3)]
             moved = sum(ways).sum(axis=0)  # type: ignore[union-attr]
             shared = self._shared.get(pc, np.zeros(SHARED_COLUMNS, np.int64))
             atomic = self._classes[pc] == "atomic"
-            found.append(
+            profiles.append(
                 InstructionProfile(
                     pc=pc,
                     ptx_line=instruction.line,
@@ -265,7 +264,7 @@ class Profiler:
                     atomics=int(moved[LANES] + shared[LANES]) if atomic else 0,
                 )
             )
-        return tuple(found)
+        return tuple(profiles)
 
     def _buffer(self, row: int) -> BufferProfile:
         allocation, touched = self._memory.allocations[row], self._touched[row]

@@ -1,4 +1,4 @@
-"""A linked program: one flat list of instructions, and the address of every variable."""
+"""Linked program: one flat list of instructions, and the address of every variable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gpu_ops.emulator.syntax import (
 
 @dataclass
 class Program:
-    """What the machine runs: ``code[pc]``, and the address of every variable."""
+    """Program that the machine runs: ``code[pc]``, and the address of every variable."""
 
     name: str
     module: Module
@@ -39,7 +39,9 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)
-    callees: dict[str, list[int]] = field(default_factory=dict)  # indirect calls: the addresses of a table
+    callees: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # addresses of the table of each indirect call
     functions: dict[str, int] = field(default_factory=dict)  # name -> address
     parameters: list[Variable] = field(default_factory=list)
     signature: tuple[Parameter, ...] = ()  # names and types of the parameters, if they are known
@@ -56,12 +58,12 @@ class Program:
 
     @cached_property
     def waits_for_grid(self) -> bool:
-        """Whether it uses the grid-wide barrier, which needs a cooperative launch."""
+        """Whether the program uses the grid-wide barrier, which needs a cooperative launch."""
         return any(o == Name("%envreg1") for instruction in self.code for o in instruction.operands)
 
     @cached_property
     def uses(self) -> dict[str, tuple[int, int]]:
-        """How often each register is named, and how often as what a store writes."""
+        """Number of times that each register is named, and number of stores that write it."""
         named, stored = Counter[str](), Counter[str]()
         for instruction in self.code:
             if instruction.guard is not None:
@@ -73,29 +75,29 @@ class Program:
         return {name: (n, stored[name]) for name, n in named.items()}
 
     def where(self, pc: int) -> str:
-        """``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)`` and the text of that line, for messages."""
+        """Place for messages, such as ``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)``, and the line's text."""
         return f"PTX line {self.code[pc].line}: {self.text(pc)}"
 
     def text(self, pc: int) -> str:
-        """An instruction as it is written, and its source line."""
+        """Text of an instruction, and its source line."""
         return f"{self.module.source_line(self.code[pc].line)}{self.source(pc)}{self._source_line(pc)}"
 
     def _source_line(self, pc: int) -> str:
-        """The source line on a line of its own: the first one in the text that the caller gave, or else on disk."""
+        """Source line on a separate line: the first one in the caller's text, or else on disk."""
         places = list(self.places(pc))
-        given = [(file, line) for file, line in places if file in self.module.sources]
-        for file, line in given or places:
+        with_source = [(file, line) for file, line in places if file in self.module.sources]
+        for file, line in with_source or places:
             if text := source_text(self.module.sources, file, line):
                 return f"\n      {Path(file).name} line {line}: {text}"
         return ""
 
     def source(self, pc: int) -> str:
-        """`` (reduce.cuh:12, inlined at kernel.cu:35)``, or nothing without line information."""
+        """Text `` (reduce.cuh:12, inlined at kernel.cu:35)``; empty without line information."""
         places = [f"{file}:{line}" for file, line in self.places(pc)]
         return f" ({', inlined at '.join(places)})" if places else ""
 
     def places(self, pc: int) -> Iterator[tuple[str, int]]:
-        """(file, line) of an instruction, then of the line at which its function was inlined, and so on."""
+        """Pairs (file, line) of an instruction, of the line at which its function was inlined, and so on."""
         location = self.code[pc].location
         while location is not None and location.file in self.module.files:
             yield self.module.files[location.file], location.line
@@ -103,7 +105,7 @@ class Program:
 
 
 def _names(operand: Operand) -> Iterator[str]:
-    """The registers of an operand, and other names."""
+    """Names of registers and symbols in an operand."""
     match operand:
         case Name(name) | Negated(name):
             yield name
@@ -118,7 +120,7 @@ def _names(operand: Operand) -> Iterator[str]:
 
 
 def immediate(operand: Immediate, ptx_type: str) -> Array:
-    """A literal as an array of one element; PTX truncates a literal that is too wide."""
+    """Array of one element for a literal; PTX truncates a literal that is too wide."""
     text, dtype = operand.text, DTYPE[ptx_type]
     body = text.lstrip("-").rstrip("U")
     if body[:2].lower() in ("0f", "0d"):
@@ -139,7 +141,7 @@ def immediate(operand: Immediate, ptx_type: str) -> Array:
 
 
 def initial_bytes(variable: Variable, addresses: dict[str, int]) -> Iterator[int]:
-    """The bytes with which a global or constant variable starts."""
+    """Initial bytes of a global or constant variable."""
     for part in variable.initial:
         if isinstance(part, Immediate):
             yield from immediate(part, variable.type).tobytes()

@@ -1,4 +1,4 @@
-"""PTX features that the emulator does not have, by name, so that a refusal says what is missing.
+"""Names of PTX features that the emulator lacks, for error messages.
 
 The parser skips the operands of these instructions, and the machine refuses a program that contains one.
 """
@@ -28,7 +28,7 @@ HANDLES = {".texref", ".samplerref", ".surfref"}
 
 
 def feature(opcode: str, modifiers: Sequence[str]) -> str:
-    """The missing feature that an instruction belongs to, or nothing."""
+    """Name of the missing feature that an instruction belongs to; empty if there is none."""
     if opcode == "cp" and ("bulk" in modifiers or "reduce" in modifiers):
         return "bulk and tensor copies (cp.async.bulk, TMA)"
     if opcode == "cp" and "mbarrier" in modifiers:

@@ -1,4 +1,4 @@
-"""How steps read and write registers, and the steps of instructions that use nothing else: arithmetic and moves."""
+"""Access of steps to registers, and the steps of instructions that use only registers: arithmetic and moves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gpu_ops.emulator.syntax import (
 Reader = Callable[[], Array]
 Writer = Callable[[Array, Mask], None]
 
-#: Makes the step of the instruction at a pc.
+#: Function that makes the step of the instruction at a pc.
 Builder = Callable[[State, int, Instruction], Step]
 
 _CLOCKS = {"%clock": np.uint32, "%clock64": np.uint64, "%globaltimer": np.uint64}
@@ -39,7 +39,7 @@ _CLOCKS |= {"%clock_hi": np.uint32, "%globaltimer_lo": np.uint32, "%globaltimer_
 
 
 def reader(m: State, instruction: Instruction, operand: Operand, ptx_type: str) -> Reader:
-    """A function that returns the operand viewed as ``ptx_type``: one value per thread, or one for all."""
+    """Function that returns the operand viewed as ``ptx_type``: one value per thread, or one for all."""
     dtype = DTYPE[ptx_type]
     registers = m.registers
     match operand:
@@ -49,8 +49,8 @@ def reader(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
         case Negated(name):
             i = _register(m, instruction, name)
             return lambda: ~registers[i]
-        case Name(name) if (found := m.register(name)) is not None:
-            i, held = found, m.dtypes[found]
+        case Name(name) if (index := m.register(name)) is not None:
+            i, held = index, m.dtypes[index]
             if held == dtype:
                 return lambda: registers[i]
             if held.itemsize == dtype.itemsize:
@@ -66,7 +66,7 @@ def reader(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
         case Name() | Address():
             value_of = _symbol(m, instruction, operand)
             return lambda: value_of().astype(dtype)
-        case Vector(parts):  # packed: the first part holds the low bits
+        case Vector(parts):  # packed; the first part holds the low bits
             width = BITS[ptx_type] // len(parts)
             readers = [reader(m, instruction, p, f"b{width}") for p in parts]
 
@@ -81,7 +81,7 @@ def reader(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
 
 
 def writer(m: State, instruction: Instruction, operand: Operand, ptx_type: str) -> Writer:
-    """A function that stores a result of ``ptx_type`` for the threads of a mask."""
+    """Function that stores a result of ``ptx_type`` for the threads of a mask."""
     if isinstance(operand, Vector):  # unpacked: the first part takes the low bits
         width = BITS[ptx_type] // len(operand.parts)
         dtype = np.dtype(f"u{width // 8}")
@@ -100,7 +100,7 @@ def writer(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
     i = _register(m, instruction, operand.name)
     registers, held = m.registers, m.dtypes[i]
     dtype = DTYPE[ptx_type]
-    # A narrower result is extended by its sign or with zeros; a wider one is truncated.
+    # A narrower result is sign- or zero-extended; a wider one is truncated.
     fill = np.dtype(f"{dtype.kind if dtype.kind in 'iu' else 'u'}{held.itemsize}")
     same = dtype == held
     viewed = dtype.itemsize == held.itemsize
@@ -119,28 +119,28 @@ def writer(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
 
 
 def destinations(operand: Operand) -> list[Operand]:
-    """``d``, or both of ``d|p``."""
+    """Destinations of an operand: ``d``, or both of ``d|p``."""
     return [operand.first, operand.second] if isinstance(operand, Pair) else [operand]
 
 
 def parts(operand: Operand) -> tuple[Operand, ...]:
-    """The elements of a vector ``{a, b, ...}``, or the operand itself."""
+    """Elements of a vector ``{a, b, ...}``, or the operand itself."""
     return operand.parts if isinstance(operand, Vector) else (operand,)
 
 
 def address(m: State, instruction: Instruction, operand: Operand) -> Reader:
-    """The address ``[base+offset]`` as uint64: one per thread, or one for all."""
+    """Reader of an address ``[base+offset]`` as uint64: one per thread, or one for all."""
     if not isinstance(operand, Address):
         raise instruction.error(f"{instruction.form} wants an address, not {operand}")
     base, offset = operand
     if base and m.register(base) is not None:
         i = _register(m, instruction, base)
         registers = m.registers
-        wide = m.dtypes[i].itemsize == 8
+        is_64bit = m.dtypes[i].itemsize == 8
         step = np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
         if offset == 0:
-            return (lambda: registers[i]) if wide else (lambda: registers[i].astype(np.uint64))
-        if wide:
+            return (lambda: registers[i]) if is_64bit else (lambda: registers[i].astype(np.uint64))
+        if is_64bit:
             return lambda: registers[i] + step
         narrow = np.uint32(offset & 0xFFFFFFFF)
         return lambda: (registers[i] + narrow).astype(np.uint64)
@@ -151,7 +151,7 @@ def address(m: State, instruction: Instruction, operand: Operand) -> Reader:
 
 
 def _symbol(m: State, instruction: Instruction, operand: Name | Address) -> Reader:
-    """The address of a variable or parameter, in the window of its space."""
+    """Reader of the address of a variable or parameter, in the window of its space."""
     name, offset = (operand.name, 0) if isinstance(operand, Name) else operand
     program = m.program
     for table in (program.shared, program.local):
@@ -188,7 +188,7 @@ def _nothing(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _createpolicy(m: State, pc: int, instruction: Instruction) -> Step:
-    """A cache policy: 64 opaque bits."""
+    """Step that makes a cache policy: 64 opaque bits."""
     target, *sources = instruction.operands
     policy(m, instruction, target)
     for source in sources:
@@ -203,7 +203,7 @@ def _createpolicy(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def policy(m: State, instruction: Instruction, operand: Operand) -> None:
-    """Check the operand of a cache policy: it changes no value, and is a register of 64 bits or an integer."""
+    """Check the operand of a cache policy: a 64-bit register or an integer. It does not change any value."""
     if (
         isinstance(operand, Immediate)
         and "." not in operand.text
@@ -218,7 +218,7 @@ def policy(m: State, instruction: Instruction, operand: Operand) -> None:
 
 
 def without_policy(m: State, instruction: Instruction) -> list[Operand]:
-    """The operands of a memory instruction without the cache policy that ``.L2::cache_hint`` adds."""
+    """Operands of a memory instruction without the cache policy that ``.L2::cache_hint`` adds."""
     operands = list(instruction.operands)
     if "L2::cache_hint" in instruction.modifiers:
         policy(m, instruction, operands.pop())
@@ -226,7 +226,7 @@ def without_policy(m: State, instruction: Instruction) -> list[Operand]:
 
 
 def arithmetic(m: State, pc: int, instruction: Instruction) -> Step:
-    """The step of an instruction that is a pure function of its operands."""
+    """Step of an instruction that is a pure function of its operands."""
     if not instruction.operands:
         raise Unknown(instruction.form)
     target, *sources = instruction.operands
@@ -269,7 +269,7 @@ def arithmetic(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _mov(m: State, pc: int, instruction: Instruction) -> Step:
-    """``mov`` copies, packs or unpacks bits, or reads a special register or the address of a variable."""
+    """Step of ``mov``: copies, packs or unpacks bits, or reads a special register or the address of a variable."""
     (ptx_type,) = instruction.modifiers
     if ptx_type not in DTYPE:
         raise Unknown(instruction.form)
@@ -282,7 +282,7 @@ _WINDOWS = {"shared": aot.SHARED_WINDOW, "local": aot.LOCAL_WINDOW}
 
 
 def _cvta(m: State, pc: int, instruction: Instruction) -> Step:
-    """``cvta`` converts an address of a state space to a generic one; with ``.to``, back."""
+    """Step of ``cvta``: converts an address of a state space to a generic one; with ``.to``, back."""
     *words, ptx_type = instruction.modifiers
     window = np.uint64(_WINDOWS.get(words[-1].partition("::")[0], 0))
     target, source = instruction.operands

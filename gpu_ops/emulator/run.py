@@ -40,7 +40,7 @@ from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks
 from gpu_ops.kernels.compiler.words import several
 from gpu_ops.presets import DevicePreset
 
-_THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
+_THREADS = 32_768  # per batch, so that registers stay in the CPU's caches
 _SHARED_BYTES = 1 << 24  # per batch; the sanitizer's state takes 16 times as much
 
 Dimensions = tuple[int, int, int]
@@ -48,7 +48,7 @@ Dimensions = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Options:
-    """How to launch; see :func:`launch`."""
+    """Options of a launch; see :func:`launch`."""
 
     shared: int
     sanitize: bool | str
@@ -87,51 +87,51 @@ def launch(
     source : str
         CUDA C++, which is compiled, or PTX. For a Numba kernel, the PTX that ``numba.cuda.compile`` returns.
     name : str
-        The entry, as in PTX or as in its source: ``f`` for ``_Z1fPf``, if one kernel only is called so.
+        Name of the entry in PTX, or in its source if it is unique: ``f`` for ``_Z1fPf``.
     grid, block : int or tuple of up to 3 ints
         Blocks, and threads per block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
         NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. CUDA C++
-        gets an array as a pointer to its first element, a Numba kernel as an array with shape and strides. The
-        address of an array in a struct or in a table of pointers is :func:`pointer`.
+        gets an array as a pointer to its first element, a Numba kernel as an array with shape and strides. Use
+        :func:`pointer` for the address of an array in a struct or in a table of pointers.
     shared : int
-        Dynamic shared memory of a block in bytes. With the static part it must fit the architecture.
+        Dynamic shared memory of a block in bytes. Together with the static part it must fit the architecture.
     arch : str, optional
-        The card to emulate, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it, its
-        limits apply, and a profile uses its L2 cache. Default: sm_80 for CUDA C++, the ``.target`` for PTX.
+        Card to emulate, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it, its limits
+        apply, and a profile uses its L2 cache. Default: sm_80 for CUDA C++, the ``.target`` for PTX.
     sanitize : bool or "collect", optional
-        False does not check for races, uninitialised reads and wrong masks. Faster. ``"collect"`` runs to the end,
-        reports all faults and notes in one error; notes alone are warnings (:class:`SanitizerNote`). Default: True,
-        unless ``GPU_OPS_SANITIZE`` is ``0`` or ``collect``.
+        False skips the checks for races, uninitialised reads and wrong masks, and is faster. ``"collect"`` runs to
+        the end and reports all faults and notes in one error; notes alone are warnings (:class:`SanitizerNote`).
+        Default: True, unless ``GPU_OPS_SANITIZE`` is ``0`` or ``collect``.
     sample : iterable of int, optional
         Run only these blocks, by linear id.
     together : bool
         Run all blocks at once, like a cooperative launch: they may wait for each other, as in ``grid.sync()``.
-        Otherwise in batches.
+        Otherwise blocks run in batches.
     include : sequence of folders
-        Header folders for CUDA C++, besides the toolkit's. A header is read once per process.
+        Header folders for CUDA C++, in addition to the toolkit's. A header is read once per process.
     symbols : dict, optional
         Arrays for ``__constant__`` and ``__device__`` variables, by name. An array is the variable's memory, used in
-        place: pass it again to keep the variable for the next launch. The others start anew in each launch.
+        place: pass it again to keep the variable for the next launch. Other variables are reset in each launch.
     max_instructions : int
     max_seconds : float
-        A batch of blocks that executes more instructions, or takes more seconds of CPU time, is stopped as an endless
-        loop. It is the CPU time of this thread, which does not depend on the load of the machine.
+        Limits of a batch of blocks; beyond them it is stopped as an endless loop. Seconds are CPU time of this
+        thread, which does not depend on the load of the machine.
     tensor_cores : {"exact", "truncate"}, optional
-        How products of ``mma`` are added: exactly with one rounding at the end, or as on A100 and H100, where an
-        adder keeps 25 bits and truncates. Default: "exact", unless ``GPU_OPS_TENSOR_CORES`` says otherwise.
+        Addition of products of ``mma``: exact with one rounding at the end, or as on A100 and H100, where an adder
+        keeps 25 bits and truncates. Default: "exact", unless ``GPU_OPS_TENSOR_CORES`` says otherwise.
 
     Raises
     ------
     SanitizerError
         The kernel is at fault: ``kind`` is one of ``gpu_ops.emulator.sanitizer.KINDS``, and the message names the
-        block, thread, instruction and source line. The arrays keep what was written before. ``faults`` has every
-        fault that was found.
+        block, thread, instruction and source line. The arrays keep the values written before the fault. ``faults``
+        has all faults found.
     PtxError, UnknownInstruction
         The text cannot be parsed, or has an instruction that is not implemented.
     EmulatorError
-        There is no such kernel, card or variable, the arguments do not fit the parameters, or no driver would accept
-        the launch.
+        There is no such kernel, card or variable, the arguments do not match the parameters, or no driver would
+        accept the launch.
     KernelCompileError
         The CUDA C++ does not compile, or there is no compiler.
 
@@ -205,9 +205,9 @@ def profile(
 
 @contextmanager
 def record() -> Iterator[list[Profile]]:
-    """A list that collects the profile of each launch inside the block, including the launches of ops.
+    """List that collects the profile of each launch inside the block, including launches by ops.
 
-    ``with emulator.record() as profiles: gpu_ops.rmsnorm(x, weight, device="emulator")``, then
+    Use it as ``with emulator.record() as profiles: gpu_ops.rmsnorm(x, weight, device="emulator")``, then
     ``print(profiles[0])``.
     """
     profiles: list[Profile] = []
@@ -219,7 +219,7 @@ def record() -> Iterator[list[Profile]]:
 
 
 class _Programs:
-    """Linked programs, the last ones used. A dropped one is freed at once, not by a search for cyclic garbage."""
+    """Cache of recently used linked programs. A dropped one is freed at once, not by the cyclic garbage collector."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -227,7 +227,7 @@ class _Programs:
         self.lock = threading.Lock()
 
     def __call__(self, source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
-        """The program of an entry of PTX or CUDA C++ text."""
+        """Return the program of an entry of PTX or CUDA C++ text."""
         key = source, name, arch, include
         with self.lock:
             if key in self.kept:
@@ -243,7 +243,7 @@ class _Programs:
         return program
 
     def drop(self, most: int = 0) -> None:
-        """Keep at most so many."""
+        """Drop the oldest programs, except ``most`` of them."""
         while True:
             with self.lock:
                 if len(self.kept) <= most:
@@ -279,11 +279,11 @@ def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
 
 @cache
 def _wmma_headers() -> tuple[str, ...]:
-    """The folder that <mma.h> needs besides the toolkit's own, if the wheels have it: it comes with ptxas."""
+    """Folder that <mma.h> needs in addition to the toolkit's, if the wheels have it: it comes with ptxas."""
     ptxas = tool("ptxas")
     folder = ptxas.parent.parent / "include" if ptxas else None
-    apart = folder and (folder / "crt" / "mma.h").is_file() and not (folder / "cuda_fp16.h").exists()
-    return (str(folder),) if apart else ()
+    is_separate = folder and (folder / "crt" / "mma.h").is_file() and not (folder / "cuda_fp16.h").exists()
+    return (str(folder),) if is_separate else ()
 
 
 def _launch(
@@ -328,11 +328,11 @@ def _launch(
         try:
             for first in range(0, len(blocks), batch):
                 machine.run(blocks[first : first + batch])
-        except SanitizerError as error:  # that ends the launch
+        except SanitizerError as error:  # a fault that ends the launch
             if faults is None:
                 raise
             faults.found[error.kind, "the end"] = error
-        finally:  # a fault, too, lets go of the arrays
+        finally:  # release the arrays after a fault too
             machine.release()
             program.idle.append(machine)
     if faults is not None:

@@ -1,4 +1,4 @@
-"""Functions of CUDA's device runtime that kernels call without a body, in PTX: the barrier of a cooperative grid."""
+"""Functions of CUDA's device runtime, in PTX, that kernels call without a body: the barrier of a cooperative grid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_ops.emulator.parser import parse
 from gpu_ops.emulator.syntax import Module
 
 # The barrier of cooperative groups: each block adds 1, the first one 2^31 less the others, so that the top bit of the
-# count flips when all have come. %envreg1 and %envreg2 hold the address of the count.
+# count flips once all have arrived. %envreg1 and %envreg2 hold the address of the count.
 _PTX = """
 .version 8.0
 .target sm_80

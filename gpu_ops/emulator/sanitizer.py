@@ -1,4 +1,4 @@
-"""Finds faults that lock-step execution hides: races, uninitialised reads, wrong warp masks.
+"""Sanitizer for faults that lock-step execution hides: races, uninitialised reads, wrong warp masks.
 
 The machine itself always finds out-of-bounds and misaligned accesses, writes to read-only arguments, deadlocks, and
 lanes of one warp that wait at different barriers.
@@ -58,13 +58,13 @@ class _Copies:
 
 @dataclass(eq=False)
 class Absent:
-    """Lanes of a load that read bytes without a value. ``bits`` has one for each such byte, by lane."""
+    """Lanes of a load that read bytes without a value. ``bits`` has a bit for each such byte, by lane."""
 
     access: Access
     place: Place
     bits: Array
-    rows: Array  # of the state, for shared memory
-    stores: Array  # the pc of what stored a value that is uninitialised itself, or -1
+    rows: Array  # rows of the state, for shared memory
+    stores: Array  # pc of the store of an uninitialised value, or -1
 
     @classmethod
     def of(cls, s: Sanitizer, access: Access, place: Place, bits: Array) -> Absent:
@@ -80,7 +80,7 @@ class Absent:
         return cls(access, place, bits, rows, stores)
 
     def text(self, s: Sanitizer, position: int) -> tuple[str, int]:
-        """``4-byte read that touches shared offset 252 (s+252), which no thread has written``, and what stored it."""
+        """Text ``4-byte read that touches shared offset 252 (s+252), which no thread has written``, and the store."""
         access, lane = self.access, int(self.place.lanes[position])
         bits, owner = int(self.bits[position]), int(self.place.owner[position])
         byte = (bits & -bits).bit_length() - 1
@@ -100,7 +100,7 @@ class Absent:
 
 
 class Sanitizer:
-    """Checks every access of one machine, batch by batch."""
+    """Checker of every access of one machine, batch by batch."""
 
     def __init__(self, program: Program) -> None:
         self.granule = _granule(program)
@@ -116,14 +116,14 @@ class Sanitizer:
         self.committed = np.zeros(m.threads, np.int32)
         self.copies: list[_Copies] = []
         self._missing = np.zeros(m.threads, np.uint64)
-        self.absent: list[Absent] = []  # of the load that runs now
-        self.loads: dict[int, Absent] = {}  # those that marks of registers refer to, by number
+        self.absent: list[Absent] = []  # absent bytes of the current load
+        self.loads: dict[int, Absent] = {}  # loads that marks of registers refer to, by number
         self.tables = m.memory.windows, self.granule, self.state, self.epochs, self.warp_epochs
 
     # -- memory -----------------------------------------------------------------------------------
 
     def access(self, access: Access, place: Place, values: Array | None = None) -> None:
-        """Check an access before it happens. ``values``: what a store writes, ``[elements, threads]``."""
+        """Check an access before it happens. ``values``: those that a store writes, ``[elements, threads]``."""
         owners = place.owner
         if len(owners) == 0:
             return
@@ -151,10 +151,10 @@ class Sanitizer:
                 self._keep(access, place)
             if not bits:
                 return
-            kind, what = next(text for bit, text in _GLOBAL.items() if bits & bit)
+            fault, what = next(text for bit, text in _GLOBAL.items() if bits & bit)
             address = int(place.address[0 if len(place.address) == 1 else position]) + byte
             lane = int(place.lanes[position])
-            self.m.report(kind, access.pc, lane, partial(self.global_text, access, address, what))
+            self.m.report(fault, access.pc, lane, partial(self.global_text, access, address, what))
             place = place.after(position)
 
     def global_text(self, access: Access, address: int, what: str) -> str:
@@ -171,14 +171,14 @@ class Sanitizer:
         flags = access.read, access.write, access.atomic, access.asynchronous, access.tracked, self._missing
         while True:
             lanes, host = place.lanes, place.host
-            kind, position, row, absent = shadow.check_shared(
+            fault, position, row, absent = shadow.check_shared(
                 host, lanes, access.size, *self.tables, access.pc, *flags
             )
             if absent:
                 self._keep(access, place)
-            if not kind:
+            if not fault:
                 break
-            if kind == shadow.RACE_WRITE and values is not None:
+            if fault == shadow.RACE_WRITE and values is not None:
                 first = _distinct_stores(lanes, host, values)
                 values = None
                 if len(first) < len(lanes):
@@ -186,13 +186,13 @@ class Sanitizer:
                     self.m.note(access.pc, int(lanes[position]), what)
                     place = place.of(first)
                     continue
-            self._shared_fault(access, kind, int(lanes[position]), int(row))
+            self._shared_fault(access, fault, int(lanes[position]), int(row))
             place = place.after(position)
         if access.asynchronous:
             self.copies.append(_Copies(place.lanes, place.host, access.size, self.committed[place.lanes]))
 
     def _keep(self, access: Access, place: Place) -> None:
-        """Keep the lanes of a load that read bytes without a value, for the step to take."""
+        """Keep the lanes of a load that read bytes without a value, for its step."""
         at = np.flatnonzero(self._missing[: len(place.lanes)])
         self.absent.append(Absent.of(self, access, place.of(at), self._missing[at]))
         self._missing[at] = 0
@@ -233,9 +233,9 @@ class Sanitizer:
     # -- order ------------------------------------------------------------------------------------
 
     def barrier(self, blocks: Array) -> None:
-        """A barrier opened in these blocks.
+        """Record that a barrier opened in these blocks.
 
-        A barrier for part of a block orders the whole block here, which may hide races but never invents one.
+        A barrier for part of a block orders the whole block here, which may hide races but never reports a false one.
         """
         self.epochs[blocks] += 1
 
@@ -243,11 +243,11 @@ class Sanitizer:
         self.warp_epochs[here.any(axis=1)] += 1
 
     def commit(self, lanes: Array) -> None:
-        """``cp.async.commit_group``"""
+        """Record ``cp.async.commit_group``."""
         self.committed[lanes] += 1
 
     def wait(self, lanes: Array, newest: int) -> None:
-        """``cp.async.wait_group newest``; -1 is ``wait_all``."""
+        """Record ``cp.async.wait_group newest``; -1 is ``wait_all``."""
         waits = np.zeros(self.m.threads, np.bool_)
         waits[lanes] = True
         kept = []
@@ -265,7 +265,7 @@ class Sanitizer:
     # -- warps ------------------------------------------------------------------------------------
 
     def named(self, pc: int, here: Array, named: Array) -> None:
-        """A lane that runs a warp instruction must be in its own mask."""
+        """Check that each lane that runs a warp instruction is in its own mask."""
         lane = np.arange(WARP, dtype=np.uint32)
         absent = here & ((named >> lane) & 1 == 0)
         for at in np.flatnonzero(absent).tolist():
@@ -274,26 +274,26 @@ class Sanitizer:
             self.m.report("warp mask", pc, at, what)
 
     def shuffled(self, pc: int, here: Array, named: Array, source: Array, valid: Array) -> None:
-        """A lane must not read from a lane that takes no part."""
+        """Check that no lane reads from a lane that does not take part."""
         source = np.broadcast_to(source, here.shape).astype(np.intp)
-        there = np.take_along_axis(here, source, axis=1)
+        source_active = np.take_along_axis(here, source, axis=1)
         member = (named >> source.astype(np.uint32)) & 1 != 0
-        wrong = here & valid & ~(there & member)
+        wrong = here & valid & ~(source_active & member)
         for at in np.flatnonzero(wrong).tolist():
             of = int(source.ravel()[at])
-            why = "has ended or is elsewhere" if not there.ravel()[at] else "is not in the mask"
+            why = "has ended or is elsewhere" if not source_active.ravel()[at] else "is not in the mask"
             what = f"lane {at % WARP} shuffles from lane {of}, which {why}"
             self.m.report("warp mask", pc, at, what)
 
 
 def _distinct_stores(lanes: Array, host: Array, values: Array) -> Array:
-    """Positions of the lanes that remain if lanes of one warp that store equal bits to one address count once."""
+    """Positions of distinct lanes: lanes of one warp that store equal bits to one address count once."""
     rows = np.stack([lanes // WARP, host, *values[:, lanes].astype(np.int64)], axis=1)
     return np.sort(np.unique(rows, axis=0, return_index=True)[1])
 
 
 def _granule(program: Program) -> int:
-    """The size of the smallest access that may touch shared memory; every other size is a multiple of it."""
+    """Size of the smallest access that may touch shared memory; every other size is a multiple of it."""
     smallest = 16
     for instruction in program.code:
         words = set(instruction.modifiers)
@@ -306,10 +306,10 @@ def _granule(program: Program) -> int:
 
 
 def _rival(state: Array, of_write: bool, thread: int, atomic: bool) -> tuple[int, int]:
-    """(thread, pc) of the access in a row of the state that races with an access of ``thread``."""
+    """Pair (thread, pc) of the access in a row of the state that races with an access of ``thread``."""
     first = shadow.W_FLAGS if of_write else shadow.R_FLAGS
     flags, _, kept, _, pc, other = (int(v) for v in state[first : first + 6])
-    if atomic and flags & shadow.ATOMIC:  # it races with the write before them
+    if atomic and flags & shadow.ATOMIC:  # races with the write before the atomics
         return shadow.unpacked(int(state[shadow.W_PLAIN]))
     known = [(kept, pc)]
     if flags & (shadow.MULTI_LANE | shadow.MULTI_WARP):
@@ -318,9 +318,9 @@ def _rival(state: Array, of_write: bool, thread: int, atomic: bool) -> tuple[int
 
 
 def _variable(program: Program, offset: int) -> str:
-    """`` (tile+64)``, the variable that an offset is in."""
-    found = [(at, name) for name, at in program.shared.items() if at <= offset + SHARED_BASE]
-    if not found:
+    """Text of the variable that an offset is in, such as `` (tile+64)``."""
+    variables = [(at, name) for name, at in program.shared.items() if at <= offset + SHARED_BASE]
+    if not variables:
         return ""
-    at, name = max(found)
+    at, name = max(variables)
     return f" ({plain_name(name)}+{offset + SHARED_BASE - at})"

@@ -1,13 +1,12 @@
-"""The sanitizer's shadow memory, and the compiled checks of accesses against it.
+"""Shadow memory of the sanitizer, and compiled checks of accesses against it.
 
 Global memory has a byte of flags per byte (:mod:`.memory` makes them). Shared memory has a row of state per
 *granule*, the smallest access of the program: the last writer, the last reader, and when. Time in a block is its
 *epoch*, the number of barriers passed. Inside an epoch each warp has its own epoch, counted by ``__syncwarp``.
 
-Two accesses to one granule by different threads race when nothing orders them: they are in the same block epoch,
-and not in one warp with a later warp epoch. Atomics do not race with each other. Each row keeps one write and one
-read. An access that the next one replaces is either ordered before it, or recorded by a flag and as the *other*
-thread.
+Two accesses to one granule by different threads race if nothing orders them: they are in the same block epoch, and
+not in one warp with a later warp epoch. Atomics do not race with each other. Each row keeps one write and one read.
+An access that the next one replaces is either ordered before it, or recorded by a flag and as the *other* thread.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ PENDING, PENDING_PC = 13, 14  # PENDING: the thread + 1
 _THREAD_BITS = 10  # W_OTHER, W_PLAIN and R_OTHER pack a pc above a thread: see `unpacked`
 COLUMNS = 16  # a cache line of int32
 
-MULTI_LANE, MULTI_WARP = 1, 2  # besides the access kept: other lanes in its warp epoch, other warps
+MULTI_LANE, MULTI_WARP = 1, 2  # in addition to the access kept: other lanes in its warp epoch, other warps
 WRITTEN, ATOMIC = 4, 8
 PLAIN_BEFORE = 16  # the warp wrote without an atomic, in an earlier warp epoch
 
-UNDEFINED = 32  # what was written is an uninitialised value
-VOID = 2  # the same, of a byte of local memory; 1 is written, 0 is not
+UNDEFINED = 32  # the written value is uninitialised
+VOID = 2  # the same for a byte of local memory; 1 is written, 0 is not
 
 UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(
     1, 6
@@ -45,7 +44,7 @@ EACH_BYTE = 0x0101010101010101  # times a bit: the bit in every byte of a word
 
 
 def unpacked(packed: int) -> tuple[int, int]:
-    """(thread, pc) of a column that packs both."""
+    """Unpack (thread, pc) from a column."""
     return packed & (1 << _THREAD_BITS) - 1, packed >> _THREAD_BITS
 
 
@@ -53,10 +52,10 @@ def unpacked(packed: int) -> tuple[int, int]:
     "UniTuple(int64,4)(int64[::1], int32[::1], int64[:,::1], int64, int64, boolean, boolean, boolean, uint64[::1])"
 )
 def check_global(host, owner, table, size, wrong, reads, writes, tracked, missing):  # type: ignore[no-untyped-def]
-    """Check accesses and mark what they store: (shadow bits of the first bad byte or 0, position, byte, absent).
+    """Check accesses and mark stored bytes; return (shadow bits of the first bad byte or 0, position, byte, absent).
 
-    ``wrong``: the bits that a read must not find, repeated in each byte of a word. A ``tracked`` load may find bytes
-    that nothing has written: ``missing`` gets a bit for each of them, by position, and ``absent`` is their number.
+    ``wrong``: the bits that a read must not find, repeated in each byte of a word. A ``tracked`` load may find
+    unwritten bytes: ``missing`` gets a bit for each of them, by position, and ``absent`` is their number.
     """
     word, octet, absent = types.uint64(0), types.uint8(0), 0
     for i in range(len(host)):
@@ -88,7 +87,7 @@ def check_global(host, owner, table, size, wrong, reads, writes, tracked, missin
 
 @loop("int64(int64[::1], int32[::1], int64, int64, uint8[:,::1], int64, boolean, boolean, uint64[::1])")
 def check_local(host, lanes, base, stride, written, size, reads, padded, missing):  # type: ignore[no-untyped-def]
-    """Mark the bytes of a thread's local memory that it writes, or find those that it has not written.
+    """Mark the bytes of local memory that a thread writes, or find those that it reads unwritten.
 
     Returns the number of missing bytes; ``missing`` gets a bit for each, by position. Bytes of 0 do not count if
     they may be padding.
@@ -126,7 +125,7 @@ def check_shared(  # type: ignore[no-untyped-def]
     tracked,
     missing,
 ):
-    """Check accesses to shared memory in lane order: (kind or 0, position, row of the state, absent).
+    """Check accesses to shared memory in lane order; return (kind or 0, position, row of the state, absent).
 
     ``pends``: the write of an asynchronous copy, which is pending until its thread waits for it. ``tracked``,
     ``missing`` and ``absent`` are as for :func:`check_global`.
@@ -154,17 +153,17 @@ def check_shared(  # type: ignore[no-untyped-def]
             if same_epoch:
                 flags = s[W_FLAGS]
                 several = flags & MULTI_LANE != 0 or s[W_THREAD] != thread
-                apart = flags & MULTI_WARP != 0 or not same_warp
+                other_warp = flags & MULTI_WARP != 0 or not same_warp
                 if atomic and flags & ATOMIC != 0:
-                    if apart and flags & PLAIN_BEFORE != 0:
+                    if other_warp and flags & PLAIN_BEFORE != 0:
                         return RACE_WRITE, i, g, absent
-                elif apart or (s[W_WARP_EPOCH] == warp_epoch and several):
+                elif other_warp or (s[W_WARP_EPOCH] == warp_epoch and several):
                     return RACE_WRITE, i, g, absent
             if writes:
                 if s[R_EPOCH] == epoch:
                     several = s[R_FLAGS] & MULTI_LANE != 0 or s[R_THREAD] != thread
-                    apart = s[R_FLAGS] & MULTI_WARP != 0 or s[R_THREAD] // 32 != thread // 32
-                    if apart or (s[R_WARP_EPOCH] == warp_epoch and several):
+                    other_warp = s[R_FLAGS] & MULTI_WARP != 0 or s[R_THREAD] // 32 != thread // 32
+                    if other_warp or (s[R_WARP_EPOCH] == warp_epoch and several):
                         return RACE_READ, i, g, absent
                 if pends:
                     s[PENDING], s[PENDING_PC] = thread + 1, pc

@@ -1,6 +1,6 @@
-"""What a kernel's parameters are called and point to: from its CUDA C++ or Python text, and from its mangled name.
+"""Names and pointee types of a kernel's parameters, from its CUDA C++ or Python text and from its mangled name.
 
-PTX has neither. Whatever is not understood is left open: no names, no types, and no check against them.
+PTX has neither. Text that is not understood yields no names and no types, and no check against them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _QUALIFIERS = {"const", "volatile", "static", "extern", "__constant__", "__devic
 
 @dataclass(frozen=True)
 class Parameter:
-    """``element`` and ``scalar``: bytes of what a pointer points to, and of one component of it; 0: not known."""
+    """Kernel parameter. ``element`` and ``scalar``: bytes of its pointee, and of one component of it; 0: unknown."""
 
     name: str
     type: str
@@ -42,7 +42,7 @@ class Parameter:
     scalar: int = 0
 
     def accepts(self, dtype: np.dtype[Any]) -> bool:
-        """Whether an array may be passed: its elements, or the parts of complex numbers, have the right size."""
+        """Whether an array may be passed: its elements, or parts of complex numbers, have the right size."""
         if self.scalar in (0, 1) or dtype.fields is not None:
             return True
         if dtype.kind == "c":
@@ -51,18 +51,18 @@ class Parameter:
 
 
 def plain_name(name: str) -> str:
-    """A kernel's name as in its source, without namespaces and template arguments."""
+    """Name of a kernel in its source, without namespaces and template arguments."""
     return demangle(name).name
 
 
 def signature(entry: str, source: str = "") -> tuple[Parameter, ...]:
-    """The parameters of an entry; empty if they are not known."""
+    """Parameters of an entry; empty if they are unknown."""
     return _declared(plain_name(entry), source) or _mangled(entry)
 
 
 def named_in_python(entry: str, known: tuple[Parameter, ...], files: Iterable[str]) -> tuple[Parameter, ...]:
-    """The parameters with the names that a Numba kernel's function has, if one of the files defines it."""
-    found: set[tuple[str, ...]] = set()
+    """Parameters with the names of a Numba kernel's function, if one of the files defines it."""
+    names_found: set[tuple[str, ...]] = set()
     plain = plain_name(entry)
     for file in files:
         text = "".join(linecache.getlines(file)) if file.endswith(".py") or file.startswith("<") else ""
@@ -73,8 +73,8 @@ def named_in_python(entry: str, known: tuple[Parameter, ...], files: Iterable[st
                 ]
             except SyntaxError:
                 continue
-            found |= {tuple(a.arg for a in node.args.args) for node in nodes}
-    names = found.pop() if len(found) == 1 else ()
+            names_found |= {tuple(a.arg for a in node.args.args) for node in nodes}
+    names = names_found.pop() if len(names_found) == 1 else ()
     if known and len(names) != len(known):
         return known
     types = known or [Parameter("", "")] * len(names)
@@ -82,14 +82,14 @@ def named_in_python(entry: str, known: tuple[Parameter, ...], files: Iterable[st
 
 
 def variable(name: str, source: str) -> Parameter | None:
-    """A ``__constant__`` or ``__device__`` variable of a CUDA C++ text. ``type`` ends with = if it has a value."""
-    found = re.findall(
+    """Find a ``__constant__`` or ``__device__`` variable in CUDA C++ text. ``type`` ends with = if it has a value."""
+    declarations = re.findall(
         rf"\b__(?:constant|device|managed)__\s([\w\s:]*?[\w*]\s*)\b{re.escape(name)}\s*(?:\[[^;=]*?\]\s*)*([;={{])",
         _without_comments(source),
     )
-    if len(found) != 1:
+    if len(declarations) != 1:
         return None
-    text, end = found[0]
+    text, end = declarations[0]
     scalar = _pointee(text)
     return Parameter(name, text.strip() + ("" if end == ";" else " ="), scalar[0], scalar[1])
 
@@ -99,23 +99,23 @@ def _without_comments(source: str) -> str:
 
 
 def _declared(name: str, source: str) -> tuple[Parameter, ...]:
-    """From CUDA C++ text, if it declares one kernel of this name."""
+    """Parameters from CUDA C++ text, if it declares one kernel of this name."""
     text = _without_comments(source)
-    found: set[tuple[Parameter, ...]] = set()
+    declared: set[tuple[Parameter, ...]] = set()
     defined: set[tuple[Parameter, ...]] = set()
     for match in re.finditer(rf"__global__\b[^;{{}}]*?\b{re.escape(name)}\s*\(", text):
         depth, at = 1, match.end()
         while depth and at < len(text):
             depth += {"(": 1, ")": -1}.get(text[at], 0)
             at += 1
-        known = defined if text[at:].lstrip().startswith("{") else found
+        known = defined if text[at:].lstrip().startswith("{") else declared
         known.add(tuple(_parameter(p) for p in _split(text[match.end() : at - 1]) if p.strip() != "void"))
-    found = defined or found
-    return found.pop() if len(found) == 1 else ()
+    declared = defined or declared
+    return declared.pop() if len(declared) == 1 else ()
 
 
 def _split(text: str) -> Iterator[str]:
-    """The pieces between the commas that are in no brackets."""
+    """Split a text at the commas outside brackets."""
     depth, start = 0, 0
     for at, letter in enumerate(text):
         depth += {"(": 1, "<": 1, "[": 1, ")": -1, ">": -1, "]": -1}.get(letter, 0)
@@ -129,10 +129,10 @@ def _split(text: str) -> Iterator[str]:
 def _parameter(text: str) -> Parameter:
     text = re.sub(r"\b__(restrict|grid_constant)__\b|\brestrict\b|__align__\s*\([^)]*\)", " ", text)
     text = re.sub(r"(\w+)\s*\[[^\]]*\]\s*$", r"* \1", text)  # float x[] is a pointer
-    found = re.fullmatch(r"(.+?)([A-Za-z_]\w*)", text.strip(), re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"(.+?)([A-Za-z_]\w*)", text.strip(), re.DOTALL)
+    if match is None:
         return Parameter("", " ".join(text.split()))
-    words, name = found.groups()
+    words, name = match.groups()
     shown = " ".join(words.replace("*", " * ").split()).replace(" *", "*")
     stars = words.rpartition(">")[2].count("*")  # not those of template arguments
     sizes = (_UNKNOWN, _pointee(words.rpartition("*")[0]), _ADDRESS)[min(stars, 2)]
@@ -140,7 +140,7 @@ def _parameter(text: str) -> Parameter:
 
 
 def _pointee(text: str) -> tuple[int, int]:
-    """(bytes of the type, bytes of a component), zeros if the type is not known."""
+    """Bytes of a type and of a component; zeros if the type is unknown."""
     words = [w for w in re.sub(r"\bstd::|\bcuda::", "", text).split() if w not in _QUALIFIERS]
     if words[-1:] == ["int"] and len(words) > 1 and words != ["unsigned", "int"]:
         words = words[:-1]  # long int
@@ -158,7 +158,7 @@ def _pointee(text: str) -> tuple[int, int]:
 
 
 def _mangled(entry: str) -> tuple[Parameter, ...]:
-    """From a mangled name, as far as pointers, numbers and Numba arrays go."""
+    """Parameters from a mangled name, for pointers, numbers and Numba arrays."""
     return tuple(_of_type(shown) for shown in demangle(entry).types or ())
 
 
@@ -173,17 +173,17 @@ _NUMBA_ARGUMENT = re.compile(r"5ArrayI.+?Li(?P<axes>\d+)E1[ACF]\d(?:mutable|read
 
 
 def numba_arguments(entry: str) -> list[int] | None:
-    """The arguments of a Numba kernel, by its mangled name: an array's number of axes, -1 for a number.
+    """Arguments of a Numba kernel, by its mangled name: an array's number of axes, -1 for a number.
 
-    None for other kernels, and where an argument is neither.
+    None for other kernels, and if an argument is neither.
     """
     _, kernel, types = entry.partition("cw51c")
     types = types.partition("_3dE")[2]
-    found, at = [], 0
+    axes, at = [], 0
     while kernel and at < len(types):
-        one = _NUMBA_ARGUMENT.match(types, at)
-        if one is None:
+        match = _NUMBA_ARGUMENT.match(types, at)
+        if match is None:
             return None
-        found.append(int(one["axes"] or -1))
-        at = one.end()
-    return found or None
+        axes.append(int(match["axes"] or -1))
+        at = match.end()
+    return axes or None

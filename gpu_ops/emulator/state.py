@@ -1,4 +1,4 @@
-"""The state of a running batch: registers, groups of threads, barriers. Steps work on it; the machine schedules them.
+"""State of a running batch: registers, groups of threads, barriers. Steps change it; the machine schedules them.
 
 A *group* is the set of threads at one pc. Threads leave their group to wait
 
@@ -27,10 +27,10 @@ BARRIERS = 16  # ids of a block
 
 @dataclass(slots=True)
 class Step:
-    """An instruction, ready to run.
+    """Instruction that is ready to run.
 
     A ``plain`` step is ``run(active)``, and the next instruction follows. Any other is ``run(group, active)``,
-    which returns the pc at which the group continues, or None if none of its threads are left in it. A step for
+    which returns the pc at which the group continues, or None if no threads are left in it. A step for
     ``everyone`` only computes, so it may also run for threads that have ended. A step runs only if its guard leaves
     a thread active.
     """
@@ -54,7 +54,7 @@ class Group:
 
 
 class State(Batch):
-    """What steps read and change."""
+    """State that steps read and change."""
 
     steps: list[Step]
 
@@ -68,7 +68,7 @@ class State(Batch):
         self.specials: dict[str, int] = {}
         self.collectives: dict[
             int, Callable[[], Array]
-        ] = {}  # pc of a warp instruction: the masks that lanes name
+        ] = {}  # masks that lanes name, by pc of a warp instruction
         self.carry = self._add("carry flag", np.dtype(np.bool_))
         self.undefined: dict[int, Array] = {}  # registers with uninitialised values: see undefined.py
         self.flows: dict[int, Any] = {}
@@ -126,7 +126,7 @@ class State(Batch):
         return self.index[name]
 
     def register(self, name: str) -> int | None:
-        """The index of a declared or special register, or None."""
+        """Index of a declared or special register, or None."""
         if name not in self.index and name in SPECIAL_REGISTERS:
             self.specials[name] = self._add(name, SPECIAL_REGISTERS[name].dtype)
         return self.index.get(name)
@@ -139,7 +139,7 @@ class State(Batch):
     # -- masks ----------------------------------------------------------------------------------
 
     def active_lanes(self, mask: Mask) -> Array:
-        """The indices of the threads of a mask."""
+        """Indices of the threads of a mask."""
         if mask is None:
             return self.lanes
         if mask is not self._mask_of_lanes:
@@ -170,7 +170,7 @@ class State(Batch):
         return group.pc + 1
 
     def exit(self, group: Group, active: Mask) -> int | None:
-        """``exit``, and ``ret`` of the entry."""
+        """Run ``exit``, or ``ret`` of the entry."""
         rest = self.leave(group, active)
         self.alive = self.alive & ~self.full(active)
         self.all_alive = False
@@ -180,7 +180,7 @@ class State(Batch):
         return self.go_on(group, rest)
 
     def split(self, group: Group, active: Mask, target: int) -> int | None:
-        """A branch: the active threads go to ``target``, the rest continue."""
+        """Branch: the active threads go to ``target``, the rest continue."""
         rest = self.leave(group, active)
         if rest is NONE:
             return target
@@ -203,7 +203,7 @@ class State(Batch):
 
 
 class Barriers:
-    """``bar.sync``, ``bar.arrive`` and ``bar.red`` on ids 0 to 15: who waits at which.
+    """Threads that wait at barriers: ``bar.sync``, ``bar.arrive`` and ``bar.red`` on ids 0 to 15.
 
     A barrier without a count is for all threads of the block that have not ended.
     """
@@ -216,12 +216,12 @@ class Barriers:
         self.pc = np.zeros(blocks * padded, np.int32)
         self.arrived = np.zeros((blocks, BARRIERS), np.int32)  # threads, in whole warps
         self.wanted = np.zeros((blocks, BARRIERS), np.int32)  # 0: all
-        self.predicate = np.zeros(blocks * padded, np.bool_)  # of bar.red
+        self.predicate = np.zeros(blocks * padded, np.bool_)  # operand of bar.red
 
     def arrive(
         self, m: State, pc: int, lanes: Array, barrier: int, count: int, *, wait: bool
     ) -> Iterator[tuple[int, Array]]:
-        """Threads arrive at a barrier; yields (pc, mask) of the threads it releases."""
+        """Let threads arrive at a barrier; yield (pc, mask) of the threads it releases."""
         here = lanes.reshape(self.shape)
         warps = here.reshape(self.shape[0], -1, 32).any(axis=2).sum(axis=1)
         self.arrived[:, barrier] += 32 * warps
@@ -235,7 +235,7 @@ class Barriers:
         yield from self._release(m, barrier)
 
     def recheck(self, m: State) -> Iterator[tuple[int, Array]]:
-        """After threads have ended, release the barriers that waited only for them."""
+        """Release the barriers that waited only for threads that have ended."""
         if self.any:
             for barrier in np.unique(self.id[self.waiting]):
                 yield from self._release(m, int(barrier))
@@ -266,7 +266,7 @@ class Barriers:
             yield int(pc) + 1, mask
 
     def _note_absent(self, m: State, at: Array, opens: Array) -> None:
-        """Note a barrier that opens without threads that have ended: it does since Volta; CUDA C++ leaves it open."""
+        """Note a barrier that opens without ended threads: so on Volta and later; CUDA C++ does not define it."""
         size = m.block[0] * m.block[1] * m.block[2]
         for block in np.flatnonzero(opens & (at.sum(axis=1) < size)):
             lane = int(block) * self.shape[1] + int(np.flatnonzero(at[block])[0])
@@ -275,7 +275,7 @@ class Barriers:
             m.note(int(self.pc[lane]), lane, what)
 
     def _check_divergence(self, m: State, free: Array) -> None:
-        """Raise if threads of one block met at different instructions, which CUDA C++ leaves undefined."""
+        """Raise if threads of one block met at different instructions, which is undefined in CUDA C++."""
         for block, mine in enumerate(free.reshape(self.shape)):
             pc = self.pc.reshape(self.shape)[block]
             pcs = np.unique(pc[mine])
@@ -286,7 +286,7 @@ class Barriers:
                 m.report("barrier divergence", int(pcs[1]), first[1], what, int(pcs[0]))
 
     def standing(self) -> Iterator[tuple[int, Array, str]]:
-        """(pc, mask, reason) of the threads that wait, for messages."""
+        """Waiting threads as (pc, mask, reason), for messages."""
         for pc in np.unique(self.pc[self.waiting]):
             mask = self.waiting & (self.pc == pc)
             yield int(pc), mask, f"waiting at barrier {int(self.id[mask][0])}"

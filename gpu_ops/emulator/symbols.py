@@ -1,4 +1,4 @@
-"""``symbols=`` of a launch: arrays that stand for ``__constant__`` and ``__device__`` variables of the module."""
+"""Arrays that replace ``__constant__`` and ``__device__`` variables of the module: ``symbols=`` of a launch."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 
 
 def bind(program: Program, symbols: Mapping[str, Any] | None) -> dict[str, Array]:
-    """The arrays by the variables' names in PTX. An array is the variable's memory; a number is its value."""
+    """Arrays by the variables' names in PTX. An array is the variable's memory; a number is its value."""
     if symbols is None:
         return {}
     if not isinstance(symbols, Mapping):
         raise EmulatorError(
             f"symbols is {type(symbols).__name__}; pass a dict of arrays by the variables' names"
         )
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for name, value in symbols.items():
         target = _find(program, name)
-        found[target.name] = _array(name, target, value, declared(program, target))
-    return found
+        arrays[target.name] = _array(name, target, value, declared(program, target))
+    return arrays
 
 
 def declared(program: Program, target: Variable) -> Parameter | None:
-    """The declaration of a variable in the CUDA C++ text, if there is one."""
+    """Declaration of a variable in the CUDA C++ text, if there is one."""
     texts = "\n".join(program.module.sources.values())
     return variable(plain_name(target.name), texts)
 
 
 def is_unset(program: Program, target: Variable) -> bool:
-    """Whether a variable waits for the host to set it: a ``__constant__`` without an initial value.
+    """Whether the host must set a variable: a ``__constant__`` without an initial value.
 
-    PTX has no initial value of zeros, so the CUDA C++ text tells ``= 0`` from nothing. A ``__device__`` variable
-    without an initial value is zero. Constants of Numba always have one.
+    PTX omits an initial value of zeros, so only the CUDA C++ text distinguishes ``= 0`` from no value. A
+    ``__device__`` variable without an initial value is zero. Constants of Numba always have one.
     """
     if target.space != "const" or target.initial or target.name.startswith("_cudapy_cmem"):
         return False

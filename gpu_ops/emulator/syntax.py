@@ -1,4 +1,4 @@
-"""PTX as data: types, and a :class:`Module` of functions, variables and instructions.
+"""Data classes of PTX: types, and a :class:`Module` of functions, variables and instructions.
 
 A register holds bits: an unsigned array, or ``bool`` for a predicate. An instruction views them in the type it names.
 bfloat16, tf32, float8 and the packed types stay bits, because NumPy has no arithmetic for them; the instructions that
@@ -34,17 +34,17 @@ _DTYPES = {
     np.float64: "f64",
 }
 
-#: The NumPy dtype in which an instruction sees an operand of a PTX type.
+#: NumPy dtype in which an instruction sees an operand of a PTX type.
 DTYPE: dict[str, np.dtype[Any]] = {
     name: np.dtype(dtype) for dtype, names in _DTYPES.items() for name in names.split()
 }
 
-#: The width of each type in bits; a predicate has one.
+#: Width of each type in bits; a predicate has one.
 BITS: dict[str, int] = {name: 1 if name == "pred" else 8 * dtype.itemsize for name, dtype in DTYPE.items()}
 
 
 def register_dtype(ptx_type: str) -> np.dtype[Any]:
-    """The dtype that holds a register declared with this type: unsigned, at least 16 bits."""
+    """Dtype that holds a register declared with this type: unsigned, at least 16 bits."""
     if ptx_type == "pred":
         return np.dtype(np.bool_)
     return np.dtype(f"u{max(2, DTYPE[ptx_type].itemsize)}")
@@ -54,7 +54,7 @@ def register_dtype(ptx_type: str) -> np.dtype[Any]:
 
 
 class Location(NamedTuple):
-    """A source line; ``caller`` is the line at which its function was inlined."""
+    """Source line; ``caller`` is the line at which its function was inlined."""
 
     file: int
     line: int
@@ -62,45 +62,45 @@ class Location(NamedTuple):
 
 
 class Name(NamedTuple):
-    """A register, a symbol, a label, or the sink ``_``."""
+    """Name of a register, a symbol, a label, or the sink ``_``."""
 
     name: str
 
 
 class Negated(NamedTuple):
-    """``!%p``"""
+    """Negated predicate, ``!%p``."""
 
     name: str
 
 
 class Immediate(NamedTuple):
-    """A literal. Its bits depend on the type of the instruction that uses it."""
+    """Literal. Its bits depend on the type of the instruction that uses it."""
 
     text: str
 
 
 class Address(NamedTuple):
-    """``[base+offset]``; the base of an absolute address is empty."""
+    """Address ``[base+offset]``; the base of an absolute address is empty."""
 
     base: str
     offset: int
 
 
 class Vector(NamedTuple):
-    """``{a, b, ...}``"""
+    """Vector operand ``{a, b, ...}``."""
 
     parts: tuple[Operand, ...]
 
 
 class Pair(NamedTuple):
-    """``d|p``"""
+    """Pair of destinations ``d|p``."""
 
     first: Operand
     second: Operand
 
 
 class Call(NamedTuple):
-    """The operands of a call: results, callee, arguments."""
+    """Operands of a call: results, callee, arguments."""
 
     results: tuple[Operand, ...]
     callee: str
@@ -111,7 +111,7 @@ Operand = Name | Negated | Immediate | Address | Vector | Pair | Call
 
 
 class Instruction(NamedTuple):
-    """One instruction as it is written."""
+    """One instruction as the text has it."""
 
     line: int
     location: Location | None
@@ -129,14 +129,14 @@ class Instruction(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A label in a function body."""
+    """Label in a function body."""
 
     name: str
 
 
 @dataclass
 class Variable:
-    """A variable in a state space. It starts with the bytes of ``initial``, then zeros."""
+    """Variable in a state space. It starts with the bytes of ``initial``, followed by zeros."""
 
     name: str
     space: str
@@ -149,7 +149,7 @@ class Variable:
 
 @dataclass
 class Function:
-    """An entry or a device function. ``registers`` maps a name to its declared type."""
+    """Entry or device function. ``registers`` maps a name to its declared type."""
 
     name: str
     entry: bool
@@ -165,7 +165,7 @@ class Function:
 
 @dataclass
 class Module:
-    """A parsed PTX file."""
+    """Parsed PTX file."""
 
     text: str
     target: str = ""
@@ -179,7 +179,7 @@ class Module:
 
 
 def source_text(sources: Mapping[str, str], file: str, line: int) -> str:
-    """A line of a source file, without its indentation: from ``sources`` or from disk; empty if there is none."""
+    """Line of a source file without its indentation, from ``sources`` or from disk; empty if there is none."""
     if file in sources:
         lines = sources[file].splitlines()
         return lines[line - 1].strip() if 0 < line <= len(lines) else ""

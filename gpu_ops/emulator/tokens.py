@@ -1,4 +1,4 @@
-"""The tokens of PTX text, and a reader of the operands that they make."""
+"""Tokens of PTX text, and a reader of their operands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_ops.emulator.errors import PtxError
 from gpu_ops.emulator.syntax import Address, Immediate, Name, Negated, Operand, Pair, Vector
 
 _COMMENTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-# Directives may touch: `{.reg.b16 h;`. What the last alternative matches is no token.
+# Directives may touch: `{.reg.b16 h;`. A match of the last alternative is no token.
 _TOKENS = re.compile(
     r"""
     "(?:\\.|[^"\\])*"
@@ -33,7 +33,7 @@ def is_number(token: str) -> bool:
 
 
 def _tokens(text: str) -> tuple[list[str], list[int]]:
-    """The tokens of a text, and the line of each."""
+    """Tokens of a text, and the line of each."""
     text = text.rstrip("\0 \n\t")  # compilers end the text with NUL
     if "/" in text:
         text = _COMMENTS.sub(lambda m: m[0] if m[0][0] == '"' else " " + "\n" * m[0].count("\n"), text)
@@ -41,9 +41,9 @@ def _tokens(text: str) -> tuple[list[str], list[int]]:
     lines: list[int] = []
     rows = text.split("\n")
     for line, row in enumerate(rows, 1):
-        found = _TOKENS.findall(row)
-        tokens += found
-        lines += [line] * len(found)
+        row_tokens = _TOKENS.findall(row)
+        tokens += row_tokens
+        lines += [line] * len(row_tokens)
     known = _WORD | _DIGITS | _PUNCTUATION
     odd = [token for token in set(tokens) if len(token) == 1 and token not in known]
     if odd:
@@ -54,7 +54,7 @@ def _tokens(text: str) -> tuple[list[str], list[int]]:
 
 
 class Cursor:
-    """The tokens of a text, and a position among them. The last token is empty."""
+    """Tokens of a text, and a position among them. The last token is empty."""
 
     def __init__(self, text: str) -> None:
         self.tokens, self.lines = _tokens(text)
@@ -110,9 +110,9 @@ class Cursor:
 
 
 class Scope:
-    """The names declared in one ``{ }``.
+    """Names declared in one ``{ }``.
 
-    An inline-asm block may declare registers and labels that the function has too, so each scope has a suffix that
+    An inline-asm block may declare registers and labels that the function also has, so each scope has a suffix that
     makes its names unique.
     """
 
@@ -121,7 +121,7 @@ class Scope:
         self.names: set[str] = set()
 
     def resolve(self, name: str) -> str:
-        """The name with the suffix of the innermost scope that declares it."""
+        """Return the name with the suffix of the innermost scope that declares it."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.names:
@@ -131,7 +131,7 @@ class Scope:
 
 
 class Operands(Cursor):
-    """Reads operands. A register has one :class:`Name`, however often it is read."""
+    """Reader of operands. A register has one :class:`Name`, however often it is read."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

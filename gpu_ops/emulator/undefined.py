@@ -1,14 +1,14 @@
-"""Uninitialised values in registers: from the load that read one, to the first use that matters.
+"""Uninitialised values in registers, from the load that read one to the first use that matters.
 
-Whether a value is initialised is a property of the value. A load that reads what nothing has written marks its
-register, lane by lane. Moves, arithmetic and stores to shared and local memory carry the mark along; choices
-(``selp``, ``and``, predicated moves) drop it where the result does not depend on it. A branch, an address, a store to
-global memory and what else can be seen from outside report it.
+Whether a value is initialised is a property of the value. A load that reads unwritten memory marks its register,
+lane by lane. Moves, arithmetic and stores to shared and local memory propagate the mark; choices (``selp``, ``and``,
+predicated moves) drop it where the result does not depend on it. A branch, an address, a store to global memory and
+any other visible effect report it.
 
-``State.undefined`` holds the marks: for each register with one, int64 ``[2, threads]``: 0 or a number that tells the
-load, and the bits that are uninitialised. Bitwise instructions, comparisons, moves and votes keep these exact
-(:mod:`.bits`); after others all bits of the result are. The dictionary is empty until a load marks something, and
-nothing here runs while it is.
+``State.undefined`` holds the marks of each marked register as int64 ``[2, threads]``: 0 or a number that identifies
+the load, and the uninitialised bits. Bitwise instructions, comparisons, moves and votes keep these exact
+(:mod:`.bits`); after others all bits of the result are uninitialised. The dictionary is empty until a load marks a
+register; until then no code of this module runs.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from gpu_ops.emulator.sanitizer import Absent
 from gpu_ops.emulator.state import Group, State
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
-_LOADS = 1000  # to remember before those without marks are dropped
-_SHIFT = 32  # a mark is the number of the load above the position of its lane, plus 1
+_LOADS = 1000  # number of loads to keep before those without marks are dropped
+_SHIFT = 32  # a mark is the load's number in the bits above the position of its lane, plus 1
 
 
 # -- marks ----------------------------------------------------------------------------------------
 
 
 def _marks(m: State, registers: list[int]) -> Array | None:
-    """The marks of several registers as one, of all bits; None if there are none."""
+    """Marks of several registers as one, for all bits; None if there are none."""
     loads = [marks[0] for i in registers if (marks := m.undefined.get(i)) is not None]
     return _marked(np.maximum.reduce(loads)) if loads else None
 
 
 def _marked(loads: Array, unknown: Array | np.uint64 = bits.ALL) -> Array:
-    """Marks that tell these loads, of the unknown bits (uint64)."""
+    """Marks of these loads, for the unknown bits (uint64)."""
     marked = (loads != 0) & (unknown != 0)
     return np.stack((np.where(marked, loads, 0), np.where(marked, unknown, np.uint64(0)).view(np.int64)))
 
 
 def _unknown(m: State, registers: list[int | None], width: int) -> Array:
-    """The uninitialised bits of a source of so many bits, as uint64."""
+    """Uninitialised bits of a source of ``width`` bits, as uint64."""
     unknown, width = np.zeros(m.threads, np.uint64), width // len(registers)
     for k, register in enumerate(registers):
         if register is not None and (marks := m.undefined.get(register)) is not None:
@@ -55,13 +55,13 @@ def _unknown(m: State, registers: list[int | None], width: int) -> Array:
 
 
 def _loads(m: State, register: int) -> Array:
-    """The numbers that tell the loads of a register's marks: 0 where there are none."""
+    """Numbers of the loads of a register's marks; 0 where there are none."""
     marks = m.undefined.get(register)
     return np.zeros(m.threads, np.int64) if marks is None else marks[0]
 
 
 def _put(m: State, register: int, marks: Array | None, lanes: Array) -> None:
-    """The lanes have written a register."""
+    """Set a register's marks in the lanes that have written it."""
     old = m.undefined.get(register)
     if old is None and marks is None:
         return
@@ -74,7 +74,7 @@ def _put(m: State, register: int, marks: Array | None, lanes: Array) -> None:
 
 
 def _report(m: State, pc: int, marks: Array, lanes: Array, use: str) -> None:
-    """Report the marked lanes among these, and drop the marks where faults are collected."""
+    """Report the marked lanes among these, and drop the marks if faults are collected."""
     s, marks = m.sanitizer, marks[0]
     assert s is not None
     numbers = np.unique(marks[lanes & m.alive & (marks != 0)])
@@ -117,7 +117,7 @@ def before(m: State, group: Group) -> None:
         return
     marks = _marks(m, flow.sources)
     mine = [marks] * len(flow.targets) if marks is None or flow.op is None else _chosen(m, flow, marks[0])
-    if doubt is not None:  # whether these lanes write at all
+    if doubt is not None:  # uncertain whether these lanes write at all
         doubt = _marked(np.where(lanes, doubt[0], 0))
         active = active | (doubt[0] != 0)
         mine = [doubt if of is None else np.where(doubt[0] != 0, doubt, of) for of in mine]
@@ -126,7 +126,7 @@ def before(m: State, group: Group) -> None:
 
 
 def _chosen(m: State, flow: Flow, loads: Array) -> list[Array | None]:
-    """The marks of each target: of the bits that change with the uninitialised bits of the sources."""
+    """Marks of each target, for the bits that change with the uninitialised bits of the sources."""
     assert flow.op is not None
     values = [np.broadcast_to(read(), m.threads) for read in flow.readers]
     sources = zip(flow.operands, flow.op.reads, strict=True)
@@ -160,7 +160,7 @@ def together(m: State, pc: int, here: Array, named: Array) -> None:
 
 
 def _exchanged(m: State, flow: Flow, here: Array, named: Array) -> Array:
-    """The bits of a vote or reduction that the values of the lanes with marks can change."""
+    """Bits of a vote or reduction that the values of marked lanes can change."""
     assert flow.exchange is not None
     values, (registers,) = np.broadcast_to(flow.readers[0](), m.threads), flow.operands
     unknown = _unknown(m, registers, 8 * values.itemsize)
@@ -173,7 +173,7 @@ def _exchanged(m: State, flow: Flow, here: Array, named: Array) -> Array:
 
 
 def _shuffled(m: State, flow: Flow) -> list[Array | None]:
-    """The marks of the results of ``shfl``: of another lane's value, and of this lane's idea of which lane."""
+    """Marks of the results of ``shfl``: those of the other lane's value, and of this lane's choice of a lane."""
     shape = m.threads // WARP, WARP
     distance, clamp = (np.broadcast_to(r(), m.threads).reshape(shape) for r in flow.readers)
     source, valid = shfl_sources(m.program.code[flow.pc].modifiers[1], distance, clamp)
@@ -191,7 +191,7 @@ def _shuffled(m: State, flow: Flow) -> list[Array | None]:
 
 
 def _product(m: State, flow: Flow, here: Array) -> list[Array]:
-    """Which elements of a product of tiles depend on marked ones: a NaN spreads just as far."""
+    """Marks of a product of tiles: of the elements that depend on marked ones, found by the spread of a NaN."""
     assert flow.tile is not None
     warps, tiles = here.any(axis=1), []
     for registers, (_, ptx_type) in zip(flow.tiles, (flow.tile.a, flow.tile.b, flow.tile.c), strict=True):
@@ -211,7 +211,7 @@ def _product(m: State, flow: Flow, here: Array) -> list[Array]:
 
 
 def _new_loads(m: State) -> Iterator[tuple[Absent, Array]]:
-    """Yield what the latest load read, and the marks of its lanes."""
+    """Yield the absent bytes that the latest load read, and the marks of its lanes."""
     s = m.sanitizer
     assert s is not None
     if not m.undefined or len(s.loads) >= _LOADS:
@@ -224,7 +224,7 @@ def _new_loads(m: State) -> Iterator[tuple[Absent, Array]]:
 
 
 def _prune(m: State) -> None:
-    """Drop the loads of which no mark is left."""
+    """Drop the loads that no mark refers to."""
     s = m.sanitizer
     assert s is not None
     left = {
@@ -236,7 +236,7 @@ def _prune(m: State) -> None:
 def loaded(m: State, registers: list[list[int]], size: int, signed: bool = True) -> None:
     """Mark registers after a load: those that take the first ``size`` bytes, the next ones, and so on.
 
-    Above these bytes a register has zeros, or if it is signed, values that depend on them.
+    Above these bytes a register has zeros or, if it is signed, bits that depend on them.
     """
     unknown = bits.ALL if signed else np.uint64((1 << 8 * size) - 1)
     ones = np.uint64((1 << size) - 1)
@@ -248,7 +248,7 @@ def loaded(m: State, registers: list[list[int]], size: int, signed: bool = True)
             missing = np.where(missing == np.uint64((1 << access.size) - 1), missing, np.uint64(0))
         for k, several in enumerate(registers):
             mine = missing >> np.uint64(k * size) & ones
-            # Of an element in local memory one byte is enough: compilers copy structs with their padding.
+            # One written byte of an element in local memory is enough: compilers copy structs with their padding.
             wrong = np.where(load.place.owner == -2, mine == ones, mine != 0)
             for register in several if wrong.any() else ():
                 _mark(m, register, lanes[wrong], marks[wrong], unknown)
@@ -270,7 +270,7 @@ def loaded_fragments(
     load: Callable[[Array], list[Array]],
     warps: Array,
 ) -> None:
-    """Mark the registers of ``ldmatrix``, to which ``load`` distributes rows of 16 bytes."""
+    """Mark the registers of ``ldmatrix``; ``load`` distributes rows of 16 bytes to them."""
     for unwritten, marks in _new_loads(m):
         lanes, missing = unwritten.place.lanes, unwritten.bits
         data, of_warp = np.zeros((len(warps), rows, 16), np.uint8), np.zeros(m.threads // WARP, np.int64)
@@ -286,7 +286,7 @@ def loaded_fragments(
 
 
 def stored(m: State, pc: int, place: Place, registers: list[int], size: int, first: int = 0) -> None:
-    """After a store of so many bytes of each register, from this bit on: report, or mark memory."""
+    """Report or mark memory after a store of ``size`` bytes of each register, from bit ``first`` on."""
     missing, told = np.zeros(len(place.lanes), np.uint64), np.zeros(m.threads, np.int64)
     for k, register in enumerate(registers):
         if (marks := m.undefined.get(register)) is not None:
@@ -300,7 +300,7 @@ def stored(m: State, pc: int, place: Place, registers: list[int], size: int, fir
 def stored_fragments(
     m: State, pc: int, place: Place, registers: list[int], store: Callable[..., Array], warps: Array
 ) -> None:
-    """Mark memory after ``stmatrix``, where ``store`` makes rows of 16 bytes of the registers."""
+    """Mark memory after ``stmatrix``; ``store`` makes rows of 16 bytes from the registers."""
     loads = [_loads(m, i).reshape(-1, WARP) for i in registers]
     rows = store([np.where(of[warps] != 0, 0xFFFFFFFF, 0).astype(np.uint32) for of in loads])
     data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 16) != 0
@@ -320,7 +320,7 @@ def _stored(m: State, pc: int, place: Place, missing: Array, told: Array) -> Non
 
 
 def _void(m: State, place: Place, missing: Array) -> None:
-    """Mark bytes of shared and local memory, a bit each, that were written with uninitialised values."""
+    """Mark bytes of shared and local memory, a bit each, that got uninitialised values."""
     s = m.sanitizer
     assert s is not None
     shared, local = place.owner == -1, place.owner == -2

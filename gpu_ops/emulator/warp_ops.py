@@ -25,19 +25,19 @@ _FULL = np.array([0xFFFFFFFF], np.uint32)
 
 
 def _rows(m: State, value: Array) -> Array:
-    """A value per thread as ``[warps, 32]``."""
+    """Reshape a value per thread to ``[warps, 32]``."""
     if value.size == 1:
         return np.broadcast_to(value, (m.threads // WARP, WARP))
     return value.reshape(-1, WARP)
 
 
 def _bits(lanes: Array) -> Array:
-    """Bool ``[W, 32]`` to a mask per lane."""
+    """Convert bool ``[W, 32]`` to a mask per lane."""
     return np.repeat(np.packbits(lanes, axis=1, bitorder="little").view(np.uint32), WARP, axis=1)
 
 
 def _together(here: Array, named: Array) -> Array:
-    """For each lane, the lanes that are here with the same mask; lanes with other masks belong to other groups."""
+    """Lanes that are here with the same mask, for each lane; lanes with other masks belong to other groups."""
     together = _bits(here)
     mixed = np.flatnonzero((named != named[:, :1]).any(axis=1))
     if mixed.size:
@@ -48,7 +48,7 @@ def _together(here: Array, named: Array) -> Array:
 
 
 def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
-    """``run(active [W, 32], members [W, 32], mask)`` for the lanes whose partners have all arrived."""
+    """Step that calls ``run(active [W, 32], members [W, 32], mask)`` for lanes whose partners have all arrived."""
     if members is not None:
         m.collectives[pc] = members
 
@@ -76,8 +76,8 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
         others = converge.arms(m, pc)
         everyone, masks = late, named
         for arm in others:
-            there = m.full(arm.group.mask).reshape(-1, WARP)
-            everyone, masks = everyone | there, np.where(there, _rows(m, arm.members()), masks)
+            arm_lanes = m.full(arm.group.mask).reshape(-1, WARP)
+            everyone, masks = everyone | arm_lanes, np.where(arm_lanes, _rows(m, arm.members()), masks)
         ready = everyone & ~_late(m, everyone, masks)
         if others and ready.any():
             lanes = ready.ravel()
@@ -95,14 +95,14 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
 
 
 def _late(m: State, here: Array, named: Array) -> Array:
-    """The lanes that are here before a lane that they name."""
+    """Lanes that have arrived before a lane that they name."""
     missing: Array = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
     late: Array = here & (missing != 0)
     return late
 
 
 def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
-    """``bar.warp.sync``"""
+    """Step of ``bar.warp.sync``."""
     members = reader(m, instruction, instruction.operands[0], "u32")
 
     def run(here: Array, named: Array, mask: Mask) -> None:
@@ -115,7 +115,7 @@ def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
 def _write_all(
     m: State, instruction: Instruction, types: tuple[str, ...]
 ) -> Callable[[tuple[Array, ...], Mask], None]:
-    """A function that writes the results of ``d`` or ``d|p``."""
+    """Function that writes the results to ``d`` or ``d|p``."""
     targets = destinations(instruction.operands[0])
     writers = [writer(m, instruction, d, t) for d, t in zip(targets, types, strict=False)]
 
@@ -151,7 +151,7 @@ def _exchange(
     types: tuple[str, ...],
     evaluate: Callable[..., tuple[Array, ...]],
 ) -> Step:
-    """The step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``; ``types`` of a, d, p."""
+    """Step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``; ``types``: of a, d, p."""
     _, source, members = instruction.operands
     read = reader(m, instruction, source, types[0])
     write = _write_all(m, instruction, types[1:])
@@ -204,7 +204,7 @@ def _activemask(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _spread(m: State, warps: Array, values: Array) -> Array:
-    """``[executing warps, 32]`` to one value per thread."""
+    """Spread ``[executing warps, 32]`` to one value per thread."""
     if len(values) == m.threads // WARP:
         return values.ravel()
     full = np.zeros((m.threads // WARP, WARP), values.dtype)
@@ -217,7 +217,7 @@ def _mma(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def product(m: State, pc: int, instruction: Instruction, form: matrix.Mma) -> Step:
-    """The step of ``d, a, b, c`` that multiplies tiles: ``mma`` and ``wmma.mma``."""
+    """Step of ``d, a, b, c`` that multiplies tiles: ``mma`` and ``wmma.mma``."""
     d, *sources = instruction.operands
     readers = [
         [reader(m, instruction, part, ptx_type) for part in parts(operand)]
@@ -244,7 +244,7 @@ def product(m: State, pc: int, instruction: Instruction, form: matrix.Mma) -> St
 
 
 def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
-    """(b8, matrices, transposed, space) of ldmatrix and stmatrix; modifiers come in any order."""
+    """Form of ldmatrix and stmatrix as (b8, matrices, transposed, space); modifiers may be in any order."""
     words = set(instruction.modifiers)
     known = {"sync", "aligned", "m8n8", "m16n16", "m16n8", "x1", "x2", "x4", "trans", "b16", "b8"}
     spaces = {w for w in words if w.startswith("shared")}
@@ -255,7 +255,7 @@ def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
 
 
 def _row_mask(m: State, here: Array, rows: int) -> tuple[Array, Array]:
-    """(mask of the lanes whose addresses are used, executing warps)"""
+    """Mask of the lanes whose addresses are used, and the executing warps."""
     mask = here & (np.arange(WARP) < rows)
     return mask.ravel(), np.flatnonzero(here.any(axis=1))
 

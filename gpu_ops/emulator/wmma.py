@@ -1,4 +1,4 @@
-"""Steps of ``wmma``: loads and stores of the fragments of a tile. The product is a step like that of ``mma``."""
+"""Steps of ``wmma``: loads and stores of the fragments of a tile. The product has a step like that of ``mma``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpu_ops.emulator.warp_ops import collective, product
 
 
 class _Tile:
-    """The memory of a fragment: ``wmma.load.a.sync.aligned.row.m16n16k16.shared.f16``, and ``store``."""
+    """Memory of a fragment, for ``wmma.load.a.sync.aligned.row.m16n16k16.shared.f16`` and ``store``."""
 
     def __init__(
         self, m: State, pc: int, instruction: Instruction, where: Operand, rest: list[Operand]
@@ -39,7 +39,7 @@ class _Tile:
         self.access = Access(pc, space, size, read=load, write=not load, tracked=load)
 
     def pieces(self, register: int) -> Iterator[tuple[int, Array]]:
-        """(shift in the register, address for each thread) of each piece of a register that one access moves."""
+        """Pieces of a register that one access moves each, as (shift in the register, address for each thread)."""
         m, f = self.m, self.fragment
         rows, columns = (np.tile(x, m.threads // WARP) for x in f.place(register))
         leading = np.array([self.default]) if self.leading is None else self.leading().astype(np.int64)

@@ -1,4 +1,4 @@
-"""The semantics of PTX instructions, as pure functions on arrays; one module per family.
+"""Semantics of PTX instructions, as pure functions on arrays; one module per family.
 
 ``lookup("fma", ("rn", "f32"))`` returns the :class:`Op` of one instruction form. An Op knows nothing of threads. The
 machine passes it one array per source operand, viewed in the type that the form names (see
@@ -9,11 +9,11 @@ same for all threads arrives as an array of one element.
 ``integer``      add ... dp4a on integers, carries; popc ... bfind, bit fields
 ``logic``        and, or, xor, lop3, shifts, prmt; setp, set, selp, slct, testp
 ``floating``     add ... fma, div, rcp, sqrt, min, max; ex2, sin, ... with .approx or .full
-``elements``     what the floating-point families share: packing, flushing, rounding
+``elements``     code shared by the floating-point families: packing, flushing, rounding
 ``convert``      cvt
 ``matrix``       mma.sync, the fragments of ldmatrix, stmatrix and movmatrix
 ``warp_ops``     shfl, vote, match, redux, elect
-``atomic``       what atom and red do to a value
+``atomic``       effect of atom and red on a value
 ===============  ===================================================================================
 """
 
@@ -31,7 +31,7 @@ FLOAT = frozenset(("f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"))
 
 @dataclass(frozen=True)
 class Op:
-    """The semantics of one instruction form.
+    """Semantics of one instruction form.
 
     ``writes`` and ``reads`` are PTX types in operand order. ``run`` takes one array per source and returns one
     array, or a tuple for several destinations. The pseudo type ``cc`` is the carry flag (bool); an instruction that
@@ -57,12 +57,12 @@ def unknown(opcode: str, modifiers: Iterable[str]) -> Unknown:
 _FORMS: dict[str, Callable[..., Op]] = {}
 
 _Factory = Callable[[str, tuple[str, ...]], Op]
-#: Factories of all other forms, by opcode and last modifier; under ``None``, of any form of the opcode.
+#: Factories of all other forms, by opcode and last modifier; ``None`` is for any form of the opcode.
 _FAMILIES: dict[tuple[str, str | None], _Factory] = {}
 
 
 def forms(*patterns: str) -> Callable[[Callable[..., Op]], Callable[..., Op]]:
-    """Register ``factory(opcode, *modifiers)`` for forms given as shell patterns: ``mul.{lo,hi}.u32``."""
+    """Register ``factory(opcode, *modifiers)`` for forms in shell patterns: ``mul.{lo,hi}.u32``."""
 
     def register(factory: Callable[..., Op]) -> Callable[..., Op]:
         for pattern in patterns:
@@ -93,7 +93,7 @@ def family(*opcodes: str, types: Iterable[str | None] = (None,)) -> Callable[[_F
 
 @cache
 def lookup(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """The semantics of ``opcode.modifiers``, for instance ``lookup("add", ("rn", "ftz", "f32"))``."""
+    """Semantics of ``opcode.modifiers``, for instance ``lookup("add", ("rn", "ftz", "f32"))``."""
     form = _FORMS.get(".".join((opcode, *modifiers)))
     if form is not None:
         return form(opcode, *modifiers)

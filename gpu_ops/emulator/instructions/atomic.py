@@ -1,6 +1,6 @@
-"""What atom and red do to a value in memory, and the old value for each lane when several hit one address.
+"""Effect of atom and red on a value in memory, and the old value for each lane if several access one address.
 
-Such lanes take turns in lane order (silicon promises no order). :func:`combine` is the operation on values;
+Such lanes run in lane order (silicon promises no order). :func:`combine` is the operation on values;
 :func:`in_order` evaluates all turns at once, and stays fast with thousands of lanes on one address.
 """
 
@@ -44,27 +44,27 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def _check(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
-    """Half types need .noftz, others must not have it; memory order and scope do not affect the value."""
+    """Check modifiers: half types need .noftz, others must not have it. Memory order and scope do not matter here."""
     if ptx_type not in _TYPES.get(op, ()) or ("noftz" in modifiers) != (ptx_type in _HALF):
         raise unknown("atom", tuple(dict.fromkeys((*modifiers, op, ptx_type))))
 
 
 def _numbers(values: Array, ptx_type: str) -> Array:
-    """Values that NumPy can add; a packed pair becomes a last axis of two."""
+    """Convert to values that NumPy can add; a packed pair becomes a last axis of two."""
     if ptx_type not in _HALF:
         return values
     return (values[:, None] if ptx_type.endswith("x2") else values).view(_HALF[ptx_type])
 
 
 def _registers(numbers: Array, ptx_type: str) -> Array:
-    """The inverse of :func:`_numbers`."""
+    """Inverse of :func:`_numbers`."""
     values = numbers.view(DTYPE[ptx_type])
     return values[:, 0] if ptx_type.endswith("x2") else values
 
 
 @cache
 def combine(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[..., Array]:
-    """``new = f(old, operand)``, for cas ``f(old, expected, desired)``, on arrays of ``DTYPE[ptx_type]``."""
+    """Function ``new = f(old, operand)``, for cas ``f(old, expected, desired)``, on arrays of ``DTYPE[ptx_type]``."""
     _check(op, ptx_type, modifiers)
     if op in _OTHERS:
         return _OTHERS[op]
@@ -100,13 +100,13 @@ def _rounds(function: Callable[..., Array]) -> _Turns:
     """One step per turn, for all addresses at once."""
 
     def run(begin: Array, starts: Array, counts: Array, *operands: Array) -> tuple[Array, Array]:
-        found, value = np.empty_like(operands[0]), begin.copy()
-        for turn in range(counts.max()):
-            busy = np.flatnonzero(counts > turn)
-            lanes = starts[busy] + turn
-            found[lanes] = value[busy]
+        old, value = np.empty_like(operands[0]), begin.copy()
+        for round_number in range(counts.max()):
+            busy = np.flatnonzero(counts > round_number)
+            lanes = starts[busy] + round_number
+            old[lanes] = value[busy]
             value[busy] = function(value[busy], *(operand[lanes] for operand in operands))
-        return found, value
+        return old, value
 
     return run
 
@@ -118,21 +118,21 @@ def _accumulated(ufunc: np.ufunc, function: Callable[..., Array], ptx_type: str)
     def run(begin: Array, starts: Array, counts: Array, operand: Array) -> tuple[Array, Array]:
         if len(starts) >= counts.max():
             return rounds(begin, starts, counts, operand)
-        found, left = np.empty_like(operand), np.empty_like(begin)
+        old, left = np.empty_like(operand), np.empty_like(begin)
         for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
             values = np.concatenate([begin[i : i + 1], operand[start : start + count]])
             numbers = _numbers(values, ptx_type)
             values = _registers(ufunc.accumulate(numbers, axis=0, dtype=numbers.dtype), ptx_type)
-            found[start : start + count], left[i] = values[:-1], values[-1]
-        return found, left
+            old[start : start + count], left[i] = values[:-1], values[-1]
+        return old, left
 
     return run
 
 
 def _exchanges(begin: Array, starts: Array, counts: Array, operand: Array) -> tuple[Array, Array]:
-    found = np.roll(operand, 1)
-    found[starts] = begin
-    return found, operand[starts + counts - 1]
+    old = np.roll(operand, 1)
+    old[starts] = begin
+    return old, operand[starts + counts - 1]
 
 
 def _compares(begin: Array, starts: Array, counts: Array, *operands: Array) -> tuple[Array, Array]:
@@ -140,21 +140,21 @@ def _compares(begin: Array, starts: Array, counts: Array, *operands: Array) -> t
     expected, desired = operands
     lanes, none = np.arange(len(expected)), len(expected)
     value, waiting = begin.copy(), np.ones(len(expected), np.bool_)
-    found = np.repeat(value, counts)
+    old = np.repeat(value, counts)
     while True:
-        hits = waiting & (found == expected)
-        first = np.minimum.reduceat(np.where(hits, lanes, none), starts)  # of each address
+        hits = waiting & (old == expected)
+        first = np.minimum.reduceat(np.where(hits, lanes, none), starts)  # first hit of each address
         swapped = first < none
         if not swapped.any():
-            return found, value
+            return old, value
         value = np.where(swapped, desired[np.minimum(first, none - 1)], value)
         waiting &= lanes > np.repeat(first, counts)
-        found = np.where(waiting, np.repeat(value, counts), found)
+        old = np.where(waiting, np.repeat(value, counts), old)
 
 
 @cache
 def in_order(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[..., tuple[Array, Array, Array]]:
-    """All turns at once: ``run(addresses, before, *operands) -> (old, last, new)``.
+    """Function for all turns at once: ``run(addresses, before, *operands) -> (old, last, new)``.
 
     ``before`` is the value in memory at each lane's address. Lane i reads ``old[i]``; then memory at
     ``addresses[last]`` becomes ``new``, where ``last`` are the lanes with the last turn at their address.
@@ -175,9 +175,9 @@ def in_order(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[...
             return before, np.arange(len(addresses)), function(before, *operands)
         order, starts, counts = groups
         sorted_operands = (np.broadcast_to(operand, addresses.shape)[order] for operand in operands)
-        found, left = turns(before[order[starts]], starts, counts, *sorted_operands)
-        old = np.empty_like(found)
-        old[order] = found
+        sorted_old, left = turns(before[order[starts]], starts, counts, *sorted_operands)
+        old = np.empty_like(sorted_old)
+        old[order] = sorted_old
         return old, order[starts + counts - 1], left
 
     return run

@@ -1,4 +1,4 @@
-"""cvt: conversions between integer and floating-point types, also packed ones.
+"""Conversions (cvt) between integer and floating-point types, including packed ones.
 
 A floating-point result is the value, clamped (``.sat``, ``.relu``, ``.satfinite``) and rounded once. An integer
 result is the value rounded to an integer and clamped to the range of the type. In packed results the first operand
@@ -35,7 +35,7 @@ from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 Step = Callable[[Array], Array]
 
-_INTEGERS = frozenset(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
+_INTEGERS = frozenset(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64))
 _FLOATS = frozenset(("f16", "bf16", "f32", "f64"))
 _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 #: The largest values, for ``.satfinite``.
@@ -49,17 +49,17 @@ def _convert(opcode: str, modifiers: tuple[str, ...]) -> Op:
     if modifiers[:2] == ("pack", "sat"):
         op = _pack_integers(*modifiers[2:])
     elif len(modifiers) >= 2:
-        *rest, to, source = modifiers
+        *rest, target, source = modifiers
         flags = frozenset(rest)
         if len(flags) == len(rest):
-            op = _select(flags, to, source)
+            op = _select(flags, target, source)
     if op is None:
         raise unknown(opcode, modifiers)
     return op
 
 
 def _select(flags: frozenset[str], to: str, source: str) -> Op | None:
-    """The form with these flags, or None if it does not exist."""
+    """Form with these flags, or None if it does not exist."""
     if to in _INTEGERS:
         if source in _INTEGERS:
             return _resize(to, source, "sat" in flags) if flags <= {"sat"} else None
@@ -165,7 +165,7 @@ def _between_floats(flags: frozenset[str], to: str, source: str) -> Op | None:
 
 
 def _clamp(flags: frozenset[str], to: str) -> Step | None:
-    """The step that ``.sat``, ``.relu`` and ``.satfinite`` apply to a value before it is rounded."""
+    """Step that ``.sat``, ``.relu`` and ``.satfinite`` apply to a value before it is rounded."""
     steps: list[Step] = [{"sat": saturate, "relu": relu}[flag] for flag in ("sat", "relu") if flag in flags]
     if "satfinite" in flags:
         largest = _LARGEST[to]
@@ -174,7 +174,7 @@ def _clamp(flags: frozenset[str], to: str) -> Step | None:
 
 
 def _to_pair(flags: frozenset[str], to: str) -> Op | None:
-    """``cvt.rn.bf16x2.f32`` converts two operands; the first becomes the upper half."""
+    """Form such as ``cvt.rn.bf16x2.f32``: converts two operands; the first becomes the upper half."""
     modes = flags & {"rn", "rz"}
     if len(modes) != 1 or not flags <= modes | {"relu", "satfinite"}:
         return None
@@ -193,7 +193,7 @@ def _pair(upper: Array, lower: Array, dtype: np.dtype[np.unsignedinteger]) -> Ar
 
 
 def _to_tf32(flags: frozenset[str]) -> Op | None:
-    """The bits of a float32 with the last 13 bits zero. ``.rna`` rounds ties away from zero."""
+    """Form that rounds a float32 so that its last 13 bits are zero. ``.rna`` rounds ties away from zero."""
     modes = flags & {"rna", "rn", "rz"}
     fine = len(modes) == 1 and flags <= modes | {"satfinite", "relu"}
     if not fine or {"rna", "relu"} <= flags:
@@ -212,7 +212,7 @@ def _to_tf32(flags: frozenset[str]) -> Op | None:
 
 
 def _to_float8(flags: frozenset[str], to: str, source: str) -> Op | None:
-    """Values that are too large become the largest finite value, so only NaN gives NaN."""
+    """Form to 8-bit floats. Values that are too large become the largest finite value: only NaN gives NaN."""
     if not {"rn", "satfinite"} <= flags <= {"rn", "satfinite", "relu"}:
         return None
     encode = chain(relu if "relu" in flags else None, partial(_encode_float8, *_FLOAT8[to]))
@@ -250,7 +250,7 @@ def _from_float8(flags: frozenset[str], source: str) -> Op | None:
 
 
 def _pack_integers(*types: str) -> Op | None:
-    """``cvt.pack.sat`` packs clamped a above clamped b; the narrow types also put c above both."""
+    """Form of ``cvt.pack.sat``: packs clamped a above clamped b; narrow types leave c in the bits above both."""
     match types:
         case ("u16" | "s16" as to, "s32"):
             reads: tuple[str, ...] = ("s32", "s32")

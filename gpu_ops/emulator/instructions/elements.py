@@ -1,4 +1,4 @@
-"""The elements of floating-point operands: packing, flushing, clamping, fused multiply-add, rounding.
+"""Elements of floating-point operands: packing, flushing, clamping, fused multiply-add, rounding.
 
 The values of f16 and bf16 are float32; packed types get a last axis of two elements, low half first. A form unpacks
 its operands, flushes subnormals (``.ftz``), computes, clamps (``.sat``, ``.relu``), rounds, flushes again and
@@ -37,12 +37,12 @@ _MIN_NORMAL: dict[np.dtype[Any], Any] = {dtype: np.finfo(dtype).smallest_normal 
 
 
 def split(words: Array, dtype: npt.DTypeLike) -> Array:
-    """The narrow values of every word, shape (T, values), lowest first: a view (GPU and host are little-endian)."""
+    """View of the narrow values of every word, shape (T, values), lowest first (GPU and host are little-endian)."""
     return words[:, np.newaxis].view(dtype)
 
 
 def join(lanes: Array, dtype: npt.DTypeLike) -> Array:
-    """The words that hold these values: the inverse of :func:`split`."""
+    """Words that hold these values: the inverse of :func:`split`."""
     return np.ascontiguousarray(lanes).view(dtype)[:, 0]
 
 
@@ -55,7 +55,7 @@ def elementwise(
     ftz: bool = False,
     clamp: Step | None = None,
 ) -> Op:
-    """The form of this type that computes each element of its result from the elements of its operands."""
+    """Form of this type that computes each element of its result from the elements of its operands."""
     flushing = flush_of(element_of(ptx_type)) if ftz else None
     prepare = unpack(ptx_type, flushing)
     finish = chain(clamp, rounding, flushing, _pack(ptx_type))
@@ -69,26 +69,26 @@ def elementwise(
 
 
 def chain(*steps: Step | None) -> Step | None:
-    """The given steps in sequence, without those that are None."""
+    """Compose steps in sequence, except those that are None."""
     taken = tuple(step for step in steps if step is not None)
     if len(taken) < 2:
         return taken[0] if taken else None
 
     def run(values: Array) -> Array:
-        for one in taken:
-            values = one(values)
+        for function in taken:
+            values = function(values)
         return values
 
     return run
 
 
 def element_of(ptx_type: str) -> str:
-    """The type of one element: ``f16`` for ``f16x2``."""
+    """Type of one element: ``f16`` for ``f16x2``."""
     return ptx_type.removesuffix("x2")
 
 
 def unpack(ptx_type: str, flushing: Step | None = None) -> Step | None:
-    """The step from operands to values; ``flushing`` applies to their elements."""
+    """Step from operands to values; ``flushing`` applies to their elements."""
     element = element_of(ptx_type)
     dtype = DTYPE[element]
     lanes: Step | None = (lambda words: split(words, dtype)) if ptx_type != element else None
@@ -96,7 +96,7 @@ def unpack(ptx_type: str, flushing: Step | None = None) -> Step | None:
 
 
 def _pack(ptx_type: str) -> Step | None:
-    """The step from rounded elements (bf16: bits) to the result."""
+    """Step from rounded elements (bf16: bits) to the result."""
     dtype = DTYPE[ptx_type]
     return (lambda elements: join(elements, dtype)) if ptx_type.endswith("x2") else None
 
@@ -111,7 +111,7 @@ def _widen_bfloat16(bits: Array) -> Array:
 
 
 def flush_of(element: str) -> Step:
-    """The step that flushes subnormal elements (bf16: bits) to zeros of their sign."""
+    """Step that flushes subnormal elements (bf16: bits) to zeros of their sign."""
     return _flush_bfloat16 if element == "bf16" else _flush
 
 
@@ -126,12 +126,12 @@ def _flush_bfloat16(bits: Array) -> Array:
 
 
 def saturate(values: Array) -> Array:
-    """Clamped to [0, 1]; NaN and -0 become +0."""
+    """Clamp to [0, 1]; NaN and -0 become +0."""
     return np.where(values > 0, np.minimum(values, 1), values.dtype.type(0))
 
 
 def relu(values: Array) -> Array:
-    """Negative values and -0 become +0; NaN stays."""
+    """Replace negative values and -0 by +0; NaN stays."""
     clamped: Array = np.maximum(values, 0)
     clamped += 0  # -0 becomes +0
     return clamped
@@ -161,16 +161,16 @@ def _llvm_fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @ufunc("float32(float32, float32, float32)", "float64(float64, float64, float64)")
 def fma(a, b, c):  # type: ignore[no-untyped-def]
-    """``a * b + c`` of float32 or float64, rounded to nearest even."""
+    """Compute ``a * b + c`` of float32 or float64, rounded to nearest even."""
     return _llvm_fma(a, b, c)
 
 
 @ufunc("float32(float32, float32, float32, uint8)")
 def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
-    """``a * b + c`` of float32, rounded as ``mode`` says.
+    """Compute ``a * b + c`` of float32, rounded by ``mode``.
 
     The product is exact in float64, and the error of the float64 sum is a float64 too (Knuth's TwoSum), so the
-    nearest float32 moves by one where the sign of the error says so.
+    nearest float32 moves by one if the sign of the error requires it.
     """
     product = np.float64(a) * np.float64(b)
     term = np.float64(c)
@@ -178,7 +178,7 @@ def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
     part = total - product
     rest = (product - (total - part)) + (term - part)  # NaN if total is not finite
     result = np.float32(total)
-    # Has the sign of exact - result: what rounding to float32 lost is 0 or outweighs the rest.
+    # Has the sign of exact - result: the loss of rounding to float32 is 0 or outweighs the rest.
     error = (total - np.float64(result)) + rest
     bits = np.int64(result.view(np.uint32))
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
@@ -196,14 +196,14 @@ def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
 
 # -- rounding -------------------------------------------------------------------------------------
 
-#: To nearest even, toward zero, down, up.
+#: Rounding modes: to nearest even, toward zero, down, up.
 MODES = frozenset(("rn", "rz", "rm", "rp"))
 
 _TOWARD = {"rz": 0.0, "rm": -np.inf, "rp": np.inf}
 
 
 def round_to(element: str, mode: str) -> Callable[[Array], Array]:
-    """The step that rounds values, exact or rounded to odd, to f16, bf16 (as bits), f32 or f64."""
+    """Step that rounds values, exact or rounded to odd, to f16, bf16 (as bits), f32 or f64."""
     if element == "bf16":
         return partial(_round_bfloat16, mode=mode)
     dtype = DTYPE[element]
@@ -220,7 +220,7 @@ def round_to(element: str, mode: str) -> Callable[[Array], Array]:
 
 
 def step(nearest: Array, error: Array, mode: str) -> Array:
-    """Move the nearest value to the one that ``mode`` asks for; ``error`` has the sign of exact - nearest."""
+    """Move the nearest value to the one that ``mode`` requires; ``error`` has the sign of exact - nearest."""
     if mode == "rn":
         return nearest
     if mode == "rz":
@@ -231,7 +231,7 @@ def step(nearest: Array, error: Array, mode: str) -> Array:
 
 
 def _round_bfloat16(values: Array, mode: str) -> Array:
-    """The upper half of a float32, plus one where the lower half and the mode require it."""
+    """Upper half of a float32, plus one where the lower half and the mode require it."""
     if values.dtype == np.float64:
         bits = _float32_to_odd(values)
     else:
@@ -251,7 +251,7 @@ def _round_bfloat16(values: Array, mode: str) -> Array:
 
 
 def nearest_bits(bits: Array, dropped: int) -> Array:
-    """float32 bits, rounded to nearest even above the ``dropped`` bits, which remain to be cut off."""
+    """Round float32 bits to nearest even above the ``dropped`` bits, which the caller must cut off."""
     rounded: Array = bits >> np.uint32(dropped)
     rounded &= np.uint32(1)
     rounded += np.uint32((1 << dropped - 1) - 1)
@@ -260,7 +260,7 @@ def nearest_bits(bits: Array, dropped: int) -> Array:
 
 
 def _float32_to_odd(values: Array) -> Array:
-    """The bits of float64 values as float32, rounded to odd."""
+    """Bits of float64 values as float32, rounded to odd."""
     nearest = values.astype(np.float32)
     bits: Array = nearest.view(np.uint32) - (np.abs(nearest) > np.abs(values))  # truncated
     bits |= nearest != values
@@ -268,14 +268,14 @@ def _float32_to_odd(values: Array) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The float64 nearest to ``a + b``, and the rest, which is NaN where the sum is not finite."""
+    """Nearest float64 to ``a + b``, and the rest, which is NaN where the sum is not finite."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def to_odd(nearest: Array, error: Array) -> Array:
-    """``nearest + error`` rounded to odd, from the results of :func:`two_sum`."""
+    """Round ``nearest + error``, the results of :func:`two_sum`, to odd."""
     bits = nearest.view(np.int64)
     outward = (error > 0) == (nearest > 0)
     inexact = (error != 0) & (error == error)
@@ -284,7 +284,7 @@ def to_odd(nearest: Array, error: Array) -> Array:
 
 
 def halves(integers: Array) -> tuple[Array, Array]:
-    """64-bit integers as pairs of float64 whose exact sums they are."""
-    kind = integers.dtype.type
-    low = (integers & kind(0xFFFFFFFF)).astype(np.float64)
-    return (integers >> kind(32)).astype(np.float64) * 2.0**32, low
+    """Split 64-bit integers into pairs of float64 with exactly that sum."""
+    integer = integers.dtype.type
+    low = (integers & integer(0xFFFFFFFF)).astype(np.float64)
+    return (integers >> integer(32)).astype(np.float64) * 2.0**32, low

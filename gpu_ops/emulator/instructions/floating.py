@@ -1,12 +1,12 @@
 """Floating-point arithmetic: add, sub, mul, mad, fma, div, rcp, sqrt, abs, neg, min, max; approximate functions.
 
-To nearest, NumPy computes the results of float32 and float64. f16 and bf16 are computed in float32 and rounded from
-there; where a float32 may have too few bits for that it is rounded to odd (see ``elements``). In the other modes sums
-and products use fma, and any other result moves from the nearest value by one where the sign of its error says so.
+Rounded to nearest, NumPy computes the results of float32 and float64. f16 and bf16 are computed in float32 and then
+rounded; where a float32 may have too few bits for that, it is rounded to odd (see ``elements``). In other modes sums
+and products use fma, and other results move from the nearest value by one if the sign of the error requires it.
 
-ex2, lg2, rsqrt, sin, cos, tanh, and div, rcp and sqrt with ``.approx`` or ``.full`` may be off on silicon by the
-error bounds of the PTX document. Here the value is the nearest one: computed in float64 and rounded once. Special
-values are as documented.
+On silicon, ex2, lg2, rsqrt, sin, cos, tanh, and div, rcp and sqrt with ``.approx`` or ``.full`` may differ from the
+exact value by the error bounds of the PTX document. Here the value is the nearest one: computed in float64 and
+rounded once. Special values are as documented.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _compute(operation: str, element: str, mode: str) -> tuple[Compute, Callable[[Array], Array] | None]:
-    """The function, and the rounding of its result if that is not rounded yet."""
+    """Function of an operation, and the rounding of its result if that is not rounded yet."""
     nearest = _NEAREST[operation]
     if element in ("f16", "bf16"):
-        # float32 has twice their bits plus two: rounding a sum twice is harmless, and a product that matters is
+        # float32 has twice their bits plus two: rounding a sum twice is harmless, and products that matter are
         # exact.
         return (partial(_fused, operation, "odd") if operation == "fma" else nearest), round_to(element, "rn")
     if mode == "rn":
@@ -125,14 +125,14 @@ def _fused(operation: str, mode: str, *operands: Array) -> Array:
 
 
 def _directed32(operation: str, mode: str, *operands: Array) -> Array:
-    """div, rcp and sqrt of float32."""
+    """Compute div, rcp and sqrt of float32 in a directed mode."""
     result = _NEAREST[operation](*operands)
     error = _ERROR[operation](*(x.astype(np.float64) for x in (result, *operands)))
     return step(result, error, mode)
 
 
 def _directed64(operation: str, nearest: Compute, mode: str, *operands: Array) -> Array:
-    """float64 in rational numbers, one element at a time: exact for every operand, and rarely used."""
+    """Compute float64 in rational numbers, one element at a time: exact for every operand, and rarely used."""
     operands = np.broadcast_arrays(*operands)
     result = nearest(*operands)
     rows = zip(result.tolist(), *(x.tolist() for x in operands), strict=True)
@@ -149,7 +149,7 @@ def _directed64(operation: str, nearest: Compute, mode: str, *operands: Array) -
 
 
 def _error_sign(operation: str, result: float, *operands: float) -> int:
-    """The sign of exact - result for one result and its operands."""
+    """Sign of exact - result for one result and its operands."""
     if not all(map(isfinite, operands)) or isnan(result):
         return 0
     if isinf(result):
@@ -188,7 +188,7 @@ def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 @family("min3", "max3", types=("f32",))
 def _extremum_of_three(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """``min`` and ``max`` with three sources (sm_100); in PTX the opcodes are the same."""
+    """Form of ``min`` and ``max`` with three sources (sm_100); in PTX the opcodes are the same."""
     *rest, _ = modifiers
     flags = set(rest)
     if not flags <= {"ftz", "NaN", "abs"} or len(flags) < len(rest):
@@ -204,7 +204,7 @@ def _extremum_of_three(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _extremum_of(opcode: str, propagates_nan: bool) -> Compute:
-    """-0 is less than +0 in either order. The result of one NaN is the other operand, or a NaN if it propagates."""
+    """Minimum or maximum, where -0 is less than +0. With one NaN: the other operand, or NaN if it propagates."""
     choose, of_zeros = (np.minimum, np.bitwise_or) if opcode == "min" else (np.maximum, np.bitwise_and)
 
     def compute(a: Array, b: Array) -> Array:
@@ -224,7 +224,7 @@ def _extremum_of(opcode: str, propagates_nan: bool) -> Compute:
 
 
 def _with_xor_of_signs(compute: Compute) -> Compute:
-    """``.xorsign.abs``: the extremum of the magnitudes with the product of the signs."""
+    """Extremum for ``.xorsign.abs``: that of the magnitudes, with the product of the signs."""
 
     def run(a: Array, b: Array) -> Array:
         sign = np.where(np.signbit(a) ^ np.signbit(b), a.dtype.type(-1), a.dtype.type(1))
@@ -240,11 +240,11 @@ _MAX_DIVISOR = np.float32(2.0**126)
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """``div.approx`` takes the reciprocal of a divisor above 2^126, which is subnormal, as zero."""
+    """Divide as ``div.approx``: the reciprocal of a divisor above 2^126, which is subnormal, counts as zero."""
     return np.where(np.abs(b) > _MAX_DIVISOR, a * np.copysign(np.float32(0), b), a / b)
 
 
-#: On float64 values.
+#: Functions on float64 values.
 _FUNCTIONS: dict[str, Callable[..., Array]] = {
     "ex2": np.exp2,
     "lg2": np.log2,
@@ -261,7 +261,7 @@ _HALVES = frozenset(("f16", "f16x2", "bf16", "bf16x2"))
 
 @family("ex2", "lg2", "rsqrt", "sin", "cos", "tanh", types=FLOAT)
 def _approximation(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """The form of one function; :func:`_arithmetic` passes on div, rcp and sqrt."""
+    """Form of one function; :func:`_arithmetic` passes on div, rcp and sqrt."""
     *flags, ptx_type = modifiers
     ftz = flags[1:] == ["ftz"]
     element = element_of(ptx_type)
@@ -294,7 +294,7 @@ def _approximation(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _upper_words(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """``.approx.ftz.f64`` reads the upper word of its operand, with 20 fraction bits, and writes an upper word."""
+    """Wrap ``.approx.ftz.f64``, which reads its operand's upper word (20 fraction bits) and writes an upper word."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(0x80000000)
 
     def run(a: Array) -> Array:

@@ -23,7 +23,7 @@ _TWICE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 
 def _on_pairs(function: Callable[..., Array], ptx_type: str) -> Callable[..., Array]:
-    """``function`` on both 16-bit halves of its operands."""
+    """Apply ``function`` to both 16-bit halves of its operands."""
     dtype = DTYPE[ptx_type.removesuffix("x2")]
     return lambda *words: join(function(*(split(word, dtype) for word in words)), np.uint32)
 
@@ -55,7 +55,7 @@ def _saturated_sum(opcode: str, _: str, ptx_type: str) -> Op:
     f"madc.{{lo,hi}}.{_LONG}",
 )
 def _with_carry(opcode: str, *modifiers: str) -> Op:
-    """Sums and products that read the carry (addc, subc, madc), write it (.cc), or both. sub: the borrow."""
+    """Form of sums and products that read the carry (addc, subc, madc), write it (.cc), or both. sub: the borrow."""
     ptx_type = modifiers[-1]
     takes, gives = opcode in ("addc", "subc", "madc"), "cc" in modifiers
     dtype = DTYPE[ptx_type]
@@ -107,15 +107,15 @@ def _saturated_multiply(opcode: str, *_: str) -> Op:
 
 
 def _product(part: str, ptx_type: str) -> _Binary:
-    """The low or the high half of the product in the type of the factors, or the whole product."""
+    """Low or high half of the product in the type of the factors, or the whole product."""
     if part == "lo":
         return np.multiply
     if BITS[ptx_type] == 64:
         return _high_unsigned if ptx_type == "u64" else _high_signed
-    bits, dtype, wide = BITS[ptx_type], DTYPE[ptx_type], DTYPE[_TWICE[ptx_type]]
+    bits, dtype, wide_dtype = BITS[ptx_type], DTYPE[ptx_type], DTYPE[_TWICE[ptx_type]]
     if part == "wide":
-        return lambda a, b: np.multiply(a, b, dtype=wide)
-    return lambda a, b: (np.multiply(a, b, dtype=wide) >> bits).astype(dtype)
+        return lambda a, b: np.multiply(a, b, dtype=wide_dtype)
+    return lambda a, b: (np.multiply(a, b, dtype=wide_dtype) >> bits).astype(dtype)
 
 
 def _high_unsigned(a: Array, b: Array) -> Any:
@@ -128,20 +128,21 @@ def _high_unsigned(a: Array, b: Array) -> Any:
 
 
 def _high_signed(a: Array, b: Array) -> Any:
-    """A negative factor is its unsigned view minus 2^64, so the other factor is subtracted from the high half."""
+    """Bits 127:64 of the signed product. A negative factor is its unsigned view minus 2^64, so the other factor is
+    subtracted from the high half."""
     high = _high_unsigned(a.view(np.uint64), b.view(np.uint64)).view(np.int64)
     return high - (a >> 63 & b) - (b >> 63 & a)
 
 
 def _product_24(part: str, ptx_type: str) -> _Binary:
-    """Of the product of the low 24 bits, ``lo`` is bits 31:0 and ``hi`` bits 47:16."""
-    dtype, wide, shift = DTYPE[ptx_type], DTYPE[_TWICE[ptx_type]], 16 if part == "hi" else 0
-    return lambda a, b: (np.multiply(a << 8 >> 8, b << 8 >> 8, dtype=wide) >> shift).astype(dtype)
+    """Product of the low 24 bits: ``lo`` is bits 31:0 and ``hi`` bits 47:16 of it."""
+    dtype, wide_dtype, shift = DTYPE[ptx_type], DTYPE[_TWICE[ptx_type]], 16 if part == "hi" else 0
+    return lambda a, b: (np.multiply(a << 8 >> 8, b << 8 >> 8, dtype=wide_dtype) >> shift).astype(dtype)
 
 
 @forms("dp4a.{u32,s32}.{u32,s32}", "dp2a.{lo,hi}.{u32,s32}.{u32,s32}")
 def _dot(opcode: str, *modifiers: str) -> Op:
-    """c plus the dot product of four bytes, or of two 16-bit halves of a with two bytes of b."""
+    """Form of c plus the dot product of four bytes, or of two 16-bit halves of a with two bytes of b."""
     a_type, b_type = modifiers[-2:]
     bytes_of_a, used = (1, slice(None)) if opcode == "dp4a" else (2, slice(0, 2))
     if modifiers[0] == "hi":
@@ -161,7 +162,7 @@ def _dot(opcode: str, *modifiers: str) -> Op:
 
 @forms(f"{{div,rem}}.{_WORDS}")
 def _divide(opcode: str, ptx_type: str) -> Op:
-    """Rounded toward zero. Division by zero gives all ones for both, as NVIDIA's assembler folds it."""
+    """Form of div and rem, rounded toward zero. Division by zero gives all ones, as NVIDIA's assembler folds it."""
     dtype, width = DTYPE[ptx_type], BITS[ptx_type]
     unsigned = f"u{dtype.itemsize}"
 
@@ -226,7 +227,7 @@ def _reversal(width: int) -> Callable[[Array], Any]:
 
 
 def _bit_length(a: Array) -> Any:
-    """The number of bits up to the highest set one, from the exponent of the value as a float64.
+    """Number of bits up to the highest set one, from the exponent of the value as a float64.
 
     ``a & ~(a >> 1)`` has the same highest bit and a 0 below it, so the conversion cannot round up.
     """
@@ -235,7 +236,7 @@ def _bit_length(a: Array) -> Any:
 
 @forms(f"bfind.{_LONG}", f"bfind.shiftamt.{_LONG}")
 def _find_highest(opcode: str, *modifiers: str) -> Op:
-    """The highest bit that differs from the sign; with ``.shiftamt`` the shift that brings it to the top."""
+    """Form that finds the highest bit unlike the sign; with ``.shiftamt``, the shift that brings it to the top."""
     *shiftamt, ptx_type = modifiers
     width, unsigned = BITS[ptx_type], f"u{DTYPE[ptx_type].itemsize}"
 
@@ -251,7 +252,7 @@ def _find_highest(opcode: str, *modifiers: str) -> Op:
 
 @forms("fns.b32")
 def _find_nth(opcode: str, ptx_type: str) -> Op:
-    """The n-th set bit, counted upwards from a base bit, or downwards for a negative n. 0 tests the base bit."""
+    """Form of the n-th set bit, counted up from a base bit, or down for negative n. 0 tests the base bit."""
     positions = np.arange(32, dtype=np.uint32)
 
     def run(mask: Array, base: Array, offset: Array) -> Array:
@@ -272,7 +273,7 @@ def _find_nth(opcode: str, ptx_type: str) -> Op:
 
 @forms(f"bfe.{_LONG}")
 def _extract(opcode: str, ptx_type: str) -> Op:
-    """The field of ``length`` bits from ``position``. Above its top a signed operand continues with its sign."""
+    """Form of a bit field: ``length`` bits at ``position``. Above its top a signed operand repeats its sign."""
     dtype, width = DTYPE[ptx_type], BITS[ptx_type]
 
     def run(a: Array, position: Array, length: Array) -> Any:

@@ -34,7 +34,7 @@ def _bitwise(opcode: str, ptx_type: str) -> Op:
 
 @forms("lop3.{b32,or.b32,and.b32}")
 def _lop3(opcode: str, *modifiers: str) -> Op:
-    """Any function of three bits. Its truth table is an immediate operand, hence one element."""
+    """Form of any function of three bits. Its truth table is an immediate operand, hence one element."""
     operands = ("b32",) * 4
     if modifiers == ("b32",):
         return Op(("b32",), operands, _three_input)
@@ -49,7 +49,7 @@ def _lop3(opcode: str, *modifiers: str) -> Op:
 
 @cache
 def _monomials(table: int) -> list[int]:
-    """The function as an exclusive or of products (its algebraic normal form).
+    """Products whose exclusive or is the function (its algebraic normal form).
 
     A product is a set of factors: 4 for a, 2 for b, 1 for c. It is part of the function if that is 1 at an odd
     number of the points within the set.
@@ -68,7 +68,7 @@ def _three_input(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 # Shifts and permutations. NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It
-# takes the amount in the type of the value, and treats a negative amount as a large one, so a 32-bit amount can be
+# takes the amount in the type of the value and treats a negative amount as a large one, so a 32-bit amount can be
 # viewed as signed.
 
 
@@ -111,7 +111,7 @@ _SELECTORS = {
 
 @forms("prmt.b32", f"prmt.b32.{{{','.join(_SELECTORS)}}}")
 def _permute(opcode: str, ptx_type: str, mode: str = "") -> Op:
-    """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
+    """Form that selects four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
     if not mode:
         return Op(("b32",), ("b32",) * 3, _pick_bytes)
     table = np.array(_SELECTORS[mode], np.uint32)
@@ -144,7 +144,7 @@ def _pick_same_bytes(a: Array, b: Array, selector: int) -> Any:
 
 @cache
 def _plan(selector: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """How to build the result of a selector: byte moves (source, left shift, mask) and signs (source, bit, mask)."""
+    """Plan for the result of a selector: byte moves (source, left shift, mask) and signs (source, bit, mask)."""
     moves: dict[tuple[int, int], int] = {}
     signs: dict[tuple[int, int], int] = {}
     for i in range(4):
@@ -166,7 +166,7 @@ _EQUALITY: dict[str, _Binary] = {"eq": np.equal, "ne": np.not_equal}
 _ORDER: tuple[_Binary, ...] = (np.less, np.less_equal, np.greater, np.greater_equal)
 _SIGNED = _EQUALITY | dict(zip(("lt", "le", "gt", "ge"), _ORDER, strict=True))
 _UNSIGNED = _SIGNED | dict(zip(("lo", "ls", "hi", "hs"), _ORDER, strict=True))
-#: When an operand is NaN the first six are false, ``ne`` included, and the next six are true.
+#: If an operand is NaN, the first six are false, including ``ne``, and the next six are true.
 _FLOATING: dict[str, _Binary] = _SIGNED | {
     "ne": _less_or_greater,
     "equ": lambda a, b: ~_less_or_greater(a, b),
@@ -184,7 +184,7 @@ _flush = flush_of("f32")  # for f16 and f64 too
 
 
 def _comparisons(name: str, ptx_type: str, ftz: bool) -> tuple[_Binary, ...]:
-    """The comparison of two operands, or the two of their low and high halves; () if unknown."""
+    """Comparison of two operands, or the two comparisons of their low and high halves; () if unknown."""
     if ptx_type in _FLOATS:
         known = _FLOATING if not ftz or ptx_type in ("f16", "f16x2", "f32") else {}
         values = unpack(ptx_type, _flush if ftz else None)
@@ -208,7 +208,7 @@ def _comparisons(name: str, ptx_type: str, ftz: bool) -> tuple[_Binary, ...]:
 
 
 def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tuple[_Binary, ...], str | None]:
-    """The comparisons of ``CmpOp[.BoolOp][.ftz].type``, and the name of the operation with a predicate."""
+    """Comparisons of ``CmpOp[.BoolOp][.ftz].type``, and the name of the operation with a predicate."""
     name, *rest = qualifiers or ("",)
     combine = rest.pop(0) if rest and rest[0] in _COMBINE else None
     compared = _comparisons(name, ptx_type, rest == ["ftz"]) if rest in ([], ["ftz"]) else ()
@@ -219,7 +219,7 @@ def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tup
 
 @family("setp")
 def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """p is the comparison and q its complement; of packed types, p compares the low halves and q the high ones."""
+    """Form of setp: p is the comparison, q its complement. For packed types p compares low halves and q high ones."""
     *qualifiers, ptx_type = modifiers or ("",)
     compared, name = _parse(opcode, tuple(qualifiers), ptx_type)
 
@@ -238,7 +238,7 @@ def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op(("pred", "pred"), (ptx_type, ptx_type, "pred"), run)
 
 
-#: What ``set`` writes for true: all ones, or 1.0.
+#: Value that ``set`` writes for true: all ones, or 1.0.
 _TRUE = dict.fromkeys(("u16", "s16"), 0xFFFF) | dict.fromkeys(("u32", "s32"), 0xFFFFFFFF)
 _TRUE |= {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}
 
@@ -270,7 +270,7 @@ def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _set_results(source: str, ftz: bool) -> tuple[str, ...]:
-    """The types that ``set`` can write for a source type. bf16 excludes ``.ftz`` and f16."""
+    """Types that ``set`` can write for a source type. bf16 excludes ``.ftz`` and f16."""
     if source.endswith("x2"):
         return (source, "u32", "s32")
     floats = ("f16",) * (source != "bf16") + ("bf16",) * (not ftz)
@@ -291,7 +291,7 @@ def _select(opcode: str, ptx_type: str) -> Op:
 
 @forms(f"slct.{_SELECTED}.{{s32,f32}}", f"slct.ftz.{_SELECTED}.f32")
 def _select_by_sign(opcode: str, *modifiers: str) -> Op:
-    """a if c >= 0; otherwise, and for NaN, b. With ``.ftz`` a negative subnormal counts as -0."""
+    """Form of slct: a if c >= 0; otherwise, and for NaN, b. With ``.ftz`` a negative subnormal counts as -0."""
     *ftz, ptx_type, sign = modifiers
     reads = (ptx_type, ptx_type, sign)
     if ftz:
@@ -320,5 +320,5 @@ def _test_class(opcode: str, name: str, ptx_type: str) -> Op:
 
 @forms("copysign.{f32,f64}")
 def _copy_sign(opcode: str, ptx_type: str) -> Op:
-    """The magnitude of the second operand with the sign of the first."""
+    """Form that joins the magnitude of the second operand and the sign of the first."""
     return Op((ptx_type,), (ptx_type, ptx_type), lambda a, b: np.copysign(b, a))

@@ -43,7 +43,7 @@ class Mma:
     c: Registers
     d: Registers
     macs: int  # multiply-adds per warp instruction
-    kind: str  # the peak it counts against: f64, tf32, f16, bf16, f8, s8, s4, b1
+    kind: str  # peak that it counts against: f64, tf32, f16, bf16, f8, s8, s4, b1
     run: Callable[..., list[Array]]
 
 
@@ -53,7 +53,7 @@ def _table(dtype: type) -> Callable[[Array], Array]:
 
 
 def _nibbles(words: Array, dtype: type) -> Array:
-    """4-bit elements as float32, the low nibble of a byte first."""
+    """Unpack 4-bit elements to float32, the low nibble of a byte first."""
     octets = words.view(np.uint8)
     pairs: Array = np.stack([octets << 4, octets & 0xF0], axis=-1).view(dtype)
     return (pairs >> 4).reshape(*octets.shape[:-1], -1).astype(np.float32)
@@ -80,7 +80,7 @@ DECODE: dict[str, Callable[[Array], Array]] = {
 }
 
 _WIDTHS = {64: "f64", 32: "tf32", 16: "f16 bf16", 8: "e4m3 e5m2 s8 u8", 4: "s4 u4", 1: "b1"}
-#: Bits that an element takes in a register: a tf32 is a float32 whose low bits are ignored.
+#: Bits of an element in a register: a tf32 is a float32 whose low bits are ignored.
 ELEMENT_BITS = {name: width for width, names in _WIDTHS.items() for name in names.split()}
 
 _WIDE = {"f64": np.float64, "f32": np.float32, "s32": np.int32}  # one element of C per register
@@ -103,7 +103,7 @@ _FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], ...
 
 
 def gather(registers: Sequence[Array], rows: int) -> Array:
-    """The words ``[W, rows, n]`` of an operand from its registers (B: transposed, ``rows`` = 8)."""
+    """Words ``[W, rows, n]`` of an operand from its registers (B: transposed, ``rows`` = 8)."""
     groups = rows // 8
     warps = registers[0].shape[0]
     words = np.empty((warps, groups, 8, len(registers) // groups, 4), registers[0].dtype)
@@ -113,7 +113,7 @@ def gather(registers: Sequence[Array], rows: int) -> Array:
 
 
 def _accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
-    """``a @ b + c`` in the dtype of ``c``: one rounding of the exact sum, or integers that wrap around."""
+    """Compute ``a @ b + c`` in the dtype of ``c``: one rounding of the exact sum, or integers that wrap around."""
     products = a @ b
     if c.dtype != np.int32:
         products += c
@@ -124,16 +124,16 @@ def _accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
     return np.clip(products.astype(np.int64) + c, limits.min, limits.max).astype(np.int32)
 
 
-#: Products that one adder takes at a time, and the bits that it keeps below and at the largest addend's leading one.
+#: Products that one adder takes at a time, and the bits that it keeps at and below the largest addend's leading one.
 #: Fasi et al. 2021 (A100: 8 products of 16-bit numbers, 4 of tf32); float8 as measured on H100.
 _ADDERS = {"f16": (8, 25), "bf16": (8, 25), "tf32": (4, 25), "f8": (32, 14)}
 
 
 def _add_truncated(kind: str) -> Multiply | None:
-    """``a @ b + c`` as the tensor cores of A100 and H100 add, for kinds that they truncate.
+    """Function ``a @ b + c`` that adds as the tensor cores of A100 and H100 do, for kinds that they truncate.
 
     The exact products and c are aligned to the largest of them, cut to the adder's bits towards zero, and summed
-    exactly. The sum is cut to float32, or rounded to float16. One adder after the other along k.
+    exactly. The sum is cut to float32, or rounded to float16. Adders run one after the other along k.
     """
     if kind not in _ADDERS:
         return None
@@ -156,19 +156,19 @@ def _add_truncated(kind: str) -> Multiply | None:
 
 
 def _cut(x: Array, exponent: Array) -> Array:
-    """Multiples of 2^exponent, towards zero."""
+    """Cut to multiples of 2^exponent, towards zero."""
     cut: Array = np.ldexp(np.trunc(np.ldexp(x, -exponent)), exponent)
     return cut
 
 
 def multiplies(kind: str, combine: str | None) -> tuple[Multiply, Multiply]:
-    """``a @ b + c`` for this kind: with exact sums, and as truncating tensor cores add."""
+    """Functions ``a @ b + c`` for this kind: with exact sums, and with the sums of truncating tensor cores."""
     exact = _bit_products(combine) if combine else _accumulate
     return exact, _add_truncated(kind) or exact
 
 
 def _bit_products(combine: str) -> Multiply:
-    """Sum over k of ``a and b`` or ``a xor b``, of matrices of zeros and ones, added to c."""
+    """Function that adds to c the sum over k of ``a and b`` or ``a xor b``, for matrices of zeros and ones."""
     if combine == "and":
         return _accumulate
 
@@ -180,7 +180,7 @@ def _bit_products(combine: str) -> Multiply:
 
 
 def accumulator(registers: Sequence[Array], rows: int, dtype: type) -> Array:
-    """The matrix ``[W, rows, n]`` that the registers of C hold."""
+    """Matrix ``[W, rows, n]`` that the registers of C hold."""
     if dtype is np.float16:
         return gather(registers, rows).view(dtype)
     warps, groups = registers[0].shape[0], rows // 8
@@ -204,30 +204,30 @@ _NAME = re.compile(
 
 
 def _kind(shape: str, a_type: str, b_type: str, c_type: str) -> str | None:
-    for operands, accumulators, kind, shapes in _FORMS:
+    for operands, accumulators, peak, shapes in _FORMS:
         if shape in shapes and a_type in operands and b_type in operands and c_type in accumulators:
-            return kind
+            return peak
     return None
 
 
 @cache
 def mma(modifiers: tuple[str, ...]) -> Mma:
-    """The form with these modifiers, for instance sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32."""
-    found = _NAME.fullmatch(".".join(modifiers))
-    if not found:
+    """Form with these modifiers, for instance sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32."""
+    match = _NAME.fullmatch(".".join(modifiers))
+    if not match:
         raise unknown("mma", modifiers)
-    saturate, combine = bool(found["satfinite"]), found["combine"]
-    a_type, b_type, c_type, d_type = found["a"], found["b"], found["c"], found["d"]
-    kind = _kind(found["shape"], a_type, b_type, c_type)
-    fits = c_type == d_type and bool(combine) == (kind == "b1") and (not saturate or kind in ("s8", "s4"))
-    if kind is None or not fits:
+    saturate, combine = bool(match["satfinite"]), match["combine"]
+    a_type, b_type, c_type, d_type = match["a"], match["b"], match["c"], match["d"]
+    peak = _kind(match["shape"], a_type, b_type, c_type)
+    fits = c_type == d_type and bool(combine) == (peak == "b1") and (not saturate or peak in ("s8", "s4"))
+    if peak is None or not fits:
         raise unknown("mma", modifiers)
 
-    m, n, k = (int(size) for size in re.findall(r"\d+", found["shape"]))
+    m, n, k = (int(size) for size in re.findall(r"\d+", match["shape"]))
     decode_a, decode_b, dtype = DECODE[a_type], DECODE[b_type], ACCUMULATORS[c_type]
-    word_bits, bits = (64, np.uint64) if kind == "f64" else (32, np.uint32)
+    word_bits, bits = (64, np.uint64) if peak == "f64" else (32, np.uint32)
     step = _CHUNK // (m * k)
-    ways = multiplies(kind, combine)
+    ways = multiplies(peak, combine)
 
     def run(
         a: Sequence[Array], b: Sequence[Array], c: Sequence[Array], truncating: bool = False
@@ -242,10 +242,10 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
             d[:, warps] = scatter(multiply(left, right, addend, saturate), bits)
         return list(d)
 
-    word = "f64" if kind == "f64" else "b32"
-    words = k * ELEMENT_BITS[a_type] // (4 * word_bits)  # that one lane holds of a row of A
+    word = "f64" if peak == "f64" else "b32"
+    words = k * ELEMENT_BITS[a_type] // (4 * word_bits)  # words of a row of A that one lane holds
     result = (m // 8, "b32") if c_type == "f16" else (m // 4, c_type)
-    return Mma((words * m // 8, word), (words, word), result, result, m * n * k, kind, run)
+    return Mma((words * m // 8, word), (words, word), result, result, m * n * k, peak, run)
 
 
 def _matrices(rows: Array, height: int) -> Array:
@@ -254,7 +254,7 @@ def _matrices(rows: Array, height: int) -> Array:
 
 
 def load_fragments(rows: Array, transposed: bool) -> list[Array]:
-    """ldmatrix.m8n8.b16: uint8 ``[W, 8 N, 16]``, row i from the address of lane i, to N registers."""
+    """Load for ldmatrix.m8n8.b16: uint8 ``[W, 8 N, 16]``, row i from the address of lane i, to N registers."""
     elements = _matrices(rows, 8).view(np.uint16)  # [W, N, 8, 8]
     if transposed:
         elements = elements.swapaxes(2, 3)
@@ -263,7 +263,7 @@ def load_fragments(rows: Array, transposed: bool) -> list[Array]:
 
 
 def store_fragments(registers: Sequence[Array], transposed: bool) -> Array:
-    """stmatrix.m8n8.b16, the inverse of :func:`load_fragments`."""
+    """Store for stmatrix.m8n8.b16, the inverse of :func:`load_fragments`."""
     elements = np.stack(registers, axis=1).view(np.uint16).reshape(-1, len(registers), 8, 8)
     if transposed:
         elements = elements.swapaxes(2, 3).copy()
@@ -271,12 +271,12 @@ def store_fragments(registers: Sequence[Array], transposed: bool) -> Array:
 
 
 def movmatrix(register: Array) -> Array:
-    """movmatrix.m8n8.trans.b16: the fragment of the transposed matrix."""
+    """Fragment of the transposed matrix, for movmatrix.m8n8.trans.b16."""
     return load_fragments(store_fragments([register], False), True)[0]
 
 
 def load_fragments_b8(rows: Array) -> list[Array]:
-    """ldmatrix.m16n16.trans.b8: uint8 ``[W, 16 N, 16]`` to 2 N registers.
+    """Load for ldmatrix.m16n16.trans.b8: uint8 ``[W, 16 N, 16]`` to 2 N registers.
 
     Byte b of register q holds row ``4 t + b`` and column ``g + 8 q``: the B fragment of half q.
     """
@@ -286,7 +286,7 @@ def load_fragments_b8(rows: Array) -> list[Array]:
 
 
 def store_fragments_b8(registers: Sequence[Array]) -> Array:
-    """stmatrix.m16n8.trans.b8: N registers to uint8 ``[W, 8 N, 16]``.
+    """Store for stmatrix.m16n8.trans.b8: N registers to uint8 ``[W, 8 N, 16]``.
 
     Byte e of a register goes to row ``2 t + e % 2`` and column ``g + 8 (e / 2)`` of its matrix.
     """

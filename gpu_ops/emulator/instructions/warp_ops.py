@@ -18,18 +18,18 @@ from gpu_ops.emulator.syntax import DTYPE, Array
 _LANE = np.arange(32, dtype=np.uint32)
 _FULL = np.uint32(0xFFFFFFFF)
 
-#: What shfl reads from a lane that takes no part. PTX leaves it undefined; here it is a float32 NaN, which is
-#: visible.
+#: Value that shfl reads from a lane that does not take part. PTX leaves it undefined; here it is a float32 NaN, which
+#: is visible.
 UNDEFINED = np.uint32(0x7FFFFFFF)
 
 
 def _bits(lanes: Array) -> Array:
-    """Bool ``[W, 32]`` to masks ``[W, 1]``."""
+    """Pack bool ``[W, 32]`` into masks ``[W, 1]``."""
     return np.packbits(lanes, axis=1, bitorder="little").view(np.uint32)
 
 
 def _collapse(values: Array) -> Array:
-    """``[1, 1]`` if every lane of every warp has the same value, as most masks and distances do."""
+    """Reduce to ``[1, 1]`` if every lane of every warp has the same value, as most masks and distances do."""
     corner = values[:1, :1]
     return corner if (values == corner).all() else values
 
@@ -43,7 +43,7 @@ def _contains(members: Array, lanes: Array) -> Array:
 
 
 def _groups(members: Array, active: Array) -> Iterator[Array]:
-    """The lanes of each group, bool ``[W, 32]``; warps with fewer groups than others yield empty ones."""
+    """Lanes of each group, bool ``[W, 32]``; warps with fewer groups than others yield empty ones."""
     members = _collapse(members)
     inside = active if _all_lanes(members) else active & _contains(members, _LANE)
     if members.size == 1:
@@ -60,7 +60,7 @@ def _groups(members: Array, active: Array) -> Iterator[Array]:
 
 
 def _per_group(members: Array, active: Array, evaluate: Callable[[Array], Array]) -> Array:
-    """For each lane, ``evaluate(group)`` of its group; evaluate returns ``[W, 32]`` or ``[W, 1]``."""
+    """Compute ``evaluate(group)`` of each lane's group; evaluate returns ``[W, 32]`` or ``[W, 1]``."""
     result = None
     for group in _groups(members, active):
         value = evaluate(group)
@@ -70,7 +70,7 @@ def _per_group(members: Array, active: Array, evaluate: Callable[[Array], Array]
 
 
 def shfl_sources(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
-    """The lane that each lane reads, and whether it is in range; out of range a lane reads itself.
+    """Lane that each lane reads, and whether that is in range; if not, a lane reads itself.
 
     ``b`` and ``c`` may be ``[1, 1]``; the results are then ``[1, 32]``.
     """
@@ -96,13 +96,13 @@ def shfl_sources(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
 
 @lru_cache(maxsize=256)
 def _pattern(mode: str, b: int, c: int) -> tuple[Array, Array]:
-    """:func:`shfl_sources` of one warp whose lanes all pass the same b and c."""
+    """Result of :func:`shfl_sources` for one warp whose lanes all pass the same b and c."""
     source, valid = shfl_sources(mode, np.full((1, 1), b, np.uint32), np.full((1, 1), c, np.uint32))
     return source[0], valid[0]
 
 
 def shfl(mode: str, a: Array, b: Array, c: Array, members: Array, active: Array) -> tuple[Array, Array]:
-    """``d|p``: the value of ``a`` in the source lane, and whether that lane is in range."""
+    """Compute ``d|p``: the value of ``a`` in the source lane, and whether that lane is in range."""
     b, c, members = _collapse(b), _collapse(c), _collapse(members)
     if b.size == c.size == 1:
         source, valid = _pattern(mode, int(b[0, 0]), int(c[0, 0]))
@@ -117,7 +117,7 @@ def shfl(mode: str, a: Array, b: Array, c: Array, members: Array, active: Array)
     return value, np.broadcast_to(valid, a.shape).copy()
 
 
-#: Of the lanes of a group with a true and with a false predicate, as masks.
+#: Functions of two masks: the lanes of a group with a true and with a false predicate.
 _VOTES: dict[str, Callable[[Array, Array], Array]] = {
     "ballot": lambda true, false: true,
     "any": lambda true, false: true != 0,
@@ -127,7 +127,7 @@ _VOTES: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def vote(mode: str, predicate: Array, members: Array, active: Array) -> Array:
-    """ballot returns the lanes whose predicate holds as uint32; any, all and uni return bool."""
+    """Vote of each group: ballot returns the lanes whose predicate holds as uint32; any, all and uni return bool."""
     if mode not in _VOTES:
         raise unknown("vote", ("sync", mode))
     result = _VOTES[mode]
@@ -137,17 +137,17 @@ def vote(mode: str, predicate: Array, members: Array, active: Array) -> Array:
 
 
 def match(mode: str, value: Array, members: Array, active: Array) -> tuple[Array, Array]:
-    """``any``: the lanes of the group with the same value. ``all``: the group if it holds one value, else 0.
+    """Mask of lanes: ``any``: those of the group with the same value. ``all``: the group if it has one value, else 0.
 
-    The second result says whether the group holds one value.
+    The second result is whether the group has only one value.
     """
     if mode not in ("any", "all"):
         raise unknown("match", (mode, "sync"))
     group = _per_group(members, active, lambda lanes: _bits(lanes))
     equal = np.packbits(value[:, :, None] == value[:, None, :], axis=2, bitorder="little").view(np.uint32)
     same = equal[:, :, 0] & group
-    one = same == group
-    return (same if mode == "any" else np.where(one, group, np.uint32(0))), one
+    uniform = same == group
+    return (same if mode == "any" else np.where(uniform, group, np.uint32(0))), uniform
 
 
 _REDUCTIONS = {
@@ -163,7 +163,7 @@ _REDUCTIONS = {
 def redux(
     op: str, ptx_type: str, value: Array, members: Array, active: Array, modifiers: tuple[str, ...] = ()
 ) -> Array:
-    """The sum (wrapping), minimum, ... of ``value`` over each group, in the dtype of ``ptx_type``.
+    """Sum (wrapping), minimum, ... of ``value`` over each group, in the dtype of ``ptx_type``.
 
     f32 has min and max, with ``abs`` and ``NaN``: NaN is ignored, or the result if any lane has it.
     """
@@ -199,7 +199,7 @@ def check_redux(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
 
 
 def _order(value: Array, absolute: bool) -> Array:
-    """The bits of floats as int32 in the order of their values, -0 right before 0; its own inverse."""
+    """Map the bits of floats to int32 in the order of their values, -0 right before 0; the map is its own inverse."""
     bits = value.view(np.int32)
     if absolute:
         return bits & np.int32(0x7FFFFFFF)
@@ -207,11 +207,11 @@ def _order(value: Array, absolute: bool) -> Array:
 
 
 def elect(members: Array, active: Array) -> tuple[Array, Array]:
-    """The leader of each group, its lowest lane, and whether a lane is the leader."""
+    """Leader of each group, its lowest lane, and whether a lane is the leader."""
     leader = _per_group(members, active, lambda group: group.argmax(axis=1)[:, None].astype(np.uint32))
     return leader, leader == _LANE
 
 
 def activemask(active: Array) -> Array:
-    """The lanes that execute together."""
+    """Mask of the lanes that execute together."""
     return np.broadcast_to(_bits(active), active.shape).copy()

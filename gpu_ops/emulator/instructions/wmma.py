@@ -1,8 +1,8 @@
-"""``wmma``: products of tiles whose fragments have no documented layout.
+"""Products of tiles whose fragments have no documented layout (``wmma``).
 
 The layout here is that of ``mma.sync`` (:mod:`.matrix`), extended to 16 and 32 rows and columns; element i of an f16
-and an f32 accumulator are at the same place. Fragments of f16 have 8 registers even where fewer hold the tile: those
-are repeated.
+and an f32 accumulator are at the same place. Fragments of f16 have 8 registers even if fewer hold the tile: those
+are then repeated.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _LANE = np.arange(32)
 
 @dataclass(frozen=True)
 class Fragment:
-    """How a warp holds a tile of ``rows`` x ``columns`` elements; B is transposed, so its rows are those of n.
+    """Layout of a tile of ``rows`` x ``columns`` elements in a warp; B is transposed, so its rows are those of n.
 
-    ``word`` is the bytes of a register. There are ``registers``, of which the first ``count`` hold the tile.
+    ``word`` is the bytes of a register. Of ``registers``, the first ``count`` hold the tile.
     """
 
     operand: str
@@ -67,7 +67,7 @@ class Fragment:
         return self.rows * self.columns // (32 * self.per_word)
 
     def place(self, register: int) -> tuple[Array, Array]:
-        """(row, first column) of each lane's part of a register."""
+        """Row and first column of each lane's part of a register."""
         groups = self.rows // 8
         row, t = _LANE // 4, _LANE % 4
         if self.pairs:
@@ -80,13 +80,13 @@ class Fragment:
         return layout == ("col" if self.operand == "b" else "row")
 
     def leading(self, layout: str) -> int:
-        """The default distance of rows (columns) in memory, in elements."""
+        """Default distance of rows (columns) in memory, in elements."""
         return self.columns if self.is_along(layout) else self.rows
 
 
 @cache
 def fragment(operand: str, shape: str, ptx_type: str) -> Fragment:
-    """The fragment of operand a, b, c or d with elements of a type."""
+    """Fragment of operand a, b, c or d with elements of a type."""
     sizes = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", shape)
     known = any(
         shape in shapes and ptx_type in ((name,) if operand in "ab" else results)
@@ -110,22 +110,22 @@ _NAME = re.compile(
 
 @cache
 def mma(modifiers: tuple[str, ...]) -> Mma:
-    """The product with these modifiers, such as mma.sync.aligned.row.col.m16n16k16.f32.f32."""
-    found = _NAME.fullmatch(".".join(modifiers))
-    if found is None:
+    """Product with these modifiers, such as mma.sync.aligned.row.col.m16n16k16.f32.f32."""
+    match = _NAME.fullmatch(".".join(modifiers))
+    if match is None:
         raise unknown("wmma", modifiers)
-    a_type, b_type = found["a"] or "f16", found["b"] or "f16"
-    shape, combine = found["shape"], found["combine"]
+    a_type, b_type = match["a"] or "f16", match["b"] or "f16"
+    shape, combine = match["shape"], match["combine"]
     shapes, results = _SHAPES.get(a_type, ((), ()))
-    exists = a_type == b_type and shape in shapes and {found["c"], found["d"]} <= set(results)
+    exists = a_type == b_type and shape in shapes and {match["c"], match["d"]} <= set(results)
     if not exists or bool(combine) != (a_type == "b1"):
         raise unknown("wmma", modifiers)
     a, b = fragment("a", shape, a_type), fragment("b", shape, b_type)
-    c, d = fragment("c", shape, found["c"]), fragment("d", shape, found["d"])
-    saturate, bits = bool(found["satfinite"]), (np.uint64 if d.word == 8 else np.uint32)
-    c_dtype, d_dtype = ACCUMULATORS[found["c"]], ACCUMULATORS[found["d"]]
-    kind = {"u8": "s8", "u4": "s4"}.get(a_type, a_type)
-    ways = multiplies(kind, combine)
+    c, d = fragment("c", shape, match["c"]), fragment("d", shape, match["d"])
+    saturate, bits = bool(match["satfinite"]), (np.uint64 if d.word == 8 else np.uint32)
+    c_dtype, d_dtype = ACCUMULATORS[match["c"]], ACCUMULATORS[match["d"]]
+    peak = {"u8": "s8", "u4": "s4"}.get(a_type, a_type)
+    ways = multiplies(peak, combine)
 
     def run(
         left: Sequence[Array], right: Sequence[Array], addend: Sequence[Array], truncating: bool = False
@@ -136,8 +136,8 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
         z = accumulator(addend, c.rows, c_dtype)
         if c_dtype is d_dtype:
             return list(scatter(multiply(x, y, z, saturate), bits))
-        wide = z.astype(np.float32 if truncating else np.float64)  # f16 beside f32
-        return list(scatter(multiply(x, y, wide, saturate).astype(d_dtype), bits))
+        wide_addend = z.astype(np.float32 if truncating else np.float64)  # one is f16, the other f32
+        return list(scatter(multiply(x, y, wide_addend, saturate).astype(d_dtype), bits))
 
     word = "b64" if a.word == 8 else "b32"
     return Mma(
@@ -146,6 +146,6 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
         (c.registers, "b64" if c.word == 8 else "b32"),
         (d.registers, "b64" if d.word == 8 else "b32"),
         a.rows * b.rows * a.columns,
-        kind,
+        peak,
         run,
     )
