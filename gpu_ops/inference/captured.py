@@ -1,9 +1,9 @@
-"""Decoding as CUDA graphs: one launch for a pass of single tokens, in place of one for each kernel.
+"""Decoding as CUDA graphs: one launch for a pass of single tokens, instead of one for each kernel.
 
 A graph holds addresses. So a pass reads its tokens and tables from the arrays of one :class:`Step`, padded to the
-next power of two of sequences and of pages of the longest, and what its ops allocate lies in an :class:`Arena`. The
-first pass of such a size runs as ever, under a :class:`Recorder`, and is captured; each later one is a copy of its
-step to the device and the launch.
+next power of two of sequences and of pages of the longest, and its ops allocate in an :class:`Arena`. The first pass
+of such a size runs as usual, under a :class:`Recorder`, and is captured; each later one is a copy of its step to the
+device and the launch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gpu_ops.models.weights import Llama
 
 __all__ = ["Graphs", "Recorder"]
 
-_MOST_GRAPHS = 32  # kept; those made first go
+_MOST_GRAPHS = 32  # limit of kept graphs; the oldest are dropped
 
 
 class Recorder:
-    """Runs calls and records what they allocate on the device, for an arena: as a trace does without running them."""
+    """Allocator that records the allocations of running calls, for an arena; a trace does so without running them."""
 
     runs, on_gpu, from_device = True, True, False
 
@@ -58,7 +58,7 @@ class Recorder:
 
 
 class _Life:
-    """Of a buffer, until the last array on it goes."""
+    """Lifetime of a buffer, until its last array is freed."""
 
     def __init__(self, recorder: Recorder, buffer: Buffer, memory: Any) -> None:
         self._recorder, self._buffer, self._memory = recorder, buffer, memory
@@ -71,22 +71,24 @@ class _Life:
 class _Graph:
     step: Step
     launch: Any = None
-    """Of the graph; None before the first pass."""
+    """Function that launches the graph; None before the first pass."""
     logits: Any = None
     arena: Arena | None = None
 
 
 class Graphs:
-    """The captured passes of one model over one cache."""
+    """Captured passes of one model over one cache."""
 
     def __init__(self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int) -> None:
         self._model, self._cache, self._max_seqlen = (weights, config), cache, max_seqlen
-        # arithmetic of CuPy's has memory that no arena holds: positions of layers without rotation, a softcap
-        self._enabled = not config.logits_softcap and all(own.theta is not None for own in config.by_layer)
+        # CuPy's arithmetic allocates outside an arena: positions of layers without rotation, a softcap
+        self._enabled = not config.logits_softcap and all(
+            layer_config.theta is not None for layer_config in config.by_layer
+        )
         self._kept: dict[tuple[int, int], _Graph] = {}
 
     def step_for(self, parts: dict[int, list[int]]) -> Step | None:
-        """Where ``reserve`` is to write a step of these tokens; None: not in a graph."""
+        """Step that ``reserve`` is to fill with these tokens; None if they do not run in a graph."""
         if not self._enabled or any(len(part) != 1 for part in parts.values()):
             return None
         longest = 1 + max(map(self._cache.length, parts))
@@ -100,7 +102,7 @@ class Graphs:
         return self._kept[size].step
 
     def logits(self, step: Step, count: int) -> Any:
-        """Of the ``count`` sequences of a step that ``reserve`` has filled. The next pass overwrites them."""
+        """Logits of the ``count`` sequences of a step that ``reserve`` has filled. The next pass overwrites them."""
         graph = next((g for g in self._kept.values() if g.step is step), None)
         if graph is None:
             return self._forward(step)
@@ -109,16 +111,16 @@ class Graphs:
             return graph.logits[:count]
         recorder = Recorder()
         with use_allocator(recorder):
-            found = self._forward(step)
-        # the logits live on in the arena, so no buffer after them lies on theirs
+            logits = self._forward(step)
+        # the logits stay in the arena, so no later buffer overlaps with them
         self._capture(graph, recorder)
-        return found[:count]
+        return logits[:count]
 
     def _forward(self, step: Step) -> Any:
         return next_logits(*self._model, self._cache, step, max_seqlen=self._max_seqlen)
 
     def _capture(self, graph: _Graph, recorder: Recorder) -> None:
-        """Nothing runs. What cannot be captured runs without graphs from now on."""
+        """Capture a pass without running it. If that fails, passes run without graphs from now on."""
         import cupy
 
         stream = cupy.cuda.Stream(non_blocking=True)  # the default one cannot be captured
@@ -134,10 +136,10 @@ class Graphs:
             graph.launch = captured.launch
         except Exception as error:
             self._enabled, self._kept = False, {}
-            cause = error.__context__ or error  # end_capture has an error of its own after one
+            cause = error.__context__ or error  # after an error, end_capture raises another one
             warnings.warn(f"gpu_ops: decoding runs without CUDA graphs: {cause}", stacklevel=2)
 
 
 def _padded(n: int) -> int:
-    """The next power of two."""
+    """Round up to a power of two."""
     return 1 << (n - 1).bit_length()

@@ -1,8 +1,8 @@
-"""Cascade attention: pages that many sequences of a step begin with are read once, for the queries of all of them.
+"""Cascade attention: pages at the start of many sequences of a step are read once, for the queries of all of them.
 
 Neighbours in a step that share their first pages form a group. For the shared pages the group is one sequence of many
-queries; for its other pages each sequence is one of its own; the two results are merged by lse. Source: Juravsky et
-al., "Hydragen", 2024; Ye et al., "Cascade Inference" (FlashInfer), 2024.
+queries; for the other pages each sequence is separate. The two results are merged by lse. Source: Juravsky et al.,
+"Hydragen", 2024; Ye et al., "Cascade Inference" (FlashInfer), 2024.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gpu_ops.inference.step import Step, sent
 
 __all__ = ["MAX_QUERIES", "MIN_SEQUENCES", "MIN_TOKENS", "Cascade", "cascade_of"]
 
-# Time of both parts and the merge, by that of one call. float32, two cores, decoding with heads 8/8 of 64 and 32/8 of
-# 128. 16 sequences, 2048 shared tokens: 0.36, 0.42; 512: 0.52, 0.42; 256: 0.82, 0.82. 8 sequences, 512: 0.71, 0.34;
-# 256: 0.86, 1.04. 5 sequences, 2048: 0.62, 0.96. 32 queries each: 0.60, 0.94, as products take the time.
+# Time of both parts and the merge, over that of one call. float32, two cores, decoding with heads 8/8 of 64 and 32/8
+# of 128. 16 sequences, 2048 shared tokens: 0.36, 0.42; 512: 0.52, 0.42; 256: 0.82, 0.82. 8 sequences, 512: 0.71,
+# 0.34; 256: 0.86, 1.04. 5 sequences, 2048: 0.62, 0.96. 32 queries each: 0.60, 0.94, since products dominate.
 MIN_SEQUENCES = 8
 MIN_TOKENS = 512
 MAX_QUERIES = 32
@@ -26,46 +26,46 @@ MAX_QUERIES = 32
 
 @dataclass(frozen=True, eq=False)
 class Cascade:
-    """Arrays on the cache's device. A group is a run of sequences; one without shared pages has 0 keys here."""
+    """Arrays on the cache's device. A group is a run of sequences; without shared pages it has 0 keys here."""
 
     cu_seqlens_q: Any
-    """int32 (groups + 1,): where the tokens of each group start, and the total."""
+    """int32 (groups + 1,): starts of the tokens of each group, and the total."""
     seqused_k: Any
     """int32 (groups,): tokens in the shared pages."""
     block_table: Any
-    """int32 (groups, width): the shared pages."""
+    """int32 (groups, width): shared pages."""
     own_seqused_k: Any
     """int32 (batch,): keys of each sequence in its other pages."""
     own_block_table: Any
-    """int32 (batch, width): its other pages."""
+    """int32 (batch, width): other pages of each sequence."""
     max_seqlen_q: int
     """Tokens of the longest group."""
 
 
 def cascade_of(step: Step, page_size: int, device: str) -> Cascade | None:
-    """The groups of a step in host memory, without padding; None where there are none that pay."""
+    """Groups of a step in host memory, without padding; None if no group is worth a cascade."""
     table, starts = step.block_table, step.cu_seqlens_q
     batch, width = table.shape
     if batch < MIN_SEQUENCES or width * page_size < MIN_TOKENS or step.max_seqlen_q > MAX_QUERIES:
         return None
-    at = -(-MIN_TOKENS // page_size) - 1  # the last page that a group has to share
+    at = -(-MIN_TOKENS // page_size) - 1  # the last page that a group must share
     if np.count_nonzero((table[1:, at] == table[:-1, at]) & (table[1:, at] >= 0)) < MIN_SEQUENCES - 1:
         return None
     equal = (table[1:] == table[:-1]) & (table[1:] >= 0)
     common = np.logical_and.accumulate(equal, axis=1).sum(
         axis=1
-    )  # pages that a row shares with the one before
+    )  # pages that a row shares with the previous one
     first = np.flatnonzero(np.r_[True, common * page_size < MIN_TOKENS])  # rows that begin a group
     ends = np.r_[first[1:], batch]
-    # Pages that are written now belong to one sequence: the shared ones end before every new token.
+    # Pages written in this step belong to one sequence each: shared pages end before every new token.
     shared = np.array(
         [common[a : b - 1].min() if b - a >= MIN_SEQUENCES else 0 for a, b in zip(first, ends, strict=True)]
     )
     if not shared.any():
         return None
     by_row = np.repeat(shared, ends - first)
-    own = np.full((batch, width - int(by_row.min())), -1, np.int32)
-    for row, pages, n in zip(own, table, by_row, strict=True):
+    own_table = np.full((batch, width - int(by_row.min())), -1, np.int32)
+    for row, pages, n in zip(own_table, table, by_row, strict=True):
         row[: width - n] = pages[n:]
     cu_seqlens_q = np.append(starts[first], starts[-1])
     arrays = {
@@ -73,6 +73,6 @@ def cascade_of(step: Step, page_size: int, device: str) -> Cascade | None:
         "seqused_k": (shared * page_size).astype(np.int32),
         "block_table": table[first, : shared.max()],
         "own_seqused_k": (step.seqused_k - by_row * page_size).astype(np.int32),
-        "own_block_table": own,
+        "own_block_table": own_table,
     }
     return Cascade(**sent(arrays, device), max_seqlen_q=int(np.diff(cu_seqlens_q).max()))

@@ -1,4 +1,4 @@
-"""``python -m gpu_ops generate``: a model and prompts in, text out as it comes."""
+"""Command ``python -m gpu_ops generate``: prints the texts of a model for prompts, as they are generated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["end_tokens", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the text of each prompt, and to stderr how fast it came; 2 after an error, in one line."""
+    """Print the text of each prompt, and the speed to stderr; after an error print one line and return 2."""
     try:
         _generate(options)
     except GpuOpsError as error:
@@ -77,13 +77,13 @@ def _generate(options: argparse.Namespace) -> None:
         for text, of in zip(texts, pieces, strict=True):
             print(f"{text}{''.join(of)}\n")
     seconds = time.perf_counter() - start
-    given = sum(map(len, prompts))
+    prompt_tokens = sum(map(len, prompts))
     rest = f", then {(count - len(prompts)) / (seconds - first):.1f} tokens/s" if count > len(prompts) else ""
-    print(f"{given} prompt tokens, first token after {first:.2f} s{rest}", file=sys.stderr)
+    print(f"{prompt_tokens} prompt tokens, first token after {first:.2f} s{rest}", file=sys.stderr)
 
 
 def _tokenizer(model: Path, given: str | None) -> Any:
-    """The tokenizer that was given, or the one in the model's folder, or beside its file."""
+    """Load the given tokenizer, or the one in the model's folder, or in the folder of its file."""
     if given is not None:
         return load_tokenizer(given)
     with system_errors("load_tokenizer", model):
@@ -98,21 +98,21 @@ def _tokenizer(model: Path, given: str | None) -> Any:
 
 
 def end_tokens(model: Path) -> list[int]:
-    """Ends of a text: of a folder, by ``generation_config.json``, else by ``config.json``; of a GGUF file, by its
-    metadata."""
+    """Tokens that end a text: for a folder, from ``generation_config.json`` or else ``config.json``; for a GGUF file,
+    from its metadata."""
     if model.is_file():
         with opened("generate", model) as file:
             metadata = GGUFFile("generate", model, file)
             names = ("eos", "eot", "eom")
             ends = [metadata.value(f"tokenizer.ggml.{name}_token_id") for name in names]
         return [integer("generate", "eos_token_id", end, low=0) for end in ends if end is not None]
-    found: Any = None
+    token_ids: Any = None
     for name in ("generation_config.json", "config.json"):
         try:
-            found = read_config("generate", model / name).get("eos_token_id")
+            token_ids = read_config("generate", model / name).get("eos_token_id")
         except MissingFileError:
             continue
-        if found is not None:
+        if token_ids is not None:
             break
-    ends = found if isinstance(found, list) else [] if found is None else [found]
+    ends = token_ids if isinstance(token_ids, list) else [] if token_ids is None else [token_ids]
     return [integer("generate", "eos_token_id", end, low=0) for end in ends]

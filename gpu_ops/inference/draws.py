@@ -1,4 +1,4 @@
-"""The next token of several rows of logits, each by the options of its own request."""
+"""Draws of the next token for several rows of logits, each with the options of its request."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gpu_ops.ops.sampling.sample import sample
 
 __all__ = ["Draws", "Row"]
 
-_DTYPES = {"top_k": np.int32, "seed": np.int64}  # of options in arrays; the others are float32
+_DTYPES = {"top_k": np.int32, "seed": np.int64}  # dtypes of options in arrays; the others are float32
 
 
 @dataclass(frozen=True)
 class Row:
-    """How the token after a row of logits is drawn."""
+    """Options and state of the draw of a token after a row of logits."""
 
     sampling: Sampling
     step: int
-    """How many tokens of its request were drawn before."""
+    """Number of tokens of its request drawn before."""
     counts: Any = None
-    """int32 (vocab,), where there are penalties: how often each token was drawn, -1 for those of the prompt alone."""
+    """int32 (vocab,), with penalties: number of times each token was drawn, -1 for tokens only in the prompt."""
 
     def after(self, token: int) -> Row:
-        """The row that follows, once this token is drawn."""
+        """Return the row that follows once this token is drawn."""
         counts = self.counts
         if counts is not None:
             counts = counts.copy()
@@ -37,7 +37,7 @@ class Row:
 
 
 class Draws:
-    """Draws tokens pass by pass; the arrays of options stay for a next pass of the same requests."""
+    """Draws of tokens, pass by pass; the arrays of options are kept for the next pass of the same requests."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -45,7 +45,7 @@ class Draws:
         self._options: dict[str, Any] = {}
 
     def __call__(self, logits: Any, rows: Sequence[Row]) -> tuple[Any, Any]:
-        """A token and its log-probability for each row of logits: arrays in host memory."""
+        """Draw a token for each row of logits; return tokens and log-probabilities as arrays in host memory."""
         penalised = any(row.counts is not None for row in rows)
         if self._of != (of := [row.sampling for row in rows]):
             self._of, self._options = of, {f.name: self._option(of, f.name) for f in fields(Sampling)}
@@ -60,7 +60,7 @@ class Draws:
         return on_host[0], on_host[1]
 
     def _option(self, of: Sequence[Sampling], name: str) -> Any:
-        return self._array([getattr(one, name) for one in of], _DTYPES.get(name, np.float32))
+        return self._array([getattr(sampling, name) for sampling in of], _DTYPES.get(name, np.float32))
 
     def _array(self, values: Any, dtype: Any) -> Any:
         return to_device(np.asarray(values, dtype), self._device)

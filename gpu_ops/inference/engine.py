@@ -1,8 +1,8 @@
-"""Continuous batching: requests come and go while one forward pass after another runs for all of them.
+"""Continuous batching: requests start and end while forward passes run for all of them.
 
 Each pass has room for ``max_tokens`` tokens. Running requests come first, with the next part of their prompt or their
-last token; then waiting ones are admitted, in order. Where pages run out, the youngest request gives its pages back
-and waits at the front; its full pages are often still there when it returns.
+last token; then waiting ones are admitted, in order. If pages run out, the youngest request returns its pages and
+waits at the front; its full pages are often still in the cache when it resumes.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ Draft = Callable[[list[int]], Sequence[int]]
 
 
 class Engine:
-    """Runs requests over one model and one cache.
+    """Engine that runs requests over one model and one cache.
 
     Parameters
     ----------
     weights, config : Llama, LlamaConfig
     cache : PagedKVCache
-        Its sequences are the engine's while requests run. Prefixes are found where this ``weights`` object, with this
-        config and an equal rotation, was the last one to admit a request. After an optimizer's step, or another
-        change of the weights in place, call :meth:`PagedKVCache.drop_prefixes`.
+        Cache whose sequences belong to the engine while requests run. Prefixes are found if this ``weights`` object,
+        with this config and an equal rotation, was the last one to admit a request. After an optimizer step or any
+        other change of the weights in place, call :meth:`PagedKVCache.drop_prefixes`.
     max_tokens : int
-        Of one forward pass. Longer prompts are read in parts.
+        Tokens of one forward pass. Longer prompts are read in parts.
     max_requests : int
-        That run at a time; the others wait.
+        Requests that run at a time; the others wait.
     max_seqlen : int, optional
-        Of a prompt and its new tokens; default: what fits in the cache, or 2^20 with a window. ``dynamic`` and
-        ``longrope`` scalings take their frequencies from it: give models that have them the longest text you serve,
-        or their texts change with the number of pages.
+        Length of a prompt and its new tokens; default: the capacity of the cache, or 2^20 with a window. ``dynamic``
+        and ``longrope`` scalings take their frequencies from it: for models with these pass the longest text you
+        serve, or texts change with the number of pages.
     draft : function, optional
-        From the tokens of a text to guesses of the next ones, such as :func:`prompt_lookup`. A pass runs them beside
-        the last token of the text, and keeps those that are the tokens it draws: texts are the same as without, and
-        come in fewer passes the better the guesses are. In 16 bits a pass over more tokens may round otherwise, and
-        tokens that are about equally likely change places.
+        Function from the tokens of a text to guesses of the next ones, such as :func:`prompt_lookup`. A pass runs the
+        guesses with the last token of the text, and keeps those that equal the tokens it draws: texts are the same as
+        without, and need fewer passes the better the guesses are. In 16 bits a pass over more tokens may round
+        differently, and tokens of about equal probability may swap.
     capture : bool
         On CUDA, launch passes of single tokens as CUDA graphs: one for each power of two of sequences, and of pages
-        of the longest. They hold the addresses of the weights. A warning says so where that cannot be done.
+        of the longest. They hold the addresses of the weights. A warning is issued if that is impossible.
 
     Attributes
     ----------
     drafted, accepted : int
-        Guesses that passes have run, and kept.
+        Numbers of guesses that passes have run, and kept.
 
     Examples
     --------
@@ -89,11 +89,11 @@ class Engine:
     ) -> None:
         check_model(weights, config, cache)
         self.weights, self.config, self.cache = weights, config, cache
-        given = longest(cache) if max_seqlen is None else max_seqlen
-        self.max_seqlen = checks.integer("Engine", "max_seqlen", given, low=1)
-        scalings = [own.scaling for own in config.by_layer]
+        length = longest(cache) if max_seqlen is None else max_seqlen
+        self.max_seqlen = checks.integer("Engine", "max_seqlen", length, low=1)
+        scalings = [layer_config.scaling for layer_config in config.by_layer]
         lengths = [None if s is None else s.effective_seqlen(self.max_seqlen) for s in scalings]
-        self._keys_by = config, lengths  # and the weights: what keys and values in the cache depend on
+        self._keys_by = config, lengths  # keys and values in the cache depend on these, and on the weights
         self.max_tokens = checks.integer("Engine", "max_tokens", max_tokens, low=1)
         self.max_requests = checks.integer("Engine", "max_requests", max_requests, low=1)
         self.draft, self.drafted, self.accepted = draft, 0, 0
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Number of requests that run or wait."""
         return len(self._running) + len(self._waiting)
 
     def submit(
@@ -117,13 +117,13 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[int] = (),
     ) -> int:
-        """Queue a prompt of token ids; the number of the request.
+        """Queue a prompt of token ids; return the number of the request.
 
         Raises
         ------
         OptionError
             The prompt is empty or has ids outside the vocabulary, or prompt and new tokens need more pages than the
-            cache has in all.
+            cache has in total.
         """
         ids = _token_ids("prompt", prompt)
         if not ids.size:
@@ -135,20 +135,20 @@ class Engine:
         if outside.size:
             i = int(outside[0])
             raise OptionError(f"Engine.submit: prompt[{i}] is {ids[i]}, not in [0, {self.config.vocab})")
-        most = checks.integer("Engine.submit", "max_new_tokens", max_new_tokens, low=1)
-        if len(ids) + most > self.max_seqlen + 1:
+        limit = checks.integer("Engine.submit", "max_new_tokens", max_new_tokens, low=1)
+        if len(ids) + limit > self.max_seqlen + 1:
             raise OptionError(
-                f"Engine.submit: {len(ids)} tokens and {most} new ones are more than max_seqlen={self.max_seqlen}"
+                f"Engine.submit: {len(ids)} tokens and {limit} new ones are more than max_seqlen={self.max_seqlen}"
             )
         # the last token is not read again
-        pages, there = self.cache.most_pages(len(ids) + most - 1), self.cache.stats.total
-        if pages > there:
+        pages, total_pages = self.cache.most_pages(len(ids) + limit - 1), self.cache.stats.total
+        if pages > total_pages:
             raise OptionError(
-                f"Engine.submit: {len(ids)} tokens and {most} new ones need {pages} pages of "
-                f"{self.cache.page_size}, and the cache has {there}"
+                f"Engine.submit: {len(ids)} tokens and {limit} new ones need {pages} pages of "
+                f"{self.cache.page_size}, and the cache has {total_pages}"
             )
         request = Request(
-            self._submitted, ids.tolist(), len(ids), most, frozenset(ends.tolist()), sampling or Sampling()
+            self._submitted, ids.tolist(), len(ids), limit, frozenset(ends.tolist()), sampling or Sampling()
         )
         request.prefix = hash(tuple(request.tokens[:MIN_TOKENS]))
         if request.sampling.counts_tokens:
@@ -159,35 +159,35 @@ class Engine:
         return request.number
 
     def cancel(self, request: int) -> None:
-        """Forget a request that runs or waits, and give its pages back.
+        """Drop a request that runs or waits, and return its pages.
 
-        With a draft, the pass that gave its last token may have given it later ones too, and have finished it.
+        With a draft, the pass that produced its last token may also have produced later ones, and have finished it.
         """
-        for one in (*self._running, *self._waiting):
-            if one.number == request:
-                (self._running if one.handle >= 0 else self._waiting).remove(one)
-                self._release(one)
+        for entry in (*self._running, *self._waiting):
+            if entry.number == request:
+                (self._running if entry.handle >= 0 else self._waiting).remove(entry)
+                self._release(entry)
                 return
         raise OptionError(f"Engine.cancel: request {request} neither runs nor waits")
 
     def clear(self) -> None:
-        """Forget all requests, and give their pages back."""
-        for one in (*self._running, *self._waiting):
-            self._release(one)
+        """Drop all requests, and return their pages."""
+        for entry in (*self._running, *self._waiting):
+            self._release(entry)
         self._running.clear()
         self._waiting.clear()
 
     def run(self) -> Iterator[Token]:
-        """The tokens of all requests as they come, until none is left; more may be submitted meanwhile.
+        """Yield the tokens of all requests as they are drawn, until none is left; more may be submitted meanwhile.
 
-        A pass gives tokens to several requests, and with a draft several to one. To stop in between, call
-        :meth:`step` instead: a loop that is left loses the other tokens of its pass.
+        A pass draws tokens for several requests, and with a draft several for one. To stop in between, call
+        :meth:`step` instead: leaving the loop loses the other tokens of the pass.
         """
         while self.unfinished:
             yield from self.step()
 
     def step(self) -> list[Token]:
-        """One forward pass: a token for each request whose prompt has been read, and its guesses that were right."""
+        """Run a forward pass; return a token for each request whose prompt has been read, and its correct guesses."""
         batch, guesses, step = self._reserve()
         if step is None:
             return []
@@ -197,24 +197,24 @@ class Engine:
         except BaseException:
             self.cache.rollback()  # the next pass runs the same tokens
             raise
-        self.cache.accept({r.handle: range(len(own)) for r, own in drawn if r.handle in guesses})
+        self.cache.accept({r.handle: range(len(results)) for r, results in drawn if r.handle in guesses})
         self.drafted += sum(map(len, guesses.values()))
-        self.accepted += sum(len(own) - 1 for _, own in drawn)
+        self.accepted += sum(len(results) - 1 for _, results in drawn)
         drawn.sort(key=lambda item: item[0].number)
-        return [token for r, own in drawn for token in self._accept(r, own)]
+        return [token for r, results in drawn for token in self._accept(r, results)]
 
     def _logits(self, step: Step, count: int) -> Any:
         if self._graphs is not None:
             return self._graphs.logits(step, count)
         return next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
 
-    # ---- what a pass runs ------------------------------------------------------------------------------------------
+    # ---- a pass ----------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> tuple[list[Request], dict[int, list[int]], Any]:
-        """The requests of the next pass with their pages, and guesses by handle; preempts where pages run out."""
-        admits, guesses, most = True, self.draft is not None, self.max_tokens
+        """Reserve pages for the requests of the next pass, with guesses by handle; preempt if pages run out."""
+        admits, guesses, max_room = True, self.draft is not None, self.max_tokens
         while True:
-            parts, room = {}, most
+            parts, room = {}, max_room
             for r in self._running:
                 part = r.tokens[self.cache.length(r.handle) :][:room]
                 room -= len(part)
@@ -232,7 +232,7 @@ class Engine:
             batch = sorted((r for r in self._running if r.handle in parts), key=lambda r: r.prefix)
             drafts = self._guesses(batch, parts, room) if guesses else {}
             tokens = {r.handle: parts[r.handle] + drafts.get(r.handle, []) for r in batch}
-            parents = {handle: range(-1, len(own)) for handle, own in drafts.items()}
+            parents = {handle: range(-1, len(draft)) for handle, draft in drafts.items()}
             try:
                 if drafts or self._graphs is None:
                     return batch, drafts, self.cache.reserve(tokens, parents=parents)
@@ -243,8 +243,8 @@ class Engine:
                     continue
                 if len(self._running) == 1:
                     # a window frees pages as it moves
-                    most = min(most, len(parts[self._running[0].handle])) // 2
-                    if not most:
+                    max_room = min(max_room, len(parts[self._running[0].handle])) // 2
+                    if not max_room:
                         raise
                     continue
                 youngest = self._running.pop()
@@ -253,18 +253,18 @@ class Engine:
                 admits = False
 
     def _guesses(self, batch: list[Request], parts: dict[int, list[int]], room: int) -> dict[int, list[int]]:
-        """By handle, for requests whose last token alone is in this pass: at most ``room``."""
-        found = {}
+        """Guesses by handle, at most ``room``, for requests that have only their last token in this pass."""
+        drafts = {}
         for r in batch:
-            most = min(room, r.most - (len(r.tokens) - r.prompt) - 1)
-            if most > 0 and self.draft is not None and self.cache.length(r.handle) == len(r.tokens) - 1:
-                own = token_ids("Engine: draft", self.draft(r.tokens.copy()))[:most]
-                if own and max(own) >= self.config.vocab:
-                    raise OptionError(f"Engine: draft guessed {max(own)}, not in [0, {self.config.vocab})")
-                if own:
-                    found[r.handle] = own
-                    room -= len(own)
-        return found
+            limit = min(room, r.most - (len(r.tokens) - r.prompt) - 1)
+            if limit > 0 and self.draft is not None and self.cache.length(r.handle) == len(r.tokens) - 1:
+                draft = token_ids("Engine: draft", self.draft(r.tokens.copy()))[:limit]
+                if draft and max(draft) >= self.config.vocab:
+                    raise OptionError(f"Engine: draft guessed {max(draft)}, not in [0, {self.config.vocab})")
+                if draft:
+                    drafts[r.handle] = draft
+                    room -= len(draft)
+        return drafts
 
     def _release(self, request: Request) -> None:
         if request.handle >= 0:
@@ -274,7 +274,7 @@ class Engine:
     def _draw(
         self, logits: Any, batch: list[Request], guesses: dict[int, list[int]]
     ) -> list[tuple[Request, list[tuple[int, float]]]]:
-        """For each request that is ready its tokens and their log-probabilities, up to one that was not guessed."""
+        """Draw tokens with log-probabilities for each ready request, up to the first that was not guessed."""
         rows: list[Row] = []
         for r in batch:
             rows.append(Row(r.sampling, len(r.tokens) - r.prompt, r.counts))
@@ -284,18 +284,18 @@ class Engine:
         if not any(ready):
             return []
         drawn = iter(zip(*(x.tolist() for x in self._draws(logits, rows)), strict=True))
-        found = []
+        accepted = []
         for r, is_ready in zip(batch, ready, strict=True):
-            own = guesses.get(r.handle, [])
-            results = list(itertools.islice(drawn, len(own) + 1))
-            right = next((i for i, token in enumerate(own) if results[i][0] != token), len(own))
+            guessed = guesses.get(r.handle, [])
+            results = list(itertools.islice(drawn, len(guessed) + 1))
+            right = next((i for i, token in enumerate(guessed) if results[i][0] != token), len(guessed))
             if is_ready:
-                found.append((r, results[: right + 1]))
-        return found
+                accepted.append((r, results[: right + 1]))
+        return accepted
 
     def _accept(self, request: Request, drawn: list[tuple[int, float]]) -> list[Token]:
-        """The tokens of a pass, up to one that ends the text."""
-        found: list[Token] = []
+        """Append the tokens of a pass to a request, up to one that ends the text; return them."""
+        results: list[Token] = []
         for token, logprob in drawn:
             if token < 0:
                 finished = "error"
@@ -305,12 +305,12 @@ class Engine:
                     request.counts[token] = max(request.counts[token], 0) + 1
                 full = len(request.tokens) - request.prompt == request.most
                 finished = "stop" if token in request.stop else "length" if full else ""
-            found.append(Token(request.number, token, logprob, finished))
+            results.append(Token(request.number, token, logprob, finished))
             if finished:
                 self._running.remove(request)
                 self._release(request)
                 break
-        return found
+        return results
 
 
 def _token_ids(name: str, values: Any) -> Any:

@@ -30,32 +30,32 @@ __all__ = ["cache_for", "check_model", "longest", "next_logits"]
 def next_logits(
     weights: Llama, config: LlamaConfig, cache: PagedKVCache, step: Step, *, max_seqlen: int | None = None
 ) -> Any:
-    """The logits after the last new token of each sequence. Writes the new tokens' keys and values to the cache.
+    """Logits after the last new token of each sequence. Writes the new tokens' keys and values to the cache.
 
-    Of sequences that ``reserve`` had parents for, the logits after all new tokens: the rows are ``step.logit_rows``.
+    For sequences that ``reserve`` had parents for, the logits after all new tokens: the rows are ``step.logit_rows``.
 
     Parameters
     ----------
     weights : Llama
-        Projections may be arrays, ternary, or carry adapters.
+        Weights whose projections may be arrays, ternary, or have adapters.
     config : LlamaConfig
     cache : PagedKVCache
-        With the layers and head sizes of ``config``, in the dtype of the weights, or int8 or float8_e4m3fn.
+        Cache with the layers and head sizes of ``config``, in the dtype of the weights, or int8 or float8_e4m3fn.
     step : Step
-        What :meth:`PagedKVCache.reserve` returned for these tokens. Call :meth:`PagedKVCache.commit` next.
+        Result of :meth:`PagedKVCache.reserve` for these tokens. Call :meth:`PagedKVCache.commit` next.
 
     max_seqlen : int, optional
-        The length that ``dynamic`` and ``longrope`` scalings take their frequencies from, the same in every call on a
-        cache. Default: what fits in it, ``num_pages * page_size``, or 2^20 with a window.
+        Length that ``dynamic`` and ``longrope`` scalings take their frequencies from, the same in every call on a
+        cache. Default: the capacity of the cache, ``num_pages * page_size``, or 2^20 with a window.
 
     Returns
     -------
-    logits : array (sequences, vocab), in the weights' dtype; (logit_rows, vocab) where the step has these
+    logits : array (sequences, vocab), in the weights' dtype; (logit_rows, vocab) if the step has these
 
     Raises
     ------
     OptionError, ShapeError
-        Weights, config and cache do not belong together, or a layer has a window that ends before tokens that branch.
+        Weights, config and cache do not match, or a layer has a window that ends before tokens that branch.
 
     Examples
     --------
@@ -69,12 +69,12 @@ def next_logits(
     (2, 256)
     """
     check_model(weights, config, cache)
-    for own in config.by_layer:
-        check_window("next_logits", step.tree, own.window)
+    for layer_config in config.by_layer:
+        check_window("next_logits", step.tree, layer_config.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
     x = embed(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
-    for i, (layer, own) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
-        x = _block(x, layer, own, cache, i, step, length)
+    for i, (layer, layer_config) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
+        x = _block(x, layer, layer_config, cache, i, step, length)
     if step.logit_rows is not None:
         x = embedding(step.logit_rows, x)
     elif step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
@@ -84,7 +84,7 @@ def next_logits(
 
 
 def longest(cache: PagedKVCache) -> int:
-    """Tokens of the longest sequence, where the caller does not say."""
+    """Default for the number of tokens of the longest sequence."""
     return cache.num_pages * cache.page_size if cache.window < 0 else 1 << 20
 
 
@@ -97,15 +97,15 @@ def cache_for(
     page_size: int = 16,
     dtype: npt.DTypeLike | None = None,
 ) -> PagedKVCache:
-    """A cache for a model: its layers and heads, on the device of its weights.
+    """Make a cache with a model's layers and heads, on the device of its weights.
 
-    ``num_pages``, or the ``lengths`` of sequences that are to fit in it together. ``dtype``: that of the weights, or
-    int8 or float8_e4m3fn in half the bytes of bfloat16; see :class:`PagedKVCache`. Over a small random model in
+    Pass ``num_pages``, or the ``lengths`` of sequences that must fit together. ``dtype``: that of the weights, or
+    int8 or float8_e4m3fn in half the bytes of bfloat16; see :class:`PagedKVCache`. For a small random model in
     float32 the worst logit moved by 3 % of the logits' standard deviation with int8, and by 13 to 23 % with
     float8_e4m3fn, whose elements have 4 significant bits; bfloat16 weights moved it by 3 to 6 %.
     """
     check_models("cache_for", config, weights=weights)
-    windows = [own.window for own in config.by_layer]
+    windows = [layer_config.window for layer_config in config.by_layer]
     window = max(windows, default=-1) if all(w >= 0 for w in windows) else -1
     page_size = checks.integer("cache_for", "page_size", page_size, low=1)
     if num_pages is None and lengths is not None:
@@ -127,7 +127,7 @@ def cache_for(
 
 
 def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> None:
-    """The weights are those of the config, and the cache has room for what they see."""
+    """Check that weights and cache match the config, and that the cache keeps all tokens that layers see."""
     check_models("inference", config, weights=weights)
     checks.instance("inference", "cache", cache, PagedKVCache)
     if len(cache.keys) != config.nlayers:
@@ -141,18 +141,18 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
         raise ShapeError(
             f"inference: the cache has heads of {cache.keys[0].shape[2:]}, and the config of {heads}"
         )
-    for layer, own in zip(weights.layers, config.by_layer, strict=True):
-        layer.check(own)
-        if cache.window >= 0 and not 0 <= own.window <= cache.window:
+    for layer, spec in zip(weights.layers, config.by_layer, strict=True):
+        layer.check(spec)
+        if cache.window >= 0 and not 0 <= spec.window <= cache.window:
             raise OptionError(
-                f"inference: a layer has window={own.window}, and the cache window={cache.window}; see cache_for"
+                f"inference: a layer has window={spec.window}, and the cache window={cache.window}; see cache_for"
             )
 
 
 def _block(
     x: Any, layer: Block, config: LlamaConfig, cache: PagedKVCache, i: int, step: Step, max_seqlen: int
 ) -> Any:
-    """``i``: the number of the layer."""
+    """Forward pass of layer number ``i``."""
     keys, values = cache.keys[i], cache.values[i]
     scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
     eps, offset = config.stream_eps, config.weight_offset
@@ -167,7 +167,7 @@ def _block(
         values,
         **scales,
         slot_mapping=step.slot_mapping,
-        positions=step.positions if config.theta is not None else step.positions * 0,  # a rotation by nothing
+        positions=step.positions if config.theta is not None else step.positions * 0,  # rotation by zero
         theta=config.theta,
         scaling=config.scaling if config.theta is not None else None,
         seqlen=max_seqlen,
@@ -186,7 +186,7 @@ def _block(
 
 
 def _projected(x: Any, weight: Any, bias: Any, residual: Any, norms: Any, config: LlamaConfig) -> Any:
-    """The residual stream with a projection of ``x`` added. ``norms``: before and after the projection, or None."""
+    """Add a projection of ``x`` to the residual stream. ``norms``: before and after the projection, or None."""
     before, after = norms
     options: dict[str, Any] = {"eps": config.eps, "weight_offset": config.weight_offset}
     if before is not None:

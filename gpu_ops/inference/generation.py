@@ -1,4 +1,4 @@
-"""The texts of several prompts, in one call."""
+"""Texts for several prompts, in one call."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ def generate(
     kv_dtype: npt.DTypeLike | None = None,
     draft: Draft | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt. For streaming, and for requests that come one by one: :class:`Engine`.
+    """Generate the new tokens of each prompt. For streaming, and for single requests: :class:`Engine`.
 
-    Models with a ``dynamic`` or ``longrope`` scaling take the frequencies of the longest text, prompt and new tokens,
-    for all prompts. For texts that depend on no other prompt call it for each, or an engine with a ``max_seqlen``.
+    Models with a ``dynamic`` or ``longrope`` scaling use the frequencies of the longest text, prompt and new tokens,
+    for all prompts. To make texts independent of other prompts, call this for each, or an engine with a
+    ``max_seqlen``.
 
     Parameters
     ----------
     weights, config : Llama, LlamaConfig
     prompts : sequences of token ids
     max_new_tokens : int
-        Of each prompt.
+        Limit of new tokens for each prompt.
     sampling : Sampling, or one for each prompt
         Default: greedy.
     stop : token ids
-        That end a text, such as the tokenizer's end of sequence. The stop token is not returned.
+        Tokens that end a text, such as the tokenizer's end of sequence. The stop token is not returned.
     cache : PagedKVCache, optional
-        Default: one that holds all prompts at full length, on the device of the weights. A later call with the same
-        weights finds the prefixes in it. After the weights were changed in place, call
+        Default: a cache that holds all prompts at full length, on the device of the weights. A later call with the
+        same weights finds the prefixes in it. After a change of the weights in place, call
         :meth:`PagedKVCache.drop_prefixes`.
     kv_dtype : str or dtype, optional
-        Of that cache: the weights', or int8 or float8_e4m3fn.
+        Dtype of that cache: the weights', or int8 or float8_e4m3fn.
     draft : function, optional
-        Guesses of the next tokens, such as :func:`prompt_lookup`: see :class:`Engine`.
+        Function that guesses the next tokens, such as :func:`prompt_lookup`: see :class:`Engine`.
 
     Examples
     --------
@@ -77,8 +78,8 @@ def generate(
     engine = Engine(weights, config, cache, max_seqlen=max(lengths, default=1), draft=draft)
     texts: list[list[int]] = [[] for _ in prompts]
     try:
-        for prompt, one in zip(prompts, each, strict=True):
-            engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=one, stop=stop)
+        for prompt, request_sampling in zip(prompts, each, strict=True):
+            engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=request_sampling, stop=stop)
         with visible(f"gpu_ops: generating {len(prompts)} texts"):
             for token in engine.run():
                 if token.finished == "error":

@@ -1,4 +1,4 @@
-"""A key/value cache in pages: sequences of any length that share prefixes, over arrays allocated once."""
+"""Key/value cache in pages: sequences of any length that share prefixes, over arrays allocated once."""
 
 from __future__ import annotations
 
@@ -27,57 +27,57 @@ _CLASS = "PagedKVCache"
 class PagedKVCache:
     """Keys and values of many sequences in pages of ``page_size`` tokens.
 
-    One forward over a batch of prompts, parts of prompts and single tokens, in any mixture::
+    Use it for a forward over a batch of prompts, parts of prompts and single tokens, in any mixture::
 
         handle = cache.add(prompt)  # finds the longest prefix that is in the cache
         step = cache.reserve({handle: prompt[cache.length(handle) :], other: [token]})
         ...  # the model's forward, which reads `step`, writes keys and values: see Step
         cache.commit()
 
-    ``reserve`` gives the new tokens their places, or raises ``OutOfPages`` and changes nothing. Between it and
-    ``commit`` a step is open: its tokens count, and its pages cannot be found as a prefix before ``commit`` says that
-    they are written. On a GPU that is when the kernels have been launched, since later ones run after them. If the
-    forward fails, ``rollback`` takes the tokens back. While a step is open, no other may begin, and no sequence
-    may be forked, trimmed or freed.
+    ``reserve`` assigns places to the new tokens, or raises ``OutOfPages`` and changes nothing. Between it and
+    ``commit`` a step is open: its tokens count, but its pages cannot be found as a prefix until ``commit`` confirms
+    that they are written. On a GPU, call it once the kernels have been launched, since later ones run after them. If
+    the forward fails, ``rollback`` removes the tokens. While a step is open, no other may begin, and no sequence may
+    be forked, trimmed or freed.
 
     Parameters
     ----------
     nlayers, nheads_kv, head_dim : int
-        Of the model.
+        Sizes of the model.
     num_pages : int
         Pages of each layer. With a window one of them stays empty: the null page.
     page_size : int
-        Tokens per page. Prefixes are shared by whole pages; half a page of each sequence is empty on average.
+        Tokens per page. Prefixes are shared in whole pages; on average half a page of each sequence is empty.
     dtype : str or dtype
-        float16, bfloat16, float32 or float64. Or int8 or float8_e4m3fn, in half the bytes of bfloat16: each head of a
-        token then has a scale, and :func:`gpu_ops.rope_append_kv` says how exact its elements are. Pages of
+        float16, bfloat16, float32 or float64; or int8 or float8_e4m3fn, in half the bytes of bfloat16. In the latter
+        case each head of a token has a scale; see :func:`gpu_ops.rope_append_kv` for the accuracy. Pages of
         float8_e4m3fn are uint8 arrays of its bits, since CuPy has no such dtype.
     device : str
-        ``"cuda"``: CuPy arrays on the current device, which is the current one in later calls too. ``"cpu"``,
+        ``"cuda"``: CuPy arrays on the current device, which must be current in later calls too. ``"cpu"``,
         ``"emulator"``: NumPy arrays.
     window : int
-        How far back a token sees: the left side of attention's ``window_size``, -1 for all. ``reserve`` gives back
-        the pages that no later token of a sequence sees; its table then names page 0, the null page, whose keys
-        attention masks. A cache has one window for all its layers.
+        Number of earlier tokens that a token sees: the left side of attention's ``window_size``, -1 for all.
+        ``reserve`` returns the pages that no later token of a sequence sees; its table then names page 0, the null
+        page, whose keys attention masks. A cache has one window for all layers.
     keep : int
-        Tokens at the start of each sequence that stay whatever the window. ``window_size`` masks them; they are for
-        an :func:`~gpu_ops.attention` of their own, merged by :func:`~gpu_ops.attention_merge`.
+        Tokens at the start of each sequence that stay in spite of the window. ``window_size`` masks them; they are
+        for a separate :func:`~gpu_ops.attention`, merged by :func:`~gpu_ops.attention_merge`.
 
     Attributes
     ----------
     keys, values : tuples of arrays (num_pages, page_size, nheads_kv, head_dim)
-        Of each layer, zeros at first. They stay where they are as long as the cache lives.
+        Pages of each layer, zeros at first. Their addresses stay the same as long as the cache lives.
     key_scales, value_scales : tuples of float32 arrays (num_pages, page_size, nheads_kv), or of None
-        The same for quantized pages. A page and its scales lie side by side, and are copied and moved together.
+        Scales of quantized pages. A page and its scales are adjacent in memory, and are copied and moved together.
 
     Raises
     ------
     OptionError, DTypeError, ShapeError
-        Wrong sizes, handles, token ids. Nothing has changed.
+        Wrong sizes, handles or token ids. Nothing has changed.
     StateError
-        A call that has to wait for ``commit`` or ``rollback``.
+        A call that must come after ``commit`` or ``rollback``.
     OutOfPages
-        Of ``reserve``; with ``needed``, ``free`` and ``held``, the pages of each sequence.
+        Raised by ``reserve``; with ``needed``, ``free`` and ``held``, the pages of each sequence.
     OutOfMemoryError, DeviceError
         The arrays do not fit, or there is no such device.
 
@@ -85,18 +85,18 @@ class PagedKVCache:
     -----
     The arrays take ``2 * nlayers * num_pages * page_size * nheads_kv * head_dim`` elements, and 4 bytes per scale.
 
-    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length; half as
-    long again where they share pages for a cascade.
+    ``reserve`` of one token for each of 64 sequences takes 0.25 ms on one core of an AMD EPYC, at any length; 50 %
+    longer if they share pages for a cascade.
 
-    Tokens are compared, not hashes of them: two prompts never share a page by mistake. A page keeps its tokens after
-    its last sequence is freed; those that were freed first are used again first, of one sequence the last pages.
+    Tokens themselves are compared, not their hashes: two prompts never share a page by mistake. A page keeps its
+    tokens after its last sequence is freed. Pages freed first are reused first; of one sequence, the last pages.
 
     Keys and values depend on the weights. :class:`Engine` and :func:`generate` find no prefixes of another ``Llama``,
-    config or rotation. After weights were changed in place, and before :meth:`add` for a forward by other weights,
+    config or rotation. After a change of weights in place, and before :meth:`add` for a forward by other weights,
     call :meth:`drop_prefixes`.
 
-    One thread at a time may call a cache; hold a lock around the calls of several. The ops that read the arrays take
-    part in no lock: on a GPU, launch them on the stream that ``reserve`` was called on, which may copy pages there.
+    Only one thread at a time may call a cache; with several, hold a lock around the calls. Ops that read the arrays
+    use no lock: on a GPU, launch them on the stream of the ``reserve`` call, which may copy pages there.
 
     Examples
     --------
@@ -159,39 +159,39 @@ class PagedKVCache:
         self._sequences = Sequences(pool, self.window, -(-keep // self.page_size))
 
     def add(self, tokens: Any = ()) -> int:
-        """A new sequence: its handle, an integer.
+        """Add a sequence; return its handle, an integer.
 
         Parameters
         ----------
         tokens : list or array of integers
-            The prompt, or what is known of it. The sequence begins with the longest prefix of it that is in the
-            cache, in whole pages, and without its last token, whose logits are still wanted: ``length(handle)``
-            tokens. Pass the others to :meth:`reserve`.
+            Prompt, or its known part. The sequence begins with the longest prefix of it that is in the cache, in
+            whole pages and without the last token, whose logits are still needed: ``length(handle)`` tokens. Pass
+            the others to :meth:`reserve`.
         """
         return self._sequences.add(token_ids("add", tokens))
 
     def fork(self, handle: int) -> int:
-        """A new sequence with the tokens of another one, in the same pages.
+        """Add a sequence with the tokens of another one, in the same pages; return its handle.
 
-        Whichever of them grows first copies the last page, if it is not full, for itself.
+        The first of them to grow copies the last page if it is not full.
         """
         return self._sequences.fork(self._get("fork", handle, closed=True))
 
     def trim(self, handle: int, length: int) -> None:
-        """Take back the tokens of a sequence after the first ``length``."""
+        """Remove the tokens of a sequence after the first ``length``."""
         sequence = self._get("trim", handle, closed=True)
         length = checks.integer("trim", "length", length, low=0, high=len(sequence.tokens))
         self._sequences.trim(sequence, length)
 
     def free(self, handle: int) -> None:
-        """End a sequence. Its full pages can be found as a prefix until they are used again."""
+        """Free a sequence. Its full pages can be found as a prefix until they are reused."""
         self._get("free", handle, closed=True)
         self._sequences.free(int(handle))
 
     def drop_prefixes(self) -> None:
-        """Let :meth:`add` find none of the tokens so far: their keys and values are those of other weights.
+        """Drop all prefixes, so that :meth:`add` finds no earlier tokens: their keys and values have other weights.
 
-        Sequences keep their pages, which are free after them.
+        Sequences keep their pages, which become free when they end.
         """
         self._sequences.pool.forget_all()
 
@@ -202,18 +202,18 @@ class PagedKVCache:
         parents: Mapping[int, Any] | None = None,
         out: Step | None = None,
     ) -> Step:
-        """Places for new tokens of some sequences: all of them, or ``OutOfPages`` and nothing changes.
+        """Reserve places for new tokens of some sequences: for all, or ``OutOfPages`` is raised and nothing changes.
 
         Parameters
         ----------
         tokens : dict of lists or arrays of integers, by handle
-            At least one for each.
+            New tokens, at least one for each sequence.
         parents : dict of lists or arrays of integers, by handle, optional
-            For sequences whose new tokens are drafts: the index of the one before each of them, -1 for the sequence
-            itself. A token sees its ancestors alone. The step then has ``logit_rows``, and :meth:`accept` ends it.
-            Where any token branches, sequences are padded to one number of tokens.
+            For sequences whose new tokens are drafts: the index of each token's parent, -1 for the sequence itself.
+            A token sees only its ancestors. The step then has ``logit_rows``, and :meth:`accept` ends it. If any
+            token branches, sequences are padded to the same number of tokens.
         out : Step, optional
-            Made by :meth:`empty_step`; its arrays are written and it is returned. The rest is padding. Without
+            Step made by :meth:`empty_step`; its arrays are written and it is returned. The rest is padding. Not with
             ``parents``; such a step has no ``cascade``.
         """
         self._sequences.check_closed("reserve")
@@ -235,19 +235,19 @@ class PagedKVCache:
                 raise
 
     def commit(self) -> None:
-        """The forward of the open step is done, or enqueued on a GPU: later steps may share its pages."""
+        """End the open step, whose forward is done, or enqueued on a GPU: later steps may share its pages."""
         if self._sequences.parents:
             raise StateError("commit: the open step has drafts; accept() says which of them stay")
         self._sequences.commit()
 
     def accept(self, paths: Mapping[int, Any]) -> None:
-        """End a step as ``commit`` does, and keep these drafts alone. Their keys and values follow the sequence.
+        """End a step as ``commit`` does, and keep only these drafts. Their keys and values follow the sequence.
 
         Parameters
         ----------
         paths : dict of lists or arrays of integers, by handle
             For each sequence that ``reserve`` had parents for: indices of tokens, each the parent of the next. The
-            first has no parent. An empty path keeps none.
+            first has no parent. An empty path keeps no draft.
 
         Examples
         --------
@@ -269,59 +269,59 @@ class PagedKVCache:
         self._sequences.commit()
 
     def rollback(self) -> None:
-        """Take back the tokens of the open step, whose keys and values were not written, or not all."""
+        """Remove the tokens of the open step, whose keys and values were not, or not all, written."""
         self._sequences.rollback()
 
     def empty_step(
         self, *, tokens: int, batch: int, width: int | None = None, max_seqlen_q: int | None = None
     ) -> Step:
-        """A step of padding, to pass as ``out=``: steps of up to this size then have one shape and one address, as a
-        captured CUDA graph needs it.
+        """Make a step of padding, to pass as ``out=``: steps of up to this size then have one shape and one address,
+        as a captured CUDA graph requires.
 
         Parameters
         ----------
         tokens : int
             New tokens of all sequences.
         batch : int
-            Sequences. Padding needs rows of its own: where a step may have fewer tokens, but as many sequences, with
-            more than one token each, add one.
+            Number of sequences. Padding needs separate rows: if a step may have fewer tokens but as many sequences,
+            with more than one token each, add one.
         width : int, optional
-            Pages of a sequence; default: ``num_pages``. With a window a sequence may become longer than that: its
-            table goes on from its first page.
+            Pages of a sequence; default: ``num_pages``. With a window a sequence may become longer than that, since
+            its table still has entries from its first page on.
         max_seqlen_q : int, optional
             New tokens of a sequence; default: ``tokens``. 1 for a graph of single tokens.
         """
-        given = {"tokens": tokens, "batch": batch, "width": self.num_pages if width is None else width}
-        given["max_seqlen_q"] = tokens if max_seqlen_q is None else max_seqlen_q
-        sizes = {name: checks.integer("empty_step", name, n, low=1) for name, n in given.items()}
+        requested = {"tokens": tokens, "batch": batch, "width": self.num_pages if width is None else width}
+        requested["max_seqlen_q"] = tokens if max_seqlen_q is None else max_seqlen_q
+        sizes = {name: checks.integer("empty_step", name, n, low=1) for name, n in requested.items()}
         return empty_step(**sizes, device=self.device)
 
     def length(self, handle: int) -> int:
-        """Tokens of a sequence, those of an open step included."""
+        """Number of tokens of a sequence, including those of an open step."""
         return len(self._get("length", handle).tokens)
 
     def tokens(self, handle: int) -> list[int]:
-        """The tokens of a sequence."""
+        """Tokens of a sequence."""
         return self._get("tokens", handle).tokens.copy()
 
     @property
     def handles(self) -> tuple[int, ...]:
-        """Of all sequences, in the order in which they came."""
+        """Handles of all sequences, in the order of their creation."""
         return tuple(self._sequences.alive)
 
     def most_pages(self, length: int) -> int:
-        """Pages that a sequence names at a time on its way to ``length`` tokens, a token at a time."""
+        """Maximum number of pages in a sequence's table while it grows to ``length`` tokens, one at a time."""
         return self._sequences.most_pages(length)
 
     @property
     def stats(self) -> CacheStats:
-        """Pages used, cached and free, and tokens found by :meth:`add`, as of now."""
+        """Current numbers of pages used, cached and free, and of tokens found by :meth:`add`."""
         return self._sequences.stats
 
     def csr(self, handles: Iterable[int] | None = None) -> tuple[Any, Any, Any]:
-        """Tables in FlashInfer's form, of these sequences or all: ``kv_indptr, kv_indices, kv_last_page_len``.
+        """Tables of these sequences, or all, in FlashInfer's form: ``kv_indptr, kv_indices, kv_last_page_len``.
 
-        int32 arrays on the device. The pages of sequence b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``; a
+        The arrays are int32, on the device. Sequence b has pages ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``; a
         sequence without tokens has none, and a last page of length 0.
         """
         chosen = [self._get("csr", handle) for handle in (self.handles if handles is None else handles)]
@@ -329,9 +329,9 @@ class PagedKVCache:
         return tuple(to_device(x, self.device, blocking=False) for x in (indptr, indices, last))
 
     def defragment(self) -> int:
-        """Move the used and the cached pages to the front, into free ones; how many moved.
+        """Move the used and the cached pages to the front, into free ones; return the number moved.
 
-        Steps from before, and tables from :meth:`csr`, are void.
+        Earlier steps, and tables from :meth:`csr`, become invalid.
         """
         self._sequences.check_closed("defragment")
         places = self._sequences.pool.places()

@@ -1,4 +1,4 @@
-"""Drafts without a second model: what followed the last tokens where they stood before."""
+"""Drafts without a second model: the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["prompt_lookup"]
 def prompt_lookup(tokens: Sequence[int], *, ngram: int = 3, most: int = 8) -> list[int]:
     """Guess the next tokens of a text that repeats itself or its prompt: summaries, code, answers from documents.
 
-    The last ``ngram`` tokens are looked up in the text, else the last ``ngram - 1``, ... down to 1. Of several places
-    the last one counts that ``most`` tokens follow, else the first one.
+    The last ``ngram`` tokens are looked up in the text, else the last ``ngram - 1``, ... down to 1. Of several
+    occurrences, the last one that ``most`` tokens follow is used, or else the first one.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def prompt_lookup(tokens: Sequence[int], *, ngram: int = 3, most: int = 8) -> li
     Returns
     -------
     list of int
-        At most ``most`` of them; none where the last token is a new one.
+        At most ``most`` tokens; none if the last token occurs nowhere else.
 
     Notes
     -----
@@ -46,9 +46,9 @@ def prompt_lookup(tokens: Sequence[int], *, ngram: int = 3, most: int = 8) -> li
     ids = np.array(token_ids("prompt_lookup", tokens), np.int32)
     for n in range(min(ngram, len(ids) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)
-        found = np.flatnonzero((windows == ids[-n:]).all(axis=1)) + n  # what follows begins there
-        if found.size:
-            whole = found[found <= len(ids) - most]
-            start = whole[-1] if whole.size else found[0]
+        starts = np.flatnonzero((windows == ids[-n:]).all(axis=1)) + n  # starts of the tokens that follow
+        if starts.size:
+            whole = starts[starts <= len(ids) - most]
+            start = whole[-1] if whole.size else starts[0]
             return token_ids("prompt_lookup", ids[start : start + most])
     return []

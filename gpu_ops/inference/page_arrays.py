@@ -1,4 +1,4 @@
-"""The memory of a paged cache: keys and values of all layers in one array, so that pages are copied in few steps."""
+"""Memory of a paged cache: keys and values of all layers in one array, so that copies of pages take few steps."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from gpu_ops.ops.attention.quantized_pages import QUANTIZED
 
 __all__ = ["PageArrays"]
 
-_COPY_BYTES = 1 << 26  # that are copied at a time, through a temporary array
-_ALIGNMENT = 16  # bytes of quantized pages and of their scales: CUDA C++ kernels read so many at a time
+_COPY_BYTES = 1 << 26  # bytes to copy at a time, through a temporary array
+_ALIGNMENT = 16  # alignment in bytes of quantized pages and their scales: CUDA C++ kernels read 16 at a time
 
 
 @dataclass(frozen=True)
 class PageArrays:
-    """A plane is the keys or the values of a layer."""
+    """Arrays of planes; a plane is the keys or the values of a layer."""
 
     words: Any
     """(planes, num_pages, words of a page): all bytes, for copies."""
     numbers: tuple[Any, ...]
-    """Of each plane, (num_pages, page_size, nheads_kv, head_dim)."""
+    """Numbers of each plane, (num_pages, page_size, nheads_kv, head_dim)."""
     scales: tuple[Any, ...]
-    """Of each plane, float32 (num_pages, page_size, nheads_kv), behind the numbers of each page; None without."""
+    """Scales of each plane, float32 (num_pages, page_size, nheads_kv), after the numbers of each page; or None."""
     parts: tuple[tuple[int, int], ...]
-    """Where in a page the numbers are, and the scales if there are any: first byte, and bytes. Each has rows."""
+    """First byte and number of bytes in a page of the numbers, and of the scales if any. Each has rows."""
 
     @classmethod
     def zeros(
         cls, planes: int, num_pages: int, page: tuple[int, int, int], dtype: np.dtype[Any], device: str
     ) -> PageArrays:
-        """``page``: its size, nheads_kv and head_dim."""
+        """Allocate zeros. ``page``: its size, nheads_kv and head_dim."""
         quantized, count, rows = dtype in QUANTIZED.values(), math.prod(page), math.prod(page[:-1])
         start = nbytes = count * dtype.itemsize
         if quantized:
@@ -52,7 +52,7 @@ class PageArrays:
         return cls(words, numbers, tuple(scales), ((0, count * dtype.itemsize), (start, 4 * rows)))
 
     def copy(self, source: list[int], target: list[int]) -> None:
-        """Copy pages of all layers, with their scales, to others."""
+        """Copy pages of all layers, with their scales, to other pages."""
         if not source:
             return
         nbytes = len(source) * self.words[0, 0].nbytes
@@ -62,7 +62,7 @@ class PageArrays:
             part[:, target] = part[:, source]
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Move tokens of all layers from slots to others. All are read first: a slot may be in both lists."""
+        """Move tokens of all layers to other slots. All are read first: a slot may be in both lists."""
         if not source:
             return
         size, octets = self.numbers[0].shape[1], self.words.view(np.uint8)

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""Requests to an engine, and the tokens it returns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Request", "Sampling", "Token"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn: the options of :func:`gpu_ops.sample`. The default is greedy.
+    """Sampling options of a request, those of :func:`gpu_ops.sample`. The default is greedy.
 
-    The repetition penalty is for tokens of the prompt and for those that were drawn, the other ones for the latter.
+    The repetition penalty applies to tokens of the prompt and to drawn tokens, other penalties only to drawn ones.
     """
 
     temperature: float = 0.0
@@ -26,7 +26,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int = 0
-    """The same seed gives the same tokens whatever else is in the batch."""
+    """Seed; the same one gives the same tokens, independent of the rest of the batch."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -36,34 +36,34 @@ class Sampling:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a penalty needs to know how often each token has occurred."""
+        """Whether a penalty needs the number of times that each token has occurred."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token that a request has received."""
+    """Token that a request has received."""
 
     request: int
     token: int
     logprob: float
-    """Under the model's own distribution."""
+    """Log-probability under the model's unmodified distribution."""
     finished: str = ""
-    """Why it is the last of the request: ``"stop"``; ``"length"``; ``"error"``: the logits have NaN, token is -1."""
+    """Reason for the request's end: ``"stop"``; ``"length"``; ``"error"``: the logits have NaN, token is -1."""
 
 
 @dataclass
 class Request:
-    """A text: the prompt, and what has been drawn. ``handle``: its sequence in the cache; -1 while it waits."""
+    """Text: the prompt and the drawn tokens. ``handle``: its sequence in the cache; -1 while it waits."""
 
     number: int
     tokens: list[int]
     prompt: int
-    """How many of the tokens the prompt is."""
+    """Number of tokens of the prompt."""
     most: int
     stop: frozenset[int]
     sampling: Sampling
     handle: int = -1
     counts: Any = field(default=None, repr=False)
     prefix: int = 0
-    """Equal numbers: equal first tokens, as many as are worth a cascade."""
+    """Hash of the first tokens, as many as are worth a cascade."""

@@ -1,4 +1,4 @@
-"""The sequences of a paged cache: their tokens, their tables of pages, and what a step will change, on the host."""
+"""Sequences of a paged cache on the host: their tokens, their tables of pages, and the plan of a step."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ _LAST_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Pages, and what prefixes saved. ``used + cached + free == total``."""
+    """Counts of pages, and of tokens that prefixes saved. ``used + cached + free == total``."""
 
     total: int
     used: int
-    """Named by the table of a sequence, or of several."""
+    """Pages in the table of one or several sequences."""
     cached: int
-    """Named by none, and kept for sequences that begin with their tokens, until they are needed."""
+    """Pages in no table, kept until needed for sequences that begin with their tokens."""
     free: int
     tokens_added: int
     """Tokens passed to ``add``."""
     tokens_hit: int
-    """How many of them were in the cache."""
+    """Number of those that were in the cache."""
 
 
 @dataclass
 class Sequence:
-    """One sequence. Its table has an entry for each page of tokens; those behind the window are the null page's."""
+    """One sequence. Its table has an entry for each page of tokens; those behind the window name the null page."""
 
     root: Node
     """Root of the tree in which its prefixes are found."""
     tokens: list[int] = field(default_factory=list)
     pages: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[Node] = field(default_factory=list)
-    """Of its full pages whose keys and values are written."""
+    """Nodes of its full pages whose keys and values are written."""
     gone: int = 0
-    """Pages from ``keep`` up to here are behind the window."""
+    """End of the pages from ``keep`` on that are behind the window."""
 
 
 @dataclass
 class Plan:
-    """What a step will do: nothing has changed yet."""
+    """Plan of a step: nothing has changed yet."""
 
     tokens: dict[int, list[int]]
-    """New ones, by handle."""
+    """New tokens, by handle."""
     starts: list[int]
-    """Tokens that each sequence has before."""
+    """Number of tokens of each sequence before the step."""
     gone: list[int]
     copied: list[int]
-    """Handles whose last page is shared: they get one of their own."""
+    """Handles whose last page is shared: they get a copy of it."""
     width: int
-    """Pages of the longest sequence."""
+    """Number of pages of the longest sequence."""
     needed: int
 
 
@@ -72,12 +72,12 @@ class Sequences:
         self.pool, self.window, self.keep_pages = pool, window, keep_pages
         self.alive: dict[int, Sequence] = {}
         self.open: dict[int, int] | None = None
-        """Lengths before the step that was reserved and not committed, by handle."""
+        """Lengths before the reserved and uncommitted step, by handle."""
         self.parents: dict[int, list[int]] = {}
-        """Of the new tokens of that step, for the sequences that it has drafts of."""
+        """Parents of the new tokens of that step, for the sequences with drafts."""
         self.asked = self.hits = 0
         self._next = 0
-        self._weights: weakref.ref[Any] | None = None  # whose prefixes are found
+        self._weights: weakref.ref[Any] | None = None  # weights whose prefixes are found
         self._key: Any = None
 
     def most_pages(self, length: int) -> int:
@@ -103,7 +103,7 @@ class Sequences:
         return sequence
 
     def use_weights(self, weights: Any, key: Any) -> None:
-        """Drop the prefixes unless the call before was with the same object and an equal key."""
+        """Drop the prefixes unless the previous call had the same object and an equal key."""
         if self._weights is None or self._weights() is not weights or self._key != key:
             self.pool.forget_all()
             self._weights, self._key = weakref.ref(weights), key
@@ -115,7 +115,7 @@ class Sequences:
             )
 
     def add(self, tokens: list[int]) -> int:
-        """A new sequence, with the pages of a known prefix. At least one token is left to compute."""
+        """Add a sequence, with the pages of a known prefix. At least one token is left to compute."""
         size = self.pool.page_size
         nodes = self.pool.find(tokens, max(len(tokens) - 1, 0) // size)
         pages = array("i", (next(iter(node.pages)) for node in nodes))
@@ -146,7 +146,7 @@ class Sequences:
         self._cut(sequence, length)
 
     def plan(self, tokens: dict[int, list[int]]) -> Plan:
-        """What a step with these new tokens needs; OutOfPages where the pool cannot give it."""
+        """Plan a step with these new tokens; OutOfPages if the pool has too few."""
         size, refs = self.pool.page_size, self.pool.refs
         chosen = [self.alive[handle] for handle in tokens]
         gone = [self._gone_after(s) for s in chosen]
@@ -166,7 +166,7 @@ class Sequences:
         return Plan(tokens, [len(s.tokens) for s in chosen], gone, copied, width, needed)
 
     def evict(self, plan: Plan) -> None:
-        """Give back the pages that no token sees any more. It may be done again."""
+        """Return the pages that no token sees any more. A repeated call does no harm."""
         for handle, end in zip(plan.tokens, plan.gone, strict=True):
             s = self.alive[handle]
             for i in range(s.gone, end):
@@ -175,17 +175,17 @@ class Sequences:
             s.gone = end
 
     def extend(self, plan: Plan, copy: Callable[[list[int], list[int]], None]) -> None:
-        """Give every sequence its new tokens and pages. ``copy``: what pages hold, to others of their own."""
+        """Give every sequence its new tokens and pages. ``copy`` copies the contents of shared pages to new ones."""
         size, pool = self.pool.page_size, self.pool
         shared = [self.alive[handle] for handle in plan.copied]
-        own = [pool.take() for _ in shared]
+        copies = [pool.take() for _ in shared]
         try:
-            copy([s.pages[-1] for s in shared], own)
+            copy([s.pages[-1] for s in shared], copies)
         except BaseException:
-            for page in own:
+            for page in copies:
                 pool.drop(page)
             raise
-        for s, page in zip(shared, own, strict=True):
+        for s, page in zip(shared, copies, strict=True):
             pool.drop(s.pages[-1])
             s.pages[-1] = page
         for handle, new in plan.tokens.items():
@@ -197,7 +197,7 @@ class Sequences:
         self.open = dict(zip(plan.tokens, plan.starts, strict=True))
 
     def keep(self, paths: Mapping[int, list[int]]) -> None:
-        """Of these trees only the tokens on the paths, whose keys and values have moved behind each other."""
+        """Keep only the tokens on the paths of these trees; their keys and values are now adjacent."""
         for handle, path in paths.items():
             s, start = self.alive[handle], self.opened("accept")[handle]
             s.tokens[start : start + len(path)] = [s.tokens[start + node] for node in path]
@@ -205,7 +205,7 @@ class Sequences:
         self.parents = {}
 
     def commit(self) -> None:
-        """The tokens of the open step are written: their full pages can be found."""
+        """Commit the open step, whose tokens are written: their full pages can be found."""
         size = self.pool.page_size
         for handle in self.opened("commit"):
             s = self.alive[handle]
@@ -217,19 +217,19 @@ class Sequences:
         self.open = None
 
     def rollback(self) -> None:
-        """Take back the tokens of the open step."""
+        """Remove the tokens of the open step."""
         for handle, length in self.opened("rollback").items():
             self._cut(self.alive[handle], length)
         self.open, self.parents = None, {}
 
     def renumber(self, places: dict[int, int]) -> None:
-        """The pages have moved to these places."""
+        """Update tables after pages have moved to these places."""
         self.pool.renumber(places)
         for s in self.alive.values():
             s.pages = array("i", (places.get(page, page) for page in s.pages))  # the null page stays
 
     def csr(self, chosen: list[Sequence]) -> tuple[Any, Any, Any]:
-        """Of these sequences: where the pages of each start, the pages, and the tokens in the last one of each."""
+        """Tables of these sequences: the start of each one's pages, the pages, and the tokens in each last page."""
         size = self.pool.page_size
         indptr = np.zeros(len(chosen) + 1, np.int32)
         np.cumsum([len(s.pages) for s in chosen], out=indptr[1:])
@@ -248,16 +248,16 @@ class Sequences:
         return handle
 
     def _resident(self, s: Sequence) -> array[int]:
-        """Its pages but those behind the window."""
+        """Pages of a sequence except those behind the window."""
         return s.pages[: self.keep_pages] + s.pages[s.gone :]
 
     def _gone_after(self, s: Sequence) -> int:
-        """Up to which page no token after the last one sees keys."""
+        """End of the pages whose keys no token after the last one sees."""
         behind = (len(s.tokens) - self.window) // self.pool.page_size if self.window >= 0 else 0
         return max(s.gone, behind)
 
     def _cut(self, s: Sequence, length: int) -> None:
-        """Shorten a sequence. Its last pages are the first to be used again, so that prefixes stay the longest."""
+        """Shorten a sequence. Its last pages are reused first, so that prefixes stay the longest."""
         size = self.pool.page_size
         end = -(-length // size)
         for i in range(len(s.pages) - 1, end - 1, -1):
@@ -269,10 +269,10 @@ class Sequences:
     def _out_of_pages(self, needed: int, free: int) -> None:
         held = {handle: len(self._resident(s)) for handle, s in self.alive.items()}
         held = dict(sorted(held.items(), key=lambda item: (-item[1], item[0])))
-        most = ", ".join(f"sequence {handle} holds {n}" for handle, n in list(held.items())[:4])
+        holders = ", ".join(f"sequence {handle} holds {n}" for handle, n in list(held.items())[:4])
         raise OutOfPages(
             f"reserve: the step needs {needed} pages of {self.pool.page_size} tokens, and {free} of "
-            f"{self.pool.total} can be had; {most}{', ...' * (len(held) > 4)}. Free or trim sequences, give fewer "
+            f"{self.pool.total} can be had; {holders}{', ...' * (len(held) > 4)}. Free or trim sequences, give fewer "
             "tokens at a time, or make the cache with a larger num_pages",
             needed,
             free,
@@ -281,13 +281,13 @@ class Sequences:
 
 
 def token_ids(op: str, tokens: Any) -> list[int]:
-    """Token ids as a list of Python's integers."""
+    """Token ids as a list of Python integers."""
     if isinstance(tokens, (list, tuple)) and all(type(t) is int for t in tokens):
         ids = list(tokens)
     else:
         try:
             x = np.asarray(tokens)
-        except (TypeError, ValueError) as error:  # CuPy's arrays, for one
+        except (TypeError, ValueError) as error:  # CuPy's arrays, for example
             raise DTypeError(
                 f"{op}: token ids are neither a list of integers nor an array in host memory: {error}"
             ) from error
@@ -304,15 +304,15 @@ def token_ids(op: str, tokens: Any) -> list[int]:
 
 
 def requests(sequences: Sequences, tokens: Any) -> dict[int, list[int]]:
-    """The argument of ``reserve``, checked."""
+    """Check the argument of ``reserve`` and return it as lists."""
     if not isinstance(tokens, Mapping) or not tokens:
         raise OptionError(
             f"reserve: pass a dict of new tokens by sequence, {{handle: token ids}}; got {tokens!r}"
         )
-    found: dict[int, list[int]] = {}
+    checked: dict[int, list[int]] = {}
     for handle, new in tokens.items():
         sequences.get("reserve", handle)
-        found[int(handle)] = token_ids("reserve", new)
-        if not found[int(handle)]:
+        checked[int(handle)] = token_ids("reserve", new)
+        if not checked[int(handle)]:
             raise OptionError(f"reserve: no tokens for sequence {handle}; leave it out of this step")
-    return found
+    return checked

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for programs with a thread for each client."""
+"""Engine in a separate thread, for programs with a thread for each client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Reply", "Service"]
 
 
 class Reply:
-    """The tokens of one request of a :class:`Service`. As a context it cancels what is left at its end."""
+    """Tokens of one request of a :class:`Service`. As a context manager it cancels the rest at its end."""
 
     def __init__(self, service: Service, number: int) -> None:
         self.number = number
@@ -28,9 +28,9 @@ class Reply:
         self._changed = threading.Condition()
 
     def get(self, timeout: float | None = None) -> Token | None:
-        """The next token; None if none comes within so many seconds, or if there are no more.
+        """Return the next token; None if none arrives within ``timeout`` seconds, or if there are no more.
 
-        An error of the pass is raised here, after the tokens before it, as often as it is asked for.
+        An error of the pass is raised here after the tokens before it, in this call and all later ones.
         """
         if timeout is not None:
             timeout = min(checks.number("Reply.get", "timeout", timeout, low=0), threading.TIMEOUT_MAX)
@@ -49,7 +49,7 @@ class Reply:
             yield token
 
     def cancel(self) -> None:
-        """Give the request's pages back, and end the loops over its tokens; nothing where it has ended."""
+        """Return the request's pages, and end the loops over its tokens; do nothing if it has ended."""
         with contextlib.suppress(StateError):  # closed: all requests have ended
             self._service.between_passes(lambda: self._service._cancel(self.number))
 
@@ -67,15 +67,15 @@ class Reply:
 
 
 class Service:
-    """Runs an :class:`Engine` in a thread; its methods may be called from any other.
+    """Thread that runs an :class:`Engine`; the methods may be called from any other thread.
 
     Parameters
     ----------
     engine : Engine
-        No one else calls it from now on, but functions given to :meth:`between_passes`. Requests that are not this
-        service's run along; their tokens go nowhere.
+        Engine that from now on only this service and functions passed to :meth:`between_passes` may call. Requests
+        from elsewhere also run; their tokens are dropped.
     most : int
-        Requests that may be there at a time, running and waiting.
+        Limit of requests at a time, running and waiting.
 
     Examples
     --------
@@ -98,7 +98,7 @@ class Service:
         self._thread.start()
 
     def between_passes(self, function: Callable[[], Any]) -> Any:
-        """The result of ``function()``, which the engine's thread calls between two passes.
+        """Return the result of ``function()``, which the engine's thread calls between two passes.
 
         The function may call the engine and this service.
         """
@@ -112,7 +112,7 @@ class Service:
         return future.result()
 
     def submit(self, ids: Sequence[int], **options: Any) -> Reply | None:
-        """A request, with the options of :meth:`Engine.submit`; None: as many as may be are there already."""
+        """Submit a request, with the options of :meth:`Engine.submit`; return None if the limit is reached."""
 
         def submitted() -> Reply | None:
             if self.engine.unfinished >= self.most:
@@ -121,8 +121,8 @@ class Service:
             self._replies[reply.number] = reply
             return reply
 
-        found: Reply | None = self.between_passes(submitted)
-        return found
+        reply: Reply | None = self.between_passes(submitted)
+        return reply
 
     def close(self) -> None:
         """Cancel all requests, whose replies then raise StateError, and end the thread."""
@@ -153,7 +153,7 @@ class Service:
             reply._put(last=True)
 
     def _fail(self, error: Exception) -> None:
-        """End all requests that are there."""
+        """End all current requests with an error."""
         for reply in self._replies.values():
             reply._put(error, last=True)
         self._replies.clear()
@@ -170,11 +170,11 @@ class Service:
             if not self.engine.unfinished:
                 continue
             try:
-                found = self.engine.step()
-            except Exception as error:  # of all requests of the pass
+                tokens = self.engine.step()
+            except Exception as error:  # an error of all requests of the pass
                 self._fail(error)
                 continue
-            for token in found:
+            for token in tokens:
                 last = bool(token.finished)
                 reply = self._replies.pop(token.request, None) if last else self._replies.get(token.request)
                 if reply is not None:

@@ -1,4 +1,4 @@
-"""Speculative decoding: which drafts of a tree the model itself would have drawn, and the token after them."""
+"""Speculative decoding: the drafts of a tree that the model itself would have drawn, and the token after them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from gpu_ops.reference.sampling.sample import adjusted_logits, kept_tokens, rand
 
 __all__ = ["probabilities", "verify"]
 
-_FIRST_ROW = (
-    1 << 31
-)  # of the random numbers: those of `sample`, which may have drawn the drafts, are other ones
+_FIRST_ROW = 1 << 31  # first row of random numbers; `sample`, which may have drawn the drafts, uses others
 
 
 def verify(
@@ -34,38 +32,38 @@ def verify(
     counts: Any = None,
     draft_probs: Any = None,
 ) -> tuple[list[int], int]:
-    """Walk down a tree of drafts as far as the model agrees, and draw the token after that.
+    """Walk down a tree of drafts as far as the model agrees, and draw the next token.
 
-    Without ``draft_probs`` the model's own token is drawn after each node, and the walk goes on to the child that is
-    this token: from the same logits, :func:`~gpu_ops.sample` draws the same tokens one by one. With them, drafts are
-    accepted by chance: as often as possible, and so that the tokens have the same distribution. Greedy sampling has
-    one token to draw: there both are the same.
+    Without ``draft_probs`` a token of the model is drawn after each node, and the walk continues at the child with
+    this token: from the same logits, :func:`~gpu_ops.sample` draws the same tokens one by one. With ``draft_probs``,
+    drafts are accepted at random, as often as possible without changing the distribution of the tokens. Both are the
+    same for greedy sampling.
 
     Parameters
     ----------
     logits : array (nodes, vocab)
-        After each node: the rows of :func:`next_logits` for this sequence.
+        Logits after each node: the rows of :func:`next_logits` for this sequence.
     tokens, parents : sequences of int
-        As passed to :meth:`PagedKVCache.reserve`. Node 0 is the last token of the text, drawn before and not yet in
-        the cache; all others descend from it.
+        Nodes as passed to :meth:`PagedKVCache.reserve`. Node 0 is the last token of the text, already drawn but not
+        yet in the cache; all others descend from it.
     sampling : Sampling, optional
         Default: greedy.
     step : int
-        How many tokens of the text were drawn, as in :func:`~gpu_ops.sample`.
+        Number of tokens of the text drawn so far, as in :func:`~gpu_ops.sample`.
     counts : int array (vocab,), optional
-        How often each token was drawn, negative for one of the prompt alone, as :func:`~gpu_ops.sample` takes it;
-        penalties need it.
+        Number of times each token was drawn, negative for tokens only in the prompt, as for :func:`~gpu_ops.sample`.
+        Penalties need it.
     draft_probs : array (nodes, vocab), optional
-        In row i the distribution from which the children of node i were drawn, one after the other in this order and
+        Row i is the distribution from which the children of node i were drawn, one after the other in this order and
         without replacement, by random numbers other than those of ``sampling.seed``. Rows of nodes without children
-        do not count.
+        are ignored.
 
     Returns
     -------
     path : list of int
-        Nodes whose tokens stay, from node 0 on: for :meth:`PagedKVCache.accept`.
+        Nodes whose tokens are kept, from node 0 on, for :meth:`PagedKVCache.accept`.
     token : int
-        The one after them, which is the next node 0; -1 where the logits are not finite.
+        Next token, which becomes the next node 0; -1 if the logits are not finite.
 
     Raises
     ------
@@ -73,7 +71,7 @@ def verify(
 
     Notes
     -----
-    With p of the model and q of the draft, a child t is accepted with probability min(1, p(t) / q(t)). Else
+    With p of the model and q of the draft, a child t is accepted with probability min(1, p(t) / q(t)). Otherwise
     p = max(p - q, 0), q(t) = 0, both divided by their sums, and the next child is tried; after the last one the token
     is drawn from p. Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; for
     several children Jeong et al., "Recursive Speculative Decoding", 2024.
@@ -98,14 +96,14 @@ def verify(
 
 
 def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
-    """What :func:`~gpu_ops.sample` draws from, row by row.
+    """Distributions that :func:`~gpu_ops.sample` draws from, row by row.
 
     Parameters
     ----------
     logits : array (..., vocab)
     sampling : Sampling
     counts : int array (..., vocab), optional
-        How often each token was drawn, negative for one of the prompt alone; penalties need it.
+        Number of times each token was drawn, negative for tokens only in the prompt; penalties need it.
 
     Returns
     -------
@@ -125,19 +123,19 @@ def probabilities(logits: Any, sampling: Sampling, counts: Any = None) -> Array:
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     if not x.ndim or not x.shape[-1]:
         raise ShapeError(f"probabilities: logits have shape {x.shape}, expected (..., vocab)")
-    given = None
+    totals = None
     if counts is not None:
-        given = StateArray("probabilities", "counts", counts).copied()
-        if given.dtype.kind not in "iu" or given.shape not in (x.shape, x.shape[-1:]):
+        totals = StateArray("probabilities", "counts", counts).copied()
+        if totals.dtype.kind not in "iu" or totals.shape not in (x.shape, x.shape[-1:]):
             raise ShapeError(
-                f"probabilities: counts are {given.dtype} of shape {given.shape}, expected integers of shape "
+                f"probabilities: counts are {totals.dtype} of shape {totals.shape}, expected integers of shape "
                 f"{x.shape}"
             )
-        given = np.broadcast_to(given, x.shape)
+        totals = np.broadcast_to(totals, x.shape)
     with np.errstate(all="ignore"):
-        z = adjusted_logits(x, None, given, *penalties)
-        found = [_distribution(row, sampling) for row in z.reshape(-1, z.shape[-1])]
-    return np.array(found).reshape(x.shape)
+        z = adjusted_logits(x, None, totals, *penalties)
+        distributions = [_distribution(row, sampling) for row in z.reshape(-1, z.shape[-1])]
+    return np.array(distributions).reshape(x.shape)
 
 
 def _distribution(z: Array, sampling: Sampling) -> Array:
@@ -156,7 +154,7 @@ def _distribution(z: Array, sampling: Sampling) -> Array:
 def _drawn(
     logits: Any, ids: list[int], above: list[int], below: list[list[int]], row: Row
 ) -> tuple[list[int], int]:
-    """The walk by tokens drawn after every node."""
+    """Walk by tokens drawn after every node."""
     rows = [row]
     for node in range(1, len(ids)):
         rows.append(rows[above[node]].after(ids[node]))
@@ -164,16 +162,16 @@ def _drawn(
     path = [0]
     while True:
         token = int(tokens[path[-1]])
-        found = next((node for node in below[path[-1]] if ids[node] == token), None)
-        if found is None:
+        child = next((node for node in below[path[-1]] if ids[node] == token), None)
+        if child is None:
             return path, token
-        path.append(found)
+        path.append(child)
 
 
 def _accepted(
     logits: Array, ids: list[int], below: list[list[int]], row: Row, draft: Array
 ) -> tuple[list[int], int]:
-    """The walk by chance."""
+    """Walk by random acceptance."""
     path = [0]
     while True:
         node = path[-1]
@@ -190,7 +188,7 @@ def _accepted(
                 accepted = child
                 break
             rest = np.maximum(p - q, 0)
-            p = rest / rest.sum() if rest.any() else p  # all 0: p was q, up to rounding
+            p = rest / rest.sum() if rest.any() else p  # all 0 if p was q, up to rounding
             q[token] = 0
         if accepted is None:
             reached = np.cumsum(p)
@@ -200,7 +198,7 @@ def _accepted(
 
 
 def _number(row: Row, i: int) -> float:
-    """In [0, 1): number i of a step."""
+    """Random number i of a step, in [0, 1)."""
     return (random_number(row.sampling.seed, row.step, _FIRST_ROW + i) >> 11) * 2.0**-53
 
 
@@ -222,10 +220,10 @@ def _tree(logits: Any, tokens: Any, parents: Any) -> tuple[list[int], list[int],
 def _counts(sampling: Sampling, counts: Any, vocab: int) -> Array | None:
     if not sampling.counts_tokens:
         return None
-    found = np.asarray(counts) if counts is not None else np.empty(0)
-    if found.shape != (vocab,) or found.dtype.kind not in "iu":
+    count_array = np.asarray(counts) if counts is not None else np.empty(0)
+    if count_array.shape != (vocab,) or count_array.dtype.kind not in "iu":
         raise OptionError(f"verify: penalties need counts=, {vocab} integers: how often each token was drawn")
-    return found.astype(np.int32)
+    return count_array.astype(np.int32)
 
 
 def _draft_probs(draft_probs: Any, ids: list[int], below: list[list[int]], shape: tuple[int, ...]) -> Array:

@@ -1,4 +1,4 @@
-"""What one forward over a ragged batch needs beside the cache: a few integer arrays, sent to the device as one."""
+"""Inputs of a forward over a ragged batch, in addition to the cache: integer arrays, sent to the device as one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "check_room", "empty_step", "filled", "sent", "written"]
 
-_ALIGNMENT = 64  # bytes: kernels load up to 16 at a time, from multiples of 16
+_ALIGNMENT = 64  # bytes; kernels load up to 16 at a time, from multiples of 16
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """New tokens of a few sequences, and where their keys and values go: arrays on the cache's device.
+    """New tokens of some sequences, and the places of their keys and values: arrays on the cache's device.
 
     Row b of the tables is the b-th sequence that was passed to ``reserve``. One forward per layer::
 
@@ -32,36 +32,36 @@ class Step:
         attention_varlen(q, keys, values, step.cu_seqlens_q, block_table=step.block_table,
                          seqused_k=step.seqused_k, max_seqlen_q=step.max_seqlen_q, causal=True, ...)
 
-    Where every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same. With ``tree`` neither
-    is what the model computes; :func:`attend` is, in all cases.
+    If every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same. With ``tree`` both differ
+    from what the model computes; :func:`attend` is correct in all cases.
     """
 
     tokens: Any
     """int32 (total,): token ids, the sequences end to end. Padding: 0."""
     positions: Any
-    """int32 (total,): the place of each token in its sequence, in a tree its depth added. Padding: 0."""
+    """int32 (total,): position of each token in its sequence, where a tree counts its depth. Padding: 0."""
     cu_seqlens_q: Any
-    """int32 (batch + 1,): where the tokens of each sequence start, and the total."""
+    """int32 (batch + 1,): starts of the tokens of each sequence, and the total."""
     seqused_k: Any
-    """int32 (batch,): keys of each sequence, the new ones included. Padding: 0."""
+    """int32 (batch,): number of keys of each sequence, including the new ones. Padding: 0."""
     block_table: Any
-    """int32 (batch, width): the pages of each sequence. Entries past the need: -1."""
+    """int32 (batch, width): pages of each sequence. Unused entries: -1."""
     slot_mapping: Any
-    """int64 (total,): page * page_size + row of each token. Padding: -1, stored nowhere."""
+    """int64 (total,): page * page_size + row of each token. Padding: -1, not stored."""
     max_seqlen_q: int
-    """New tokens of the longest sequence, or the bound that ``empty_step`` was given."""
+    """New tokens of the longest sequence, or the limit passed to ``empty_step``."""
     buffer: Any = field(repr=False)
-    """uint8: the memory of all of them."""
+    """uint8: memory of all these arrays."""
     logit_rows: Any = None
-    """int32 (rows,): tokens whose logits are wanted, where these are not the last of each sequence."""
+    """int32 (rows,): tokens whose logits are needed, if they are not the last of each sequence."""
     tree: Tree | None = None
-    """Where tokens branch: what each of them sees."""
+    """Ancestors that each token sees, if tokens branch."""
     cascade: Cascade | None = None
-    """Where it pays: pages that many sequences begin with, to be read once for all of them."""
+    """Pages at the start of many sequences, to be read once for all of them, if that is faster."""
 
 
 def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: str) -> Step:
-    """A step of padding alone, for ``tokens`` new tokens of ``batch`` sequences of up to ``width`` pages."""
+    """Make a step of padding, for ``tokens`` new tokens of ``batch`` sequences of up to ``width`` pages."""
     _check_padding("empty_step", tokens, batch, max_seqlen_q)
     step = _step(np.empty(_layout(tokens, batch, width)[1], np.uint8), tokens, batch, width, max_seqlen_q)
     _pad(step, 0, 0)
@@ -69,7 +69,7 @@ def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: s
 
 
 def filled(sequences: Sequences, plan: Plan, out: Step | None) -> Step:
-    """The step of a plan that has been carried out, in host memory: of the shapes of ``out``, if given."""
+    """Step in host memory for a plan that has been carried out, with the shapes of ``out`` if that is passed."""
     counts = np.array([len(new) for new in plan.tokens.values()])
     starts, total, batch = np.array(plan.starts), int(counts.sum()), len(counts)
     shape = (total, batch, plan.width, int(counts.max())) if out is None else _shape(out)
@@ -92,7 +92,7 @@ def filled(sequences: Sequences, plan: Plan, out: Step | None) -> Step:
 
 
 def written(step: Step, out: Step | None, device: str) -> Step:
-    """A step in host memory, on the device: in the arrays of ``out``, if given."""
+    """Copy a step in host memory to the device, to the arrays of ``out`` if that is passed."""
     on_device = to_device(step.buffer, device, blocking=False)
     if out is None and on_device is step.buffer:
         return step
@@ -103,7 +103,7 @@ def written(step: Step, out: Step | None, device: str) -> Step:
 
 
 def sent(arrays: dict[str, Any], device: str) -> dict[str, Any]:
-    """Arrays in host memory, on the device: in one copy."""
+    """Send arrays in host memory to the device in one copy."""
     starts = np.cumsum([0] + [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in arrays.values()]).tolist()
     buffer = np.empty(starts[-1], np.uint8)
     for x, start in zip(arrays.values(), starts, strict=False):
@@ -116,7 +116,7 @@ def sent(arrays: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def check_room(out: Any, plan: Plan, device: str) -> None:
-    """``out`` is a step that this plan fits into."""
+    """Check that ``out`` is a step with room for this plan."""
     if not isinstance(out, Step):
         raise OptionError(f"reserve: out must be a Step made by empty_step(), got {type(out).__name__}")
     if isinstance(out.buffer, np.ndarray) != (device != "cuda"):
@@ -131,7 +131,7 @@ def check_room(out: Any, plan: Plan, device: str) -> None:
 
 
 def _check_padding(op: str, tokens: int, rows: int, max_seqlen_q: int) -> None:
-    """Padding belongs to rows of no sequence, which are no longer than others may be."""
+    """Check that padding fits into rows without a sequence, which must not be longer than others may be."""
     if tokens > rows * max_seqlen_q:
         raise OptionError(
             f"{op}: the step has {tokens} tokens of padding, which {rows} rows of no sequence with up to "
@@ -148,7 +148,7 @@ def _shape(step: Step) -> tuple[int, int, int, int]:
 def _layout(
     tokens: int, batch: int, width: int
 ) -> tuple[dict[str, tuple[slice, tuple[int, ...], np.dtype[Any]]], int]:
-    """Place, shape and dtype of each array in the buffer, and the buffer's size."""
+    """Place, shape and dtype of each array in the buffer, and the size of the buffer."""
     shapes = {
         "tokens": (tokens,),
         "positions": (tokens,),
@@ -157,13 +157,13 @@ def _layout(
         "block_table": (batch, width),
         "slot_mapping": (tokens,),
     }
-    found, at = {}, 0
+    layout, at = {}, 0
     for name, shape in shapes.items():
         dtype = np.dtype(np.int64 if name == "slot_mapping" else np.int32)
         nbytes = math.prod(shape) * dtype.itemsize
-        found[name] = slice(at, at + nbytes), shape, dtype
+        layout[name] = slice(at, at + nbytes), shape, dtype
         at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return found, at
+    return layout, at
 
 
 def _step(buffer: Any, tokens: int, batch: int, width: int, max_seqlen_q: int) -> Step:
@@ -173,7 +173,7 @@ def _step(buffer: Any, tokens: int, batch: int, width: int, max_seqlen_q: int) -
 
 
 def _pad(step: Step, total: int, batch: int) -> None:
-    """What follows the tokens and sequences is padding, spread over the rows of no sequence."""
+    """Pad after the tokens and sequences; the padding is spread over rows without a sequence."""
     padding, rows = step.tokens.shape[0] - total, step.seqused_k.shape[0] - batch
     step.tokens[total:] = 0
     step.positions[total:] = 0

@@ -1,4 +1,4 @@
-"""The attention of a step over a paged cache: in one call, or in two over disjoint keys that are merged by lse."""
+"""Attention of a step over a paged cache: in one call, or in two over disjoint keys that are merged by lse."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def attend(
     v_scale: Any = None,
     **options: Unpack[ScoreOptions],
 ) -> Any:
-    """Causal attention of a step's queries over the keys and values of a layer, which hold the new ones too.
+    """Causal attention of a step's queries over the keys and values of a layer, including the new ones.
 
     Parameters
     ----------
     q : array (total, nheads, head_dim)
-        Rotated.
+        Rotated queries.
     keys, values : arrays (num_pages, page_size, nheads_kv, head_dim)
-        Of :class:`PagedKVCache`.
+        Pages of :class:`PagedKVCache`.
     step : Step
     k_scale, v_scale : float32 arrays (num_pages, page_size, nheads_kv), with pages of int8 or e4m3
-        ``key_scales`` and ``value_scales`` of the cache.
+        Scales from ``key_scales`` and ``value_scales`` of the cache.
     **options
-        Of :func:`~gpu_ops.attention_varlen`, such as ``window_size``; but ``causal``, and ``alibi_slopes``, whose
-        distances trees and shared pages would change.
+        Options of :func:`~gpu_ops.attention_varlen`, such as ``window_size``; except ``causal``, and
+        ``alibi_slopes``, whose distances trees and shared pages would change.
 
     Returns
     -------
@@ -55,11 +55,11 @@ def attend(
     Raises
     ------
     OptionError
-        Tokens branch and lie beyond the window.
+        Tokens branch beyond the window.
 
     Notes
     -----
-    The parts of a tree or a cascade have q's dtype: in 16 bits each is rounded before the merge.
+    The partial results of a tree or a cascade have q's dtype: in 16 bits each is rounded before the merge.
 
     Examples
     --------
@@ -92,7 +92,7 @@ def attend(
 
 
 def on_device(sequences: Sequences, step: Step, out: Step | None, device: str) -> Step:
-    """The open step, in host memory so far, with the tree or the cascade that :func:`attend` reads."""
+    """Copy the open step from host memory to the device, with the tree or cascade that :func:`attend` reads."""
     more: dict[str, Any] = {}
     if sequences.parents:
         more = planted(step, sequences.parents, list(sequences.opened("reserve")), device)
@@ -104,7 +104,7 @@ def on_device(sequences: Sequences, step: Step, out: Step | None, device: str) -
 
 
 def check_window(op: str, tree: Tree | None, window: int) -> None:
-    """All nodes of a tree see all keys before it."""
+    """Check that all nodes of a tree see all keys before it."""
     if tree is not None and 0 <= window < tree.last_position:
         raise OptionError(
             f"{op}: tokens that branch lie at positions up to {tree.last_position}, beyond the window of "
@@ -117,10 +117,10 @@ class _Pages:
     keys: Any
     values: Any
     scales: dict[str, Any]
-    """By the names that the ops give them."""
+    """Scales, by their names as arguments of ops."""
 
     def rows(self, slots: Any, dtype: Any) -> tuple[Any, Any]:
-        """The keys and values in these slots, in ``dtype``."""
+        """Keys and values in these slots, in ``dtype``."""
         each = zip((self.keys, self.values), self.scales.values(), strict=True)
         k, v = (
             _rows(slots, x.reshape(-1, *x.shape[2:])) if scale is None else numbers(slots, x, scale, dtype)
@@ -130,7 +130,7 @@ class _Pages:
 
 
 def _cascade(q: Any, pages: _Pages, step: Step, c: Cascade, options: ScoreOptions) -> Any:
-    own = attention_varlen(
+    separate = attention_varlen(
         q,
         pages.keys,
         pages.values,
@@ -154,14 +154,14 @@ def _cascade(q: Any, pages: _Pages, step: Step, c: Cascade, options: ScoreOption
         return_lse=True,
         **_open(options),
     )
-    return attention_merge(*own, *shared, out=own)[0]
+    return attention_merge(*separate, *shared, out=separate)[0]
 
 
 def _tree(q: Any, pages: _Pages, step: Step, tree: Tree, options: ScoreOptions) -> Any:
     q = _rows(tree.rows, q)
     options = {**options, "causal": False, "window_size": _EVERYWHERE}
     k, v = pages.rows(tree.slots, q.dtype)
-    own = attention(q, k, v, bias=tree.bias, return_lse=True, **options)
+    within = attention(q, k, v, bias=tree.bias, return_lse=True, **options)
     before = attention_decode(
         q,
         pages.keys,
@@ -172,7 +172,7 @@ def _tree(q: Any, pages: _Pages, step: Step, tree: Tree, options: ScoreOptions) 
         return_lse=True,
         **_open(options),
     )
-    out = attention_merge(*own, *before, out=own)[0]
+    out = attention_merge(*within, *before, out=within)[0]
     return _rows(tree.places, out.reshape(-1, *out.shape[2:]))
 
 
@@ -181,10 +181,10 @@ def _causal(options: ScoreOptions) -> ScoreOptions:
 
 
 def _open(options: ScoreOptions) -> ScoreOptions:
-    """Of keys that all queries see. Sinks count in one part, which is the other one."""
+    """Options for keys that all queries see. Sinks count only once, in the other part."""
     return {**options, "causal": False, "sinks": None}
 
 
 def _rows(index: Any, x: Any) -> Any:
-    """``x[index]``, whatever the dtype."""
+    """Compute ``x[index]`` for any dtype."""
     return embedding(index, x.reshape(x.shape[0], -1)).reshape(*index.shape, *x.shape[1:])

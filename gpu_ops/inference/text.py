@@ -1,4 +1,4 @@
-"""Token ids as text that grows: whole characters only, up to the first stop string."""
+"""Growing text from token ids: whole characters only, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from gpu_ops.errors import OptionError
 
 __all__ = ["TextStream"]
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders make of the first bytes of a character
-_MOST_BYTES = 4  # of a character
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoders return it for the first bytes of a character
+_MOST_BYTES = 4  # maximum bytes of a character
 
 
 class TextStream:
-    """The text of one request, piece by piece.
+    """Text of one request, piece by piece.
 
     Parameters
     ----------
     tokenizer : object with ``decode(ids)``, a str or UTF-8 bytes
-        Such as a ``tokenizers.Tokenizer``, of :func:`gpu_ops.training.load_tokenizer`, or a
+        For example a ``tokenizers.Tokenizer``, from :func:`gpu_ops.training.load_tokenizer`, or a
         :class:`gpu_ops.training.BytePairEncoding`.
     stop : strings
-        The text ends before the one that is complete first; of several that end together, before the longest. What
-        may be the beginning of one is held back.
+        Strings that end the text: it ends before the first complete one; of several that end together, before the
+        longest. Text that may begin a stop string is held back.
     prompt : sequence of int
-        Token ids in front of the text. Some decoders leave out the space that a text begins with.
+        Token ids before the text. Some decoders omit a leading space of a text.
 
     Examples
     --------
@@ -54,14 +54,14 @@ class TextStream:
             )
         self._tokenizer, self._stop = tokenizer, [word for word in stop if word]
         self._ids = list(prompt)
-        # ids from _start on are decoded together; those before _read have been shown
+        # ids from _start on are decoded together; those before _read have been returned
         self._start, self._read = 0, len(self._ids)
         self._held = ""
         self.stopped = False
-        """Whether a stop string has come."""
+        """Whether a stop string has occurred."""
 
     def add(self, token: int) -> str:
-        """The text that one more token completes."""
+        """Add a token and return the text that it completes."""
         if self.stopped:
             return ""
         self._ids.append(checks.integer("TextStream.add", "token", token, low=0))
@@ -69,7 +69,7 @@ class TextStream:
         return self._shown(new) if new and whole else ""
 
     def finish(self) -> str:
-        """What is still held back, at the end of a text that no stop string ended."""
+        """Return the text still held back, at the end of a text that no stop string ended."""
         if self.stopped:
             return ""
         rest = self._shown(self._decoded()[0])
@@ -77,11 +77,11 @@ class TextStream:
         return rest
 
     def _decoded(self) -> tuple[str, bool]:
-        """The text behind what has been shown, and whether it ends with a whole character."""
-        # A decoder may strip a leading space, so new ids are decoded behind those of the piece before.
+        """Decode the text that has not been returned, and whether it ends with a whole character."""
+        # A decoder may strip a leading space, so new ids are decoded after those of the previous piece.
         text, before = self._text(len(self._ids)), self._text(self._read)
         if before.endswith(_INCOMPLETE) and not text.startswith(before):
-            # The prompt ended within a character, which later tokens completed: it belongs to the new text.
+            # The prompt ended within a character that later tokens completed: it belongs to the new text.
             for read in range(self._read - 1, max(self._start, self._read - _MOST_BYTES) - 1, -1):
                 if not (part := self._text(read)).endswith(_INCOMPLETE):
                     self._read, before = read, part
@@ -99,7 +99,7 @@ class TextStream:
         return text
 
     def _shown(self, new: str) -> str:
-        """``new`` and what was held back, up to a stop string, or without what may be the beginning of one."""
+        """Return held-back text and ``new``, up to a stop string, and hold back text that may begin one."""
         self._start, self._read = self._read, len(self._ids)
         text = self._held + new
         ends = [(i + len(word), i) for word in self._stop if (i := text.find(word)) >= 0]

@@ -1,8 +1,8 @@
-"""Draft tokens in trees: what each of them sees, and which slots move when some are kept.
+"""Trees of draft tokens: the tokens that each one sees, and the slots that move if some are kept.
 
-A node of a tree sees the tokens before the tree, its ancestors and itself. All nodes see the tokens before it; within
-the tree a bias of 0 and -inf says what they see; the two results are merged by lse. Source: Miao et al., "SpecInfer",
-2024; Cai et al., "Medusa", 2024.
+A node of a tree sees the tokens before the tree, its ancestors and itself. All nodes see all tokens before the tree;
+within the tree a bias of 0 or -inf masks tokens. The two results are merged by lse. Source: Miao et al.,
+"SpecInfer", 2024; Cai et al., "Medusa", 2024.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ __all__ = ["Tree", "depths", "moves", "parent_list", "planted", "read_parents", 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Arrays on the cache's device. Sequences are padded to ``nodes``, the most new tokens of one."""
+    """Arrays on the cache's device. Sequences are padded to ``nodes``, the maximum of their new tokens."""
 
     rows: Any
-    """int32 (batch, nodes): where a node is among the tokens of the step. Padding: the first of its sequence."""
+    """int32 (batch, nodes): index of a node in the tokens of the step. Padding: the first of its sequence."""
     slots: Any
-    """int64 (batch, nodes): where its key and value are, as in ``slot_mapping``."""
+    """int64 (batch, nodes): slot of its key and value, as in ``slot_mapping``."""
     places: Any
-    """int32 (total,): where each token of the step is in ``rows``."""
+    """int32 (total,): index of each token of the step in ``rows``."""
     seqused_k: Any
-    """int32 (batch,): keys before the tree."""
+    """int32 (batch,): number of keys before the tree."""
     bias: Any
     """float32 (batch, 1, nodes, nodes): 0 where a node sees another one, else -inf."""
     last_position: int
-    """Of all nodes: beyond a window, some of them would not see every key before the tree."""
+    """Last position of all nodes: beyond a window, some of them would not see every key before the tree."""
 
 
 def read_parents(new: Mapping[int, list[int]], parents: Any) -> dict[int, list[int]]:
-    """The argument of ``reserve``, checked: for some of the sequences, the parent of each new token."""
+    """Check the argument of ``reserve``: for some of the sequences, the parent of each new token."""
     if not isinstance(parents, Mapping):
         raise OptionError(
             f"reserve: parents is {type(parents).__name__}; pass a dict, {{handle: parent of each token}}, "
             "with -1 for a token that follows the sequence"
         )
-    found: dict[int, list[int]] = {}
-    for handle, given in parents.items():
+    checked: dict[int, list[int]] = {}
+    for handle, parent_ids in parents.items():
         if handle not in new:
             raise OptionError(f"reserve: parents has sequence {handle!r}, which gets no tokens in this step")
-        found[int(handle)] = parent_list("reserve", f"parents[{handle}]", given, len(new[handle]))
-    return found
+        checked[int(handle)] = parent_list("reserve", f"parents[{handle}]", parent_ids, len(new[handle]))
+    return checked
 
 
 def parent_list(op: str, name: str, values: Any, count: int) -> list[int]:
-    """The parents of ``count`` tokens, checked."""
-    found = _indices(op, name, values)
-    if len(found) != count:
-        raise OptionError(f"{op}: {name} has {len(found)} entries for {count} tokens")
-    for i, parent in enumerate(found):
+    """Check the parents of ``count`` tokens and return them."""
+    parents = _indices(op, name, values)
+    if len(parents) != count:
+        raise OptionError(f"{op}: {name} has {len(parents)} entries for {count} tokens")
+    for i, parent in enumerate(parents):
         if not -1 <= parent < i:
             raise OptionError(
                 f"{op}: {name}[{i}] is {parent}; the parent of token {i} is a token before it, in [0, {i}), or -1: "
                 "it follows the sequence"
             )
-    return found
+    return parents
 
 
 def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
-    """The argument of ``accept``, checked: tokens of each tree of the open step, from one that has no parent down."""
+    """Check the argument of ``accept``: tokens of each tree of the open step, down from one without a parent."""
     if not isinstance(paths, Mapping):
         raise OptionError(f"accept: paths is {type(paths).__name__}; pass a dict, {{handle: tokens to keep}}")
     if set(paths) != set(sequences.parents):
@@ -77,10 +77,10 @@ def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
             f"accept: paths are given for the sequences {list(paths)}, and the open step has parents for "
             f"{list(sequences.parents)}"
         )
-    found = {}
-    for handle, given in paths.items():
+    checked = {}
+    for handle, node_ids in paths.items():
         parents, label = sequences.parents[handle], f"paths[{handle}]"
-        found[int(handle)] = path = _indices("accept", label, given)
+        checked[int(handle)] = path = _indices("accept", label, node_ids)
         above = -1
         for i, node in enumerate(path):
             if not 0 <= node < len(parents):
@@ -90,30 +90,30 @@ def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
                     f"accept: {label}[{i}] is {node}, whose parent is {parents[node]} and not {above}"
                 )
             above = node
-    return found
+    return checked
 
 
 def _indices(op: str, name: str, values: Any) -> list[int]:
-    """A sequence of integers."""
+    """Convert a sequence of integers to a list."""
     if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
         raise OptionError(f"{op}: {name} is {type(values).__name__}, expected integers")
     return [checks.integer(op, f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Of each node: how many ancestors it has."""
-    found: list[int] = []
+    """Number of ancestors of each node."""
+    result: list[int] = []
     for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 0)
-    return found
+        result.append(result[parent] + 1 if parent >= 0 else 0)
+    return result
 
 
 def planted(
     step: Step, parents: Mapping[int, list[int]], handles: Sequence[int], device: str
 ) -> dict[str, Any]:
-    """Give the tokens of a step in host memory the positions of their depths; what else the step has for its trees.
+    """Set the positions of a step's tokens in host memory by their depths; return its other arrays for trees.
 
-    ``handles``: of all its sequences, in order; ``parents``: of some.
+    ``handles``: those of all its sequences, in order; ``parents``: those of some.
     """
     starts = step.cu_seqlens_q
     counts, before = np.diff(starts), step.seqused_k - np.diff(starts)
@@ -122,14 +122,14 @@ def planted(
         for handle, a, b in zip(handles, starts[:-1], starts[1:], strict=True)
     ]
     arrays: dict[str, Any] = {"logit_rows": np.concatenate(wanted).astype(np.int32)}
-    if all(parent == i - 1 for own in parents.values() for i, parent in enumerate(own)):
-        return sent(arrays, device)  # no token branches: causal attention is the model's
+    if all(parent == i - 1 for tree_parents in parents.values() for i, parent in enumerate(tree_parents)):
+        return sent(arrays, device)  # no token branches: causal attention is correct
     nodes = int(counts.max())
     bias = np.full((len(handles), 1, nodes, nodes), -np.inf, np.float32)
     for b, handle in enumerate(handles):
-        own = parents.get(handle, range(-1, counts[b] - 1))
-        step.positions[starts[b] : starts[b + 1]] = before[b] + np.array(depths(own))
-        for i, parent in enumerate(own):
+        tree_parents = parents.get(handle, range(-1, counts[b] - 1))
+        step.positions[starts[b] : starts[b + 1]] = before[b] + np.array(depths(tree_parents))
+        for i, parent in enumerate(tree_parents):
             if parent >= 0:
                 bias[b, 0, i] = bias[b, 0, parent]
             bias[b, 0, i, i] = 0
@@ -148,7 +148,7 @@ def planted(
 
 
 def moves(sequences: Sequences, paths: Mapping[int, list[int]]) -> tuple[list[int], list[int]]:
-    """From which slots to which ones the kept tokens move, so that they follow their sequences."""
+    """Source and target slots of the kept tokens, which move so that they follow their sequences."""
     size = sequences.pool.page_size
     source: list[int] = []
     target: list[int] = []
