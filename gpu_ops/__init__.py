@@ -1,6 +1,6 @@
 """Transformer kernels for arrays, with no deep-learning framework.
 
-Importing this package loads NumPy and no compiler: each op loads its kernels on first use.
+The import loads NumPy but no compiler: each op loads its kernels on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ from gpu_ops.ops.weights.ternary_matmul import ternary_matmul
 from gpu_ops.ops.weights.ternary_model import quantize_model
 from gpu_ops.ops.weights.ternary_pack import ternary_pack, ternary_unpack
 
-if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
+if TYPE_CHECKING:  # with a __getattr__, a type checker would accept every name
     from gpu_ops import distributed as distributed
     from gpu_ops import emulator as emulator
     from gpu_ops import formats as formats
@@ -51,7 +51,7 @@ else:
     _PACKAGES = ("distributed", "emulator", "formats", "inference", "memory", "models", "training")
 
     def __getattr__(name: str) -> object:
-        """Load a subpackage such as ``gpu_ops.models`` when it is first named."""
+        """Load a subpackage such as ``gpu_ops.models`` on first access."""
         import importlib
 
         if name in _PACKAGES:

@@ -1,5 +1,5 @@
-"""``python -m gpu_ops`` shows what this machine offers; ``warmup`` compiles ahead, ``presets`` shows the cards,
-``memory`` what a model takes of theirs, ``generate`` runs one."""
+"""Command ``python -m gpu_ops``: shows devices and backends of this machine. ``warmup`` compiles kernels ahead,
+``presets`` shows cards, ``memory`` estimates the memory of a model, ``generate`` runs one."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def main(argv: list[str] | None = None) -> int:
         return show_cache(options.clear)
     if options.command == "warmup":
         return warmup(options.jobs, options.kernel or [], options.dtype or [])
-    found = environment()
+    report = environment()
     if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(report.to_dict(), indent=2))
     else:
-        show(found, make_console())
+        show(report, make_console())
     return 0
 
 
@@ -96,7 +96,7 @@ def _add_memory(of_model: argparse.ArgumentParser) -> None:
 
 
 def memory(options: argparse.Namespace) -> int:
-    """Print what a model takes; 1 where no card has room, 2 with a line on stderr for what makes no sense."""
+    """Print the memory of a model; return 1 if no card has room, 2 with a line on stderr for invalid arguments."""
     from dataclasses import fields
 
     from gpu_ops.cli.memory_report import Question, show_memory
@@ -111,7 +111,7 @@ def memory(options: argparse.Namespace) -> int:
 
 
 def presets(card: str | None) -> int:
-    """Print all presets, or one with the kernels that typical calls would launch; 1 when there is none."""
+    """Print all presets, or one with the kernels that typical calls would launch; return 1 if there is none."""
     from gpu_ops.cli.preset_report import show_card, show_cards
     from gpu_ops.errors import OptionError
 
@@ -125,7 +125,7 @@ def presets(card: str | None) -> int:
 
 
 def show_cache(clear: str | None) -> int:
-    """Print the cache folder and what lies there, after clearing it if asked to; 1 when it cannot be used."""
+    """Print the cache folder and its contents, after clearing it if requested; return 1 if it cannot be used."""
     from gpu_ops.kernels.compiler import cache, cache_contents
 
     console = make_console()
@@ -139,11 +139,11 @@ def show_cache(clear: str | None) -> int:
         console.print(f"{several(count, 'file')} removed, {nbytes / 2**20:.1f} MiB", highlight=False)
         files = cache_contents.contents()
     table = _table(f"kept in {escape(str(cache.root()))}")
-    for kind in dict.fromkeys(f.kind for f in files):
-        found = [f for f in files if f.kind == kind]
-        old = sum(f.old for f in found)
-        size = f"{sum(f.nbytes for f in found) / 2**20:.1f} MiB"
-        table.add_row(kind, str(len(found)), size, f"{old} of sources that have changed" if old else "")
+    for label in dict.fromkeys(f.kind for f in files):
+        group = [f for f in files if f.kind == label]
+        old = sum(f.old for f in group)
+        size = f"{sum(f.nbytes for f in group) / 2**20:.1f} MiB"
+        table.add_row(label, str(len(group)), size, f"{old} of sources that have changed" if old else "")
     if not files:
         table.add_row("nothing")
     print_table(console, table)
@@ -163,8 +163,8 @@ def show(found: Environment, console: Console) -> None:
     devices = _table("devices")
     devices.add_row("cpu", escape(found.cpu.model), f"{several(found.cpu.threads, 'thread')}, {memory}")
     for card in found.cuda_devices:
-        kind = "sm_{}{}".format(*card.compute_capability)
-        facts = f"{kind}, {card.memory_bytes / 2**30:.0f} GiB, preset {card.preset or 'none: too old'}"
+        arch = "sm_{}{}".format(*card.compute_capability)
+        facts = f"{arch}, {card.memory_bytes / 2**30:.0f} GiB, preset {card.preset or 'none: too old'}"
         devices.add_row(f"cuda {card.index}", escape(card.name), facts)
     if found.cuda_missing:
         devices.add_row("cuda", "[yellow]none[/]", escape(found.cuda_missing))
@@ -201,7 +201,7 @@ def _table(title: str) -> Table:
 
 
 def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
-    """Compile the chosen variants in parallel processes, with a line for each; 1 when one fails."""
+    """Compile the chosen variants in parallel processes, with a line for each; return 1 if one fails."""
     from gpu_ops.cli.warmup import variants
     from gpu_ops.environment import cache_folder
     from gpu_ops.errors import DeviceError
@@ -241,7 +241,7 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
 
 
 def _compile_all(labels: list[str], workers: int, console: Console) -> int:
-    """Print a line per kernel as it is done, and on a terminal a bar; how many failed."""
+    """Print a line for each compiled kernel, and on a terminal a bar; return the number of failures."""
     from concurrent.futures import as_completed
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn

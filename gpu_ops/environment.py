@@ -1,6 +1,6 @@
-"""What gpu_ops finds on this machine: processors, CUDA devices, backends, versions, cache folders.
+"""Environment of gpu_ops on this machine: processors, CUDA devices, backends, versions, cache folders.
 
-Plain data; ``python -m gpu_ops`` prints it. Every probe is safe on a machine without a GPU.
+It is plain data; ``python -m gpu_ops`` prints it. Every probe is safe on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpu_ops.presets import DevicePreset, select_preset
 
 __all__ = ["VARIABLES", "Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
 
-# Distributions worth naming in a bug report. cupy and numba-cuda are optional; torch is never used, only met.
+# Distributions to name in a bug report. cupy and numba-cuda are optional; torch is never used, but may be installed.
 _PACKAGES = (
     "gpu-ops",
     "numpy",
@@ -52,15 +52,15 @@ VARIABLES = {
     "GPU_OPS_TENSOR_CORES": "truncate: the emulator's tensor cores add as those of A100 and H100",
     "GPU_OPS_DUMP": "folder that gets the sources and machine code of GPU kernels",
 }
-"""The variables that gpu_ops reads, with what each one does. CONTRIBUTING.md has the details."""
+"""Variables that gpu_ops reads, with the effect of each. CONTRIBUTING.md has the details."""
 
-# Folders that hold compiled kernels: who writes there, the variable that moves it, the default.
+# Folders that hold compiled kernels: the writer, the variable that sets the folder, the default.
 _CACHES = (("CuPy", "CUPY_CACHE_DIR", "~/.cupy/kernel_cache"),)
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """The host processor; ``threads`` is what this process may use (affinity), not what the chip has."""
+    """Host processor; ``threads`` is the number that this process may use (affinity), not that of the chip."""
 
     model: str
     threads: int
@@ -69,7 +69,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A CUDA device as the driver reports it, and the preset it gets (``None``: older than any preset)."""
+    """CUDA device as the driver reports it, and its preset (``None``: older than any preset)."""
 
     index: int
     name: str
@@ -80,7 +80,7 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Backend:
-    """One cell of the dispatch table; ``missing`` says why it cannot run here, ``None`` when it can."""
+    """One cell of the dispatch table; ``missing`` is the reason why it cannot run here, ``None`` if it can."""
 
     device: str
     backend: str
@@ -89,7 +89,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything ``python -m gpu_ops`` shows."""
+    """Data that ``python -m gpu_ops`` shows."""
 
     cpu: Cpu
     cuda_devices: tuple[CudaDevice, ...]
@@ -101,15 +101,15 @@ class Environment:
     versions: dict[str, str]
     caches: dict[str, str]
     variables: dict[str, str]
-    """The variables of :data:`VARIABLES` that are set, and any other that begins with ``GPU_OPS_``."""
+    """Variables of :data:`VARIABLES` that are set, and any others that begin with ``GPU_OPS_``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, for JSON."""
+        """Convert to plain containers, for JSON."""
         return dataclasses.asdict(self)
 
 
 def environment() -> Environment:
-    """Probe the machine. Imports NVML's binding when it is installed; starts no CUDA context.
+    """Probe the machine. Imports NVML's binding if it is installed; starts no CUDA context.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def environment() -> Environment:
 
 
 def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str | None, str | None]:
-    """Devices, why there are none, and the driver's version. NVML needs no CUDA context and no toolkit."""
+    """Devices, the reason if there are none, and the driver's version. NVML needs no CUDA context and no toolkit."""
     if importlib.util.find_spec("pynvml") is None:
         return (), "NVML's binding is not installed (pip install nvidia-ml-py)", None
     import pynvml as nvml
@@ -164,7 +164,7 @@ def _nvml_device(nvml: Any, index: int) -> CudaDevice:
 
 
 def _preset_of(name: str, capability: tuple[int, int]) -> DevicePreset | None:
-    """The card's own row, else the generic one of its compute capability, else none."""
+    """Preset of the card, else the generic one of its compute capability, else None."""
     for key in (name, capability):
         try:
             return select_preset(key)
@@ -193,17 +193,17 @@ def _backends() -> tuple[Backend, ...]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if "gpu-ops" not in found:  # run from a checkout that is not installed
+    if "gpu-ops" not in versions:  # run from a checkout that is not installed
         import gpu_ops
 
-        found["gpu-ops"] = f"{gpu_ops.__version__} (not installed)"
-    return found
+        versions["gpu-ops"] = f"{gpu_ops.__version__} (not installed)"
+    return versions
 
 
 def _caches() -> dict[str, str]:
@@ -223,7 +223,7 @@ def _nowhere(folder: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled CPU kernels are kept; ``None`` when no folder is writable."""
+    """Folder of compiled CPU kernels; ``None`` if no folder is writable."""
     from gpu_ops.kernels.common.cpu.jit import cache_dir
 
     return cache_dir(quiet=True)

@@ -1,6 +1,6 @@
 """Typed errors. Each is also the standard exception a NumPy user would expect.
 
-A message says what was given, what is allowed and what to do next.
+A message names the given value, the allowed values and a remedy.
 """
 
 import difflib
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class GpuOpsError(Exception):
-    """Base of every error that gpu_ops raises on purpose."""
+    """Base class of every error that gpu_ops raises on purpose."""
 
 
 class ShapeError(GpuOpsError, ValueError):
@@ -36,7 +36,7 @@ class ShapeError(GpuOpsError, ValueError):
 
 
 class DTypeError(GpuOpsError, TypeError):
-    """An argument is no array, or its dtype is not one the op takes."""
+    """An argument is not an array, or the op does not take its dtype."""
 
 
 class OptionError(GpuOpsError, ValueError):
@@ -44,11 +44,11 @@ class OptionError(GpuOpsError, ValueError):
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """A keyword argument that the op does not have."""
+    """The op has no such keyword argument."""
 
 
 class DeviceError(GpuOpsError, RuntimeError):
-    """Arrays lie on different devices, or the requested device or backend cannot run the problem."""
+    """Arrays are on different devices, or the requested device or backend cannot run the problem."""
 
 
 class CommError(GpuOpsError, RuntimeError):
@@ -56,11 +56,11 @@ class CommError(GpuOpsError, RuntimeError):
 
 
 class StateError(GpuOpsError, RuntimeError):
-    """A method was called before another one that has to come first."""
+    """A method was called before another one that must come first."""
 
 
 class LossScaleError(GpuOpsError, OverflowError):
-    """Gradients overflow float16 at the smallest loss scale that is allowed."""
+    """Gradients overflow float16 at the smallest allowed loss scale."""
 
 
 class FormatError(GpuOpsError, ValueError):
@@ -68,7 +68,7 @@ class FormatError(GpuOpsError, ValueError):
 
 
 class FileError(GpuOpsError, OSError):
-    """A file cannot be read or written, or is no regular file. ``errno`` and ``filename`` as in OSError."""
+    """A file cannot be read or written, or is not a regular file. ``errno`` and ``filename`` are as in OSError."""
 
 
 class MissingFileError(FileError, FileNotFoundError):
@@ -76,12 +76,12 @@ class MissingFileError(FileError, FileNotFoundError):
 
 
 class MissingPackageError(GpuOpsError, ImportError):
-    """A package that only this function needs is not installed; the message says how to install it."""
+    """A package that only this function needs is not installed; the message has the command to install it."""
 
 
 class OutOfMemoryError(GpuOpsError, MemoryError):
-    """A buffer did not fit. ``required`` and ``available`` are bytes. ``holders``: the largest of what fills a
-    :class:`gpu_ops.memory.Pool`, labels and bytes; empty where none is in use."""
+    """A buffer did not fit. ``required`` and ``available`` are bytes. ``holders``: labels and bytes of the largest
+    holders of a :class:`gpu_ops.memory.Pool`; empty if none is in use."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class OutOfMemoryError(GpuOpsError, MemoryError):
 
 
 class OutOfPages(GpuOpsError, MemoryError):
-    """A cache has too few pages for a step. ``needed`` and ``free`` are pages, ``held`` those of each sequence."""
+    """A cache has too few pages for a step. ``needed``, ``free`` and ``held``, by sequence, are numbers of pages."""
 
     def __init__(
         self, message: str, needed: int = 0, free: int = 0, held: Mapping[int, int] | None = None
@@ -117,7 +117,7 @@ class KernelCompileError(GpuOpsError, RuntimeError):
 
 
 def suggest(package: dict[str, Any], names: Iterable[str]) -> None:
-    """Answer an unknown name of a package with the nearest of ``names``. ``package``: its ``globals()``."""
+    """Make a package suggest the nearest of ``names`` for an unknown name. ``package``: its ``globals()``."""
 
     def missing(name: str) -> Any:
         raise no_attribute(package["__name__"], name, names)
@@ -126,7 +126,7 @@ def suggest(package: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    """The error for a name that a module does not have."""
+    """Error for a name that a module does not have."""
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     if name in near:  # a module that is not imported

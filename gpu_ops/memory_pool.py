@@ -1,12 +1,12 @@
-"""Memory of large results and scratch on the CPU, used again: what CuPy's memory pool is on a GPU.
+"""Pool that reuses the memory of large results and scratch on the CPU, as CuPy's memory pool does on a GPU.
 
-The C library gives freed memory back to the system: always above 32 MiB, and with smaller results as soon as two of
-them are free. The next results start from pages that the system clears first: 5.5 ms for 64 MiB, twice RMSNorm's
-own time; 1.9 ms for two results of 2 MiB, which are written in 0.04. So the memory of a large result is kept when the
-last array on it is gone, and given to the next result of its size. What was not used for long, the system may take
-at any time that it runs short (``MADV_FREE``): it shows as used, and is in nobody's way.
+The C library returns freed memory to the system: always above 32 MiB, and for smaller results as soon as two of them
+are free. The next results then start with pages that the system must clear: 5.5 ms for 64 MiB, twice the time of
+RMSNorm; 1.9 ms for two results of 2 MiB, which are written in 0.04 ms. So the memory of a large result is kept when
+its last array is freed, and reused for the next result of its size. The system may take memory that has long been
+unused whenever it runs short (``MADV_FREE``): such memory shows as used, but does no harm.
 
-Environment: ``GPU_OPS_POOL_MB`` is how much may be kept (512 MiB); 0 keeps nothing.
+Environment: ``GPU_OPS_POOL_MB`` is the limit of kept memory (512 MiB); 0 keeps none.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gpu_ops.errors import OptionError
 __all__ = ["POOL", "MemoryPool"]
 
 FROM_BYTES = 1 << 20
-RECENT_BYTES = 64 << 20  # not offered to the system: to offer 2 MiB and use them again takes 15 us
-_UNIT = 64 << 10  # of blocks: a result takes little beyond its size, and those of nearly one size share
+RECENT_BYTES = 64 << 20  # not offered to the system: offering and reusing 2 MiB takes 15 us
+_UNIT = 64 << 10  # granularity of blocks: the overhead is small, and results of similar size share blocks
 
 
 class MemoryPool:
-    """What is kept beyond the limit goes, the oldest first. Threads never wait for each other."""
+    """Pool of freed blocks. Beyond the limit the oldest are released. Threads never wait for each other."""
 
     def __init__(self) -> None:
         self._kept: list[_Block] = []
@@ -42,16 +42,16 @@ class MemoryPool:
 
     @cached_property
     def limit(self) -> int:
-        """In bytes."""
-        given = os.environ.get("GPU_OPS_POOL_MB", "512")
-        if not given.isdecimal():
+        """Limit in bytes."""
+        setting = os.environ.get("GPU_OPS_POOL_MB", "512")
+        if not setting.isdecimal():
             raise OptionError(
-                f"GPU_OPS_POOL_MB={given!r} is not a number of MiB; 0 keeps no memory of results"
+                f"GPU_OPS_POOL_MB={setting!r} is not a number of MiB; 0 keeps no memory of results"
             )
-        return int(given) << 20 if sys.platform == "linux" else 0
+        return int(setting) << 20 if sys.platform == "linux" else 0
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """``numpy.empty``."""
+        """Allocate an array like ``numpy.empty``."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if size < FROM_BYTES or size > self.limit:
             return np.empty(shape, dtype)
@@ -64,7 +64,7 @@ class MemoryPool:
     def _take(self, size: int) -> _Block:
         if self._lock.acquire(blocking=False):
             try:
-                for i in reversed(range(len(self._kept))):  # the last is the likeliest to be in a cache
+                for i in reversed(range(len(self._kept))):  # the last one is the most likely to be in a cache
                     if len(self._kept[i]) == size:
                         self.kept_bytes -= size
                         return self._kept.pop(i)
@@ -73,9 +73,9 @@ class MemoryPool:
         return _Block(size)
 
     def put(self, block: _Block) -> None:
-        # Not waited for: the garbage collector may have found this result in the very thread that holds the lock.
+        # Do not wait: the garbage collector may have freed this result in the very thread that holds the lock.
         if not self._lock.acquire(blocking=False):
-            return  # and the block goes
+            return  # the block is released
         try:
             block.offered = False
             self._kept.append(block)
@@ -85,7 +85,7 @@ class MemoryPool:
                 recent += len(other)
                 if recent > RECENT_BYTES:
                     if other.offered:
-                        break  # and so are the older ones
+                        break  # the older ones have been offered too
                     other.offer()
             while self.kept_bytes > self.limit:
                 self.kept_bytes -= len(self._kept.pop(0))
@@ -94,15 +94,15 @@ class MemoryPool:
 
 
 class _Block(mmap.mmap):
-    """Memory of the system's, as bytes for NumPy."""
+    """Memory from the system, as bytes for NumPy."""
 
     interface: dict[str, Any]
     offered: bool
-    """Whether the system may take it."""
+    """Whether the system may take the memory."""
 
     def __new__(cls, size: int) -> _Block:
         block = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # huge pages: one fault of the system in place of 512, where it has them
+        # huge pages, if the system has them: one page fault instead of 512
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
         block.interface = dict(np.frombuffer(block, np.uint8).__array_interface__)
@@ -110,12 +110,12 @@ class _Block(mmap.mmap):
 
     def offer(self) -> None:
         self.offered = True
-        with contextlib.suppress(OSError):  # a system that knows no MADV_FREE: the limit bounds what is kept
+        with contextlib.suppress(OSError):  # without MADV_FREE only the limit bounds kept memory
             self.madvise(mmap.MADV_FREE)
 
 
 class _Loan:
-    """Owns a block for as long as an array lies on it."""
+    """Owner of a block as long as an array uses it."""
 
     def __init__(self, pool: MemoryPool, block: _Block) -> None:
         self._pool, self._block = pool, block

@@ -1,7 +1,7 @@
-"""Device presets: what each card can do, as numbers for launch configurations and estimates.
+"""Device presets: numbers of each card, for launch configurations and estimates.
 
-One frozen row per card and one generic row per compute capability. Rows check themselves when they are
-made: a number that contradicts the architecture's limits or the card's own clock raises on import.
+There is one frozen row per card and one generic row per compute capability. Rows check themselves when
+made: a number that contradicts the architecture's limits or the card's clock raises an error on import.
 
 Units: bytes, GB/s (1e9 bytes), TFLOPS (1e12, dense: without 2:4 sparsity; a multiply-add is two), MHz.
 """
@@ -35,7 +35,7 @@ class Arch:
     max_threads_per_block: int = 1024
 
     def __post_init__(self) -> None:
-        # From 8.0 on, the driver keeps 1 KiB of every block's shared memory for itself.
+        # From 8.0 on, the driver reserves 1 KiB of every block's shared memory.
         reserved = KIB if self.compute_capability >= (8, 0) else 0
         if self.smem_per_block_optin != self.smem_per_sm - reserved:
             raise ValueError(f"{self.name}: a block can opt in to {self.smem_per_sm - reserved} bytes")
@@ -46,7 +46,7 @@ class Arch:
 
     @property
     def name(self) -> str:
-        """As compilers spell it: ``sm_86``."""
+        """Name for compilers, such as ``sm_86``."""
         return "sm_{}{}".format(*self.compute_capability)
 
 
@@ -70,7 +70,7 @@ ARCHES = {
 class Peaks:
     """Dense peaks in TFLOPS (int8: TOPS). ``None``: the hardware has no such instruction.
 
-    ``float32`` is the CUDA cores; the rest are tensor cores. ``float16`` and ``bfloat16`` accumulate in
+    ``float32`` is for CUDA cores; the rest are for tensor cores. ``float16`` and ``bfloat16`` accumulate in
     float32, which GeForce cards do at half rate; ``float16_acc16`` accumulates in float16.
     """
 
@@ -97,7 +97,7 @@ class DevicePreset:
     peaks: Peaks
     source: str
     generic: bool = False
-    like: str = ""  # the card whose speeds and cache a generic row has
+    like: str = ""  # card whose speeds and cache a generic row has
 
     def __post_init__(self) -> None:
         def demand(holds: bool, what: str) -> None:
@@ -112,12 +112,12 @@ class DevicePreset:
         demand(bool(self.source), "no source given")
         for what, peak, has in (
             ("bfloat16", peaks.bfloat16, arch.has_bfloat16),
-            ("tf32", peaks.tf32, arch.has_bfloat16),  # the two came together, with 8.0
+            ("tf32", peaks.tf32, arch.has_bfloat16),  # both were introduced with 8.0
             ("float8", peaks.float8, arch.has_float8),
         ):
             demand((peak is not None) == has, f"{arch.name} {'has' if has else 'has no'} {what}")
         # A peak is SMs x multiply-adds x 2 x clock. Data sheets quote tensor peaks of big chips at a lower
-        # clock (H100: 1830 of 1980 MHz), none quotes one above boost.
+        # clock (H100: 1830 of 1980 MHz), but never one above boost.
         for what, tflops, rate in (
             ("float32", peaks.float32, arch.fp32_per_sm_clk),
             ("float16_acc16", peaks.float16_acc16, arch.fp16_per_sm_clk),
@@ -137,12 +137,12 @@ def _card(
 
 
 def _geforce(fp32: float, tf32: float, fp16: float, int8: float, float8: float | None = None) -> Peaks:
-    """GeForce: float32 accumulation (tf32, float16, bfloat16) at half rate."""
+    """Peaks of a GeForce card: float32 accumulation (tf32, float16, bfloat16) at half rate."""
     return Peaks(fp32, tf32, fp16, 2 * fp16, fp16, int8, float8)
 
 
 def _datacentre(fp32: float, tf32: float, fp16: float, int8: float, float8: float | None = None) -> Peaks:
-    """Full rate whatever the accumulator."""
+    """Peaks of a data-centre card: full rate with any accumulator."""
     return Peaks(fp32, tf32, fp16, fp16, fp16, int8, float8)
 
 
@@ -167,7 +167,7 @@ _CARDS = (
     _card("H100 SXM", "sm_90", 132, 1980, 50, 3350, 80, _datacentre(66.9, 494.7, 989.4, 1978.9, 1978.9),
           _H100),
     _card("H100 PCIe", "sm_90", 114, 1755, 50, 2000, 80, _datacentre(51.2, 378, 756, 1513, 1513), _H100),
-    # 60 MB of L2 is what the driver reports on an H200 (50 MB on an H100).
+    # The driver reports 60 MB of L2 on an H200 (50 MB on an H100).
     _card("H200", "sm_90", 132, 1980, 60, 4800, 141, _datacentre(66.9, 494.7, 989.4, 1978.9, 1978.9),
           "NVIDIA H200 data sheet; L2 as reported by cudaGetDeviceProperties"),
     _card("B200", "sm_100", 148, 1980, 126, 8000, 180, _datacentre(75, 1125, 2250, 4500, 4500),
@@ -175,7 +175,7 @@ _CARDS = (
 )  # fmt: skip
 
 # The generic row of a compute capability takes its limits from the architecture and its speeds from a small
-# card of that generation: an estimate that flatters nobody. GTX 16 cards are 7.5 too, without tensor cores.
+# card of that generation: a conservative estimate. GTX 16 cards are 7.5 too, but without tensor cores.
 _GENERIC = {
     "sm_75": ("RTX 2060", 30, 1680, 3, 336, 6, Peaks(6.5, None, 25.8, 51.6, None, 103.2),
               "NVIDIA Turing whitepaper"),
@@ -220,14 +220,14 @@ _NOT_THE_CARD = ("LAPTOP", "MAX-Q", "MIG", "NVL", "4090 D", "5090 D", "5080 D", 
 
 
 def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
-    """The preset of a device.
+    """Select the preset of a device.
 
     Parameters
     ----------
     device : str or tuple of int, optional
-        A preset's name (``"H200"``), an architecture (``"sm_86"``, ``"8.6"``, ``(8, 6)``), or the name the
-        driver reports (``"NVIDIA GeForce RTX 4090"``). ``None``: the environment variable ``GPU_OPS_ARCH``,
-        which takes the same spellings, so that selection can be tried without the card.
+        Name of a preset (``"H200"``), an architecture (``"sm_86"``, ``"8.6"``, ``(8, 6)``), or the name that
+        the driver reports (``"NVIDIA GeForce RTX 4090"``). ``None``: the environment variable
+        ``GPU_OPS_ARCH``, which takes the same spellings, to try selection without the card.
 
     Raises
     ------
@@ -276,7 +276,7 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
 
 
 def find_preset(card: str, capability: str) -> DevicePreset | None:
-    """The row of a real card: by the name its driver reports, else the generic row of its compute capability."""
+    """Find the row of a real card: by the name its driver reports, else the generic row of its compute capability."""
     for device in (card, (int(capability[:-1]), int(capability[-1]))):
         try:
             return select_preset(device)
@@ -286,7 +286,7 @@ def find_preset(card: str, capability: str) -> DevicePreset | None:
 
 
 def _by_arch(capability: tuple[int, int], what: str) -> DevicePreset:
-    """The generic row of a compute capability, or of the nearest older minor one: its binaries run too."""
+    """Generic row of a compute capability, or of the nearest older minor one, whose binaries also run."""
     older = [
         p
         for p in PRESETS.values()

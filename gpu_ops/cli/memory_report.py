@@ -1,4 +1,4 @@
-"""``python -m gpu_ops memory``: what a model takes, and which cards have room for it."""
+"""Command ``python -m gpu_ops memory``: the memory of a model, and the cards with room for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "works
 
 @dataclass(frozen=True)
 class Question:
-    """What the command was given, as text."""
+    """Arguments of the command, as text."""
 
     model: str | None
     batch: str = "1"
@@ -49,7 +49,7 @@ def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtyp
 
 
 def show_memory(asked: Question, console: Console) -> int:
-    """Print the terms and the cards; 1 where no card has room. Typed errors for what makes no sense."""
+    """Print the terms and the cards; return 1 if no card has room. Invalid arguments raise typed errors."""
     if not asked.model:
         raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
     config = find_config(_WHO, asked.model)
@@ -101,7 +101,7 @@ def _of_terms(terms: dict[str, int]) -> Table:
 
 
 def _of_cards(cards: list[DevicePreset], plan: Callable[[str], Estimate]) -> tuple[Table, bool]:
-    """The table, and whether one of them has room."""
+    """Table of the cards, and whether one of them has room."""
     table, room = Table("card", "memory", "takes", "fits", box=None), False
     for card in cards:
         memory = int(card.memory_gb * 1e9)
@@ -120,7 +120,7 @@ def _of_cards(cards: list[DevicePreset], plan: Callable[[str], Estimate]) -> tup
 
 
 def _terms(found: Estimate) -> dict[str, int]:
-    """By term, workspaces apart from the activations."""
+    """Bytes by term, with workspaces separate from the activations."""
     parts = {**found.parts, "workspaces": found.workspaces}
     parts["activations"] -= found.workspaces
     return {name: parts[name] for name in _TERMS if name in parts}
@@ -130,7 +130,7 @@ def _count(name: str, text: str) -> int:
     digits = text.lstrip("0")
     if not (text.isascii() and text.isdecimal() and digits):
         raise OptionError(f"{_WHO}: --{name} must be a whole number of at least 1, got {text!r}")
-    if len(digits) > _MOST_DIGITS:  # also more than Python reads
+    if len(digits) > _MOST_DIGITS:  # also more than Python can read
         raise OptionError(f"{_WHO}: --{name} has {len(digits)} digits, more than any memory holds")
     return int(digits)
 

@@ -1,4 +1,4 @@
-"""``python -m gpu_ops presets``: the cards, and what each kernel would use on one of them."""
+"""Command ``python -m gpu_ops presets``: the cards, and the resources of each kernel on one of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HEAD_DIMS = (64, 128, 256)
 
 
 def card_limits(preset: DevicePreset) -> Limits:
-    """What lowering knows of a card."""
+    """Limits of a card, for lowering."""
     arch = preset.arch
     return Limits(arch.name, preset.sms, arch.smem_per_block_optin, "", preset.name)
 
 
 def show_cards(console: Console) -> None:
-    """One line per preset."""
+    """Print one line per preset."""
     table = Table("preset", "arch", "SMs", "shared/block", "L2", "GB/s", "GB", "TFLOPS 16-bit", box=None)
     for p in PRESETS.values():
         shared, l2 = f"{p.arch.smem_per_block_optin >> 10} KiB", f"{p.l2_bytes >> 20} MiB"
@@ -42,7 +42,7 @@ def show_cards(console: Console) -> None:
 
 
 def show_card(name: str, console: Console) -> None:
-    """A preset, and the kernels that typical calls would launch on it."""
+    """Print a preset, and the kernels that typical calls would launch on it."""
     preset = select_preset(name)
     limits, peaks = card_limits(preset), preset.peaks
     console.print(
@@ -57,7 +57,7 @@ def show_card(name: str, console: Console) -> None:
 
 
 def kernel_rows(limits: Limits) -> Iterator[tuple[str, ...]]:
-    """(op, dtype, kernel, grid, threads of a block, shared memory) of each launch of typical calls."""
+    """Rows (op, dtype, kernel, grid, threads of a block, shared memory) of each launch of typical calls."""
     backend = "raw" if int(limits.arch[3:].rstrip("af")) >= 80 else "numba"
     for dtype in _DTYPES:
         for title, op, arguments, options in _typical_calls(FLOAT_DTYPES[dtype]):
@@ -79,7 +79,7 @@ def kernel_rows(limits: Limits) -> Iterator[tuple[str, ...]]:
 
 
 def _typical_calls(dtype: np.dtype[Any]) -> Iterator[tuple[str, str, tuple[Any, ...], dict[str, Any]]]:
-    """(title, op, arrays, options). The arrays are never touched."""
+    """Typical calls as (title, op, arrays, options). The arrays are never accessed."""
 
     def array(*shape: int) -> np.ndarray[Any, Any]:
         return np.empty(shape, dtype)

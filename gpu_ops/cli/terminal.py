@@ -1,4 +1,4 @@
-"""Text and tables on a terminal and in a pipe, for the commands. Nothing else imports rich."""
+"""Text and tables on a terminal and in a pipe, for the commands. No other module imports rich."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.table import Table
 
 __all__ = ["fixed_console", "make_console", "print_table", "run_command", "waiting"]
 
-UNLIMITED = 10_000  # a width that nothing reaches
+UNLIMITED = 10_000  # wider than any table
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """Lines wrap at the width of a terminal (``COLUMNS`` overrides it), and not at all in a file or a pipe."""
+    """Console that wraps at the width of a terminal (``COLUMNS`` overrides it), but not in a file or a pipe."""
     stream = sys.stdout if file is None else file
     if not stream.isatty():
         return fixed_console(UNLIMITED, file)
@@ -27,14 +27,14 @@ def make_console(file: TextIO | None = None) -> Console:
 
 
 def fixed_console(width: int, file: IO[str] | None = None, **options: Any) -> Console:
-    """A console of this width on any terminal: rich takes a dumb one for 80 columns unless it gets a height too."""
+    """Make a console of this width on any terminal: without a height, rich assumes 80 columns for a dumb one."""
     return Console(width=width, height=25, file=file, **options)
 
 
 def print_table(console: Console, table: Table) -> None:
-    """As wide as the console at most, by wrapping between words; where that is not enough, as wide as it must be.
+    """Print a table within the console's width, wrapped between words; wider if that is not enough.
 
-    No word is broken: a terminal that is too narrow breaks the line itself, and nothing is lost.
+    No word is broken: a terminal that is too narrow breaks the line itself, and no text is lost.
     """
     probe = fixed_console(UNLIMITED, console.file)
     needed = Measurement.get(probe, probe.options, table).minimum
@@ -57,7 +57,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exit with the status that ``main`` returns; after an interrupt with a line and 130, as in a shell."""
+    """Exit with the status that ``main`` returns; after an interrupt, with a line and 130, as in a shell."""
     try:
         status = main()
     except KeyboardInterrupt:
@@ -68,7 +68,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
-    """Say what is waited for: a spinner on a terminal, a line in a pipe."""
+    """Show a message while waiting: a spinner on a terminal, a line in a pipe."""
     if console.is_terminal:
         with console.status(what):
             yield

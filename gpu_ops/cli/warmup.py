@@ -1,6 +1,6 @@
-"""Compiling the CPU kernels ahead: which there are, and one at a time.
+"""Compilation of the CPU kernels ahead of use: the list of variants, and one variant at a time.
 
-A module of its own because worker processes import what they run by name, and cannot import ``__main__``.
+This is a separate module because worker processes import functions by name, and cannot import ``__main__``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["compile_variant", "end_with_parent", "in_processes", "variants"]
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Every kernel variant by its label, with the parts that make the variant (dtypes and the like)."""
+    """List every kernel variant by its label, with the parts that define it, such as dtypes."""
     return {k.label(v): tuple(map(str, v if isinstance(v, tuple) else (v,))) for k, v in _all_variants()}
 
 
 def compile_variant(label: str) -> float:
-    """Compile one variant into the cache folder, or load it from there; the seconds it took."""
+    """Compile one variant into the cache folder, or load it from there; return the seconds it took."""
     from gpu_ops.kernels.compiler import progress
 
     progress.silent = True  # the warm-up prints a line per kernel
@@ -41,15 +41,15 @@ def compile_variant(label: str) -> float:
 def in_processes(
     jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
 ) -> Iterator[list[Future[Any]]]:
-    """A future per call, of ``jobs`` processes. An error or an interrupt of the block ends them at once.
+    """Run calls in ``jobs`` processes; yield a future per call. An error or interrupt of the block ends them at once.
 
-    Processes, not threads: Numba compiles under one lock. Spawned, so that they start without ours.
+    These are processes, not threads: Numba compiles under one lock. They are spawned, to start without our locks.
     """
     others = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent)
     try:
-        # they inherit what is blocked: Ctrl-C reaches all processes of a terminal, and this one ends the others
+        # they inherit blocked signals: Ctrl-C reaches all processes of a terminal, and this one ends the others
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             futures = [pool.submit(function, *arguments) for arguments in calls]
@@ -66,7 +66,7 @@ def in_processes(
 
 
 def end_with_parent() -> None:
-    """Make this worker end once the process that started it has been killed; its queue would wait for ever."""
+    """Make this worker end once its parent process has been killed; its queue would otherwise wait for ever."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Memory of calls: known before they run, held to a limit, or one buffer for all of it."""
+"""Memory of calls: estimated before they run, limited, or taken from one buffer."""
 
 from gpu_ops.core.declared import publish
 from gpu_ops.memory.arena import Arena

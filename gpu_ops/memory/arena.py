@@ -1,4 +1,4 @@
-"""One buffer for all that a step allocates, at places that a trace of the step has decided."""
+"""One buffer for all allocations of a step, at offsets planned from a trace of the step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Arena", "place"]
 
 
 def place(buffers: list[Buffer], alignment: int) -> tuple[list[int], int]:
-    """An offset for each buffer, and the size of all: in steps of models the largest live set, or 1 % more.
+    """Choose an offset for each buffer; return them and the total size: for models the largest live set, or 1 % more.
 
-    From the ground up, over a skyline: how high memory is taken at each moment. On its lowest stretch goes the buffer
-    that lives within it and takes most, by bytes times moments; where none does, the stretch rises to its lower
-    neighbour. As Sekiyama et al. (2018), "Profile-guided memory optimization for deep neural networks", who place the
-    one that lives longest. The largest first, each at the lowest free place, takes 10 % more for a forward pass.
+    The skyline is the height of used memory at each moment. Its lowest stretch gets the buffer that lives within it
+    and is largest by bytes times moments; if there is none, the stretch rises to its lower neighbour. This follows
+    Sekiyama et al. (2018), "Profile-guided memory optimization for deep neural networks", who place the longest-lived
+    buffer. Placing the largest first, each at the lowest free offset, takes 10 % more for a forward pass.
     """
     end = 1 + max((max(b.came, b.went or 0) for b in buffers), default=0)
     lives = [(b.came, end if b.went is None else b.went) for b in buffers]
@@ -50,42 +50,42 @@ def place(buffers: list[Buffer], alignment: int) -> tuple[list[int], int]:
 
 
 def _joined(skyline: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Neighbours of one height as one."""
-    found = skyline[:1]
+    """Merge neighbours of equal height."""
+    merged = skyline[:1]
     for start, stop, height in skyline[1:]:
-        if height == found[-1][2]:
-            found[-1] = (found[-1][0], stop, height)
+        if height == merged[-1][2]:
+            merged[-1] = (merged[-1][0], stop, height)
         else:
-            found.append((start, stop, height))
-    return found
+            merged.append((start, stop, height))
+    return merged
 
 
 @runtime_checkable
 class Traced(Protocol):
-    """What an arena is made for: a :class:`Trace`, or another record of a step."""
+    """Interface of a record of a step that an arena is made for, such as :class:`Trace`."""
 
     buffers: list[Buffer]
 
 
 class Arena:
-    """Memory for a step that has been traced: one allocation, used again by every step.
+    """Memory for a traced step: one allocation, reused by every step.
 
-    The i-th allocation of a step gets the place of the i-th in the trace: results and workspaces. On the CPU kernels
-    still allocate scratch for the length of a call, which neither ``nbytes`` nor ``limit`` counts.
+    The i-th allocation of a step, a result or workspace, gets the place of the i-th in the trace. CPU kernels still
+    allocate scratch for the length of a call, which neither ``nbytes`` nor ``limit`` counts.
 
     Parameters
     ----------
     trace : Trace
-        Of the step, left. What was made by ``trace.empty`` is not part of it.
+        Trace of the step, after its ``with`` block. Arrays made by ``trace.empty`` are not part of the arena.
     device : str
-        ``"cpu"`` or ``"cuda"``; for the latter trace with the card as ``device``.
+        ``"cpu"`` or ``"cuda"``; for the latter, trace with the card as ``device``.
     limit : int, optional
-        In bytes.
+        Limit in bytes.
 
     Raises
     ------
     OutOfMemoryError
-        The arena does not fit. Nothing has run.
+        The arena does not fit. No call has run.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class Arena:
     >>> arena.nbytes // x.nbytes
     2
     >>> with arena:
-    ...     y = step().copy()  # what lives on is overwritten by the next step
+    ...     y = step().copy()  # the next step overwrites arrays that are not copied
     """
 
     runs = True
@@ -127,7 +127,7 @@ class Arena:
         self._entered = threading.Lock()
 
     def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
-        """For the ops: scratch of the CPU's threads is not in the arena."""
+        """Do nothing, for the ops: scratch of the CPU's threads is not in the arena."""
         return contextlib.nullcontext()
 
     def __enter__(self) -> Arena:
@@ -154,7 +154,7 @@ class Arena:
         self._entered.release()
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
-        """For the ops: the place of the next array of the plan."""
+        """Return the next array of the plan, for the ops."""
         i, nbytes = self._next, math.prod(shape) * dtype.itemsize
         if i == len(self._plan) or (self._plan[i].label, self._plan[i].nbytes) != (label, nbytes):
             expected = (
@@ -175,25 +175,25 @@ class Arena:
 
 
 def _earlier(plan: list[Buffer], offsets: list[int]) -> list[list[int]]:
-    """For each buffer, those before it whose memory it shares."""
-    found: list[list[int]] = []
+    """Earlier buffers with which each buffer shares memory."""
+    shared: list[list[int]] = []
     for i, b in enumerate(plan):
         end = offsets[i] + b.nbytes
-        found.append([j for j in range(i) if offsets[j] < end and offsets[i] < offsets[j] + plan[j].nbytes])
-    return found
+        shared.append([j for j in range(i) if offsets[j] < end and offsets[i] < offsets[j] + plan[j].nbytes])
+    return shared
 
 
 def _memory(nbytes: int, alignment: int, device: str) -> _HostMemory | _CudaMemory:
     try:
         return _HostMemory(nbytes, alignment) if device == "cpu" else _CudaMemory(nbytes)
-    except OutOfMemoryError:  # of a pool
+    except OutOfMemoryError:  # raised by a pool
         raise
-    except MemoryError as error:  # CuPy's is one, too
+    except MemoryError as error:  # includes CuPy's error
         raise out_of_memory("memory.Arena", error, f"a step of {nbytes} bytes", nbytes) from error
 
 
 class _Alive:
-    """Ends the life of a buffer when the last array on it goes."""
+    """Guard that ends the life of a buffer when its last array is freed."""
 
     def __init__(self, alive: list[bool], i: int) -> None:
         self._alive, self._i = alive, i

@@ -1,4 +1,4 @@
-"""What a training step of a Llama takes, before it runs, and what to keep of it within a budget."""
+"""Estimate of a Llama's training-step memory before it runs, and the choice of what to keep within a budget."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class Estimate:
     """Bytes of a training step, of inference, or of one call."""
 
     parts: dict[str, int]
-    """Alive throughout: weights, gradients, optimizer, KV cache; arguments of a call. activations: the most beside
-    them, workspaces included. Of a call: results, workspaces."""
+    """Bytes by term. Live throughout: weights, gradients, optimizer, KV cache, or arguments of a call. activations:
+    the maximum in addition to these, including workspaces. For a call: results, workspaces."""
     largest: tuple[tuple[str, int], ...]
-    """What is alive at the peak beside what is alive throughout: labels and bytes, the largest first."""
+    """Labels and bytes at the peak, in addition to memory live throughout; the largest first."""
     workspaces: int = 0
-    """Workspaces and scratch at the peak, among the activations."""
+    """Bytes of workspaces and scratch at the peak, counted in the activations."""
 
     @classmethod
     def of(cls, trace: Trace, parts: dict[str, int]) -> Estimate:
-        """``parts``, and what a trace has at its peak."""
+        """Make an estimate from ``parts`` and the peak of a trace."""
         at = [b for b in trace.at_peak() if not b.given]
         workspaces = sum(b.nbytes for b in at if b.is_workspace)
         return cls(parts, tuple((b.label, b.nbytes) for b in at), workspaces)
 
     @property
     def peak(self) -> int:
-        """Bytes of all parts."""
+        """Sum of the bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def state(self) -> int:
-        """What is alive throughout."""
+        """Bytes that are live throughout."""
         return self.peak - sum(self.parts.get(name, 0) for name in ("activations", "results", "workspaces"))
 
     def __str__(self) -> str:
@@ -71,25 +71,24 @@ def estimate(
     device: str | None = None,
     chunk: int = 0,
 ) -> Estimate:
-    """The memory of a training step: loss, gradients, norm and optimizer.
+    """Estimate the memory of a training step: loss, gradients, norm and optimizer.
 
-    Goes through :func:`gpu_ops.models.loss_and_grads` under a :class:`Trace`, so that it is the plan of the program
-    itself.
+    It traces :func:`gpu_ops.models.loss_and_grads` under a :class:`Trace`, so the plan is that of the program itself.
 
     Parameters
     ----------
     config : LlamaConfig
     batch, seqlen : int
     dtype : dtype
-        Of weights and activations. 16-bit weights have float32 masters.
-    policy : str, or one of each layer
+        Dtype of weights and activations. 16-bit weights have float32 masters.
+    policy : str, or one for each layer
         See :func:`gpu_ops.models.block_forward`.
     optimizer : str or None
         ``"adamw"``: two float32 states per weight. None: no states.
     device : str, optional
-        ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
+        ``"cpu"``, ``"cuda"`` (the installed card) or a card of the presets, such as ``"H100 SXM"``.
     chunk : int
-        As :func:`gpu_ops.linear_cross_entropy` takes it.
+        As in :func:`gpu_ops.linear_cross_entropy`.
 
     Examples
     --------
@@ -101,15 +100,15 @@ def estimate(
     True
     """
     one_of(_WHO, "optimizer", optimizer or "adamw", ("adamw",))
-    kind = np.dtype(dtype)
-    wide = computing_dtype(kind.name)
+    weight_dtype = np.dtype(dtype)
+    state_dtype = computing_dtype(weight_dtype.name)
     batch = integer(_WHO, "batch", batch, low=1, high=MOST_SEQUENCES)
     seqlen = integer(_WHO, "seqlen", seqlen, low=1, high=MOST_TOKENS)
     shapes = config.shapes()
     with Trace(device) as trace:
         ids = trace.empty((batch, seqlen), np.int32, "token ids")
-        weights = {name: trace.empty(shape, kind, "weights") for name, shape in shapes.items()}
-        grads = {name: trace.empty(shape, wide, "gradients") for name, shape in shapes.items()}
+        weights = {name: trace.empty(shape, weight_dtype, "weights") for name, shape in shapes.items()}
+        grads = {name: trace.empty(shape, state_dtype, "gradients") for name, shape in shapes.items()}
         state = trace.live_bytes
         loss_and_grads(
             ids,
@@ -122,11 +121,11 @@ def estimate(
         )
         global_norm(list(grads.values()))
     numbers = config.parameters
-    masters = numbers * wide.itemsize if kind != wide else 0
-    states = 2 * numbers * wide.itemsize if optimizer else 0
+    masters = numbers * state_dtype.itemsize if weight_dtype != state_dtype else 0
+    states = 2 * numbers * state_dtype.itemsize if optimizer else 0
     parts = {
-        "weights": numbers * kind.itemsize,
-        "gradients": numbers * wide.itemsize,
+        "weights": numbers * weight_dtype.itemsize,
+        "gradients": numbers * state_dtype.itemsize,
         "optimizer": masters + states,
         "activations": trace.peak_bytes - state,
     }
@@ -142,7 +141,7 @@ def choose_policies(
     dtype: npt.DTypeLike = np.float32,
     **more: Any,
 ) -> list[str]:
-    """A policy for each layer that keeps a training step within a budget and makes as little again as it can.
+    """Choose a policy for each layer that keeps a training step within a budget and recomputes as little as possible.
 
     Parameters
     ----------
@@ -154,14 +153,14 @@ def choose_policies(
     Raises
     ------
     OutOfMemoryError
-        No choice fits; ``required`` is what the smallest takes.
+        No choice fits; ``required`` is the size of the smallest.
 
     Examples
     --------
     >>> from gpu_ops import memory, models
     >>> config = models.LlamaConfig(vocab=256, hidden=256, ffn=688, nlayers=4, nheads=4)
-    >>> most = memory.estimate(config, batch=4, seqlen=256).peak
-    >>> memory.choose_policies(config, batch=4, seqlen=256, budget=most)
+    >>> budget = memory.estimate(config, batch=4, seqlen=256).peak
+    >>> memory.choose_policies(config, batch=4, seqlen=256, budget=budget)
     ['none', 'none', 'none', 'none']
     """
     ladder = _ladder(config, batch, seqlen, dtype, more.get("device"))
@@ -192,8 +191,8 @@ def choose_policies(
 def _ladder(
     config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike, device: str | None
 ) -> list[str]:
-    """Policies that are worth their work, from the one that keeps most: those on the convex hull of bytes kept and
-    flops made again."""
+    """Efficient policies, starting with the one that keeps most: those on the convex hull of bytes kept and flops
+    recomputed."""
     points = [
         (recomputed_flops(policy, config, seqlen), -kept_bytes(policy, config, batch, seqlen, dtype), policy)
         for policy in POLICIES
@@ -217,10 +216,10 @@ def _above(first: Any, second: Any, third: Any) -> bool:
 
 
 def kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
-    """Of a layer, between forward and backward."""
-    one = replace(config, nlayers=1, layers=config.layers[:1])
+    """Bytes that a layer keeps between forward and backward."""
+    one_layer = replace(config, nlayers=1, layers=config.layers[:1])
     with Trace() as trace:
-        arrays = {name: trace.empty(shape, dtype) for name, shape in one.shapes().items()}
+        arrays = {name: trace.empty(shape, dtype) for name, shape in one_layer.shapes().items()}
         x = trace.empty((batch, seqlen, config.hidden), dtype)
-        _, saved = block_forward(x, Llama.of(arrays, one).layers[0], one, policy=policy)
+        _, saved = block_forward(x, Llama.of(arrays, one_layer).layers[0], one_layer, policy=policy)
         return saved.nbytes

@@ -1,4 +1,4 @@
-"""What one call takes, before it runs, from the shapes of its arrays."""
+"""Estimate of one call's memory before it runs, from the shapes of its arrays."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def estimate_call(
     device: str | None = None,
     **kwargs: Any,
 ) -> Estimate:
-    """The memory of one call: its arguments, results and workspaces, from its own program. Nothing runs.
+    """Estimate the memory of one call, its arguments, results and workspaces, from its program, without running it.
 
     Parameters
     ----------
     op : str or function
         ``"attention"``, or ``gpu_ops.attention``.
     *args, **kwargs
-        The op's own, by position or name. An array is given as its shape, a tuple, and has ``dtype``; as
-        ``(shape, dtype)``, which keyword options such as ``bias`` need too; or as a NumPy array. Index arrays whose
-        values a call checks (``cu_seqlens``, ``seqused_k``) have to be real ones.
+        Arguments of the op, by position or name. An array is given as its shape, a tuple, and has ``dtype``; as
+        ``(shape, dtype)``, which is also the form for keyword options such as ``bias``; or as a NumPy array. Index
+        arrays whose values a call checks (``cu_seqlens``, ``seqused_k``) must be real arrays.
     dtype : dtype
     device : str, optional
-        ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
+        ``"cpu"``, ``"cuda"`` (the installed card) or a card of the presets, such as ``"H100 SXM"``.
 
     Returns
     -------
@@ -50,40 +50,42 @@ def estimate_call(
     --------
     >>> from gpu_ops import memory
     >>> shape = (1, 8192, 32, 128)
-    >>> found = memory.estimate_call("attention", q=shape, k=shape, v=shape, causal=True, dtype="bfloat16")
-    >>> found.parts["results"] >> 20  # beside 4 GiB of scores that are never stored
+    >>> call = memory.estimate_call("attention", q=shape, k=shape, v=shape, causal=True, dtype="bfloat16")
+    >>> call.parts["results"] >> 20  # without the 4 GiB of scores, which are never stored
     64
     """
-    one, kind = op_named(_WHO, op), read_dtype(_WHO, dtype)
-    named = dict(one.signature.parameters)
+    named_op, default_dtype = op_named(_WHO, op), read_dtype(_WHO, dtype)
+    named = dict(named_op.signature.parameters)
     by_place = [p for p in named.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     with Trace(device) as trace:
-        given = [_array(trace, p, x, kind) for p, x in zip(by_place, args, strict=False)]
-        given += args[len(by_place) :]  # too many: the op says so
-        options = {n: _array(trace, named[n], x, kind) if n in named else x for n, x in kwargs.items()}
+        arrays = [_array(trace, p, x, default_dtype) for p, x in zip(by_place, args, strict=False)]
+        arrays += args[len(by_place) :]  # too many: the op raises an error
+        options = {
+            n: _array(trace, named[n], x, default_dtype) if n in named else x for n, x in kwargs.items()
+        }
         arguments = trace.live_bytes
-        result = one(tuple(given), options)
+        result = named_op(tuple(arrays), options)
         results = trace.live_bytes - arguments
         parts = {"arguments": arguments, "results": results}
         parts["workspaces"] = trace.peak_bytes - arguments - results
-        found = Estimate.of(trace, parts)
+        estimated = Estimate.of(trace, parts)
         del result
-    return found
+    return estimated
 
 
 def read_dtype(op: str, dtype: Any) -> np.dtype[Any]:
-    """The dtype that is meant."""
+    """Read a dtype argument."""
     try:
-        found: np.dtype[Any] = np.dtype(dtype)
+        result: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise DTypeError(
             f"{op}: dtype={dtype!r} is none; pass one such as 'float16' or 'bfloat16'"
         ) from error
-    return found
+    return result
 
 
 def _array(trace: Trace, parameter: inspect.Parameter, value: Any, dtype: np.dtype[Any]) -> Any:
-    """An array without memory for a shape, or a shape and a dtype; lists of them; anything else as it is."""
+    """Make an array without memory for a shape, a shape and a dtype, or lists of these; others stay unchanged."""
     name = parameter.name
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
         return _empty(trace, name, value[0], read_dtype(_WHO, value[1]))

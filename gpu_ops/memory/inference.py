@@ -1,4 +1,4 @@
-"""What inference with a Llama takes, before it runs, and how much of it fits."""
+"""Estimate of a Llama's inference memory before it runs, and the largest batch or length that fits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from gpu_ops.presets import select_preset
 
 __all__ = ["estimate_inference", "fit", "kv_cache_bytes"]
 
-_MOST_POSITIONS = 1 << 20  # where the search for a batch ends
+_MOST_POSITIONS = 1 << 20  # limit of the search for a length
 
 
 def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.DTypeLike = np.float16) -> int:
-    """Keys and values of all layers: ``2 nlayers nheads_kv head_dim itemsize`` bytes for each token.
+    """Bytes of keys and values of all layers: ``2 nlayers nheads_kv head_dim itemsize`` for each token.
 
-    With ``dtype`` int8 or float8_e4m3fn, 4 more for the scale of each head.
+    With ``dtype`` int8 or float8_e4m3fn, the scale of each head takes 4 more.
 
     Examples
     --------
@@ -38,8 +38,8 @@ def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.D
     128
     """
     who = "memory.kv_cache_bytes"
-    kind = read_dtype(who, dtype)
-    head = config.head_dim * kind.itemsize + (4 if kind in QUANTIZED.values() else 0)
+    cache_dtype = read_dtype(who, dtype)
+    head = config.head_dim * cache_dtype.itemsize + (4 if cache_dtype in QUANTIZED.values() else 0)
     tokens = integer(who, "batch", batch, low=1) * integer(who, "seqlen", seqlen, low=0)
     return 2 * config.nlayers * config.nheads_kv * head * tokens
 
@@ -55,46 +55,49 @@ def estimate_inference(
     prompt: int | None = None,
     device: str | None = None,
 ) -> Estimate:
-    """The memory of inference: weights, a KV cache for ``seqlen`` tokens, and the activations of the prompt.
+    """Estimate the memory of inference: weights, a KV cache for ``seqlen`` tokens, and activations of the prompt.
 
     The activations are those of :func:`gpu_ops.models.hidden_states` over the prompt, and the logits of its last
-    tokens; steps of one token take less.
+    tokens; steps with one token take less.
 
     Parameters
     ----------
     config : LlamaConfig
     batch, seqlen : int
-        Sequences, and tokens of each, the prompt included.
+        Number of sequences, and of tokens of each, including the prompt.
     dtype : dtype
-        Of weights and activations. ``cache_dtype``: of the cache, default the same; see :func:`kv_cache_bytes`.
+        Dtype of weights and activations. ``cache_dtype``: that of the cache, default the same; see
+        :func:`kv_cache_bytes`.
     prompt : int, optional
-        Tokens of each sequence that go through the model at one time, default ``seqlen``.
+        Tokens of each sequence that the model processes at a time, default ``seqlen``.
     device : str, optional
         ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
 
     Examples
     --------
     >>> from gpu_ops import memory, models
-    >>> found = memory.estimate_inference(models.PRESETS["llama-3-8b"], batch=8, seqlen=4096, dtype="bfloat16")
-    >>> {name: f"{n / 2**30:.1f} GiB" for name, n in found.parts.items()}
+    >>> terms = memory.estimate_inference(models.PRESETS["llama-3-8b"], batch=8, seqlen=4096, dtype="bfloat16").parts
+    >>> {name: f"{n / 2**30:.1f} GiB" for name, n in terms.items()}
     {'weights': '15.0 GiB', 'KV cache': '4.0 GiB', 'activations': '3.1 GiB'}
     """
     who = "memory.estimate_inference"
     batch = integer(who, "batch", batch, low=1, high=MOST_SEQUENCES)
     length = integer(who, "seqlen", seqlen, low=1, high=MOST_TOKENS)
     tokens = length if prompt is None else integer(who, "prompt", prompt, low=1, high=length)
-    kind = read_dtype(who, dtype)
+    weight_dtype = read_dtype(who, dtype)
     with Trace(device) as trace:
         shapes = config.shapes()
-        weights = Llama.of({n: trace.empty(shape, kind, "weights") for n, shape in shapes.items()}, config)
+        weights = Llama.of(
+            {n: trace.empty(shape, weight_dtype, "weights") for n, shape in shapes.items()}, config
+        )
         ids = trace.empty((batch, tokens), np.int32, "token ids")
         state = trace.live_bytes
         states = hidden_states(ids, weights, config)
-        found = linear(trace.empty((batch, config.hidden), kind, "last states"), weights.lm_head)
-        del states, found
+        logits = linear(trace.empty((batch, config.hidden), weight_dtype, "last states"), weights.lm_head)
+        del states, logits
         parts = {
-            "weights": config.parameters * kind.itemsize,
-            "KV cache": kv_cache_bytes(config, batch=batch, seqlen=seqlen, dtype=cache_dtype or kind),
+            "weights": config.parameters * weight_dtype.itemsize,
+            "KV cache": kv_cache_bytes(config, batch=batch, seqlen=seqlen, dtype=cache_dtype or weight_dtype),
             "activations": trace.peak_bytes - state,
         }
         return Estimate.of(trace, parts)
@@ -109,7 +112,7 @@ def fit(
     train: bool = False,
     **options: Any,
 ) -> int:
-    """The largest batch for a seqlen, or the largest seqlen for a batch, that fits.
+    """Find the largest batch for a seqlen, or the largest seqlen for a batch, that fits.
 
     Parameters
     ----------
@@ -119,15 +122,15 @@ def fit(
         ``device=`` is given. A card's memory counts as GB of 1e9 bytes. Most have 3 to 7 % more, for the context of
         CUDA and the allocator's remainders.
     batch, seqlen : int
-        One of them; the other one is found, up to 2^20 tokens in a sequence and 2^24 in a batch.
+        Pass one of them; the other is found, up to 2^20 tokens in a sequence and 2^24 in a batch.
     train : bool
-        A training step, see :func:`estimate`, in place of inference, see :func:`estimate_inference`. ``options``:
-        theirs.
+        Fit a training step, see :func:`estimate`, instead of inference, see :func:`estimate_inference`. ``options``
+        are those of the function.
 
     Raises
     ------
     OutOfMemoryError
-        Not even 1 fits; ``required`` is what that takes.
+        Not even 1 fits; ``required`` is the size for 1.
 
     Examples
     --------
@@ -140,13 +143,13 @@ def fit(
         raise OptionError(f"{who}: pass one of batch= and seqlen=; the other one is found")
     available, card = _budget(who, budget)
     options = {"device": card} | options
-    sought, given = ("batch", {"seqlen": seqlen}) if batch is None else ("seqlen", {"batch": batch})
+    sought, fixed = ("batch", {"seqlen": seqlen}) if batch is None else ("seqlen", {"batch": batch})
     run: Callable[..., Estimate] = estimate if flag(who, "train", train) else estimate_inference
 
     def takes(n: int) -> float:
         try:
-            return run(config, **{sought: n}, **given, **options).peak
-        except (DeviceError, OutOfMemoryError):  # more than a launch or addresses take
+            return run(config, **{sought: n}, **fixed, **options).peak
+        except (DeviceError, OutOfMemoryError):  # more than a launch or the address space allows
             if n == 1:
                 raise
             return math.inf
@@ -160,12 +163,12 @@ def fit(
             int(least),
             available,
         )
-    most = min(MOST_TOKENS // int(batch or seqlen or 1), _MOST_POSITIONS if seqlen is None else MOST_TOKENS)
-    return _largest(takes, least, available, most)
+    limit = min(MOST_TOKENS // int(batch or seqlen or 1), _MOST_POSITIONS if seqlen is None else MOST_TOKENS)
+    return _largest(takes, least, available, limit)
 
 
 def _budget(who: str, budget: int | str) -> tuple[int, str | None]:
-    """Bytes, and the card that has them."""
+    """Bytes of a budget, and the card that has them."""
     if isinstance(budget, str):
         try:
             preset = select_preset(budget)
@@ -181,18 +184,18 @@ def _budget(who: str, budget: int | str) -> tuple[int, str | None]:
 
 
 def _largest(takes: Callable[[int], float], at_low: float, available: int, most: int) -> int:
-    """The largest n up to ``most`` that takes no more than is available, which 1 does: bisection. Most of what is
-    taken grows in proportion, so that a line through two points says where to look next."""
+    """Find the largest n up to ``most`` that fits, by bisection; 1 does fit. Memory grows almost in proportion to n,
+    so a line through two points gives the next guess."""
     low, high, guess = 1, most + 1, 2
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
-        found = takes(guess)
-        if found <= available:
-            slope = (found - at_low) / (guess - low)
-            low, at_low = guess, found
-            guess = low + 1 + int((available - found) / slope) if slope > 0 else 2 * low
+        required = takes(guess)
+        if required <= available:
+            slope = (required - at_low) / (guess - low)
+            low, at_low = guess, required
+            guess = low + 1 + int((available - required) / slope) if slope > 0 else 2 * low
         else:
             high = guess
-            share = (available - at_low) / (found - at_low) if found < math.inf else 0.5
+            share = (available - at_low) / (required - at_low) if required < math.inf else 0.5
             guess = low + int((high - low) * share)
     return low

@@ -1,4 +1,4 @@
-"""A limit on the memory of calls: checked before each allocation, with a count of who holds what."""
+"""Limit on the memory of calls: checked before each allocation, with counts of the bytes of each holder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gpu_ops.memory.sizes import read_size
 
 __all__ = ["Pool", "limit"]
 
-_CUDA_ROUNDS = 512  # CuPy's pool gives multiples of it
-_MOST_HOLDERS = 3  # named by an error
+_CUDA_ROUNDS = 512  # CuPy's pool allocates multiples of it
+_MOST_HOLDERS = 3  # number of holders that an error names
 
 _lock = (
     threading.Lock()
-)  # of the counts of all pools: an allocation counts in every pool around it, or in none
+)  # lock of the counts of all pools: an allocation counts in every pool around it, or in none
 
 
 def _new_lock() -> None:
@@ -36,42 +36,42 @@ def _new_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    # a thread that the child does not have may hold the old one
+    # a thread that the child does not have may hold the old lock
     os.register_at_fork(after_in_child=_new_lock)
 
 
 class Pool:
-    """Counts what calls allocate while it is entered, and refuses what would exceed a limit.
+    """Pool that counts allocations of calls while it is entered, and refuses those that would exceed a limit.
 
     On the CPU it counts results, workspaces and the scratch of kernels. On a GPU, ``device="cuda"``, it counts every
-    array that CuPy allocates, in the multiples of 512 bytes that CuPy takes; they come from its own
-    ``cupy.cuda.MemoryPool``, which has the same limit. Bytes are returned when the last array on them goes.
+    array that CuPy allocates, in CuPy's multiples of 512 bytes; they come from a separate
+    ``cupy.cuda.MemoryPool``, which has the same limit. Bytes are returned when their last array is freed.
 
     Parameters
     ----------
     limit : int or str, optional
-        In bytes, or as ``"8 GB"`` (of 1e9 bytes) or ``"8 GiB"`` (of 2^30). 0: nothing may be allocated. None: no
+        Limit in bytes, or as ``"8 GB"`` (of 1e9 bytes) or ``"8 GiB"`` (of 2^30). 0 refuses all allocations. None: no
         limit.
     device : str
-        ``"cpu"`` or ``"cuda"``: whose memory. That of the other one is not counted.
+        Device whose memory is counted, ``"cpu"`` or ``"cuda"``; the other's is not.
     name : str
-        For messages.
+        Name for messages.
 
     Raises
     ------
     OptionError
-        The limit is no size, or a trace or an arena is in use in this thread.
+        The limit is not a size, or a trace or an arena is in use in this thread.
     OutOfMemoryError
-        By the calls within, before they write anything: ``required`` is what the allocation takes, ``available`` what
-        is left, ``holders`` the largest of what fills the pool. The call can be made again once something is freed.
+        Raised by calls inside, before they write anything: ``required`` is the size of the allocation, ``available``
+        the bytes left, ``holders`` the largest holders of the pool. The call can be repeated once memory is freed.
 
     Notes
     -----
-    A pool holds in the threads that enter it, and several may: the limit is on their sum. Pools nest: the tightest
-    limit holds. Arrays may go in any thread. Freed memory that is kept for the next results (``GPU_OPS_POOL_MB``,
-    CuPy's pool) is not counted, nor is what NumPy makes: copies of strided arguments, the codes of
-    ``ternary_quantize`` on the CPU. An array that a traceback still refers to is alive. Counting takes 4 us per call,
-    and nothing where no pool is entered.
+    A pool applies to the threads that enter it; with several, the limit is on their sum. Pools nest: the tightest
+    limit applies. Arrays may be freed in any thread. Freed memory that is kept for later results
+    (``GPU_OPS_POOL_MB``, CuPy's pool) is not counted, nor are NumPy's allocations: copies of strided arguments, the
+    codes of ``ternary_quantize`` on the CPU. An array that a traceback still refers to is alive. Counting takes 4 us
+    per call, and no time if no pool is entered.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class Pool:
         self.name = name
         self._current = self._peak = 0
         self._holders: dict[str, int] = {}
-        # What has gone, not yet subtracted: the garbage collector may run in the very thread that holds the lock.
+        # Freed bytes, not yet subtracted: the garbage collector may run in the very thread that holds the lock.
         self._gone: deque[tuple[str, int]] = deque()
         self._entered = _Entries()
         self._memory: Any = _cupy_pool(self.limit) if device == "cuda" else None
@@ -118,7 +118,7 @@ class Pool:
         self._entered.stacks.pop().close()
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32, name: str = "array") -> Any:
-        """An uninitialised array under a name of the caller's, such as ``"KV cache"``. The pool must be entered."""
+        """Allocate an uninitialised array under a name, such as ``"KV cache"``. The pool must be entered."""
         entered = allocator()
         if not isinstance(entered, _Entered) or self not in entered.pools:
             raise OptionError(
@@ -128,20 +128,20 @@ class Pool:
 
     @property
     def current(self) -> int:
-        """Bytes that are held now."""
+        """Bytes held now."""
         with _lock:
             self._settle()
             return self._current
 
     @property
     def peak(self) -> int:
-        """The most bytes held at one time."""
+        """Maximum of bytes held at one time."""
         return self._peak
 
     @property
     def holders(self) -> dict[str, int]:
-        """Who holds how many bytes, the largest first: ``op: result``, ``op workspace: name``, ``op
-        scratch``, or a name given to :meth:`empty`; ``array`` for what CuPy allocated outside of ops."""
+        """Bytes by holder, the largest first: ``op: result``, ``op workspace: name``, ``op scratch``, or a name
+        passed to :meth:`empty`; ``array`` for CuPy's allocations outside of ops."""
         with _lock:
             self._settle()
             return dict(sorted(self._holders.items(), key=lambda item: -item[1]))
@@ -164,8 +164,8 @@ class Pool:
 
     def _refusal(self, label: str, nbytes: int) -> OutOfMemoryError:
         left = int(self._left())
-        most = tuple(sorted(self._holders.items(), key=lambda item: -item[1])[:_MOST_HOLDERS])
-        held = ", ".join(f"{name} {size_text(n)}" for name, n in most)
+        largest = tuple(sorted(self._holders.items(), key=lambda item: -item[1])[:_MOST_HOLDERS])
+        held = ", ".join(f"{name} {size_text(n)}" for name, n in largest)
         return OutOfMemoryError(
             f"{label} needs {size_text(nbytes)}, and the memory limit of {size_text(self.limit or 0)}"
             f"{f' of {self.name!r}' if self.name else ''} has {size_text(left)} left"
@@ -173,12 +173,12 @@ class Pool:
             "several calls",
             nbytes,
             left,
-            most,
+            largest,
         )
 
 
 def limit(size: int | str, *, device: str = "cpu") -> Pool:
-    """A :class:`Pool` with this limit: ``with memory.limit("8 GB"):``.
+    """Make a :class:`Pool` with this limit: ``with memory.limit("8 GB"):``.
 
     Examples
     --------
@@ -192,14 +192,14 @@ def limit(size: int | str, *, device: str = "cpu") -> Pool:
 
 
 class _Entries(threading.local):
-    """How a thread leaves what it has entered."""
+    """Exits of the pools that a thread has entered."""
 
     def __init__(self) -> None:
         self.stacks: list[contextlib.ExitStack] = []
 
 
 class _Entered:
-    """The pools that a thread is in, the innermost first, as its allocator."""
+    """Allocator of a thread: the pools that it is in, innermost first."""
 
     runs, on_gpu, from_device = True, False, True
 
@@ -211,7 +211,7 @@ class _Entered:
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
         name = label.rpartition(": ")[2]
-        if not device.on_host:  # CuPy will ask for the memory
+        if not device.on_host:  # CuPy will request the memory
             before, self._label = self._label, label
             try:
                 return device.empty(shape, dtype, name)
@@ -221,7 +221,7 @@ class _Entered:
         try:
             array = device.empty(shape, dtype, name)
         except BaseException:
-            del charge  # which the traceback would hold
+            del charge  # the traceback would keep it alive
             raise
         if charge is not None:
             _until_gone(array, charge)
@@ -236,7 +236,7 @@ class _Entered:
             del charge
 
     def cuda_memory(self, nbytes: int) -> Any:
-        """In place of CuPy's own allocator."""
+        """Allocate CUDA memory, instead of CuPy's allocator."""
         import cupy
 
         charge = _charged(self.on_cuda, self._label, -(-nbytes // _CUDA_ROUNDS) * _CUDA_ROUNDS)
@@ -253,14 +253,14 @@ class _Entered:
 
 
 class _Charge:
-    """Bytes that count until it goes."""
+    """Bytes that count until the charge is freed."""
 
     __slots__ = ("_label", "_nbytes", "_pools", "memory")
 
     def __init__(self, pools: tuple[Pool, ...], label: str, nbytes: int) -> None:
         self._pools, self._label, self._nbytes = pools, label, nbytes
         self.memory: Any = None
-        """CuPy's, which goes with it."""
+        """CuPy's memory, freed with the charge."""
 
     def __del__(self) -> None:
         for pool in self._pools:
@@ -268,7 +268,7 @@ class _Charge:
 
 
 def _charged(pools: tuple[Pool, ...], label: str, nbytes: int) -> _Charge | None:
-    """None where there is nothing to count."""
+    """Charge an allocation to pools; None if there is nothing to count."""
     if not pools or not nbytes:
         return None
     with _lock:
@@ -283,7 +283,7 @@ def _charged(pools: tuple[Pool, ...], label: str, nbytes: int) -> _Charge | None
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
-    """An array's charge, until the array goes."""
+    """Weak reference to an array that keeps its charge until the array is freed."""
 
     __slots__ = ("charge",)
     charge: _Charge

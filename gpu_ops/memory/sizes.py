@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes of memory as text, such as ``8 GB``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_ops.errors import OptionError
 
 __all__ = ["MOST_SEQUENCES", "MOST_TOKENS", "read_size"]
 
-# What an estimate takes: the tables of its plan have 32 bytes per sequence, and on the CPU 280 per position.
+# Limits of an estimate: the tables of its plan have 32 bytes per sequence, and on the CPU 280 per position.
 MOST_SEQUENCES, MOST_TOKENS = 1 << 24, 1 << 24
 
 _UNITS = {"B": 1} | {
@@ -24,21 +24,21 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", re.ASCII)
 
 
 def read_size(op: str, name: str, value: Any) -> int:
-    """Bytes: an integer, or a number and a unit. GB is 1e9 bytes, GiB 2^30.
+    """Read a size in bytes: an integer, or a number and a unit. GB is 1e9 bytes, GiB 2^30.
 
     >>> read_size("memory", "limit", "8 GB"), read_size("memory", "limit", "1.5KiB"), read_size("memory", "limit", 7)
     (8000000000, 1536, 7)
     """
     if not isinstance(value, str):
         return integer(op, name, value, low=0)
-    found = _SIZE.fullmatch(value)
-    unit = _BY_NAME.get(found[2].upper()) if found else None
-    if found is None or unit is None:
+    match = _SIZE.fullmatch(value)
+    unit = _BY_NAME.get(match[2].upper()) if match else None
+    if match is None or unit is None:
         raise OptionError(
             f"{op}: {name}={value!r} is no size; pass bytes as an integer, or a number and a unit such as '8 GB' or "
             f"'512 MiB'; units: {', '.join(_UNITS)}"
         )
-    size = float(found[1]) * unit
+    size = float(match[1]) * unit
     if not math.isfinite(size):
         raise OptionError(f"{op}: {name} is larger than any memory")
     return int(size)

@@ -1,8 +1,8 @@
-"""The memory of a function of ops, found by going through its calls without running them.
+"""Memory of a function of ops, found by tracing its calls without running them.
 
 Under a :class:`Trace` every op validates its arguments, is lowered to its program, and returns arrays of the right
-shape that take no memory. What it would allocate, results and workspaces, is recorded, and so is the moment when each
-array goes. The plan is that of the function itself, not of a formula beside it.
+shape that take no memory. Its allocations, results and workspaces, are recorded, and so is the moment when each array
+is freed. The plan is that of the function itself, not of a separate formula.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from gpu_ops.presets import select_preset
 
 __all__ = ["Buffer", "Trace"]
 
-_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # the system sets nothing aside for a mapping
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # the system reserves no memory for a mapping
 _SCRATCH = "scratch of the CPU's kernels"
 
 
 @dataclass
 class Buffer:
-    """One allocation: when it came, the first in a trace being 0, and when it went; None: it outlived the trace."""
+    """One allocation: the moments of alloc, from 0 in a trace, and of free; None if it outlived the trace."""
 
     label: str
     nbytes: int
     came: int
     went: int | None = None
     given: bool = False
-    """By :meth:`Trace.empty`, not by an op."""
+    """Whether it was allocated by :meth:`Trace.empty`, not by an op."""
 
     @property
     def is_workspace(self) -> bool:
-        """Whether it is freed when its call returns."""
+        """Whether the buffer is freed when its call returns."""
         return " workspace: " in self.label or self.label == _SCRATCH
 
 
 @dataclass
 class Trace:
-    """What the calls made under it would allocate, in order. Nothing runs, and nothing is allocated.
+    """Trace of the allocations that calls would make, in order. The calls neither run nor allocate.
 
     Parameters
     ----------
     device : str, optional
         ``"cpu"``, the default, or a card of the presets such as ``"H100 SXM"``: its kernels' workspaces are planned,
-        without the card. ``"cuda"`` is the card at hand. Calls of other threads are not traced.
+        without the card. ``"cuda"`` is the installed card. Calls of other threads are not traced.
 
     Notes
     -----
-    Index arrays whose values a call checks (``cu_seqlens``) have to be real. Arrays that NumPy or CuPy make do not
-    show, only those of ops and of :meth:`empty`. On the CPU as many threads as may take part have scratch of their
-    own in the plan; one that wakes up late takes none.
+    Index arrays whose values a call checks (``cu_seqlens``) must be real arrays. Only arrays of ops and of
+    :meth:`empty` are recorded, not those of NumPy or CuPy. On the CPU the plan has scratch for every thread that may
+    take part; one that wakes up late takes none.
 
     Examples
     --------
@@ -99,11 +99,11 @@ class Trace:
         self._stack.close()
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, label: str = "array") -> Any:
-        """An array without memory, for arguments: weights, tokens. It reads as zeros, and is not to be written."""
+        """Make an array without memory for an argument: weights, tokens. It reads as zeros; do not write to it."""
         return self._reserve(shape, np.dtype(dtype), label, given=True)
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
-        """An op's result or workspace."""
+        """Allocate an op's result or workspace."""
         return self._reserve(shape, dtype, label, given=False)
 
     def _reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, *, given: bool) -> Any:
@@ -118,29 +118,29 @@ class Trace:
         return array[: buffer.nbytes].view(dtype).reshape(shape)
 
     def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
-        """Memory of the CPU's kernels for the length of a call."""
+        """Count memory that CPU kernels take for the length of a call."""
         if self._live + nbytes > self._peak:
             self._peak, self._peak_at, self._scratch = self._live + nbytes, self._now - 1, nbytes
         return contextlib.nullcontext()
 
     def goes(self, buffer: Buffer) -> None:
-        """The last array on a buffer is gone."""
+        """Record that a buffer's last array is freed."""
         buffer.went = self._now
         self._now += 1
         self._live -= buffer.nbytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at one time."""
+        """Maximum of bytes alive at one time."""
         return self._peak
 
     @property
     def live_bytes(self) -> int:
-        """Alive now."""
+        """Bytes alive now."""
         return self._live
 
     def at_peak(self) -> list[Buffer]:
-        """What is alive at the peak, the largest first."""
+        """Buffers alive at the peak, the largest first."""
         at = self._peak_at
         alive = [b for b in self.buffers if b.came <= at and (b.went is None or b.went > at)]
         alive += [Buffer(_SCRATCH, self._scratch, at)] * (self._scratch > 0)
@@ -155,7 +155,7 @@ def _reserved(nbytes: int) -> mmap.mmap:
 
 
 class _Reserved:
-    """Addresses without memory behind them, for as long as an array lies on them."""
+    """Addresses without memory behind them, valid as long as an array uses them."""
 
     def __init__(self, trace: Trace, buffer: Buffer, memory: mmap.mmap) -> None:
         self._trace, self._buffer, self._map = trace, buffer, memory
@@ -175,7 +175,7 @@ def _running_on(device: str | None) -> AbstractContextManager[None]:
             )
         device = current_device("cuda").limits.preset
     if device not in (None, "cpu"):
-        preset = select_preset(device)  # OptionError for a card that is not known
+        preset = select_preset(device)  # OptionError for an unknown card
         backend = "numba" if preset.arch.compute_capability < (8, 0) else "raw"
         chosen = {"GPU_OPS_DEVICE": "emulator", "GPU_OPS_BACKEND": backend, "GPU_OPS_ARCH": str(device)}
     elif default("GPU_OPS_BACKEND") == "raw":
