@@ -72,7 +72,7 @@ class FileError(GpuOpsError, OSError):
 
 
 class MissingFileError(FileError, FileNotFoundError):
-    """There is no file, or no folder to write one in, at this path."""
+    """No file, or no folder to write one in, exists at this path."""
 
 
 class MissingPackageError(GpuOpsError, ImportError):

@@ -1,6 +1,6 @@
-"""Several processes, on one machine or many: communicators, and computations that divide their arrays among ranks.
+"""Distributed computing, on one machine or many: communicators, and computations that divide arrays among ranks.
 
-Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiexec; the same program runs without::
+Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiexec; it also runs without a launcher::
 
     mesh = distributed.Mesh(dp=distributed.world().size)  # and tp=, pp=, cp=
     parallel = distributed.DataParallel(config, mesh.dp, stage=2)  # ZeRO-2
@@ -11,11 +11,11 @@ Start a program by ``scripts/launch.sh N python program.py``, or any MPI's mpiex
         parallel.step(lr=3e-4, grad_scale=training.clip_coefficient(parallel.grad_norm(), 1.0))
 
 ==================================================== ======================================================
-what the ranks divide                                by
+divided among ranks                                  by
 ==================================================== ======================================================
 the batch; states, gradients and weights (ZeRO)      :class:`DataParallel`
-heads, channels and rows of the vocabulary           :class:`TensorParallel`, in place of ``config`` above
-layers                                               :class:`Pipeline`, in place of ``parallel.loss_and_grads``
+heads, channels and rows of the vocabulary           :class:`TensorParallel`, instead of ``config`` above
+layers                                               :class:`Pipeline`, instead of ``parallel.loss_and_grads``
 the sequence                                         :class:`ContextParallel`, as ``sequences=`` of a model;
                                                      :func:`ring_attention`, :func:`ulysses_attention`
 saved states                                         :class:`ShardedCheckpoints`

@@ -204,13 +204,13 @@ class DataParallel(Parts):
         """Loss of this rank's part of the batch, with the options of :func:`gpu_ops.models.loss_and_grads`.
 
         Gradients are added to those of earlier calls. ``last=False``: more microbatches follow before the step, and
-        stages 0 and 1 send nothing. Pass ``dloss=1 / k`` for the mean of k microbatches.
+        stages 0 and 1 send no data. Pass ``dloss=1 / k`` for the mean of k microbatches.
         """
         check_loss_options(options)
         checks.scalar(f"{_OP}.loss_and_grads", "dloss", dloss, self.flat.buffers["params"].dtype.name)
-        forward_backward = Pass(self, self.config, policy=policy, sequences=sequences)
+        model_pass = Pass(self, self.config, policy=policy, sequences=sequences)
         self.begin(last=last)
-        value = forward_backward.run(ids, targets, dloss=dloss, options=options)
+        value = model_pass.run(ids, targets, dloss=dloss, options=options)
         if last:
             self.finish()
         return value

@@ -102,13 +102,13 @@ def ring_attention(
     module = array_module(shards.q)
     out = module.zeros((batch, length, nheads, shards.v.shape[-1]), shards.wide)
     lse = module.full((batch, nheads, length), -np.inf, np.float64)
-    options_lse: dict[str, Any] = {"return_lse": True, "out_dtype": shards.wide, "lse_dtype": np.float64}
+    lse_options: dict[str, Any] = {"return_lse": True, "out_dtype": shards.wide, "lse_dtype": np.float64}
     keys, values = shards.k, shards.v
     for step in range(comm.size):
         moving = comm.shift(keys, values) if step + 1 < comm.size else None
         for rows, columns, places in ring.blocks((comm.rank - step) % comm.size):
             mine = out[:, rows], lse[:, :, rows]
-            part = attention(shards.q[:, rows], keys[:, columns], values[:, columns], **options_lse, **places)
+            part = attention(shards.q[:, rows], keys[:, columns], values[:, columns], **lse_options, **places)
             attention_merge(*mine, *part, out=mine)
             if moving is not None:
                 moving.poll()

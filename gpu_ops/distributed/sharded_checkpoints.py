@@ -195,8 +195,8 @@ class ShardedCheckpoints:
         with self._together(op):
             steps = self.steps() if self.comm.rank == 0 else []
         count = int(self.comm.broadcast(np.array(len(steps)))[()])
-        agreed = np.array(steps if self.comm.rank == 0 else [0] * count, np.int64)
-        return [int(x) for x in self.comm.broadcast(agreed)]
+        step_array = np.array(steps if self.comm.rank == 0 else [0] * count, np.int64)
+        return [int(x) for x in self.comm.broadcast(step_array)]
 
     @contextlib.contextmanager
     def _together(self, op: str) -> Iterator[None]:

@@ -76,7 +76,7 @@ class Transport(ABC):
     """Base class that moves arrays contiguous in C order; ``result`` and ``found`` receive the results.
 
     ``pieces`` and ``stacked`` hold one part for each rank, in rank order, along their first axis. ``beside``: the
-    caller goes on to other work before it waits for the transfer.
+    caller continues with other work before it waits for the transfer.
     """
 
     sums: ClassVar[frozenset[str] | None] = None

@@ -1,4 +1,4 @@
-"""Runs compiled GPU kernels (PTX) on the CPU, under a sanitizer and a profiler. See README.md in this folder."""
+"""Emulator of compiled GPU kernels (PTX) on the CPU, with sanitizer and profiler. See README.md in this folder."""
 # ruff: noqa: E402  # Numba is imported before the modules that use it
 
 from gpu_ops.kernels.compiler.numba_import import import_numba

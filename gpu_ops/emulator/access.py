@@ -68,7 +68,7 @@ def _text(m: State, access: Access, at: int) -> str:
 
 
 def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
-    """(space, elements, type, whether it polls) of a load or store."""
+    """Parse a load or store to (space, elements, type, whether it polls)."""
     space, count = GENERIC, 1
     *words, ptx_type = instruction.modifiers
     for word in words:

@@ -80,7 +80,7 @@ def _at_first_call(function: Callable[..., Any], build: Callable[..., Any]) -> C
 
 
 def _on_disk(function: Callable[..., Any], i: int, miss: Callable[[], None]) -> DiskCache:
-    """The disk cache of one signature, keyed by a hash of the sources its code comes from."""
+    """Disk cache of one signature, keyed by a hash of the sources of its code."""
     files = {Path(function.__code__.co_filename), Path(__file__)}
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
     return DiskCache(function, f"emulator-{function.__name__}-{i}-{digest}", miss)

@@ -118,7 +118,7 @@ def select_card(arch: str) -> tuple[str, DevicePreset]:
 def check_launch(
     program: Program, arch: Arch, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
 ) -> None:
-    """Refuse a launch that no card of the architecture accepts, whatever the kernel is."""
+    """Refuse a launch that no card of the architecture accepts for any kernel."""
     title, static = program.title, program.shared_bytes
     if _exceeds(grid, _GRID):
         raise EmulatorError(f"{title}: a grid of {grid} blocks; at most {_GRID}")

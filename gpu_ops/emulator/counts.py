@@ -137,7 +137,7 @@ class InstructionProfile(Counts):
 
     @property
     def place(self) -> tuple[str, int]:
-        """(file, line) in the kernel itself; ("", PTX line) without line information."""
+        """Place (file, line) in the kernel itself; ("", PTX line) without line information."""
         return self.places[-1] if self.places else ("", self.ptx_line)
 
 

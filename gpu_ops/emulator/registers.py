@@ -163,7 +163,7 @@ def _symbol(m: State, instruction: Instruction, operand: Name | Address) -> Read
         return lambda: function
     if name not in (v.name for v in (*program.globals, *program.parameters)):
         raise instruction.error(f"{name} is neither a register nor a variable")
-    return lambda: np.array([m.memory.symbols[name] + offset], np.uint64)  # each launch allocates anew
+    return lambda: np.array([m.memory.symbols[name] + offset], np.uint64)  # each launch allocates again
 
 
 def _register(m: State, instruction: Instruction, name: str) -> int:

@@ -62,7 +62,7 @@ def signature(entry: str, source: str = "") -> tuple[Parameter, ...]:
 
 def named_in_python(entry: str, known: tuple[Parameter, ...], files: Iterable[str]) -> tuple[Parameter, ...]:
     """Parameters with the names of a Numba kernel's function, if one of the files defines it."""
-    names_found: set[tuple[str, ...]] = set()
+    candidates: set[tuple[str, ...]] = set()
     plain = plain_name(entry)
     for file in files:
         text = "".join(linecache.getlines(file)) if file.endswith(".py") or file.startswith("<") else ""
@@ -73,8 +73,8 @@ def named_in_python(entry: str, known: tuple[Parameter, ...], files: Iterable[st
                 ]
             except SyntaxError:
                 continue
-            names_found |= {tuple(a.arg for a in node.args.args) for node in nodes}
-    names = names_found.pop() if len(names_found) == 1 else ()
+            candidates |= {tuple(a.arg for a in node.args.args) for node in nodes}
+    names = candidates.pop() if len(candidates) == 1 else ()
     if known and len(names) != len(known):
         return known
     types = known or [Parameter("", "")] * len(names)

@@ -22,7 +22,7 @@ class PageArrays:
     """Arrays of planes; a plane is the keys or the values of a layer."""
 
     words: Any
-    """(planes, num_pages, words of a page): all bytes, for copies."""
+    """All bytes, for copies: (planes, num_pages, words of a page)."""
     numbers: tuple[Any, ...]
     """Numbers of each plane, (num_pages, page_size, nheads_kv, head_dim)."""
     scales: tuple[Any, ...]

@@ -178,14 +178,14 @@ class Sequences:
         """Give every sequence its new tokens and pages. ``copy`` copies the contents of shared pages to new ones."""
         size, pool = self.pool.page_size, self.pool
         shared = [self.alive[handle] for handle in plan.copied]
-        copies = [pool.take() for _ in shared]
+        new_pages = [pool.take() for _ in shared]
         try:
-            copy([s.pages[-1] for s in shared], copies)
+            copy([s.pages[-1] for s in shared], new_pages)
         except BaseException:
-            for page in copies:
+            for page in new_pages:
                 pool.drop(page)
             raise
-        for s, page in zip(shared, copies, strict=True):
+        for s, page in zip(shared, new_pages, strict=True):
             pool.drop(s.pages[-1])
             s.pages[-1] = page
         for handle, new in plan.tokens.items():
@@ -309,10 +309,10 @@ def requests(sequences: Sequences, tokens: Any) -> dict[int, list[int]]:
         raise OptionError(
             f"reserve: pass a dict of new tokens by sequence, {{handle: token ids}}; got {tokens!r}"
         )
-    checked: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for handle, new in tokens.items():
         sequences.get("reserve", handle)
-        checked[int(handle)] = token_ids("reserve", new)
-        if not checked[int(handle)]:
+        result[int(handle)] = token_ids("reserve", new)
+        if not result[int(handle)]:
             raise OptionError(f"reserve: no tokens for sequence {handle}; leave it out of this step")
-    return checked
+    return result

@@ -39,7 +39,7 @@ class Step:
     tokens: Any
     """int32 (total,): token ids, the sequences end to end. Padding: 0."""
     positions: Any
-    """int32 (total,): position of each token in its sequence, where a tree counts its depth. Padding: 0."""
+    """int32 (total,): position of each token in its sequence; in a tree, by its depth. Padding: 0."""
     cu_seqlens_q: Any
     """int32 (batch + 1,): starts of the tokens of each sequence, and the total."""
     seqused_k: Any

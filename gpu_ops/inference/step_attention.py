@@ -130,7 +130,7 @@ class _Pages:
 
 
 def _cascade(q: Any, pages: _Pages, step: Step, c: Cascade, options: ScoreOptions) -> Any:
-    separate = attention_varlen(
+    suffix = attention_varlen(
         q,
         pages.keys,
         pages.values,
@@ -154,14 +154,14 @@ def _cascade(q: Any, pages: _Pages, step: Step, c: Cascade, options: ScoreOption
         return_lse=True,
         **_open(options),
     )
-    return attention_merge(*separate, *shared, out=separate)[0]
+    return attention_merge(*suffix, *shared, out=suffix)[0]
 
 
 def _tree(q: Any, pages: _Pages, step: Step, tree: Tree, options: ScoreOptions) -> Any:
     q = _rows(tree.rows, q)
     options = {**options, "causal": False, "window_size": _EVERYWHERE}
     k, v = pages.rows(tree.slots, q.dtype)
-    within = attention(q, k, v, bias=tree.bias, return_lse=True, **options)
+    tree_part = attention(q, k, v, bias=tree.bias, return_lse=True, **options)
     before = attention_decode(
         q,
         pages.keys,
@@ -172,7 +172,7 @@ def _tree(q: Any, pages: _Pages, step: Step, tree: Tree, options: ScoreOptions) 
         return_lse=True,
         **_open(options),
     )
-    out = attention_merge(*within, *before, out=within)[0]
+    out = attention_merge(*tree_part, *before, out=tree_part)[0]
     return _rows(tree.places, out.reshape(-1, *out.shape[2:]))
 
 

@@ -46,12 +46,12 @@ def read_parents(new: Mapping[int, list[int]], parents: Any) -> dict[int, list[i
             f"reserve: parents is {type(parents).__name__}; pass a dict, {{handle: parent of each token}}, "
             "with -1 for a token that follows the sequence"
         )
-    checked: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for handle, parent_ids in parents.items():
         if handle not in new:
             raise OptionError(f"reserve: parents has sequence {handle!r}, which gets no tokens in this step")
-        checked[int(handle)] = parent_list("reserve", f"parents[{handle}]", parent_ids, len(new[handle]))
-    return checked
+        result[int(handle)] = parent_list("reserve", f"parents[{handle}]", parent_ids, len(new[handle]))
+    return result
 
 
 def parent_list(op: str, name: str, values: Any, count: int) -> list[int]:
@@ -77,10 +77,10 @@ def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
             f"accept: paths are given for the sequences {list(paths)}, and the open step has parents for "
             f"{list(sequences.parents)}"
         )
-    checked = {}
+    result = {}
     for handle, node_ids in paths.items():
         parents, label = sequences.parents[handle], f"paths[{handle}]"
-        checked[int(handle)] = path = _indices("accept", label, node_ids)
+        result[int(handle)] = path = _indices("accept", label, node_ids)
         above = -1
         for i, node in enumerate(path):
             if not 0 <= node < len(parents):
@@ -90,7 +90,7 @@ def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
                     f"accept: {label}[{i}] is {node}, whose parent is {parents[node]} and not {above}"
                 )
             above = node
-    return checked
+    return result
 
 
 def _indices(op: str, name: str, values: Any) -> list[int]:

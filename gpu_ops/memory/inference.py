@@ -71,7 +71,7 @@ def estimate_inference(
     prompt : int, optional
         Tokens of each sequence that the model processes at a time, default ``seqlen``.
     device : str, optional
-        ``"cpu"``, ``"cuda"`` (the card at hand) or a card of the presets, such as ``"H100 SXM"``.
+        ``"cpu"``, ``"cuda"`` (the installed card) or a card of the presets, such as ``"H100 SXM"``.
 
     Examples
     --------

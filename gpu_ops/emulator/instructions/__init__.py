@@ -45,7 +45,7 @@ class Op:
 
 
 class Unknown(LookupError):
-    """There is no such instruction form."""
+    """Error: no such instruction form exists."""
 
 
 def unknown(opcode: str, modifiers: Iterable[str]) -> Unknown:
