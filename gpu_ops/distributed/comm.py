@@ -149,7 +149,7 @@ class Comm(Engine):
         return _delivered(by, result, target, out, library)
 
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
-        """Copy ``x`` of rank ``root`` to every rank; only shape and dtype matter of ``x`` on the others."""
+        """Copy ``x`` of rank ``root`` to every rank; on the others only shape and dtype of ``x`` matter."""
         view, library = self.movable("broadcast", x)
         root = self._member("broadcast", "root", root)
         result, target = self._result("broadcast", view, view.shape, out, in_place=True)
