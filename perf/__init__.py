@@ -1,4 +1,4 @@
 """Benchmarks of gpu_ops: ``python -m perf`` runs all, ``python perf/bench_rope.py`` runs one.
 
-``README.md`` beside this file says what is measured and how to read it.
+``README.md`` in this folder says what is measured and how to read it.
 """

@@ -17,7 +17,7 @@ ATTENTION_FLOAT32_MEAN = 1e-5
 
 @dataclass(frozen=True)
 class Error:
-    """The error of the result that is worst relative to its tolerance."""
+    """Error of the result that is worst relative to its tolerance."""
 
     largest: float
     mean: float

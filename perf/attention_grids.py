@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def small(self) -> Shape:
-        """One group of heads, at most 160 positions (more than one tile, not a multiple of one)."""
+        """One group of heads, at most 160 positions (more than one tile, but not a multiple of the tile)."""
         group = self.nheads // self.nheads_kv
         return Shape(1, min(self.seqlen_q, 160), min(self.seqlen_k, 160), group, 1, self.head_dim)
 
@@ -57,13 +57,14 @@ class Shape:
         return int(np.clip(visible, 0, self.seqlen_k).sum())
 
     def flops(self, *, causal: bool, backward: bool = False) -> float:
-        """The field's convention: 4 per visible pair and channel (two matmuls). Backward has five matmuls, so 2.5
-        times that: the recomputation of the scores counts, softmax does not."""
+        """FLOPs by the field's convention: 4 per visible pair and channel (two matmuls).
+
+        Backward has five matmuls, so 2.5 times that: recomputing the scores counts, softmax does not."""
         forward = 4.0 * self.batch * self.nheads * self.pairs(causal=causal) * self.head_dim
         return 2.5 * forward if backward else forward
 
     def nbytes(self, itemsize: int, *, backward: bool = False) -> float:
-        """Reads q, k, v and writes out; backward also reads dout, out and lse and writes dq, dk, dv."""
+        """Bytes moved: reads q, k, v and writes out; backward also reads dout, out, lse and writes dq, dk, dv."""
         q = self.batch * self.seqlen_q * self.nheads * self.head_dim * itemsize
         kv = 2 * self.batch * self.seqlen_k * self.nheads_kv * self.head_dim * itemsize
         return 4 * q + 2 * kv + 4 * self.batch * self.nheads * self.seqlen_q if backward else 2 * q + kv
@@ -104,8 +105,8 @@ def field(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem
 
 
 def _training(shape: Shape, dtype: str) -> Iterator[Problem]:
-    for kind in ("forward", "backward"):
-        yield from (Problem(kind, shape, dtype, causal) for causal in (False, True))
+    for direction in ("forward", "backward"):
+        yield from (Problem(direction, shape, dtype, causal) for causal in (False, True))
 
 
 def gqa(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem]:

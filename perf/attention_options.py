@@ -1,7 +1,7 @@
 """Attention's options, and ``--grid options``: forward and backward of one shape with each option.
 
-torch's SDPA gets options that it lacks as an ``attn_mask``, prepared ahead. It has no softcap at all: there torch
-runs the eager formula that transformers falls back on.
+torch's SDPA gets options that it lacks as an ``attn_mask``, prepared in advance. It has no softcap, so for softcap
+torch runs the eager formula that transformers falls back on.
 """
 
 from __future__ import annotations
@@ -102,20 +102,20 @@ OPTIONS = (
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     small = Shape(1, 160, 160, NHEADS, NHEADS, HEAD_DIM)
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for seqlen in config.seqlens or (2048,):
             shape = Shape(1, seqlen, seqlen, NHEADS, NHEADS, HEAD_DIM)
             for option in OPTIONS:
-                found.append(with_torch(case(option, shape, small, dtype), option, config.device))
+                result.append(with_torch(case(option, shape, small, dtype), option, config.device))
                 backward = case(option, shape, small, dtype, backward=True)
-                found.append(with_torch(backward, option, config.device))
-    return found
+                result.append(with_torch(backward, option, config.device))
+    return result
 
 
 def case(option: Option, shape: Shape, small: Shape, dtype: str, *, backward: bool = False) -> Case:
-    """Ours, naive and the reference; torch is left to the caller."""
+    """Case with ours, naive and the reference; the caller adds torch."""
 
     def bind(functions: Any, x: Inputs, **how: Any) -> Call:
         arrays, options = (x["q"], x["k"], x["v"]), option.arguments(x) | how
@@ -167,18 +167,18 @@ def data(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any], more: tup
     """q, k, v and ``more``: dout, bias, seqused_k."""
     query = (shape.batch, shape.seqlen_q, shape.nheads, shape.head_dim)
     keys = (shape.batch, shape.seqlen_k, shape.nheads_kv, shape.head_dim)
-    found = {"q": normal(rng, query, dtype), "k": normal(rng, keys, dtype), "v": normal(rng, keys, dtype)}
+    inputs = {"q": normal(rng, query, dtype), "k": normal(rng, keys, dtype), "v": normal(rng, keys, dtype)}
     if "dout" in more:
-        found["dout"] = normal(rng, query, dtype)
+        inputs["dout"] = normal(rng, query, dtype)
     if "bias" in more:
-        found["bias"] = normal(rng, (shape.nheads, shape.seqlen_q, shape.seqlen_k), dtype)
+        inputs["bias"] = normal(rng, (shape.nheads, shape.seqlen_q, shape.seqlen_k), dtype)
     if "seqused_k" in more:
-        found["seqused_k"] = np.full(shape.batch, shape.seqlen_k, dtype=np.int32)
-    return found
+        inputs["seqused_k"] = np.full(shape.batch, shape.seqlen_k, dtype=np.int32)
+    return inputs
 
 
 def share_seen(option: Option, shape: Shape) -> float:
-    """The share of (query, key) pairs that a window or documents leave visible."""
+    """Share of (query, key) pairs that a window or documents leave visible."""
     if option.name not in ("window", "documents"):
         return 1.0
     x = {"q": np.broadcast_to(np.float32(0), (1, shape.seqlen_q, 1, 1))}

@@ -1,4 +1,4 @@
-"""Attention over pages: one new query, also over quantized ones; a chunk of a prompt beside sequences that decode."""
+"""Attention over plain and quantized pages: one new query; a chunk of a prompt batched with decoding sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grid(config: Config) -> list[Case]:
 
 
 def decode(shape: Shape, dtype: str, codes: str, device: str) -> Case:
-    """``codes``: the dtype of quantized pages; nothing: pages of ``dtype``."""
+    """Case of one new query. ``codes``: dtype of quantized pages; empty: pages of ``dtype``."""
     small = Shape(1, 1, 160, shape.nheads // shape.nheads_kv, 1, shape.head_dim)
     itemsize = DTYPES[dtype].itemsize
     queries = 2 * shape.batch * shape.nheads * shape.head_dim * itemsize
@@ -61,49 +61,49 @@ def decode(shape: Shape, dtype: str, codes: str, device: str) -> Case:
 
 
 def pages(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any], codes: str) -> Inputs:
-    """Shuffled pages, all of which are in use. Codes are uniform, and no NaN; scales give numbers around 1."""
+    """Shuffled pages, all in use. Codes are uniform without NaN; scales give numbers around 1."""
     each = -(-shape.seqlen_k // PAGE_SIZE)
     count = shape.batch * each
     size = (count, PAGE_SIZE, shape.nheads_kv, shape.head_dim)
-    found = {"q": normal(rng, (shape.batch, 1, shape.nheads, shape.head_dim), dtype)}
+    inputs = {"q": normal(rng, (shape.batch, 1, shape.nheads, shape.head_dim), dtype)}
     for name in "kv":
         if codes == "int8":
-            found[name] = rng.integers(-127, 128, size, np.int8)
+            inputs[name] = rng.integers(-127, 128, size, np.int8)
         elif codes:
-            found[name] = rng.integers(0, 256, size, np.uint8) & np.uint8(0xF7)
+            inputs[name] = rng.integers(0, 256, size, np.uint8) & np.uint8(0xF7)
         else:
-            found[name] = normal(rng, size, dtype)
+            inputs[name] = normal(rng, size, dtype)
         if codes:
             middle = 0.01 if codes == "int8" else 0.05
-            found[f"{name}_scale"] = rng.uniform(middle / 2, middle * 2, size[:3]).astype(np.float32)
-    return found | {
+            inputs[f"{name}_scale"] = rng.uniform(middle / 2, middle * 2, size[:3]).astype(np.float32)
+    return inputs | {
         "block_table": rng.permutation(count).astype(np.int32).reshape(shape.batch, each),
         "seqused_k": np.full(shape.batch, shape.seqlen_k, np.int32),
     }
 
 
 def gathered(x: Inputs, name: str, b: int) -> np.ndarray:
-    """The keys or values of a sequence, (1, seqlen_k, nheads_kv, head_dim)."""
+    """Keys or values of a sequence, (1, seqlen_k, nheads_kv, head_dim)."""
     table, used = x["block_table"][b], int(x["seqused_k"][b])
-    found = x[name][table]
+    rows = x[name][table]
     if f"{name}_scale" in x:
-        found = dequantize(found, x[f"{name}_scale"][table]).astype(np.float32)
-    return found.reshape(1, -1, *found.shape[2:])[:, :used]
+        rows = dequantize(rows, x[f"{name}_scale"][table]).astype(np.float32)
+    return rows.reshape(1, -1, *rows.shape[2:])[:, :used]
 
 
 def naive_decode(x: Inputs) -> Call:
     def call() -> np.ndarray:
-        found = [
+        outputs = [
             peers.naive_forward(x["q"][b : b + 1], gathered(x, "k", b), gathered(x, "v", b), None)
             for b in range(len(x["q"]))
         ]
-        return np.concatenate(found)
+        return np.concatenate(outputs)
 
     return call
 
 
 def last_sequence(x: Inputs, out: Any) -> tuple[Inputs, Any]:
-    """Its last group of heads, over its pages alone."""
+    """Last group of heads of the last sequence, over the pages of that sequence only."""
     group = slice(-(x["q"].shape[2] // x["k"].shape[2]), None)
     table = x["block_table"][-1]
     part = {"q": x["q"][-1:, :, group], "seqused_k": x["seqused_k"][-1:]}
@@ -157,7 +157,7 @@ def mixed(batch: Batch, dtype: str, device: str) -> Case:
 
 
 def data(rng: np.random.Generator, batch: Batch, dtype: np.dtype[Any]) -> Inputs:
-    """Shuffled pages, all of which are in use."""
+    """Shuffled pages, all in use."""
     sequences = 1 + batch.decoding
     queries = [batch.chunk, *[1] * batch.decoding]
     each = -(-batch.seqlen_k // PAGE_SIZE)
@@ -178,10 +178,10 @@ def naive(x: Inputs) -> Call:
     masks = [peers.causal_bias(q, gathered(x, "k", b)) for b, q in enumerate(queries)]
 
     def call() -> np.ndarray:
-        found = [
+        outputs = [
             peers.naive_forward(q, gathered(x, "k", b), gathered(x, "v", b), masks[b])[0]
             for b, q in enumerate(queries)
         ]
-        return np.concatenate(found)
+        return np.concatenate(outputs)
 
     return call

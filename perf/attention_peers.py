@@ -17,7 +17,7 @@ from perf.case import Call, Inputs, Prepare
 
 
 def causal_bias(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """0 where visible, -inf elsewhere. Prepared ahead, so neither its time nor its memory counts."""
+    """Bias: 0 where visible, -inf elsewhere. Prepared in advance: neither its time nor its memory counts."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     hidden = np.triu(np.ones((seqlen_q, seqlen_k), dtype=bool), seqlen_k - seqlen_q + 1)
     return np.where(hidden, np.float32(-np.inf), np.float32(0))
@@ -41,7 +41,7 @@ def probabilities(q: np.ndarray, k: np.ndarray, bias: np.ndarray | None, softcap
 def naive_forward(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None, softcap: float = 0.0
 ) -> np.ndarray:
-    """``bias``: (seqlen_q, seqlen_k), or (nheads, seqlen_q, seqlen_k)."""
+    """Plain formula, one head at a time. ``bias``: (seqlen_q, seqlen_k), or (nheads, seqlen_q, seqlen_k)."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     q, k, v = to_float32(q, k, v)
     out = np.empty_like(q)
@@ -153,7 +153,7 @@ def _heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
 
 
 def _device_probabilities(q: Any, k: Any, bias: Any) -> Any:
-    """Of one head: a product in the arrays' dtype, softmax in float32."""
+    """Probabilities of one head: a product in the arrays' dtype, softmax in float32."""
     scores = (q @ k.T).astype(np.float32)
     scores *= np.float32(1 / math.sqrt(q.shape[-1]))
     if bias is not None:
@@ -165,7 +165,7 @@ def _device_probabilities(q: Any, k: Any, bias: Any) -> Any:
 
 
 def _by_heads(x: Any) -> Any:
-    """Heads before rows, copied ahead: a matmul on strided rows would copy them in every call."""
+    """Heads before rows, copied in advance: a matmul on strided rows would copy them in every call."""
     return _contiguous(x.transpose(0, 2, 1, 3))
 
 

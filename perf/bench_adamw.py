@@ -28,23 +28,23 @@ TOUR = (("step", "float32"),)  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for size in config.seqlens or ((2048,) if config.quick else (8192, 32768)):
         for dtype in config.dtypes or ("float32", "bfloat16"):
-            found.append(case(1024 * size, dtype, "nearest"))
+            result.append(case(1024 * size, dtype, "nearest"))
             if dtype == "bfloat16":
-                found.append(case(1024 * size, dtype, "stochastic"))
-    return found
+                result.append(case(1024 * size, dtype, "stochastic"))
+    return result
 
 
 def case(size: int, dtype: str, rounding: str) -> Case:
-    """16-bit parameters have a master, unless they are rounded by chance."""
+    """16-bit parameters have a master copy, unless rounding is stochastic."""
     has_master = dtype in ("float16", "bfloat16") and rounding == "nearest"
     width = DTYPES[dtype].itemsize
-    wide = max(width, 4)
+    master_width = max(width, 4)
     name = "with master" if has_master else "step" if rounding == "nearest" else "stochastic"
-    # read: gradients, moments, and the weights; written: the same but gradients, and what is rounded
-    moved = width + 4 * wide + (2 * wide + width if has_master else 2 * width)
+    # read: gradients, moments and weights; written: moments, weights and the rounded copy
+    moved = width + 4 * master_width + (2 * master_width + width if has_master else 2 * width)
     return Case(
         op="adamw",
         name=name,
@@ -63,8 +63,8 @@ def case(size: int, dtype: str, rounding: str) -> Case:
 
 
 def data(rng: np.random.Generator, size: int, dtype: str, has_master: bool) -> Inputs:
-    wide = DTYPES["float64" if dtype == "float64" else "float32"]
-    params, m = normal(rng, (size,), wide), normal(rng, (size,), wide, 0.1)
+    master_dtype = DTYPES["float64" if dtype == "float64" else "float32"]
+    params, m = normal(rng, (size,), master_dtype), normal(rng, (size,), master_dtype, 0.1)
     made = {
         "params": params.astype(DTYPES[dtype]),
         "grads": normal(rng, (size,), DTYPES[dtype], 0.1),
@@ -85,7 +85,7 @@ def ours(x: Inputs, *, rounding: str, **how: str) -> Call:
 
 
 def copied(x: Inputs) -> Inputs:
-    """Each contender changes arrays of its own."""
+    """Copy the arrays: each contender changes its own."""
     return {name: array.copy() for name, array in x.items()}
 
 
@@ -97,7 +97,7 @@ def new_values(x: Inputs, precision: Precision, *, rounding: str) -> tuple[np.nd
 def naive(
     params: np.ndarray, grads: np.ndarray, m: np.ndarray, v: np.ndarray, master: np.ndarray | None = None
 ) -> tuple[np.ndarray, ...]:
-    """What one writes in NumPy."""
+    """AdamW as one would write it in NumPy."""
     (g,), weights = to_float32(grads), params.astype(np.float32) if master is None else master
     m[...] = 0.9 * m + 0.1 * g
     v[...] = 0.999 * v + 0.001 * g * g
@@ -108,7 +108,7 @@ def naive(
 
 
 def torch_step(x: Inputs) -> Call:
-    """Its fused optimiser; m and v are its own."""
+    """torch's fused optimiser, which holds its own m and v."""
     import torch
 
     weights = torch_view(x["params"]).clone()

@@ -56,24 +56,24 @@ def cases(config: Config) -> list[Case]:
     if config.seqlens:
         caches = [(1, length) for length in config.seqlens]
     on = config.device
-    found: list[Case] = []
+    result: list[Case] = []
     for dtype in dtypes:
         for head in heads:
             for seqlen in lengths:
-                # a quarter of the heads for long sequences: NumPy would take minutes for all
+                # a quarter of the heads for long sequences: all heads would take NumPy minutes
                 group = (8, 2, 128) if head[0] == 32 and seqlen > 4096 else head
                 length = 1024 if config.quick and not config.seqlens else seqlen
                 for causal in (True,) if config.quick else (False, True):
-                    found.append(forward(Shape(1, seqlen, seqlen, *group), dtype, causal, on))
-                    found.append(backward(Shape(1, length, length, *group), dtype, causal, on))
+                    result.append(forward(Shape(1, seqlen, seqlen, *group), dtype, causal, on))
+                    result.append(backward(Shape(1, length, length, *group), dtype, causal, on))
         cached = heads[0] if on == "emulator" else (32, 8, 128)
-        found += [decode(Shape(batch, 1, length, *cached), dtype, on) for batch, length in caches]
+        result += [decode(Shape(batch, 1, length, *cached), dtype, on) for batch, length in caches]
         longest = caches[0][1]
         if dtype != "float32":
             cache = Shape(1, 1, longest, *cached)
-            found += [attention_paged.decode(cache, dtype, codes, on) for codes in attention_paged.QUANTIZED]
-        found.append(mixed(Batch(min(longest, 512), 15, longest, *cached), dtype, on))
-    return found
+            result += [attention_paged.decode(cache, dtype, codes, on) for codes in attention_paged.QUANTIZED]
+        result.append(mixed(Batch(min(longest, 512), 15, longest, *cached), dtype, on))
+    return result
 
 
 def grid(config: Config) -> list[Case]:
@@ -139,7 +139,7 @@ def decode(shape: Shape, dtype: str, device: str) -> Case:
 
 
 def sample_group(x: Inputs, out: Any) -> tuple[Inputs, Any]:
-    """All of a small problem; of a large one, the last group of heads of the last sequence."""
+    """Whole result of a small problem; last group of heads of the last sequence of a large one."""
     if nbytes(x) <= WHOLE:
         return x, out
     group = slice(-(x["q"].shape[2] // x["k"].shape[2]), None)
@@ -148,7 +148,7 @@ def sample_group(x: Inputs, out: Any) -> tuple[Inputs, Any]:
 
 
 def sample_last_rows(x: Inputs, out: Any) -> tuple[Inputs, Any]:
-    """The last queries of one group of heads. Causal is bottom-right aligned, so they see the same keys without the
+    """Last queries of one group of heads. Causal is bottom-right aligned, so they see the same keys without the
     earlier queries."""
     group = x["q"].shape[2] // x["k"].shape[2]
     rows = slice(-SAMPLED, None)

@@ -1,4 +1,4 @@
-"""Merging two results of attention: what a step of ring attention adds.
+"""Merging two results of attention: the step that ring attention adds.
 
 ``python perf/bench_attention_merge.py --device cpu --dtype float32 --seqlen 2048`` (seqlen: queries)
 """
@@ -51,12 +51,12 @@ def case(seqlen: int, dtype: str, in_place: bool) -> Case:
 
 
 def ours(in_place: bool, x: Inputs, **how: str) -> Call:
-    """In place into arrays of its own: the inputs stay what the reference sees."""
+    """Merge in place into copies, so that the reference sees unchanged inputs."""
     arrays = tuple(x[name] for name in NAMES)
     if not in_place:
         return functools.partial(gpu_ops.attention_merge, *arrays, **how)
-    given = arrays[0].copy(), arrays[1].copy()
-    return functools.partial(gpu_ops.attention_merge, *given, *arrays[2:], out=given, **how)
+    buffers = arrays[0].copy(), arrays[1].copy()
+    return functools.partial(gpu_ops.attention_merge, *buffers, *arrays[2:], out=buffers, **how)
 
 
 def data(rng: np.random.Generator, seqlen: int, heads: int, head_dim: int, dtype: str) -> Inputs:

@@ -28,11 +28,11 @@ TOUR = (("forward", "float32"), ("backward", "float32"))  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((256,) if config.quick else (512, 2048)):
-            found += [forward(rows, dtype), backward(rows, dtype)]
-    return found
+            result += [forward(rows, dtype), backward(rows, dtype)]
+    return result
 
 
 def forward(rows: int, dtype: str) -> Case:
@@ -74,22 +74,22 @@ def data(rng: np.random.Generator, rows: int, vocab: int, dtype: str, names: tup
 
 
 def naive(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    (wide,) = to_float32(logits)
-    row_max = wide.max(axis=-1)
-    lse = row_max + np.log(np.exp(wide - row_max[:, None]).sum(axis=-1))
-    return lse - wide[np.arange(len(wide)), targets]
+    (x,) = to_float32(logits)
+    row_max = x.max(axis=-1)
+    lse = row_max + np.log(np.exp(x - row_max[:, None]).sum(axis=-1))
+    return lse - x[np.arange(len(x)), targets]
 
 
 def naive_backward(dloss: np.ndarray, logits: np.ndarray, targets: np.ndarray, lse: np.ndarray) -> np.ndarray:
-    (wide,) = to_float32(logits)
-    p = np.exp(wide - lse[:, None])
+    (x,) = to_float32(logits)
+    p = np.exp(x - lse[:, None])
     p[np.arange(len(p)), targets] -= 1
     p *= dloss[:, None]
     return p.astype(logits.dtype, copy=False)
 
 
 def torch_loss(logits: Any, targets: Any) -> Any:
-    """In float32, as models compute it: a loss in bfloat16 would be off in its third digit."""
+    """Loss in float32, as models compute it: in bfloat16 its third digit would be off."""
     import torch
 
     return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")

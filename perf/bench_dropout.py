@@ -25,13 +25,13 @@ COLS, P, SAMPLED = 4096, 0.1, 32
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):
-            found += [forward(rows, dtype), backward(rows, dtype)]
+            result += [forward(rows, dtype), backward(rows, dtype)]
             if not config.quick:
-                found.append(forward_out(rows, dtype))
-    return found
+                result.append(forward_out(rows, dtype))
+    return result
 
 
 def forward(rows: int, dtype: str) -> Case:
@@ -52,7 +52,7 @@ def forward(rows: int, dtype: str) -> Case:
 
 
 def forward_out(rows: int, dtype: str) -> Case:
-    """With ``out=`` the result has no page faults of fresh memory; torch has no such argument."""
+    """Forward with ``out=``, which avoids page faults of fresh memory; torch has no such argument."""
     case = forward(rows, dtype)
 
     def ours(x: Inputs, **how: str) -> Call:
@@ -81,15 +81,15 @@ def data(rng: np.random.Generator, rows: int, cols: int, dtype: str, names: tupl
 
 
 def last_rows(x: Inputs, result: Any) -> tuple[Inputs, Any]:
-    """As ``Case.sample``: the elements of the last rows keep their numbers."""
+    """Sample for ``Case.sample``: the elements of the last rows keep their numbers."""
     part = {name: array[-SAMPLED:] for name, array in x.items() if hasattr(array, "shape")}
     rows = len(next(iter(part.values())))
     return {**x, **part, "offset": max(len(result) - rows, 0) * result.shape[1]}, result[-rows:]
 
 
 def naive(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    (wide,) = to_float32(x)
-    y = wide * (rng.random(x.shape, np.float32) >= P)
+    (x32,) = to_float32(x)
+    y = x32 * (rng.random(x.shape, np.float32) >= P)
     y *= np.float32(1 / (1 - P))
     return y.astype(x.dtype, copy=False)
 

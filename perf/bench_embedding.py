@@ -24,11 +24,11 @@ VOCAB, DIM = 32000, 1024
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for tokens in config.seqlens or ((2048,) if config.quick else (512, 8192)):
-            found += [forward(tokens, dtype), backward(tokens, dtype)]
-    return found
+            result += [forward(tokens, dtype), backward(tokens, dtype)]
+    return result
 
 
 def forward(tokens: int, dtype: str) -> Case:
@@ -65,7 +65,7 @@ def backward(tokens: int, dtype: str) -> Case:
 def data(
     rng: np.random.Generator, tokens: int, vocab: int, dim: int, dtype: str, names: tuple[str, ...]
 ) -> Inputs:
-    """Ids as words are: the first are frequent."""
+    """Ids distributed like words: low ids are frequent."""
     made = {"ids": (vocab * rng.random(tokens) ** 4).astype(np.int64), "num_embeddings": vocab}
     if "dx" in names:
         made["dx"] = normal(rng, (tokens, dim), DTYPES[dtype])
@@ -91,7 +91,7 @@ def torch_rows(x: Inputs) -> Call:
 
 
 def torch_gradient_of_table(x: Inputs) -> Call:
-    """In float32: sums in bfloat16 are off by a tenth."""
+    """Gradient in float32: sums in bfloat16 are off by a tenth."""
     import torch
 
     backward = torch.ops.aten.embedding_dense_backward

@@ -1,4 +1,4 @@
-"""A forward pass over a paged cache: reading a prompt, and a token for each of several texts, beside transformers.
+"""A forward pass over a paged cache, against transformers: reading a prompt, and one token for each of several texts.
 
 ``python perf/bench_generate.py --device cpu --dtype bfloat16 --seqlen 512`` (seqlen: tokens of the prompt, or in the
 cache)
@@ -31,17 +31,19 @@ SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nhe
 
 
 def cases(config: Config) -> list[Case]:
-    """``ternary``: projections of 2-bit weights; embedding and output layer stay as they are. ``ternary int8``: those
-    after a norm take int8 from it.
+    """Cases. ``ternary``: projections have 2-bit weights; embedding and output layer are unchanged. ``ternary int8``:
+    projections after a norm take its int8 output.
     """
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for length in config.seqlens or (512,):
-            found += [forward(0, length, 1, dtype), forward(length, 1, 1, dtype)]
+            result += [forward(0, length, 1, dtype), forward(length, 1, 1, dtype)]
             if not config.quick:
-                found += [forward(length, 1, 16, dtype)]
-                found += [forward(length, 1, 1, dtype, weights=kind) for kind in ("ternary", "ternary int8")]
-    return found
+                result += [forward(length, 1, 16, dtype)]
+                result += [
+                    forward(length, 1, 1, dtype, weights=weights) for weights in ("ternary", "ternary int8")
+                ]
+    return result
 
 
 def forward(context: int, new: int, batch: int, dtype: str, *, weights: str = "") -> Case:
@@ -94,7 +96,7 @@ def model_of(x: Inputs, arrays: dict[str, Any]) -> tuple[models.Llama, models.Ll
 
 
 def ours(x: Inputs, **how: Any) -> Call:
-    """Of the last tokens; the others are in the cache."""
+    """Forward pass of the last tokens; the others are in the cache."""
     weights, config = model_of(x, {n: to_device(w, device_of(x)) for n, w in x["weights"].items()})
     ids, new = x["ids"].tolist(), x["new"]
     cache = inference.cache_for(weights, config, lengths=[len(text) for text in ids])
@@ -109,20 +111,20 @@ def ours(x: Inputs, **how: Any) -> Call:
     )
 
     def run() -> Any:
-        """As an engine does: on a GPU a pass of single tokens is the replay of a graph."""
+        """Run a pass as an engine does: on a GPU a pass of single tokens replays a graph."""
         into = graphs and graphs.step_for(last)
         step = cache.reserve(last, out=into)
-        found = (
+        logits = (
             graphs.logits(step, len(last)) if into else inference.next_logits(weights, config, cache, step)
         )
         cache.rollback()
-        return found
+        return logits
 
     return run
 
 
 def last_logits(x: Inputs, precision: Precision) -> Any:
-    """By the references of the ops, without a cache, and with a float between a norm and its projections."""
+    """Logits by the references of the ops, without a cache, and with floats between a norm and its projections."""
     dtype = np.float64 if precision == "float64" else x["weights"]["embed"].dtype
     weights, config = model_of(x, {name: w.astype(dtype) for name, w in x["weights"].items()})
     with mock.patch.dict(os.environ, GPU_OPS_DEVICE="cpu", GPU_OPS_BACKEND="reference"):
@@ -130,7 +132,7 @@ def last_logits(x: Inputs, precision: Precision) -> Any:
 
 
 def torch_forward(x: Inputs) -> Call:
-    """By transformers, with its DynamicCache."""
+    """Forward pass of transformers, with its DynamicCache."""
     import torch
     import transformers
 
@@ -138,8 +140,8 @@ def torch_forward(x: Inputs) -> Call:
     device = device_of(x)
     with tempfile.TemporaryDirectory() as folder:
         models.save(folder, weights, config)
-        kind = getattr(torch, x["weights"]["embed"].dtype.name)
-        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind).eval().to(device)
+        dtype = getattr(torch, x["weights"]["embed"].dtype.name)
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     ids, new = torch.tensor(x["ids"].tolist(), device=device), x["new"]
     context = ids.shape[1] - new
 
@@ -152,10 +154,10 @@ def torch_forward(x: Inputs) -> Call:
         forward(ids[:, :context], past)
 
     def run() -> Any:
-        found = forward(ids[:, context:], past if context else transformers.DynamicCache())
+        logits = forward(ids[:, context:], past if context else transformers.DynamicCache())
         if context:
             past.crop(-new)
-        return found
+        return logits
 
     return run
 

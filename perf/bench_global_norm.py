@@ -24,11 +24,11 @@ LAYERS = 8
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((8192,) if config.quick else (8192, 65536)):
-            found += [norm(rows, dtype, "one array", 1), norm(rows, dtype, "layers", LAYERS)]
-    return found
+            result += [norm(rows, dtype, "one array", 1), norm(rows, dtype, "layers", LAYERS)]
+    return result
 
 
 def norm(rows: int, dtype: str, name: str, layers: int) -> Case:
@@ -48,7 +48,7 @@ def norm(rows: int, dtype: str, name: str, layers: int) -> Case:
 
 
 def data(rng: np.random.Generator, rows: int, layers: int, dtype: str) -> Inputs:
-    """A layer: a matrix and a row."""
+    """Layers of a matrix and a row each."""
     each = [rows // layers - 1, 1] * layers
     return {"arrays": [normal(rng, (n, COLS), DTYPES[dtype]) for n in each]}
 

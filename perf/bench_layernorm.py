@@ -32,14 +32,14 @@ TOUR = (("forward", "bfloat16"),)  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):
             shape = rows, HIDDEN
-            found.append(forward(NORM, shape, dtype))
-            found.append(forward(NORM, shape, dtype, residual=True))
-            found.append(backward(NORM, shape, dtype))
-    return found
+            result.append(forward(NORM, shape, dtype))
+            result.append(forward(NORM, shape, dtype, residual=True))
+            result.append(backward(NORM, shape, dtype))
+    return result
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ TOUR = (("forward", "float32"), ("forward", "bfloat16"))  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for tokens in config.seqlens or ((256,) if config.quick else (1, 16, 1024)):
-            found += [forward(tokens, dtype), forward(tokens, dtype, addends=True)]
-            found += [backward(tokens, dtype)] if tokens > 1 else []
-    return found
+            result += [forward(tokens, dtype), forward(tokens, dtype, addends=True)]
+            result += [backward(tokens, dtype)] if tokens > 1 else []
+    return result
 
 
 def forward(tokens: int, dtype: str, addends: bool = False) -> Case:
@@ -101,8 +101,8 @@ def data(
 def naive(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, residual: np.ndarray | None = None
 ) -> np.ndarray:
-    wide, w = to_float32(x, weight)
-    y = wide @ w.T
+    x32, w = to_float32(x, weight)
+    y = x32 @ w.T
     for addend in (bias, residual):
         if addend is not None:
             y += addend.astype(np.float32, copy=False)
@@ -110,8 +110,8 @@ def naive(
 
 
 def naive_backward(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    gradient, wide, w = to_float32(dy, x, weight)
-    return (gradient @ w).astype(x.dtype, copy=False), gradient.T @ wide
+    gradient, x32, w = to_float32(dy, x, weight)
+    return (gradient @ w).astype(x.dtype, copy=False), gradient.T @ x32
 
 
 if __name__ == "__main__":

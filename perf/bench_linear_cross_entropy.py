@@ -26,11 +26,11 @@ NAMES = ("x", "weight", "targets")
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((256,) if config.quick else (512, 2048)):
-            found.append(gradients(rows, dtype))
-    return found
+            result.append(gradients(rows, dtype))
+    return result
 
 
 def gradients(rows: int, dtype: str) -> Case:
@@ -60,17 +60,17 @@ def data(rng: np.random.Generator, rows: int, hidden: int, vocab: int, dtype: st
 
 
 def naive(x: np.ndarray, weight: np.ndarray, targets: np.ndarray) -> tuple[Any, ...]:
-    wide, w = to_float32(x, weight)
-    logits = wide @ w.T
+    x32, w = to_float32(x, weight)
+    logits = x32 @ w.T
     row_max = logits.max(axis=-1)
     lse = row_max + np.log(np.exp(logits - row_max[:, None]).sum(axis=-1))
     loss = np.mean(lse - logits[np.arange(len(x)), targets], dtype=np.float64).astype(np.float32)
     dlogits = naive_gradient(np.full(len(x), 1 / len(x), np.float32), logits, targets, lse)
-    return loss, (dlogits @ w).astype(x.dtype, copy=False), dlogits.T @ wide
+    return loss, (dlogits @ w).astype(x.dtype, copy=False), dlogits.T @ x32
 
 
 def torch_gradients(x: Inputs) -> Call:
-    """The loss in float32, as models compute it; forward and backward are timed."""
+    """Gradients of a float32 loss, as models compute it; forward and backward are timed."""
     import torch
 
     leaves = [torch_view(x[name]).requires_grad_() for name in ("x", "weight")]

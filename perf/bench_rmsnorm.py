@@ -39,20 +39,20 @@ TOUR = (("forward", "bfloat16"), ("backward", "bfloat16"))  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):
             shape = rows, HIDDEN
             plain, with_residual = (forward(NORM, shape, dtype, residual) for residual in (False, True))
-            found.append(plain)
+            result.append(plain)
             if not config.quick:
-                found += [into_buffers(plain, "out"), into_buffers(with_residual, "out", "residual_out")]
-            found += [with_residual, last_norm(with_residual, shape), backward(NORM, shape, dtype)]
-    return found
+                result += [into_buffers(plain, "out"), into_buffers(with_residual, "out", "residual_out")]
+            result += [with_residual, last_norm(with_residual, shape), backward(NORM, shape, dtype)]
+    return result
 
 
 def into_buffers(case: Case, *names: str) -> Case:
-    """With ``out=`` the results have no page faults of fresh memory, on any side."""
+    """Case with ``out=``, so that no contender has page faults of fresh memory."""
 
     def ours(x: Inputs, **how: str) -> Call:
         buffers = {name: np.zeros_like(x["x"]) for name in names}
@@ -72,7 +72,7 @@ def into_buffers(case: Case, *names: str) -> Case:
 
 
 def last_norm(case: Case, shape: Shape) -> Case:
-    """The last norm of a model does not need x + residual: three arrays move instead of four."""
+    """Last norm of a model, which does not need x + residual: three arrays move instead of four."""
 
     def first(call: Call) -> Call:
         return lambda: call()[0]

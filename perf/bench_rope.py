@@ -44,15 +44,17 @@ TOUR = (("half-split", "bfloat16"),)  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for seqlen in config.seqlens or ((2048,) if config.quick else (512, 4096)):
-            found.append(case(HALF_SPLIT, seqlen, dtype))
+            result.append(case(HALF_SPLIT, seqlen, dtype))
             if not config.quick:
-                found += [in_place(found[-1]), case(INTERLEAVED, seqlen, dtype)]
-                found += [case(HEADS_FIRST, seqlen, dtype, head_dim) for head_dim in (HEAD_DIM, ODD_HEAD_DIM)]
-            found.append(case(BACKWARD, seqlen, dtype))
-    return found
+                result += [in_place(result[-1]), case(INTERLEAVED, seqlen, dtype)]
+                result += [
+                    case(HEADS_FIRST, seqlen, dtype, head_dim) for head_dim in (HEAD_DIM, ODD_HEAD_DIM)
+                ]
+            result.append(case(BACKWARD, seqlen, dtype))
+    return result
 
 
 def case(kind: Variant, seqlen: int, dtype: str, head_dim: int = HEAD_DIM) -> Case:
@@ -103,9 +105,9 @@ def data(
 
 
 def sample_last(kind: Variant, x: Inputs, result: Any) -> tuple[Inputs, Any]:
-    """One head of each, every position (the last positions have the largest angles)."""
-    one = np.s_[:, :1] if kind.heads_first else np.s_[:, :, :1]
-    return {name: x[name][one] for name in "qk"}, tuple(r[one] for r in result)
+    """One head of q and of k, every position (the last positions have the largest angles)."""
+    head = np.s_[:, :1] if kind.heads_first else np.s_[:, :, :1]
+    return {name: x[name][head] for name in "qk"}, tuple(r[head] for r in result)
 
 
 def tables(kind: Variant, x: Inputs) -> tuple[np.ndarray, np.ndarray]:
@@ -126,9 +128,9 @@ def naive(kind: Variant, x: Inputs) -> Call:
     halves = pairs if kind.interleaved else split
 
     def rotate(a: np.ndarray) -> np.ndarray:
-        wide = a.astype(np.float32, copy=False)
-        first, second = wide[..., halves[0]], wide[..., halves[1]]
-        out = np.empty_like(wide)
+        a32 = a.astype(np.float32, copy=False)
+        first, second = a32[..., halves[0]], a32[..., halves[1]]
+        out = np.empty_like(a32)
         out[..., halves[0]] = first * cos - second * sin
         out[..., halves[1]] = first * sin + second * cos
         return out.astype(a.dtype, copy=False)
@@ -144,17 +146,17 @@ def torch_tables(kind: Variant, x: Inputs, like: Any) -> tuple[Any, Any]:
 
 
 def torch_rope(kind: Variant, x: Inputs) -> Call:
-    """The formula of transformers (rotate_half) and, interleaved, complex numbers as in Llama's own code."""
+    """Formula of transformers (rotate_half); interleaved: complex numbers as in Llama's own code."""
     import torch
 
     q, k = torch_view(x["q"]), torch_view(x["k"])
     cos, sin = torch_tables(kind, x, q)
     if kind.interleaved:
-        turn = torch.complex(cos, sin)
+        rotation = torch.complex(cos, sin)
 
         def rotate(a: Any) -> Any:
             pairs = torch.view_as_complex(a.float().reshape(*a.shape[:-1], -1, 2))
-            return torch.view_as_real(pairs * turn).flatten(3).to(a.dtype)
+            return torch.view_as_real(pairs * rotation).flatten(3).to(a.dtype)
     else:
         cos, sin = (torch.cat((t, t), dim=-1).to(q.dtype) for t in (cos, sin))
 
@@ -166,7 +168,7 @@ def torch_rope(kind: Variant, x: Inputs) -> Call:
 
 
 def torch_in_place(x: Inputs) -> Call:
-    """Two products and a scratch array for each, nothing allocated."""
+    """Two products and a scratch array for each of q and k, without allocations."""
     import torch
 
     pairs = [(a, torch.empty_like(a)) for a in (torch_view(x[name].copy()) for name in "qk")]

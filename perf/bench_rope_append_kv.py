@@ -41,7 +41,7 @@ def cases(config: Config) -> list[Case]:
 
 
 def case(name: str, seqlen: int, dtype: str) -> Case:
-    """``decode``: one new token for each of many sequences of ``seqlen`` keys; else a prompt of ``seqlen`` tokens."""
+    """Case. ``decode``: one new token for each of many sequences of ``seqlen`` keys; else a prompt of ``seqlen``."""
     batch, new, used = (DECODE_BATCH, 1, seqlen) if name == "decode" else (1, seqlen, 0)
 
     def ours(x: Inputs, **how: str) -> Call:
@@ -72,19 +72,19 @@ def case(name: str, seqlen: int, dtype: str) -> Case:
 
 
 def data(rng: np.random.Generator, batch: int, new: int, used: int, dtype: np.dtype[Any]) -> Inputs:
-    """A paged cache that holds only the pages of the new tokens: the op touches no others."""
+    """Paged cache with only the pages of the new tokens: the op touches no others."""
     first, end = used // PAGE_SIZE, -(-(used + new) // PAGE_SIZE)
     pages = rng.permutation(batch * (end - first))
     table = np.full((batch, end), -1, np.int32)
     table[:, first:] = pages.reshape(batch, -1)
-    found = {
+    inputs = {
         name: normal(rng, (batch, new, heads, HEAD_DIM), dtype)
         for name, heads in (("q", NHEADS), ("k", NHEADS_KV), ("v", NHEADS_KV))
     }
     for name in ("k_cache", "v_cache"):
-        found[name] = np.zeros((len(pages), PAGE_SIZE, NHEADS_KV, HEAD_DIM), dtype)
+        inputs[name] = np.zeros((len(pages), PAGE_SIZE, NHEADS_KV, HEAD_DIM), dtype)
     return {
-        **found,
+        **inputs,
         "seqused_k": np.full(batch, used, np.int32),
         "block_table": table,
         **{name: normal(rng, (HEAD_DIM,), dtype) for name in ("q_weight", "k_weight")},
@@ -92,7 +92,7 @@ def data(rng: np.random.Generator, batch: int, new: int, used: int, dtype: np.dt
 
 
 def places(x: Inputs) -> tuple[Any, Any, Any]:
-    """The position, page and row of every token."""
+    """Position, page and row of every token."""
     count = functools.partial(np.arange, like=x["seqused_k"])  # on the device of the inputs
     positions = x["seqused_k"][:, None] + count(x["q"].shape[1])
     pages = x["block_table"][count(len(positions))[:, None], positions // PAGE_SIZE]
@@ -100,7 +100,7 @@ def places(x: Inputs) -> tuple[Any, Any, Any]:
 
 
 def three_steps(x: Inputs, **how: str) -> Call:
-    """The same result with rmsnorm, rope and assignments."""
+    """Same result from rmsnorm, rope and assignments."""
     positions, pages, rows = places(x)
     q, k = np.empty_like(x["q"]), np.empty_like(x["k"])
 
@@ -122,9 +122,9 @@ def naive(x: Inputs) -> Call:
     half = HEAD_DIM // 2
 
     def turned(heads: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        wide = heads.astype(np.float32, copy=False)
-        wide = wide / np.sqrt(np.mean(np.square(wide), axis=-1, keepdims=True) + 1e-6) * weight
-        first, second = wide[..., :half], wide[..., half:]
+        x32 = heads.astype(np.float32, copy=False)
+        x32 = x32 / np.sqrt(np.mean(np.square(x32), axis=-1, keepdims=True) + 1e-6) * weight
+        first, second = x32[..., :half], x32[..., half:]
         out = np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
         return out.astype(heads.dtype, copy=False)
 

@@ -34,11 +34,11 @@ TOUR = (("top_k, top_p", "float32"),)  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((8,) if config.quick else (1, 64)):
-            found += [case(name, rows, dtype) for name in (["top_k, top_p"] if config.quick else FILTERS)]
-    return found
+            result += [case(name, rows, dtype) for name in (["top_k, top_p"] if config.quick else FILTERS)]
+    return result
 
 
 def case(name: str, rows: int, dtype: str) -> Case:

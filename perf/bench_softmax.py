@@ -27,11 +27,11 @@ TOUR = (("forward", "float32"),)  # names and dtypes
 
 
 def cases(config: Config) -> list[Case]:
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):
-            found += [forward(rows, dtype), forward(rows, dtype, ("mask",)), backward(rows, dtype)]
-    return found
+            result += [forward(rows, dtype), forward(rows, dtype, ("mask",)), backward(rows, dtype)]
+    return result
 
 
 def forward(rows: int, dtype: str, masks: tuple[str, ...] = ()) -> Case:
@@ -80,18 +80,18 @@ def data(rng: np.random.Generator, rows: int, cols: int, dtype: str, names: tupl
 
 
 def naive(x: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    (wide,) = to_float32(x)
+    (x32,) = to_float32(x)
     if mask is not None:
-        wide = np.where(mask, wide, np.float32(-np.inf))
-    y = wide - wide.max(axis=-1, keepdims=True)
+        x32 = np.where(mask, x32, np.float32(-np.inf))
+    y = x32 - x32.max(axis=-1, keepdims=True)
     np.exp(y, out=y)
     y /= y.sum(axis=-1, keepdims=True)
     return y.astype(x.dtype, copy=False)
 
 
 def naive_backward(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-    wide, weights = to_float32(dy, y)
-    dx = wide - np.einsum("ij,ij->i", wide, weights)[:, None]
+    grads, weights = to_float32(dy, y)
+    dx = grads - np.einsum("ij,ij->i", grads, weights)[:, None]
     dx *= weights
     return dx.astype(y.dtype, copy=False)
 

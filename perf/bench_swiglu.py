@@ -38,21 +38,21 @@ def cases(config: Config) -> list[Case]:
     tokens = config.seqlens or ((1024,) if config.quick else (512, 4096))
     mlp_tokens = config.seqlens or ((64,) if config.quick else (1, 128, 512))
     sizes = EMULATED if config.device == "emulator" else (HIDDEN, FFN)
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for count in tokens:
-            found += [forward(count, dtype), backward(count, dtype)]
+            result += [forward(count, dtype), backward(count, dtype)]
             if not config.quick:
-                found.append(forward_out(count, dtype))
+                result.append(forward_out(count, dtype))
             if config.device != "cpu":
-                found.append(forward_packed(count, dtype))
+                result.append(forward_packed(count, dtype))
                 for activation in ("gelu", "gelu_tanh"):
-                    found += [build(count, dtype, activation) for build in (forward, backward)]
-        found += [mlp((count, *sizes), dtype) for count in mlp_tokens]
+                    result += [build(count, dtype, activation) for build in (forward, backward)]
+        result += [mlp((count, *sizes), dtype) for count in mlp_tokens]
         if not config.quick:
             for build in (mlp_backward, mlp_backward_kept):
-                found += [build((count, *sizes), dtype) for count in mlp_tokens if count > 1]
-    return found
+                result += [build((count, *sizes), dtype) for count in mlp_tokens if count > 1]
+    return result
 
 
 def forward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
@@ -72,7 +72,7 @@ def forward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
 
 
 def forward_packed(tokens: int, dtype: str) -> Case:
-    """Gate and up side by side in one array, as one matrix product leaves them."""
+    """Gate and up side by side in one array, as one matrix product writes them."""
 
     def packed(rng: np.random.Generator, rows: int, width: int) -> Inputs:
         return {"packed": normal(rng, (rows, 2 * width), DTYPES[dtype])}
@@ -92,7 +92,7 @@ def forward_packed(tokens: int, dtype: str) -> Case:
 
 
 def forward_out(tokens: int, dtype: str) -> Case:
-    """With ``out=`` the result has no page faults of fresh memory, on any side."""
+    """Forward with ``out=``, so that no contender has page faults of fresh memory."""
     case = forward(tokens, dtype)
 
     def ours(x: Inputs, **how: str) -> Call:
@@ -169,7 +169,7 @@ def mlp_backward(sizes: tuple[int, int, int], dtype: str) -> Case:
 
 
 def mlp_backward_kept(sizes: tuple[int, int, int], dtype: str) -> Case:
-    """With gate and up of the forward pass, as torch keeps them."""
+    """Backward with gate and up kept from the forward pass, as torch does."""
 
     def kept(rng: np.random.Generator, tokens: int, hidden: int, ffn: int) -> Inputs:
         arrays = mlp_data(rng, tokens, hidden, ffn, DTYPES[dtype], ("x", "dy"))
@@ -196,7 +196,7 @@ def data(
 def mlp_data(
     rng: np.random.Generator, tokens: int, hidden: int, ffn: int, dtype: np.dtype[Any], names: tuple[str, ...]
 ) -> Inputs:
-    """Weights scaled so that activations stay of the order of one, as in a trained model."""
+    """Weights scaled to keep activations around 1, as in a trained model."""
     return data(rng, tokens, hidden, dtype, names) | {
         "w_gate": normal(rng, (ffn, hidden), dtype, hidden**-0.5),
         "w_up": normal(rng, (ffn, hidden), dtype, hidden**-0.5),
@@ -209,12 +209,12 @@ def naive_call(x: Inputs, out: np.ndarray | None = None) -> Call:
 
 
 def naive_forward(gate: np.ndarray, up: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    wide, wide_up = to_float32(gate, up)
-    y = np.negative(wide, out=out if wide is gate else None)
+    gate32, up32 = to_float32(gate, up)
+    y = np.negative(gate32, out=out if gate32 is gate else None)
     np.exp(y, out=y)
     y += np.float32(1)
-    np.divide(wide, y, out=y)
-    y *= wide_up
+    np.divide(gate32, y, out=y)
+    y *= up32
     if out is not None and out is not y:
         out[...] = y
         return out
@@ -222,7 +222,7 @@ def naive_forward(gate: np.ndarray, up: np.ndarray, out: np.ndarray | None = Non
 
 
 def naive_backward(x: Inputs) -> Call:
-    """With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s))."""
+    """Gradients with s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s))."""
 
     def call() -> tuple[np.ndarray, np.ndarray]:
         dtype = x["gate"].dtype
@@ -243,7 +243,7 @@ def naive_backward(x: Inputs) -> Call:
 
 
 def naive_mlp(x: Inputs) -> Call:
-    """float32 weights: NumPy has no 16-bit matmul, so a user keeps them converted (not timed)."""
+    """MLP with float32 weights: NumPy has no 16-bit matmul, so a user keeps them converted (not timed)."""
     w_gate, w_up, w_down = (weight.T for weight in to_float32(*(x[name] for name in WEIGHTS)))
 
     def call() -> np.ndarray:
@@ -257,8 +257,12 @@ def torch_glu(activation: Activation) -> Any:
     """``act(gate) * up`` of tensors."""
     from torch.nn import functional
 
-    kind = "none" if activation == "gelu" else "tanh"
-    act = functional.silu if activation == "silu" else functools.partial(functional.gelu, approximate=kind)
+    approximate = "none" if activation == "gelu" else "tanh"
+    act = (
+        functional.silu
+        if activation == "silu"
+        else functools.partial(functional.gelu, approximate=approximate)
+    )
     return lambda gate, up: act(gate) * up
 
 

@@ -2,8 +2,8 @@
 
 ``python perf/bench_ternary.py --device cpu --dtype float32 --seqlen 1 16 128`` (seqlen: tokens)
 
-The peers get dense weights, prepared ahead, as a user without packed weights would run them. Their memory traffic
-is 16 times ours (8 times with bfloat16 in torch). One token is bound by the packed bytes, shown as GB/s; many
+The peers get dense weights, prepared in advance, as a user without packed weights would run them. Their memory
+traffic is 16 times ours (8 times with bfloat16 in torch). One token is bound by the packed bytes, shown as GB/s; many
 tokens are bound by integer products, shown as operations per second. When both operands are ternary, one case keeps
 2 % of the chunks of 128 weights, and the kernel skips the rest. Packing, unpacking and quantising only move bytes.
 """
@@ -46,31 +46,31 @@ def cases(config: Config) -> list[Case]:
         tokens, weights = tuple(sorted({1, 16, *tokens})), EMULATED
     elif config.device == "cuda" and not config.seqlens:
         tokens += () if config.quick else (4096,)
-    found = []
+    result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for n, k in weights:
             for m in tokens:
-                found.append(matmul(m, n, k, dtype, "int8"))
+                result.append(matmul(m, n, k, dtype, "int8"))
                 if m == min(tokens):
-                    found.append(matmul(m, n, k, dtype, "native"))
+                    result.append(matmul(m, n, k, dtype, "native"))
     if not config.quick and config.device != "emulator" and "bfloat16" in (config.dtypes or ("bfloat16",)):
         more = BITNET + (LARGE if config.device == "cuda" else ())
         ends = sorted({min(tokens), max(tokens)})
-        found += [matmul(m, n, k, "bfloat16", "int8") for n, k in more for m in ends]
+        result += [matmul(m, n, k, "bfloat16", "int8") for n, k in more for m in ends]
     trained = 64 if config.device == "emulator" else max(tokens)
     for dtype in config.dtypes or (("bfloat16",) if config.quick else ("float32", "bfloat16")):
-        found += [gradients(trained, n, k, dtype) for n, k in weights]
+        result += [gradients(trained, n, k, dtype) for n, k in weights]
     if "float32" in (config.dtypes or ("float32",)):
-        found += [product(m, *weights[0], share) for m in tokens for share in (100, 2)]
+        result += [product(m, *weights[0], share) for m in tokens for share in (100, 2)]
     if config.quick and config.device == "cpu":
-        return found
+        return result
     n, k = EMULATED[0] if config.quick else weights[0]
     if "float32" in (config.dtypes or ("float32",)):
         formats = ("w2", "tq1_0") if config.quick else FORMATS
-        found += [packing(n, k, name, which) for name in formats for which in ("pack", "unpack")]
+        result += [packing(n, k, name, which) for name in formats for which in ("pack", "unpack")]
     for dtype in config.dtypes or ("float32", "bfloat16"):
-        found += [quantizing(n, k, dtype, method) for method in ("absmean", "percentile")]
-    return found
+        result += [quantizing(n, k, dtype, method) for method in ("absmean", "percentile")]
+    return result
 
 
 def matmul(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
@@ -107,15 +107,15 @@ def matmul(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
 
 
 def gradients(m: int, n: int, k: int, dtype: str) -> Case:
-    """dx and dw. The error is taken on a smaller problem, because dw sums over all tokens."""
+    """dx and dw. The error is measured on a smaller problem, because dw sums over all tokens."""
 
     def ours(x: Inputs, **how: str) -> Call:
         call = functools.partial(gpu_ops.ternary_matmul_backward, x["dy"], x["x"], x["w"], **how)
         return after_one(call, x["x"])
 
     def against(x: Inputs, precision: Precision) -> Any:
-        given = (on_host(x["dy"]), on_host(x["x"]), x["w"].trits(), x["w"].scale)
-        return reference.ternary_matmul_backward(*given, precision=precision)
+        arguments = (on_host(x["dy"]), on_host(x["x"]), x["w"].trits(), x["w"].scale)
+        return reference.ternary_matmul_backward(*arguments, precision=precision)
 
     return Case(
         op="ternary",
@@ -163,7 +163,7 @@ def product(m: int, n: int, k: int, share: int) -> Case:
 
 
 def packing(n: int, k: int, format: str, which: str) -> Case:
-    """Trits, one byte each, to a packed format, or back."""
+    """Case that packs trits, one byte each, into a format, or unpacks them."""
 
     def bind(module: Any, x: Inputs, to: Any = lambda array: array, **how: str) -> Call:
         if which == "pack":
@@ -187,7 +187,7 @@ def packing(n: int, k: int, format: str, which: str) -> Case:
 
 
 def quantizing(n: int, k: int, dtype: str, method: Any) -> Case:
-    """Weights to the format w2 with one scale. The check compares the scale."""
+    """Case that quantizes weights to format w2 with one scale. The check compares the scale."""
 
     def ours(x: Inputs, **how: str) -> Call:
         return lambda: gpu_ops.ternary_quantize(x["w"], method=method, **how).scale
@@ -212,7 +212,7 @@ def quantizing(n: int, k: int, dtype: str, method: Any) -> Case:
 
 
 def after_one(call: Call, array: Any) -> Call:
-    """On a GPU the first call moves the packed weights there."""
+    """Call after a first one: on a GPU the first call moves the packed weights to the device."""
     if not isinstance(array, np.ndarray):
         call()
     return call
@@ -246,7 +246,7 @@ def gradient_data(rng: np.random.Generator, m: int, n: int, k: int, dtype: np.dt
 
 
 def sample_part(x: Inputs, result: Any) -> tuple[Inputs, Any]:
-    """The last tokens and output features: every element is a sum of its own."""
+    """Last tokens and output features: every element is a separate sum."""
     tokens, features = (slice(-count, None) for count in SAMPLED)
     return {"x": rows_of(x["x"], tokens), "w": rows_of(x["w"], features)}, result[tokens, features]
 
@@ -283,7 +283,7 @@ def naive_product(x: Inputs) -> Call:
 
 
 def dense_like(array: Any, weights: gpu_ops.TernaryMatrix, dtype: Any = np.float32) -> Any:
-    """The weights dense, where ``array`` is."""
+    """Dense weights on the device of ``array``."""
     return np.asarray(weights.dequantize(dtype), like=array)
 
 

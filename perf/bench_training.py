@@ -1,4 +1,4 @@
-"""A training step of a small Llama: loss, gradients, clipping and AdamW, beside torch's.
+"""A training step of a small Llama, against torch: loss, gradients, clipping and AdamW.
 
 ``python perf/bench_training.py --device cpu --dtype float32 --seqlen 2048`` (seqlen: tokens of a step)
 """
@@ -73,7 +73,7 @@ def config_of(x: Inputs) -> models.LlamaConfig:
 
 
 def ours(x: Inputs, policy: str = "none", **how: Any) -> Call:
-    """A step, and the gradients in front of it: those of the first call are judged."""
+    """Step with its gradients; the gradients of the first call are checked."""
     config = config_of(x)
     dtype = x["weights"]["embed"].dtype.name
     flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype, device=device_of(x))
@@ -91,7 +91,7 @@ def ours(x: Inputs, policy: str = "none", **how: Any) -> Call:
 
 
 def gradients(x: Inputs, precision: Precision) -> tuple[Any, ...]:
-    """By the references of the ops, one after the other."""
+    """Gradients by the references of the ops, one after the other."""
     config = config_of(x)
     dtype = np.float64 if precision == "float64" else x["weights"]["embed"].dtype
     arrays = {name: w.astype(dtype) for name, w in x["weights"].items()}
@@ -110,9 +110,9 @@ def torch_step(x: Inputs) -> Call:
     from perf.torch_llama import torch_loss
 
     config, where = config_of(x), device_of(x)
-    kind = getattr(torch, x["weights"]["embed"].dtype.name)
+    dtype = getattr(torch, x["weights"]["embed"].dtype.name)
     start = {name: torch.tensor(w.astype(np.float32)) for name, w in x["weights"].items()}
-    p = {name: w.to(where, kind).requires_grad_() for name, w in start.items()}
+    p = {name: w.to(where, dtype).requires_grad_() for name, w in start.items()}
     groups = [
         {"params": [w for w in p.values() if w.ndim == n], "weight_decay": decay}
         for n, decay in ((2, OPTIONS["weight_decay"]), (1, 0.0))

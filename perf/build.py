@@ -16,7 +16,7 @@ from perf.case import Call, Inputs
 def made_by(
     build: Callable[..., Inputs], size: Sequence[Any], small: Sequence[Any], *more: Any
 ) -> dict[str, Any]:
-    """``make`` and ``make_small``: ``build(rng, *size, *more)`` and ``build(rng, *small, *more)``."""
+    """Fields ``make`` and ``make_small``: ``build(rng, *size, *more)`` and ``build(rng, *small, *more)``."""
     return {
         "make": lambda rng: build(rng, *size, *more),
         "make_small": lambda rng: build(rng, *small, *more),
@@ -24,7 +24,7 @@ def made_by(
 
 
 def backends(ours: Callable[..., Call]) -> dict[str, Any]:
-    """``ours`` and ``numba``, where ``ours(inputs, **how)`` passes ``how`` on to the op."""
+    """Fields ``ours`` and ``numba``, where ``ours(inputs, **how)`` passes ``how`` on to the op."""
     return {"ours": ours, "numba": functools.partial(ours, backend="numba")}
 
 
@@ -35,7 +35,7 @@ def calls(
     keywords: Sequence[str] = (),
     **options: Any,
 ) -> dict[str, Any]:
-    """``ours``, ``numba`` and ``reference`` of an op that takes the inputs ``names`` by position, those of
+    """Fields ``ours``, ``numba`` and ``reference`` of an op that takes the inputs ``names`` by position, those of
     ``keywords`` by keyword, and ``options``."""
 
     def bind(call: Callable[..., Any], x: Inputs, **more: Any) -> Call:
@@ -50,8 +50,8 @@ def calls(
 def normal(
     rng: np.random.Generator, shape: Sequence[int], dtype: np.dtype[Any], scale: float = 1.0
 ) -> np.ndarray:
-    """Standard-normal data. Large arrays repeat a block of 4M values: the repetition does not change the timing,
-    and drawing 700 MB of weights would take longer than measuring them."""
+    """Standard-normal data. Large arrays repeat a block of 4M values, which does not change the timing: drawing
+    700 MB of weights would take longer than the measurement."""
     size = int(np.prod(shape))
     block = rng.standard_normal(min(size, 1 << 22), dtype=np.float32)
     if scale != 1.0:
@@ -60,7 +60,7 @@ def normal(
 
 
 def sample_rows(count: int, whole: Sequence[str], x: Inputs, result: Any) -> tuple[Inputs, Any]:
-    """``Case.sample`` of ops whose rows are independent: the last rows. The inputs ``whole`` have no rows."""
+    """Sample (``Case.sample``) for ops with independent rows: the last rows. The inputs ``whole`` have no rows."""
     rows = slice(-count, None)
     part = {name: array if name in whole else array[rows] for name, array in x.items()}
     return part, tuple(r[rows] for r in result) if isinstance(result, tuple) else result[rows]
@@ -71,12 +71,12 @@ def on_host(array: Any) -> np.ndarray:
 
 
 def to_float32(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """NumPy has no fast 16-bit arithmetic: a careful user computes in float32."""
+    """Convert to float32: NumPy has no fast 16-bit arithmetic, so a careful user computes in float32."""
     return tuple(array.astype(np.float32, copy=False) for array in arrays)
 
 
 def torch_view(array: Any) -> Any:
-    """The same memory as a torch tensor, without a copy."""
+    """torch tensor on the same memory, without a copy."""
     import torch
 
     if str(array.dtype) == "bfloat16":  # neither NumPy nor DLPack hands bfloat16 over
@@ -85,7 +85,7 @@ def torch_view(array: Any) -> Any:
 
 
 def torch_gradient(function: Callable[..., Any], x: Inputs, names: Sequence[str], dy: str = "dy") -> Call:
-    """The gradient of ``function(*tensors)`` by autograd; its forward pass is not timed."""
+    """Gradient of ``function(*tensors)`` by autograd; its forward pass is not timed."""
     import torch
 
     leaves = [torch_view(x[name]).requires_grad_() for name in names]

@@ -28,7 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The options of the command line. An empty tuple selects the bench's default."""
+    """Options of the command line. An empty tuple selects the bench's default."""
 
     device: str = "cpu"
     quick: bool = False
@@ -50,7 +50,7 @@ class Config:
 class Case:
     """One row of the result table.
 
-    ``flops`` and ``bytes`` are the least work the formula needs: arithmetic by the field's convention, and traffic
+    ``flops`` and ``bytes`` are the minimum work of the formula: arithmetic by the field's convention, and traffic
     with every input read once and every result written once.
     """
 
@@ -97,18 +97,18 @@ class Case:
 
     def contender(self, name: str) -> Prepare:
         """``ours``, ``naive``, ``torch``, ``numba`` or one of ``peers``."""
-        found: Prepare = self.peers[name] if name in self.peers else getattr(self, name)
-        return found
+        prepare: Prepare = self.peers[name] if name in self.peers else getattr(self, name)
+        return prepare
 
 
 def find_case(op: str, key: str, config: Config) -> Case:
-    """A case by its key: for another process, which cannot be sent the case itself."""
+    """Find a case by its key: cases cannot be sent to another process."""
     cases = importlib.import_module(f"perf.bench_{op}").cases(config)
     return {case.key: case for case in cases}[key]
 
 
 def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:
-    """The case's inputs, the same in every process: the seed comes from the case's key."""
+    """Inputs of the case, identical in every process: the seed comes from the case's key."""
     rng = np.random.default_rng(zlib.crc32(case.key.encode()))
     made = (case.make_small if small else case.make)(rng)
     if config.device == "cuda":
@@ -119,12 +119,12 @@ def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:
 
 
 def device_of(x: Inputs) -> str:
-    """Of a model: the weights start on the host, and the tokens, ``ids``, are where it runs."""
+    """Device of a model: its weights start on the host, but its tokens, ``ids``, are where it runs."""
     return "cpu" if isinstance(x["ids"], np.ndarray) else "cuda"
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of all arrays in an input: arrays, containers of arrays, TernaryMatrix."""
+    """Bytes of all arrays in an input: an array, a container of arrays or a TernaryMatrix."""
     if isinstance(value, Mapping):
         return sum(nbytes(v) for v in value.values())
     if isinstance(value, tuple | list):

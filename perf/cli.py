@@ -88,11 +88,11 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
 
 def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) -> int:
     """Run the named ops, or those of ``--op``; or the planner. Returns the exit code."""
-    given = sys.argv[1:] if argv is None else list(argv)
-    if ops is None and any(word.partition("=")[0] == "--plan" for word in given):
-        return plan.main(given)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if ops is None and any(word.partition("=")[0] == "--plan" for word in arguments):
+        return plan.main(arguments)
     p = parser("python -m perf" if ops is None else f"python perf/bench_{ops[0]}.py", one_op=ops is not None)
-    args = p.parse_args(given)
+    args = p.parse_args(arguments)
     if ops is None and "comm" in args.op:
         return run_comm(p, args)
     names = list(ops or args.op or bench_names())
@@ -119,14 +119,14 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     start = time.perf_counter()
     with waiting(console, "measuring the limits of this machine"):
         facts = machine.describe(config.device)
-        found = limits.measure(
+        bounds = limits.measure(
             device=config.device, threads=facts["threads"], quick=config.quick, use_torch=config.use_torch
         )
-    report.print_header(console, facts, found)
-    run = runs.new_run([], facts, found, config, 0.0)
+    report.print_header(console, facts, bounds)
+    run = runs.new_run([], facts, bounds, config, 0.0)
 
     def keep(done: Sequence[Result]) -> None:
-        """After every case: a run that is cut off leaves what it has measured."""
+        """Save after every case, so that an interrupted run keeps its measurements."""
         run.rows, run.facts["seconds"] = [result.row() for result in done], time.perf_counter() - start
         if args.save:
             runs.save(run, args.save)
@@ -135,7 +135,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         compile_ahead(
             [case for cases in chosen.values() for case in cases], config, facts["threads"], console
         )
-    results = run_all(chosen, config, found, console, memory=not args.no_memory, keep=keep)
+    results = run_all(chosen, config, bounds, console, memory=not args.no_memory, keep=keep)
     code = conclude(console, results)
     for line in last_words(results, facts, time.perf_counter() - start, config):
         console.print(
@@ -157,7 +157,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
 
 
 def run_comm(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Messages between ranks have no cases: options that choose or compare cases do not go with them."""
+    """Run ``comm``. Messages between ranks have no cases, so options that choose or compare cases are refused."""
     if args.op != ["comm"]:
         p.error("--op comm starts processes of its own: run it alone")
     if args.device != "cpu" or args.dtype or args.seqlen or args.compare or args.first or args.list:
@@ -172,7 +172,7 @@ def refuse_plot(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> runs.Run | None:
-    """Refuse options that do not go together, before anything is measured. Returns the run of ``--compare``."""
+    """Refuse incompatible options before anything is measured. Returns the run of ``--compare``."""
     refuse_plot(p, args)
     if args.device == "emulator" and (args.save or args.compare or args.plot):
         p.error("--device emulator measures no times that --save, --compare or --plot could keep")
@@ -189,7 +189,7 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[
 
 
 def selected(name: str, config: Config, first: int | None = None) -> list[Case]:
-    """The cases of a bench that a run has: all, the first ones, or those of the tour."""
+    """Cases of a bench that run: all, the first ones, or those of the tour."""
     module = bench(name)
     cases: list[Case] = module.cases(config)[:first]
     if not config.tour:
@@ -206,8 +206,10 @@ def run_all(
     memory: bool = True,
     keep: Callable[[Sequence[Result]], None] = lambda done: None,
 ) -> list[Result]:
-    """Measure the cases of each op, and print its table as soon as it is complete. Meanwhile a terminal has a bar,
-    and anything else a line per case. ``keep`` gets all results so far, after each case."""
+    """Measure the cases of each op, and print its table as soon as it is complete.
+
+    Progress is a bar on a terminal and a line per case elsewhere. ``keep`` gets all results so far after each case.
+    """
     results: list[Result] = []
     effort: Effort | None = None
     start = time.perf_counter()
@@ -248,12 +250,12 @@ def run_all(
 
 
 def show_stage(bar: Progress, words: str, doing: str) -> AbstractContextManager[None]:
-    """Off a terminal, a line on stderr for what takes longer than a second."""
+    """Print a line on stderr for a stage longer than a second, where stderr is not a terminal."""
     return visible(f"{words}: {doing}") if bar.disable else nullcontext()
 
 
 def conclude(console: Console, results: Sequence[Result]) -> int:
-    """What was left out or failed, and the exit code: 1 when a case failed or its error is out of tolerance."""
+    """Print the cases left out or failed. Returns the exit code: 1 if a case failed or an error is too large."""
     single = [r for r in results if r.case.op == "attention" and r.case.dtype == "float32" and r.error]
     if single:
         mean = max(r.error.mean for r in single if r.error)
@@ -271,12 +273,12 @@ def conclude(console: Console, results: Sequence[Result]) -> int:
 
 
 def run_as_script(op: str) -> None:
-    """What ``python perf/bench_<op>.py`` does at its end."""
+    """Entry point of ``python perf/bench_<op>.py``."""
     run_command(lambda: main([op]))
 
 
 def unique(values: Sequence[Any]) -> tuple[Any, ...]:
-    """In the order given, each once: a case's key is its identity."""
+    """Cases in their order without duplicates: a case's key is its identity."""
     return tuple(dict.fromkeys(values))
 
 

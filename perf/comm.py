@@ -1,4 +1,4 @@
-"""``python -m perf --op comm``: what a message between ranks costs on this machine, beside a copy in memory.
+"""``python -m perf --op comm``: cost of a message between ranks on this machine, compared with a copy in memory.
 
 Each collective of ``gpu_ops.distributed`` is timed under mpiexec for arrays of 1 KiB to 64 MiB. A fit of
 ``seconds = alpha + bytes / beta`` over all sizes gives its latency alpha and bandwidth beta.
@@ -61,7 +61,7 @@ class Fit:
 
 
 def missing() -> str | None:
-    """Why ranks cannot be started here; None when they can."""
+    """Reason why ranks cannot be started here; None if they can."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"mpi4py is not installed: {install_command('mpi')}"
     if shutil.which("mpiexec", path=_path()) is None:
@@ -70,15 +70,15 @@ def missing() -> str | None:
 
 
 def _path() -> str:
-    """Of the launcher: where this Python's scripts are, first."""
+    """PATH for the launcher, with the folder of this Python's scripts first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def measure(ranks: int, *, quick: bool = False) -> dict[str, Any]:
     """Start the ranks, and return what rank 0 has written (comm_ranks.py)."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "times.json"
-        command = ["scripts/launch.sh", str(ranks), sys.executable, "-m", "perf.comm_ranks", str(found)]
+        path = Path(folder) / "times.json"
+        command = ["scripts/launch.sh", str(ranks), sys.executable, "-m", "perf.comm_ranks", str(path)]
         done = subprocess.run(
             [*command, *(["--quick"] if quick else [])],
             cwd=ROOT,
@@ -90,12 +90,12 @@ def measure(ranks: int, *, quick: bool = False) -> dict[str, Any]:
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-        read: dict[str, Any] = json.loads(found.read_text())
+        read: dict[str, Any] = json.loads(path.read_text())
         return read
 
 
 def fits(times: Mapping[str, Mapping[str, float]]) -> dict[str, Fit]:
-    """By operation, of {operation: {bytes: seconds}}."""
+    """Fit of each operation of {operation: {bytes: seconds}}."""
     return {name: Fit.of([float(n) for n in line], list(line.values())) for name, line in times.items()}
 
 
@@ -106,20 +106,20 @@ def run(ranks: int, console: Console, *, quick: bool = False, save: str = "", pl
         console.print(f"comm: skipped, {reason}", style="yellow", markup=False)
         return 0
     with waiting(console, f"timing collectives on {several(ranks, 'rank')}"):
-        found = measure(ranks, quick=quick)
-    found["machine"] = machine.describe("cpu")
-    lines = fits(found["times"])
-    found["fits"] = {name: asdict(fit) for name, fit in lines.items()}
-    title = f"{found['world']}, {several(ranks, 'rank')} on {found['machine']['cpu']}, load {os.getloadavg()[0]:.1f}"
-    largest = max(found["times"][COPY], key=int)
+        facts = measure(ranks, quick=quick)
+    facts["machine"] = machine.describe("cpu")
+    lines = fits(facts["times"])
+    facts["fits"] = {name: asdict(fit) for name, fit in lines.items()}
+    title = f"{facts['world']}, {several(ranks, 'rank')} on {facts['machine']['cpu']}, load {os.getloadavg()[0]:.1f}"
+    largest = max(facts["times"][COPY], key=int)
     figures = ["alpha us", "beta GB/s", "64 KiB us", "16 MiB ms", "sent / byte", "of memcpy", "fit"]
     table = make_table(title, ["collective"], figures)
     for name, fit in lines.items():
-        line, share = found["times"][name], found["sent"][name]
+        line, share = facts["times"][name], facts["sent"][name]
         some = [
             f"{line[n] * scale:.3g}" if n in line else "" for n, scale in (("65536", 1e6), ("16777216", 1e3))
         ]
-        of_copy = share * found["times"][COPY][largest] / line[largest]
+        of_copy = share * facts["times"][COPY][largest] / line[largest]
         table.add_row(
             *(name, f"{fit.alpha * 1e6:.1f}", f"{fit.beta / 1e9:.2f}", *some),
             *(f"{share:g}", f"{of_copy:.0%}", f"x{fit.worst:.1f}"),
@@ -135,12 +135,12 @@ def run(ranks: int, console: Console, *, quick: bool = False, save: str = "", pl
     if save:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"comm-{ranks}.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(facts, indent=1) + "\n")
         console.print(f"saved {path}")
     if plot:
         from perf.pictures import comm as picture
         from perf.pictures.style import settings
 
         with settings():
-            console.print(f"drew {picture.draw(found, title).save(folder / f'comm-{ranks}.svg')}")
+            console.print(f"drew {picture.draw(facts, title).save(folder / f'comm-{ranks}.svg')}")
     return 0

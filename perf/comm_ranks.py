@@ -38,28 +38,28 @@ def main() -> None:
             times.setdefault(name, {})[size] = seconds
     sent[COPY] = 1.0
     if comm.rank == 0:
-        found = {"world": type(comm).__name__, "ranks": comm.size, "times": times, "sent": sent}
-        args.path.write_text(json.dumps(found))
+        report = {"world": type(comm).__name__, "ranks": comm.size, "times": times, "sent": sent}
+        args.path.write_text(json.dumps(report))
     comm.barrier()
 
 
 def operations(comm: distributed.Comm, x: np.ndarray) -> dict[str, Callable[[], object]]:
-    """On an array (ranks, n), and its copy by one rank."""
-    to = np.empty_like(x)
-    wide = np.empty((comm.size * comm.size, x.shape[1]), x.dtype)
+    """Collectives on an array (ranks, n), and a copy of it by one rank."""
+    result = np.empty_like(x)
+    gathered = np.empty((comm.size * comm.size, x.shape[1]), x.dtype)
     return {
-        "all_reduce": lambda: comm.all_reduce(x, out=to),
+        "all_reduce": lambda: comm.all_reduce(x, out=result),
         "reduce_scatter": lambda: comm.reduce_scatter(x),
-        "all_gather": lambda: comm.all_gather(x, out=wide),
-        "all_to_all": lambda: comm.all_to_all(x, 0, 0, out=to),
-        "broadcast": lambda: comm.broadcast(x, out=to),
+        "all_gather": lambda: comm.all_gather(x, out=gathered),
+        "all_to_all": lambda: comm.all_to_all(x, 0, 0, out=result),
+        "broadcast": lambda: comm.broadcast(x, out=result),
         "shift": lambda: comm.shift(x).wait(),
-        COPY: lambda: np.copyto(to, x) if comm.rank == 0 else None,
+        COPY: lambda: np.copyto(result, x) if comm.rank == 0 else None,
     }
 
 
 def timed(comm: distributed.Comm, call: Callable[[], object], slice_seconds: float) -> float:
-    """The median over the calls of the slowest rank's seconds. All ranks make the same number of calls."""
+    """Median over the calls of the slowest rank's seconds. All ranks make the same number of calls."""
     first = np.array([_seconds(comm, call)])
     count = int(np.clip(slice_seconds / comm.all_reduce(first, "max")[0], LEAST, MOST))
     each = np.array([_seconds(comm, call) for _ in range(count)])

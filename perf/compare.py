@@ -12,7 +12,7 @@ THRESHOLD = 1.10
 
 @dataclass(frozen=True)
 class Change:
-    """A case in both runs. Times are in seconds; ratios are new over old: 1.2 means a fifth slower."""
+    """A case in both runs. Times are in seconds; ratios are new / old: 1.2 means a fifth slower."""
 
     key: str
     old: float
@@ -33,13 +33,13 @@ class Change:
 
     @property
     def regressed(self) -> bool:
-        """The median is slower and noise does not explain it: the fastest call is slower by as much, or the fast
-        end of the new calls lies above the slow end of the old ones."""
+        """True if the median is slower and noise does not explain it: the fastest call is slower by as much, or the
+        fast end of the new calls is above the slow end of the old ones."""
         return self.slower and (self.fastest > self.threshold or self.new_p20 > self.old_p80)
 
     @property
     def verdict(self) -> str:
-        """In words, with what it was judged by."""
+        """Verdict in words, with the figures behind it."""
         if not self.slower:
             return "faster" if self.ratio < 1 / self.threshold else "same"
         if self.fastest > self.threshold:
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def noisy(self) -> list[Change]:
-        """Slower by more than the threshold, within the noise."""
+        """True if slower by more than the threshold but within the noise."""
         return [change for change in self.changes if change.slower and not change.regressed]
 
     @property
@@ -98,22 +98,22 @@ class Comparison:
 
 
 def compare(old: Run, new: Run, *, threshold: float = THRESHOLD, ops: set[str] | None = None) -> Comparison:
-    """Every case that both runs timed; see :class:`Change` for what counts as a regression."""
+    """Compare every case that both runs timed; :class:`Change` defines a regression."""
     before, after = ({row["key"]: row for row in run.rows if timed(row, ops)} for run in (old, new))
-    found = Comparison(threshold, warnings=warnings(old, new))
+    comparison = Comparison(threshold, warnings=warnings(old, new))
     for key, now in after.items():
         if key not in before:
             continue
         was = before[key]
         fastest = now["ours_fastest"] / was["ours_fastest"]
         medians = was["ours_median"], now["ours_median"]
-        found.changes.append(Change(key, *medians, fastest, was["ours_p80"], now["ours_p20"], threshold))
+        comparison.changes.append(Change(key, *medians, fastest, was["ours_p80"], now["ours_p20"], threshold))
     selection = ("device", "quick", "tour", "dtypes", "seqlens", "grid")
     if all((old.get("config", name) or False) == (new.get("config", name) or False) for name in selection):
-        found.missing = [
+        comparison.missing = [
             key for key in before if key not in after
         ]  # a narrower run leaves cases out on purpose
-    return found
+    return comparison
 
 
 def timed(row: Row, ops: set[str] | None) -> bool:
@@ -122,17 +122,17 @@ def timed(row: Row, ops: set[str] | None) -> bool:
 
 def warnings(old: Run, new: Run) -> list[str]:
     """Differences between the runs that are not about the code."""
-    found = []
+    messages = []
     for name in ("cpu", "threads", "device", "gpu"):
         then, now = (run.get("machine", name) for run in (old, new))
         if isinstance(then, dict) and isinstance(now, dict):
             then, now = then.get("name"), now.get("name")
         if then != now:
-            found.append(f"{name} differs: {then} then, {now} now")
+            messages.append(f"{name} differs: {then} then, {now} now")
     if old.get("config", "quick") != new.get("config", "quick"):
-        found.append("one run was --quick, the other was not")
+        messages.append("one run was --quick, the other was not")
     for name in ("copy", "read", "matmul"):
         then, now = (run.get("limits", name) for run in (old, new))
         if then and now and not 0.8 < now / then < 1.25:
-            found.append(f"the measured {name} limit is {now / then:.2f}x the old one: another load?")
-    return found
+            messages.append(f"the measured {name} limit is {now / then:.2f}x the old one: another load?")
+    return messages

@@ -1,9 +1,9 @@
 """Timing, memory, energy and limits on a CUDA device. Imported only with ``--device cuda``; needs CuPy.
 
-Time comes from device events around one call. A large fill runs first, and is read again: that keeps the device busy
-while Python prepares the call, so the launch overhead is hidden, and leaves the caches cold and clean: lines that are
-still to be written back would cost the call. Memory is the peak of CuPy's pool during a call, and the driver's count
-around it. Energy and clocks are NVML's, over calls back to back. The limits are a device-to-device copy and cuBLAS.
+Time comes from device events around one call. A large fill runs first and is read again. It keeps the device busy
+while Python prepares the call, which hides the launch overhead. It also leaves the caches cold and clean, because
+writing back dirty lines would slow the call. Memory is the peak of CuPy's pool during a call, and the driver's count
+around it. Energy and clocks are NVML's, over back-to-back calls. The limits are a device-to-device copy and cuBLAS.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ from perf.stats import Power
 
 def put(x: Inputs) -> Inputs:
     """Copy the arrays to the device. A TernaryMatrix moves itself."""
-    return {name: cupy.asarray(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
+    return {
+        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in x.items()
+    }
 
 
 def get(x: Inputs) -> Inputs:
-    """The inverse of :func:`put`, for the reference."""
-    return {name: cupy.asnumpy(one) if isinstance(one, cupy.ndarray) else one for name, one in x.items()}
+    """Inverse of :func:`put`, for the reference."""
+    return {
+        name: cupy.asnumpy(value) if isinstance(value, cupy.ndarray) else value for name, value in x.items()
+    }
 
 
 @functools.cache
 def _scratch() -> Any:
-    """Larger than the L2 cache, and a tenth of a millisecond to fill on the fastest device."""
+    """Buffer larger than the L2 cache, which takes the fastest device a tenth of a millisecond to fill."""
     return cupy.empty(max(4 * last_level_cache(), 512 << 20), cupy.uint8)
 
 
 def flush() -> None:
-    """Empty the L2 cache, of lines that were written as well."""
+    """Empty the L2 cache, dirty lines included."""
     _scratch().fill(1)
     _scratch().view(cupy.uint64).max()
 
@@ -62,8 +66,7 @@ def last_level_cache() -> int:
 
 
 def power(call: Callable[[], Any], seconds: float) -> Power | None:
-    """Of calls back to back for this long, of which NVML's counter notices steps of 20 to 100 ms; None where it is
-    not there."""
+    """Power of back-to-back calls for this long; NVML's counter has steps of 20 to 100 ms. None without NVML."""
     try:
         nvml, device = nvml_device()
         joules(nvml, device)
@@ -93,12 +96,12 @@ _BATCH = 8  # calls
 
 
 def joules(nvml: Any, device: Any) -> float:
-    """That a device has used since its driver was loaded."""
+    """Joules that a device has used since its driver was loaded."""
     return float(nvml.nvmlDeviceGetTotalEnergyConsumption(device)) / 1e3
 
 
 class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
-    """The peak of the bytes in use from CuPy's pool."""
+    """Peak of the bytes in use from CuPy's pool."""
 
     name = "PoolPeak"
 
@@ -112,7 +115,8 @@ class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
 def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
     """Peak bytes of one warm call beyond its inputs, and the bytes of its results.
 
-    The larger of the pool's count and the driver's: a library with its own allocator shows only in the driver's.
+    The peak is the larger of the pool's count and the driver's: a library with its own allocator shows only in the
+    driver's.
     """
     prepare = case.contender(contender)
     prepare(make_inputs(case, config, small=True))()
@@ -157,7 +161,7 @@ def measure_limits(repetitions: int = 20) -> Limits:
 
 
 def best(call: Call, repetitions: int) -> float:
-    """After as much of the same work as brings the clocks up."""
+    """Best of ``repetitions``, after enough of the same work to bring the clocks up."""
     start = time.perf_counter()
     while time.perf_counter() - start < _WARM_SECONDS:
         timed(call)

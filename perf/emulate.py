@@ -1,6 +1,6 @@
 """Counts for a case's GPU kernels, without a GPU: traffic, bank conflicts, registers, occupancy. No times.
 
-Runs the ops on the emulator and shows the profile of each launch beside the resources that ptxas reports.
+Runs the ops on the emulator and shows the profile of each launch with the resources that ptxas reports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(planned: Mapping[str, Sequence[Case]], console: Console) -> int:
     """Print a table per op. Returns the exit code."""
     os.environ.setdefault(
         "GPU_OPS_SANITIZE", "0"
-    )  # the tests check; without the sanitizer the same counts come sooner
+    )  # the tests check; without the sanitizer the same counts take less time
     console.print(f"[dim]{CAPTION}[/]")
     passed = [run_op(op, cases, console) for op, cases in planned.items() if cases]
     if not passed:
@@ -95,7 +95,7 @@ def launches(case: Case) -> Iterator[Launch]:
 
 
 def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | None]:
-    """The resources of the launch on an SM."""
+    """Resources of the launch on an SM."""
     try:
         image, log = toolkit.assemble(profile.ptx, profile.arch)
     except KernelCompileError:

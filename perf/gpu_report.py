@@ -1,7 +1,8 @@
-"""``python -m perf.gpu_report DIR``: report.md, of what scripts/gpu_check.sh has left in a folder so far.
+"""``python -m perf.gpu_report DIR``: report.md from the results of scripts/gpu_check.sh in a folder so far.
 
-Tests, the emulator against the GPU, every case's share of the measured limits beside the data sheet's prediction, the
-largest disagreements between the two, the tiles that autotune prefers; pictures where matplotlib is installed.
+It has the tests, the emulator against the GPU, every case's share of the measured limits with the data sheet's
+prediction, the largest disagreements between the two, the tiles that autotune prefers, and pictures if matplotlib is
+installed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ MOST = 10  # disagreements, and failures in full
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    if len(given) != 1 or not Path(given[0]).is_dir():
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
         print("usage: python -m perf.gpu_report DIR", file=sys.stderr)
         return 2
-    folder = Path(given[0])
+    folder = Path(arguments[0])
     saved = load(folder)
     text = "\n".join(report(folder, saved))
     (folder / "report.md").write_text(text + "\n", encoding="utf-8")
@@ -39,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(folder: Path) -> list[runs.Run]:
-    """The saved benchmarks, oldest first."""
-    found = [runs.load(path) for path in sorted((folder / "perf").glob("*.csv"))]
-    return sorted(found, key=lambda run: str(run.facts["created"]))
+    """Saved benchmarks, oldest first."""
+    saved = [runs.load(path) for path in sorted((folder / "perf").glob("*.csv"))]
+    return sorted(saved, key=lambda run: str(run.facts["created"]))
 
 
 def report(folder: Path, saved: Sequence[runs.Run]) -> Iterator[str]:
@@ -85,21 +86,21 @@ def steps(folder: Path) -> Iterator[str]:
 
 def tests(folder: Path) -> Iterator[str]:
     lines = [line for path in sorted(folder.glob("tests*.jsonl")) for line in json_lines(path)]
-    found = {line["test"]: line for line in lines}  # part 4 runs those of part 1 again
+    latest = {line["test"]: line for line in lines}  # part 4 repeats the tests of part 1
     yield "\n## Tests\n"
-    if not found:
+    if not latest:
         yield "None ran yet."
         return
-    count = Counter(line["outcome"] for line in found.values())
+    count = Counter(line["outcome"] for line in latest.values())
     yield ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items())) + "."
-    failed = [line for line in found.values() if line["outcome"] == "failed"]
+    failed = [line for line in latest.values() if line["outcome"] == "failed"]
     for line in failed[:MOST]:
         yield f"\n- `{line['test']}`\n\n  ```\n{indent(line['message'], 12)}\n  ```"
     if len(failed) > MOST:
         yield "\n" + "\n".join(f"- `{line['test']}`" for line in failed[MOST:])
     noted = [
         (line["test"].rpartition("::")[2], *each)
-        for line in found.values()
+        for line in latest.values()
         for each in line["properties"].items()
     ]
     if noted:
@@ -139,20 +140,20 @@ def benchmarks(rows: Sequence[Row], preset: DevicePreset | None) -> Iterator[str
 
 
 def disagreements(rows: Sequence[Row], preset: DevicePreset) -> Iterator[str]:
-    """Between the time and the prediction, whichever is longer."""
+    """Largest disagreements between time and prediction, in either direction."""
     yield f"\n## The {MOST} largest disagreements between model and measurement\n"
-    found = []
+    ratios = []
     for row in rows:
         predicted = prediction(row, preset)
         if predicted and row.get("ours_median"):
-            found.append((row["ours_median"] / predicted, row["key"], predicted, row["ours_median"]))
-    found.sort(key=lambda one: -abs(math.log(one[0])))
-    cells = [(key, f"{1e6 * p:.1f}", f"{1e6 * m:.1f}", f"{ratio:.2f}") for ratio, key, p, m in found[:MOST]]
+            ratios.append((row["ours_median"] / predicted, row["key"], predicted, row["ours_median"]))
+    ratios.sort(key=lambda entry: -abs(math.log(entry[0])))
+    cells = [(key, f"{1e6 * p:.1f}", f"{1e6 * m:.1f}", f"{ratio:.2f}") for ratio, key, p, m in ratios[:MOST]]
     yield from table(("case", "predicted us", "measured us", "measured / predicted"), cells)
 
 
 def prediction(row: Row, preset: DevicePreset | None) -> float | None:
-    """The least seconds by the data sheet; of attention's forward pass, by the units that perf/roofline.py counts."""
+    """Minimum seconds by the data sheet; for attention's forward pass, by the units that perf/roofline.py counts."""
     if preset is None:
         return None
     shape = Shape.parse(row["shape"]) if row["op"] == "attention" else None
@@ -170,20 +171,20 @@ def prediction(row: Row, preset: DevicePreset | None) -> float | None:
 
 
 def tiles(folder: Path) -> Iterator[str]:
-    """Where autotune and the table of tiles differ."""
+    """Problems for which autotune and the table of tiles differ."""
     yield "\n## Tiles\n"
-    found = list(json_lines(folder / "tune.jsonl"))
-    if not found:
+    reports = list(json_lines(folder / "tune.jsonl"))
+    if not reports:
         yield "autotune has measured nothing yet."
         return
-    for one in found:
-        if "error" in one:
-            yield f"- {one['name']}: failed, {one['error']}"
-    measured = [one for one in found if "error" not in one]
-    other = [one for one in measured if one["winner"] != one["model"]]
+    for choice in reports:
+        if "error" in choice:
+            yield f"- {choice['name']}: failed, {choice['error']}"
+    measured = [choice for choice in reports if "error" not in choice]
+    other = [choice for choice in measured if choice["winner"] != choice["model"]]
     yield f"autotune agrees with the table for {len(measured) - len(other)} of {len(measured)} problems.\n"
     if other:
-        cells = [(one["name"], one["winner"], one["model"], gain(one)) for one in other]
+        cells = [(choice["name"], choice["winner"], choice["model"], gain(choice)) for choice in other]
         yield from table(("problem", "autotune", "table", "table's time / autotune's"), cells)
 
 
@@ -195,7 +196,7 @@ def gain(one: dict[str, Any]) -> str:
 
 
 def draw(saved: Sequence[runs.Run], folder: Path) -> Iterator[str]:
-    """The pictures' names."""
+    """Draw the pictures and return their names."""
     if not saved or importlib.util.find_spec("matplotlib") is None:
         return
     for path in pictures.draw(pictures.Machine(saved), folder / "pictures"):
@@ -203,7 +204,7 @@ def draw(saved: Sequence[runs.Run], folder: Path) -> Iterator[str]:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """In Markdown."""
+    """Table in Markdown."""
     yield "| " + " | ".join(names) + " |"
     yield "|" + "---|" * len(names)
     for row in rows:
@@ -211,7 +212,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The last line of a run that was cut off may be a part of one."""
+    """Objects of a file of JSON lines; the last line of an interrupted run may be incomplete."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,10 +1,10 @@
 """Times ours, the naive formula and a peer, interleaved, on the same data.
 
-Each round gives every contender a slice of time in turn, so that a slower clock or a busy neighbour hits all of
+Each round gives every contender a slice of time in turn, so that a slower clock or a busy neighbour affects all of
 them. On a CPU the loop at the case's limit (peaks.py) takes turns too, so the share of the limit compares medians
-of the same moments. After a switch there is a pause, because BLAS pools keep spinning for some milliseconds and
-would steal the next contender's cores, and one untimed call. Cases bound by memory rotate over copies of their
-inputs that together exceed the last-level cache.
+of the same period. After a switch there is a pause and one untimed call: BLAS pools keep spinning for some
+milliseconds and would steal the next contender's cores. Memory-bound cases rotate over copies of their inputs that
+together exceed the last-level cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALL_SCORES = "torch math"
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: every contender gets ``rounds`` slices of ``slice_seconds``."""
+    """Length of a measurement: every contender gets ``rounds`` slices of ``slice_seconds``."""
 
     rounds: int = 7
     slice_seconds: float = 0.15
@@ -51,7 +51,7 @@ HURRIED = Effort(rounds=2, slice_seconds=0.01, slow_seconds=0.0, pause=0.02, pow
 
 @dataclass
 class Contender:
-    """Rotates over its calls, one per copy of the inputs."""
+    """Contender that rotates over its calls, one per copy of the inputs."""
 
     name: str
     calls: Sequence[Call]
@@ -89,7 +89,7 @@ class Result:
         return self.limit_seconds / ours.median if ours else None
 
     def times(self, name: str) -> float | None:
-        """How many times longer the named contender takes than ours."""
+        """Ratio of the named contender's time to ours."""
         ours, other = self.timings.get("ours"), self.timings.get(name)
         return other.median / ours.median if ours and other else None
 
@@ -98,30 +98,37 @@ class Result:
         return not self.failure and self.error is not None and self.error.ok
 
     def row(self) -> dict[str, Any]:
-        """The case's row of a saved run (runs.py). A contender's figures are in columns that start with its name."""
+        """Row of the case in a saved run (runs.py). A contender's figures are in columns that start with its name."""
         case = self.case
-        found: dict[str, Any] = {
+        columns: dict[str, Any] = {
             name: getattr(case, name) for name in ("key", "op", "name", "shape", "dtype", "flops", "bytes")
         }
         if case.tokens and "ours" in self.timings:
-            found["tokens"] = case.tokens
-            found |= {f"{name}_tokens_per_second": case.tokens / t.median for name, t in self.timings.items()}
+            columns["tokens"] = case.tokens
+            columns |= {
+                f"{name}_tokens_per_second": case.tokens / t.median for name, t in self.timings.items()
+            }
         for name, timing in self.timings.items():
-            found |= _columns(name, asdict(timing))
+            columns |= _columns(name, asdict(timing))
         if self.power is not None:
-            found |= _columns("ours", asdict(self.power))
+            columns |= _columns("ours", asdict(self.power))
         if self.limit is not None:
-            found |= _columns("limit", asdict(self.limit))
-        found |= {"limit_seconds": self.limit_seconds, "limited_by": self.limited_by}
-        found["share_of_limit"] = self.share_of_limit
-        found |= _columns("times", {name: self.times(name) for name in self.timings if name != "ours"})
+            columns |= _columns("limit", asdict(self.limit))
+        columns |= {"limit_seconds": self.limit_seconds, "limited_by": self.limited_by}
+        columns["share_of_limit"] = self.share_of_limit
+        columns |= _columns("times", {name: self.times(name) for name in self.timings if name != "ours"})
         for name, growth in self.memory.items():
-            found |= _columns(name, asdict(growth))
-        found |= _columns("left_out", self.left_out)
+            columns |= _columns(name, asdict(growth))
+        columns |= _columns("left_out", self.left_out)
         if self.error is not None:
-            found |= _columns("error", asdict(self.error))
-        found |= {"passed": self.passed, "failure": self.failure, "seconds": self.seconds, "note": case.note}
-        return {name: int(value) if isinstance(value, bool) else value for name, value in found.items()}
+            columns |= _columns("error", asdict(self.error))
+        columns |= {
+            "passed": self.passed,
+            "failure": self.failure,
+            "seconds": self.seconds,
+            "note": case.note,
+        }
+        return {name: int(value) if isinstance(value, bool) else value for name, value in columns.items()}
 
 
 def _columns(prefix: str, figures: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +144,7 @@ def timed(call: Call) -> float:
 def interleave(
     contenders: Sequence[Contender], effort: Effort, timer: Callable[[Call], float] = timed
 ) -> dict[str, Timing]:
-    """Timings of all contenders, taken in turns. The first call of each is kept apart (compilation)."""
+    """Timings of all contenders, taken in turns. The first call of each is separate (compilation)."""
     first, spent, rounds = {}, {}, {}  # spent: by a timed call, all that its timer does included
     samples: dict[str, list[float]] = {c.name: [] for c in contenders}
     for contender in contenders:
@@ -152,11 +159,11 @@ def interleave(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for turn in range(effort.rounds):
+        for number in range(effort.rounds):
             for offset in range(len(contenders)):
-                contender = contenders[(turn + offset) % len(contenders)]
+                contender = contenders[(number + offset) % len(contenders)]
                 name = contender.name
-                if turn >= rounds[name]:
+                if number >= rounds[name]:
                     continue
                 time.sleep(effort.pause)
                 count = max(1, min(200, int(effort.slice_seconds / spent[name])))
@@ -170,7 +177,7 @@ def interleave(
 
 
 def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
-    """How many copies of the inputs to rotate over; one where arithmetic, not memory, is the limit."""
+    """Number of copies of the inputs to rotate over; 1 where arithmetic, not memory, is the limit."""
     if case.in_flops or working_set <= 0:
         return 1
     return max(1, min(MAX_SETS, math.ceil(cold_bytes / working_set)))
@@ -179,8 +186,8 @@ def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
 def prepare_contenders(
     case: Case, inputs: Any, config: Config, left_out: dict[str, str] | None = None
 ) -> list[Contender]:
-    """Ours first. On CUDA a contender that cannot run goes into ``left_out``: a library may have no kernel for a
-    dtype, and all scores at once may not fit."""
+    """Contenders, ours first. On CUDA one that cannot run goes into ``left_out``: a library may have no kernel for
+    a dtype, and all scores at once may not fit."""
     on_cuda = config.device == "cuda"  # its timer leaves the caches cold
     cold_bytes = 0 if on_cuda else min(buffer_size(config.quick), memory_available() // 8)
     wanted: list[tuple[str, Prepare, float]] = [("ours", case.ours, case.bytes)]
@@ -198,7 +205,7 @@ def prepare_contenders(
     contenders = []
     for index, (name, prepare, _) in enumerate(wanted):
         try:
-            calls = [prepare(one) for one in sets[: counts[name]]]
+            calls = [prepare(arrays) for arrays in sets[: counts[name]]]
             if on_cuda and name != "ours":
                 calls[0]()
         except Exception as error:
@@ -209,7 +216,7 @@ def prepare_contenders(
         if not calls:
             release(config)  # only here, where the error no longer keeps its frames' arrays alive
             continue
-        # every contender starts at another copy, so that none reads what another has just cached
+        # every contender starts at a different copy, so that none reads what another has just cached
         contenders.append(Contender(name, calls, position=index * len(calls) // len(wanted)))
     return contenders
 
@@ -226,7 +233,7 @@ def run_case(
     effort: Effort | None = None,
     stage: Stage = nullcontext,
 ) -> Result:
-    """Measure one case. An exception of a contender or a check ends up in ``failure``."""
+    """Measure one case. An exception of a contender or a check is recorded in ``failure``."""
     start = time.perf_counter()
     effort = effort or (QUICK if config.quick else THOROUGH)
     half = DTYPES[case.dtype].itemsize == 2 and (config.device != "cpu" or case.dtype == "bfloat16")
@@ -273,7 +280,7 @@ def run_case(
 
 
 def release(config: Config) -> None:
-    """On CUDA: CuPy and torch give their cached memory back to the device."""
+    """Return the cached memory of CuPy and torch to the device (CUDA only)."""
     if config.device == "cuda":
         from perf import cuda
 
@@ -289,7 +296,7 @@ def timer_for(config: Config) -> Callable[[Call], float]:
 
 
 def have_torch() -> bool:
-    """Whether torch is installed. Sets it to as many threads as gpu_ops uses."""
+    """True if torch is installed. Sets it to as many threads as gpu_ops uses."""
     try:
         import torch
     except ImportError:

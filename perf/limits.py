@@ -2,8 +2,8 @@
 
 On a CPU: the larger of our own compiled loops (peaks.py) and NumPy's loops and BLAS, on as many threads as the
 kernels use. NumPy reads with ``bitwise_or.reduce`` (a vector loop that releases the GIL), one slice per thread,
-copies with ``copyto``, and computes one large float32 ``matmul``. The best repetition counts: a kernel must not
-beat its limit.
+copies with ``copyto``, and computes one large float32 ``matmul``. The best repetition counts, because a kernel must
+not beat its limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Limits:
     """16-bit inputs on a GPU, bfloat16 on a CPU that multiplies it: the limit of cases with these dtypes."""
 
     def seconds(self, flops: float, traffic: float, kind: str, *, half: bool = False) -> tuple[float, str]:
-        """The least time for this work (the roofline), and the limit that sets it. ``half`` selects matmul_half."""
+        """Minimum time for this work (the roofline), and the limit that sets it. ``half`` selects matmul_half."""
         matmul = self.matmul_half if half and self.matmul_half else self.matmul
         arithmetic, memory = flops / matmul, traffic / (self.read if kind == "read" else self.copy)
         return (arithmetic, "matmul") if arithmetic >= memory else (memory, kind)
@@ -64,8 +64,8 @@ def measure(
 
 
 def buffer_size(quick: bool) -> int:
-    """Larger than the last-level cache, but within an eighth of the free memory: a virtual machine reports the cache
-    of the whole host, which can exceed its memory."""
+    """Buffer size above the last-level cache, but within an eighth of the free memory: a virtual machine reports the
+    cache of the whole host, which can exceed its memory."""
     wanted = min(2 * last_level_cache(), (256 << 20) if quick else (1 << 30))
     return max(32 << 20, min(wanted, memory_available() // 8))
 

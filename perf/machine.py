@@ -41,7 +41,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def label(facts: dict[str, Any]) -> str:
-    """The name of the machine. Runs with different labels say nothing about a change of the code."""
+    """Name of the machine. Runs with different labels say nothing about a change of the code."""
     if facts.get("gpu"):
         return str(facts["gpu"]["name"])
     return f"{facts['cpu']}, {several(facts['threads'], 'thread')}"
@@ -54,7 +54,7 @@ def available_cores() -> int:
 
 
 def threads() -> int:
-    """Threads that gpu_ops uses on the CPU; the torch peer is set to the same number."""
+    """Number of threads that gpu_ops uses on the CPU; the torch peer is set to the same number."""
     from gpu_ops.kernels.common.cpu.parallel import thread_count
 
     return thread_count()
@@ -68,7 +68,7 @@ def cpu_model() -> str:
 
 
 def clock_mhz() -> float | None:
-    """The current clock of the first core; None where the system does not tell."""
+    """Current clock of the first core; None if the system does not report it."""
     scaled = _lines("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
     if scaled:
         return float(scaled[0]) / 1000
@@ -78,16 +78,16 @@ def clock_mhz() -> float | None:
 
 def caches() -> dict[str, int]:
     """Bytes of each data or unified cache that the first core sees, by level: ``{"L1": 49152, ...}``."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        kind, level, size = (_lines(index / name) for name in ("type", "level", "size"))
-        if kind and level and size and kind[0] != "Instruction":
-            found[f"L{level[0]}"] = parse_size(size[0])
-    return found
+        cache_type, level, size = (_lines(index / name) for name in ("type", "level", "size"))
+        if cache_type and level and size and cache_type[0] != "Instruction":
+            sizes[f"L{level[0]}"] = parse_size(size[0])
+    return sizes
 
 
 def last_level_cache() -> int:
-    """Bytes; 32 MiB where the system does not say."""
+    """Bytes of the last-level cache; 32 MiB if the system does not report it."""
     return max(caches().values(), default=32 << 20)
 
 
@@ -97,11 +97,9 @@ def parse_size(text: str) -> int:
 
 
 def memory_total() -> int:
-    found = _kib("/proc/meminfo", "MemTotal")
+    size = _kib("/proc/meminfo", "MemTotal")
     return (
-        found
-        if found or sys.platform == "win32"
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        size if size or sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
 
 
@@ -110,18 +108,18 @@ def memory_available() -> int:
 
 
 def process_memory(field: str) -> int:
-    """Bytes of ``VmRSS``, ``VmHWM``, ... of this process; 0 where the system does not tell."""
+    """Bytes of ``VmRSS``, ``VmHWM``, ... of this process; 0 if the system does not report it."""
     return _kib("/proc/self/status", field)
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    result = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def commit() -> str:
@@ -149,7 +147,7 @@ def gpu() -> dict[str, Any] | None:
 
 
 def nvml_device() -> tuple[Any, Any]:
-    """NVML, and CuPy's current device in it; without CuPy the first. NVML counts devices in an order of its own."""
+    """NVML, and its handle of CuPy's current device; without CuPy the first. NVML numbers devices differently."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -165,14 +163,14 @@ def _gpu_of_cupy() -> dict[str, Any] | None:
     try:
         import cupy
 
-        found = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     except Exception:  # as above
         return None
-    return {"name": found["name"].decode(), "memory_bytes": int(found["totalGlobalMem"])}
+    return {"name": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"])}
 
 
 def _kib(path: str, field: str) -> int:
-    """Bytes of a line like ``MemTotal:  24684088 kB``; 0 where there is none."""
+    """Bytes of a line like ``MemTotal:  24684088 kB``; 0 without such a line."""
     return next((int(line.split()[1]) << 10 for line in _lines(path) if line.startswith(field + ":")), 0)
 
 

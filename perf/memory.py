@@ -1,9 +1,9 @@
-"""Peak memory of one call, beyond what was in use before it.
+"""Peak memory of one call, beyond the memory in use before it.
 
 On the CPU the call runs in a worker process. The worker compiles the kernels on the small inputs, builds the full
 ones, resets the system's high-water mark of resident memory (``/proc/self/clear_refs``), calls once and reads
-``VmHWM``. malloc maps every large block on its own, so that freed memory goes back to the system and shows as
-growth when it is used again.
+``VmHWM``. malloc maps every large block separately, so freed memory returns to the system and shows as growth when it
+is used again.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": st
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes."""
+    """Growth in bytes."""
 
     peak: int
     results: int
 
     @property
     def working(self) -> int:
-        """What the method itself needs: the peak without the results."""
+        """Bytes of the method itself: the peak without the results."""
         return max(0, self.peak - self.results)
 
 
 def peak_growth(call: Callable[[], Any]) -> tuple[int, Any]:
-    """By how much this process's peak resident memory grows during ``call``, and the result of ``call``."""
+    """Growth of this process's peak resident memory during ``call``, and the result of ``call``."""
     gc.collect()
     _trim()
     resettable = reset_peak()
@@ -50,7 +50,7 @@ def peak_growth(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def reset_peak() -> bool:
-    """Set the high-water mark back to the present use. False where the system cannot (not Linux)."""
+    """Reset the high-water mark to the present use. False where the system cannot (not Linux)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -82,7 +82,7 @@ class Probe:
             raise RuntimeError(f"the memory probe died with exit code {code} on {case.key!r}, {contender}")
         reply = json.loads(line)
         if not reply.pop("resettable", True):
-            self.close()  # a mark that only rises is good for one measurement
+            self.close()  # a mark that only rises allows one measurement
         if "failure" in reply:
             raise RuntimeError(f"the memory probe failed on {case.key!r}, {contender}: {reply['failure']}")
         return Growth(**reply)
@@ -98,7 +98,7 @@ class Probe:
 
     def __exit__(self, *exc: object) -> None:
         if self.worker is not None and any(exc):
-            self.worker.kill()  # it answers nobody
+            self.worker.kill()  # it no longer answers
         self.close()
 
 
@@ -115,14 +115,14 @@ def _start() -> subprocess.Popen[str]:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The worker's side of one request."""
+    """Worker's side of one request."""
     config = Config.from_json(request["config"])
     case = find_case(request["op"], request["key"], config)
     prepare = case.contender(request["contender"])
     prepare(make_inputs(case, config, small=True))()
     call = prepare(make_inputs(case, config))
     if case.tokens:
-        call()  # transformers maps its weights: they come into memory as they are first read
+        call()  # transformers maps its weights: they enter memory at the first read
     peak, value = peak_growth(call)
     return {"peak": peak, "results": nbytes(value), "resettable": reset_peak()}
 
@@ -150,7 +150,7 @@ def _lifetime_peak() -> int:
 
 
 def _trim() -> None:
-    """Give freed memory back to the system, where malloc can (glibc)."""
+    """Return freed memory to the system, where malloc can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

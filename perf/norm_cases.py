@@ -1,4 +1,4 @@
-"""The cases that RMSNorm and LayerNorm share: forward, forward with a residual, backward."""
+"""Cases that RMSNorm and LayerNorm share: forward, forward with a residual, backward."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def backward(norm: Norm, shape: Shape, dtype: str) -> Case:
 
 
 def traffic(shape: Shape, dtype: str, *, matrices: int) -> float:
-    """Bytes of so many (rows, hidden) matrices read or written, and of the weight."""
+    """Bytes of all (rows, hidden) matrices read or written, and of the weight."""
     rows, hidden = shape
     return DTYPES[dtype].itemsize * float(matrices * rows * hidden + hidden)
 
@@ -116,9 +116,9 @@ def naive_call(norm: Norm, x: Inputs, out: np.ndarray | None = None) -> Call:
 
 
 def naive_forward(norm: Norm, x: np.ndarray, *parameters: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    dtype, given = x.dtype, x
+    dtype, original = x.dtype, x
     x, weight, *bias = to_float32(x, *parameters)
-    into = out if x is given else None
+    into = out if x is original else None
     if norm.centred:
         x = into = x - x.mean(axis=-1, keepdims=True)
     mean_square = np.einsum("ij,ij->i", x, x)[:, None] / np.float32(x.shape[-1])
@@ -133,7 +133,7 @@ def naive_forward(norm: Norm, x: np.ndarray, *parameters: np.ndarray, out: np.nd
 
 
 def statistics(norm: Norm, x: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    """The mean, None where it is not subtracted, and rstd."""
+    """Mean, None where it is not subtracted, and rstd."""
     if norm.centred:
         return x.mean(axis=-1), 1 / np.sqrt(x.var(axis=-1) + np.float32(norm.eps))
     return None, 1 / np.sqrt(np.einsum("ij,ij->i", x, x) / np.float32(x.shape[-1]) + np.float32(norm.eps))
@@ -142,8 +142,8 @@ def statistics(norm: Norm, x: np.ndarray) -> tuple[np.ndarray | None, np.ndarray
 def naive_backward(
     dy: np.ndarray, x: np.ndarray, weight: np.ndarray, mean: np.ndarray | None, rstd: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """dx = rstd * (w dy - mean(w dy) - xhat * mean(w dy xhat)), the first mean for LayerNorm only;
-    dweight = sum over rows of dy xhat; dbias, for LayerNorm, of dy."""
+    """Gradients: dx = rstd * (w dy - mean(w dy) - xhat * mean(w dy xhat)), the first mean for LayerNorm only;
+    dweight = sum over rows of dy xhat; dbias, for LayerNorm only, = sum over rows of dy."""
     dtype = x.dtype
     dy, x, weight = to_float32(dy, x, weight)
     xhat = (x if mean is None else x - mean[:, None]) * rstd[:, None]

@@ -1,11 +1,11 @@
 """This CPU's peak rates, measured with our own compiled loops on the threads that gpu_ops uses.
 
 ==============  ==================================================================================================
-multiply_add    the GEMM micro-kernel with strides of 0: it stays in registers and one cache line
+multiply_add    the GEMM micro-kernel with strides of 0: its data fits registers and one cache line
 dot_bfloat16    the same with bfloat16 pairs, where the CPU multiplies them. Tile registers (AMX) get random numbers
                 from the L1 cache, because a CPU multiplies zeros at a higher clock
 read            eight vectors at a time into eight accumulators
-copy            plain, and with non-temporal stores, which do not first read the lines that they overwrite
+copy            with plain and with non-temporal stores; the latter do not read the lines that they overwrite
 ==============  ==================================================================================================
 """
 
@@ -52,7 +52,7 @@ class Peaks:
 
 
 def measure(buffer: int, repetitions: int) -> Peaks:
-    """Reads ``buffer`` bytes, and copies one half of them onto the other."""
+    """Measure reading ``buffer`` bytes, and copying one half of them onto the other."""
 
     def rate(loop: Loop) -> float:
         return loop.amount / best(loop.call, repetitions)
@@ -68,7 +68,7 @@ def measure(buffer: int, repetitions: int) -> Peaks:
 
 @dataclass(frozen=True)
 class Loop:
-    """A call, and its operations or bytes."""
+    """A call with its operations or bytes."""
 
     call: Callable[[], None]
     amount: float
@@ -76,7 +76,7 @@ class Loop:
 
 @cache
 def pacemaker(kind: str, buffer: int, *, half: bool = False) -> Loop:
-    """The loop that runs at the limit ``kind`` (limits.py), to be timed in turns with a case."""
+    """Loop that runs at the limit ``kind`` (limits.py), to be timed in turns with a case."""
     if kind == "matmul":
         return arithmetic(np.dtype(np.uint32 if half and DOT_BFLOAT16 else np.float32))
     return reading(buffer) if kind == "read" else copying(buffer, non_temporal=True)
@@ -102,7 +102,7 @@ def reading(buffer: int) -> Loop:
 
 
 def copying(buffer: int, *, non_temporal: bool) -> Loop:
-    """Copies one half of the buffer onto the other."""
+    """Loop that copies one half of the buffer onto the other."""
     source, target = np.split(words(buffer), 2)
     return Loop(lambda: launch(copy, tasks(source), target, source, non_temporal), 2 * source.nbytes)
 
@@ -163,7 +163,7 @@ _VECTOR = ir.VectorType(ir.IntType(64), _LANES)
 
 @intrinsic
 def read_blocks(typingctx, data, start, blocks):
-    """Reads blocks of VECTORS vectors. Returns bits of what it read, or the compiler would drop the loop."""
+    """Read blocks of VECTORS vectors. Returns bits of the data, or the compiler would drop the loop."""
 
     def codegen(context, b, sig, args):
         base = address(context, b, sig.args[0], args[0], args[1])
@@ -185,18 +185,18 @@ def _copy(non_temporal: bool) -> Any:
     @intrinsic
     def blocks_of(typingctx, target, source, start, blocks):
         def codegen(context, b, sig, args):
-            to, base = (address(context, b, sig.args[i], args[i], args[2]) for i in range(2))
+            destination, base = (address(context, b, sig.args[i], args[i], args[2]) for i in range(2))
             with cgutils.for_range(b, args[3]) as loop:
                 at = b.mul(loop.index, number(WORDS))
                 for i in range(VECTORS):
                     offset = b.add(at, number(i * _LANES))
                     value = load_vector(b, b.gep(base, [offset]), _VECTOR)
                     if non_temporal:
-                        pointer = b.bitcast(b.gep(to, [offset]), _VECTOR.as_pointer())
+                        pointer = b.bitcast(b.gep(destination, [offset]), _VECTOR.as_pointer())
                         store = b.store(value, pointer, align=VECTOR_BYTES)
                         store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
                     else:
-                        store_vector(b, value, b.gep(to, [offset]))
+                        store_vector(b, value, b.gep(destination, [offset]))
             return context.get_dummy_value()
 
         return types.void(target, source, types.int64, types.int64), codegen

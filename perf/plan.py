@@ -1,7 +1,7 @@
-"""``python -m perf --plan MODEL --cluster h100x64``: how to spread a training step over many GPUs, on paper.
+"""``python -m perf --plan MODEL --cluster h100x64``: plans that spread a training step over many GPUs, on paper.
 
 ``plan_cluster.py`` has cards, links and messages, ``plan_step.py`` a layout's memory and time, ``plan_search.py`` the
-layouts, ``plan_anchors.py`` published runs to compare with.
+layouts, and ``plan_anchors.py`` published runs to compare with.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plans; 1 where nothing fits, 2 with a line on stderr for what makes no sense."""
+    """Print the plans. Returns 1 if nothing fits, 2 with a line on stderr for invalid options."""
     args, console = parser().parse_args(argv), make_console()
     try:
         if args.plan == "anchors":
@@ -96,8 +96,8 @@ def count(option: str, text: str, most: int) -> int:
     >>> count("--seqlen", "128k", 1 << 20)
     131072
     """
-    found = re.fullmatch(r"(\d{1,13})([kmg]?)", text, re.ASCII | re.IGNORECASE)
-    value = int(found[1]) * UNITS[found[2].lower()] if found else 0
+    match = re.fullmatch(r"(\d{1,13})([kmg]?)", text, re.ASCII | re.IGNORECASE)
+    value = int(match[1]) * UNITS[match[2].lower()] if match else 0
     if not 1 <= value <= most:
         raise OptionError(
             f"{WHO}: {option} {text!r} must be a whole number from 1 to {most:,}, or one with k, M or G "

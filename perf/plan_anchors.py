@@ -1,4 +1,4 @@
-"""Published training runs, and what the planner's model makes of them."""
+"""Published training runs, and the planner's figures for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_CARD = "slower cards (500 W and 2.4 TB/s, not 700 and 3.35), which explain
 
 @dataclass(frozen=True)
 class Anchor:
-    """``tflops``: published, per GPU. ``note``: why the model is off, where it is by more than 15 %."""
+    """Published run. ``tflops``: published, per GPU. ``note``: why the model is off by more than 15 %."""
 
     model: str
     cluster: str
@@ -43,7 +43,7 @@ class Anchor:
         return Plan.of(job, self.layout)
 
 
-# VP of Llama 3's runs is not published: one layer to a chunk. Gradients were reduced in float32, once a step.
+# VP of Llama 3's runs is not published: one layer per chunk. Gradients were reduced in float32, once per step.
 ANCHORS = (
     Anchor("llama-3-405b", "h100x8192", Layout(8, 1, 16, 8, 64), 8192, 2048, "bf16", 430, _LLAMA, "fitted"),
     Anchor("llama-3-405b", "h100x16384", Layout(8, 1, 16, 8, 128), 8192, 2048, "bf16", 400, _LLAMA),
@@ -53,7 +53,7 @@ ANCHORS = (
     Anchor("llama-3-8b", "h100x8", Layout(dp=8, zero=3), 8192, 128, "fp8", 744, _BRIDGE),
     Anchor("llama-3-405b", "b200x128", Layout(4, 2, 8, 8, 2), 8192, 64, "fp8", 1667, _BRIDGE),
     Anchor("llama-3-8b", "b200x8", Layout(dp=8, micro=2), 8192, 128, "fp8", 1576, _BRIDGE, MEMORY_BOUND),
-    # 6,667, 6,514, 829 and 100 tokens/s per GPU. Every second matmul of the first two is made again, all of the rest.
+    # 6,667, 6,514, 829 and 100 tokens/s per GPU. The first two recompute every second matmul, the rest all.
     Anchor("llama-3-8b", "h100x8", Layout(dp=8, zero=3, micro=2, policy="mlp"), 8192, 16, "bf16", 343, _TITAN,
            OTHER_CARD),
     Anchor("llama-3-8b", "h100x128", Layout(dp=128, zero=3, micro=2, policy="mlp"), 8192, 256, "bf16", 335, _TITAN,

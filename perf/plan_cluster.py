@@ -1,4 +1,4 @@
-"""Clusters of GPUs, and the time that messages take between them, by the model that NCCL itself plans with.
+"""Clusters of GPUs, and the time of messages between them, by the model that NCCL itself plans with.
 
 An all-gather or a reduce-scatter over a ring of n ranks has n - 1 steps and takes
 ``base + (n - 1) * latency + (n - 1) / n * bytes / bandwidth``. NCCL has three protocols and takes the fastest: LL and
@@ -22,8 +22,8 @@ MOST_GPUS = 1 << 20
 
 @dataclass(frozen=True)
 class Link:
-    """A way between GPUs. ``gbps``: what one GPU sends in one direction, GB/s, as a plan may count on.
-    ``latency_us``: of a ring's step, for LL, LL128 and Simple."""
+    """A link between GPUs. ``gbps``: GB/s that one GPU sends in one direction, as a plan may count on.
+    ``latency_us``: latency of a ring's step, for LL, LL128 and Simple."""
 
     name: str
     gbps: float
@@ -33,11 +33,11 @@ class Link:
 _NVLINK, _PCIE, _NETWORK = (0.6, 1.9, 3.4), (1.0, 2.5, 5.7), (2.7, 4.0, 14.0)
 _BASE_US = (6.6, 14.0, 8.4)
 _SHARE = (0.5, 0.92, 1.0)  # of the bandwidth
-_LL_GBPS = 141.0  # LL at most, on a Hopper node
-_PLATEAU = 1.4  # of Simple's latency in a ring over several nodes
+_LL_GBPS = 141.0  # maximum of LL on a Hopper node
+_PLATEAU = 1.4  # factor of Simple's latency in a ring over several nodes
 
 #: NVLink: 0.85 of what NCCL counts per link, 20.0 GB/s x 12 of an A100, 20.6 x 18 of an H100, 40.1 x 18 of a B200.
-#: A PCIe card without peer access copies through the host, at half.
+#: A PCIe card without peer access copies through the host, at half the rate.
 LINKS = {
     link.name: link
     for link in (
@@ -74,7 +74,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """``count`` GPUs in nodes of ``node``."""
+    """Cluster of ``count`` GPUs in nodes of ``node``."""
 
     card: DevicePreset
     count: int
@@ -89,15 +89,15 @@ class Cluster:
         >>> cluster.card.name, cluster.count, cluster.node, cluster.link.gbps
         ('H100 SXM', 64, 8, 315)
         """
-        found = re.fullmatch(r"\s*(\S+?)\s*x\s*(\d{1,9})\s*", text, re.ASCII | re.IGNORECASE)
-        count = int(found[2]) if found else 0
-        if found is None or text.lower() in KINDS or not 1 <= count <= MOST_GPUS:  # not 4090 of "rt"
+        match = re.fullmatch(r"\s*(\S+?)\s*x\s*(\d{1,9})\s*", text, re.ASCII | re.IGNORECASE)
+        count = int(match[2]) if match else 0
+        if match is None or text.lower() in KINDS or not 1 <= count <= MOST_GPUS:  # not 4090 of "rt"
             raise OptionError(
                 f"{WHO}: --cluster {text!r} must be NAMExCOUNT, such as h100x64, with 1 to {MOST_GPUS:,} GPUs; "
                 f"names: {', '.join(KINDS)}"
             )
-        kind = one_of(WHO, "--cluster's card", found[1].lower(), KINDS, meant=_OTHER_NAMES)
-        preset, node, link, network = KINDS[kind]
+        card = one_of(WHO, "--cluster's card", match[1].lower(), KINDS, meant=_OTHER_NAMES)
+        preset, node, link, network = KINDS[card]
         return cls(PRESETS[preset], count, min(node, count), LINKS[link], LINKS[network])
 
     def group(self, *sizes: tuple[int, int]) -> Group:
@@ -115,7 +115,7 @@ class Cluster:
         return f"{self.count} x {self.card.name}, {self.node} to a node: {inside}, between nodes {between}"
 
 
-# What a preset is called elsewhere, as a hint.
+# Other names of presets, as hints.
 _OTHER_NAMES: Mapping[str, str] = {
     "".join(name.lower().split()): kind for kind, (name, *_) in KINDS.items() if kind != "gb200"
 } | {"nvl72": "gb200", "3090ti": "rtx3090ti", "4090": "rtx4090", "5080": "rtx5080", "5090": "rtx5090"}
@@ -123,7 +123,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a ring: how many there are, and how many of them each node has."""
+    """Ranks of a ring: their number, and the number in each node."""
 
     cluster: Cluster
     size: int
@@ -135,12 +135,12 @@ class Group:
 
     @property
     def gbps(self) -> float:
-        """Of the whole ring, per rank: between nodes each rank brings its own network card."""
+        """Bandwidth of the whole ring, per rank: between nodes each rank has its own network card."""
         inside, between = self.cluster.link.gbps, self.cluster.network.gbps * self.per_node
         return inside if self.nodes == 1 else min(inside, between)
 
     def seconds(self, nbytes: float) -> float:
-        """Of an all-gather or a reduce-scatter of ``nbytes``, the whole array."""
+        """Seconds of an all-gather or a reduce-scatter of ``nbytes``, the whole array."""
         if self.size == 1:
             return 0.0
         between = self.nodes - 1

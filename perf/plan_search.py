@@ -1,4 +1,4 @@
-"""The fastest layouts that fit, of all that divide a job evenly."""
+"""Search for the fastest layouts that fit, among all that divide a job evenly."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from gpu_ops.errors import OptionError
 from perf.plan_cluster import WHO
 from perf.plan_step import USABLE, Job, Layout, Plan, memory
 
-LEAST_TOKENS = 512  # of a sequence, on a GPU: below, a ring's kernels are too small
+LEAST_TOKENS = 512  # of a sequence on a GPU: with fewer, a ring's kernels are too small
 MOST_CHUNKS = 10  # of a pipeline's stage
 MICRO = (1, 2, 4, 8)  # sequences of a microbatch
 MOST_MISSING = 2  # one layer at each end of a pipeline, in place of the embedding and the head
-SMALL = 0.05  # of a step: a loss below is no limit
+SMALL = 0.05  # share of a step: a smaller loss is no limit
 
 Sizes = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Found:
-    """``plans``: of each (TP, CP, PP, DP) the fastest that fits, fastest first. ``free``: seconds of the fastest of
-    each in unlimited memory. ``compared``: how many layouts were."""
+    """Result of a search. ``plans``: the fastest of each (TP, CP, PP, DP) that fits, fastest first. ``free``: seconds
+    of the fastest of each in unlimited memory. ``compared``: number of layouts compared."""
 
     job: Job
     plans: tuple[Plan, ...]
@@ -29,8 +29,8 @@ class Found:
     compared: int
 
     def limit(self, plan: Plan) -> str:
-        """What keeps a plan from being faster: memory, if the same sizes were faster with more of it; else the
-        largest loss of time, or computation where all losses are small."""
+        """Limit of a plan's speed: memory, if the same sizes were faster with more of it; else the largest loss of
+        time, or computation if all losses are small."""
         if self.free[_sizes(plan.layout)] < (1 - SMALL) * plan.step:
             return "memory"
         lost = {name: time for name, time in plan.seconds.items() if name != "compute"}
@@ -39,7 +39,8 @@ class Found:
 
 
 def search(job: Job) -> Found:
-    """
+    """Find the fastest plans of a job.
+
     Raises
     ------
     OptionError
@@ -50,7 +51,7 @@ def search(job: Job) -> Found:
     compared = 0
     for layout in layouts(job):
         key = _sizes(layout)
-        fastest = Plan.of(job, layout)  # whatever its memory: less of it takes more time
+        fastest = Plan.of(job, layout)  # regardless of memory: using less of it takes more time
         free[key] = min(fastest.step, free.get(key, fastest.step))
         compared += 1
         if key in best and fastest.step >= best[key].step:
@@ -78,7 +79,7 @@ def room(job: Job) -> float:
 
 
 def least_memory(job: Job) -> Plan:
-    """The layout that takes the least, whether it fits or not."""
+    """Layout that takes the least memory, whether it fits or not."""
     choices = (
         replace(layout, zero=zero, policy=policy)
         for layout in layouts(job)
@@ -90,7 +91,7 @@ def least_memory(job: Job) -> Plan:
 
 
 def layouts(job: Job) -> Iterator[Layout]:
-    """All that divide evenly, with ZeRO 1 and no recomputation: the fastest in unlimited memory."""
+    """All layouts that divide evenly, with ZeRO 1 and no recomputation: the fastest in unlimited memory."""
     config, cluster = job.config, job.cluster
     for tp in divisors(cluster.node):
         if cluster.count % tp or config.nheads_kv % tp or config.ffn % tp:
@@ -105,7 +106,7 @@ def layouts(job: Job) -> Iterator[Layout]:
 
 
 def _schedules(job: Job, layout: Layout) -> Iterator[Layout]:
-    own, pp, nlayers = job.sequences // layout.dp, layout.pp, job.config.nlayers
+    sequences, pp, nlayers = job.sequences // layout.dp, layout.pp, job.config.nlayers
     allowed = 0 if nlayers % pp == 0 else MOST_MISSING
     chunks = [
         vp
@@ -114,23 +115,23 @@ def _schedules(job: Job, layout: Layout) -> Iterator[Layout]:
     ]
     for micro in MICRO:
         for vp in chunks:
-            # Interleaving takes turns of PP microbatches.
-            if own % (micro * (pp if vp > 1 else 1)) == 0:
+            # Interleaving alternates between groups of PP microbatches.
+            if sequences % (micro * (pp if vp > 1 else 1)) == 0:
                 yield replace(layout, vp=vp, micro=micro)
 
 
 def _stages(layout: Layout) -> tuple[int, ...]:
-    """ZeRO stages, the fastest first. Stage 3 gathers weights for every microbatch: not in a pipeline."""
+    """ZeRO stages, fastest first. Stage 3 gathers weights for every microbatch, so not in a pipeline."""
     return (1,) if layout.dp * layout.cp == 1 else (1, 2) if layout.pp > 1 else (1, 2, 3)
 
 
 def _smaller(job: Job, layout: Layout) -> Iterator[Plan]:
-    """Of each ZeRO stage, the first policy that fits: the fastest, because they are in order of their work."""
+    """Plan of each ZeRO stage with the first policy that fits, which is the fastest: they are in order of work."""
     for zero in _stages(layout):
         for policy in sorted(job.kept, key=job.recomputed.__getitem__):
-            one = replace(layout, zero=zero, policy=policy)
-            if sum(memory(job, one).values()) <= room(job):
-                yield Plan.of(job, one)
+            smaller = replace(layout, zero=zero, policy=policy)
+            if sum(memory(job, smaller).values()) <= room(job):
+                yield Plan.of(job, smaller)
                 break
 
 

@@ -1,6 +1,6 @@
 """Memory and time of a training step under one layout of many GPUs: a model on paper.
 
-GPUs are numbered with TP innermost, then CP, PP and DP, as for Llama 3. Every term is that of one GPU, in the fullest
+GPUs are numbered with TP innermost, then CP, PP and DP, as for Llama 3. Every term is for one GPU, in the fullest
 or slowest stage of the pipeline.
 
 ===========  =========================================================================================================
@@ -16,7 +16,7 @@ optimizer    30 bytes per weight and step through memory: gradient, master and m
 bubble       idle: (PP - 1) / VP microbatches (1F1B, interleaved), and all stages wait for the longest
 ===========  =========================================================================================================
 
-CP, PP and DP run beside computation: OVERLAP of what could be hidden is believed to be.
+CP, PP and DP overlap with computation: the model assumes that a share OVERLAP of what could be hidden is hidden.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from gpu_ops.models import POLICIES, LlamaConfig
 from gpu_ops.models.block import recomputed_flops
 from perf.plan_cluster import WHO, Cluster
 
-#: Of the card's dense peak that a layer reaches between messages, fitted to one run: Llama 3 405B in bf16 on 8192
-#: H100 (arXiv 2407.21783, table 4). fp8 is for the matmuls of layers; attention and the head stay in bf16.
+#: Share of the card's dense peak that a layer reaches between messages, fitted to one run: Llama 3 405B in bf16 on
+#: 8192 H100 (arXiv 2407.21783, table 4). fp8 is for the matmuls of layers; attention and the head stay in bf16.
 EFFICIENCY = 0.57
 ZIGZAG = (
-    0.9  # attention's speed in a zigzag ring to that on one GPU (ring-flash-attention's README, 8 x H800)
+    0.9  # attention's speed in a zigzag ring relative to one GPU (ring-flash-attention's README, 8 x H800)
 )
 OVERLAP = 0.5
-USABLE = 0.9  # of the memory; the rest is for the CUDA context, NCCL and fragmentation
+USABLE = 0.9  # share of the memory; the rest is for the CUDA context, NCCL and fragmentation
 BF16, FLOAT32 = 2, 4
 STATES = 3 * FLOAT32  # master, two moments
 OPTIMIZER_TRAFFIC = BF16 + 7 * FLOAT32
 NAMES = {"tp": "TP", "cp": "CP", "pp": "PP", "vp": "VP", "dp": "DP", "zero": "ZeRO", "policy": "recompute"}
-BUCKETS = 2 * 50e6  # gradients that wait for their reduction and are in it
+BUCKETS = 2 * 50e6  # gradients waiting for their reduction, and gradients being reduced
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained on what. ``sequences``: of the global batch."""
+    """Model, data and cluster of a training run. ``sequences``: size of the global batch."""
 
     config: LlamaConfig
     cluster: Cluster
@@ -65,7 +65,7 @@ class Job:
             self.peak(dtype)
 
     def peak(self, dtype: str) -> float:
-        """Flops per second of a card, by its data sheet."""
+        """Flops per second of a card by its data sheet."""
         card = self.cluster.card
         tflops = {"bf16": card.peaks.bfloat16, "fp8": card.peaks.float8}[dtype]
         if tflops is None:
@@ -93,25 +93,25 @@ class Job:
 
     @functools.cached_property
     def table_weights(self) -> int:
-        """Of the embedding table, or of the head."""
+        """Weights of the embedding table, or of the head."""
         return self.config.vocab * self.config.hidden
 
     @functools.cached_property
     def attention_flops(self) -> float:
-        """Forward, per token and layer, on average."""
+        """Forward flops of attention per token and layer, on average."""
         windows = [min(c.window + 1 or self.seqlen, self.seqlen) for c in self.config.by_layer]
         visible = sum(w - w * w / (2 * self.seqlen) for w in windows) / len(windows)
         return 4 * self.config.nheads * self.config.head_dim * visible
 
     @functools.cached_property
     def flops(self) -> float:
-        """Per token, as MFU counts them: nothing twice."""
+        """Flops per token as MFU counts them: recomputation is not counted."""
         layers = self.config.nlayers * (6 * self.layer_weights + 3 * self.attention_flops)
         return layers + 6 * self.table_weights
 
     @functools.cached_property
     def kept(self) -> dict[str, float]:
-        """Bytes per token that a layer keeps for its backward call, by policy."""
+        """Bytes per token that a layer keeps for its backward pass, by policy."""
         return {
             name: kept_bytes(name, self.config, 1, 1, ml_dtypes.bfloat16)
             for name in POLICIES
@@ -120,20 +120,20 @@ class Job:
 
     @functools.cached_property
     def recomputed(self) -> dict[str, float]:
-        """Seconds per token and layer to make again what a policy does not keep."""
+        """Seconds per token and layer to recompute what a policy does not keep."""
         matmuls, rest = self.rates
-        found = {}
+        result = {}
         for name in self.kept:
             again = recomputed_flops(name, self.config, self.seqlen)
             attention = 0.0 if "attn" in POLICIES[name] else min(again, self.attention_flops)
-            found[name] = (again - attention) / matmuls + attention / rest
-        return found
+            result[name] = (again - attention) / matmuls + attention / rest
+        return result
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is spread over GPUs. ``zero``: 1 shards the optimizer over DP and CP, 2 gradients too, 3 weights too.
-    ``micro``: sequences of a microbatch; ``policy``: as :func:`gpu_ops.models.block_forward` takes it."""
+    """Distribution of a job over GPUs. ``zero``: 1 shards the optimizer over DP and CP, 2 also gradients, 3 also
+    weights. ``micro``: sequences of a microbatch; ``policy``: as :func:`gpu_ops.models.block_forward` takes it."""
 
     tp: int = 1
     cp: int = 1
@@ -148,18 +148,18 @@ class Layout:
         return job.sequences // (self.dp * self.micro)
 
     def tokens(self, job: Job) -> float:
-        """Of a microbatch, on one GPU."""
+        """Tokens of a microbatch on one GPU."""
         return self.micro * job.seqlen / self.cp
 
     def stages(self, job: Job) -> tuple[int, int, int]:
-        """Layers of the first stage, of one in between, and of the last."""
+        """Number of layers of the first stage, of a middle stage, and of the last."""
         slots = self.pp * self.vp
         layers = -(-job.config.nlayers // slots) * self.vp
         missing = layers * self.pp - job.config.nlayers
         return layers - missing // 2, layers, layers - (missing + 1) // 2
 
     def weights(self, job: Job) -> float:
-        """Of the stage that has most, per GPU."""
+        """Weights per GPU of the stage that has the most."""
         if self.pp == 1:
             return job.parameters / self.tp
         first, middle, last = self.stages(job)
@@ -182,7 +182,7 @@ def memory(job: Job, layout: Layout) -> dict[str, float]:
         alive = min(job.config.nlayers * warm_up, layers * micro)
     largest = max(job.layer_weights, job.table_weights) / layout.tp
     in_flight = {2: FLOAT32, 3: BF16 + FLOAT32}.get(layout.zero, 0) * 2 * largest
-    # Of a layer: what is made again, act(gate) * up, and the gradients of that and of the layer's result.
+    # Bytes of a layer: what is recomputed, act(gate) * up, and the gradients of that and of the layer's result.
     backward = kept["none"] - kept[layout.policy] + BF16 * (2 * job.config.ffn + job.config.hidden)
     return {
         "weights": BF16 * weights / (shards if layout.zero == 3 else 1),
@@ -199,7 +199,7 @@ def exposed(message: float, beside: float) -> float:
 
 
 def seconds(job: Job, layout: Layout) -> dict[str, float]:
-    """Of a step by term."""
+    """Seconds of a step by term."""
     lo, config = layout, job.config
     micro, tokens = lo.microbatches(job), lo.tokens(job)
     first, layers, last = lo.stages(job)
@@ -219,22 +219,22 @@ def seconds(job: Job, layout: Layout) -> dict[str, float]:
         "CP": layers * _ring(job, lo, attention),
         "PP": _pipeline(job, lo, longest),
     }
-    one = longest - mean + sum(terms.values())  # a microbatch in the longest stage
-    found = {name: micro * value for name, value in terms.items()}
-    found["DP"] = _data(job, lo, forward * layers, (2 * forward + again) * layers)
+    microbatch = longest - mean + sum(terms.values())  # a microbatch in the longest stage
+    result = {name: micro * value for name, value in terms.items()}
+    result["DP"] = _data(job, lo, forward * layers, (2 * forward + again) * layers)
     traffic = OPTIMIZER_TRAFFIC * lo.weights(job) / (lo.dp * lo.cp)
-    found["optimizer"] = traffic / (1e9 * job.cluster.card.memory_gbps)
-    found["bubble"] = (lo.pp - 1) / lo.vp * one + micro * max(longest - mean, 0.0)  # not -1e-14
-    return found
+    result["optimizer"] = traffic / (1e9 * job.cluster.card.memory_gbps)
+    result["bubble"] = (lo.pp - 1) / lo.vp * microbatch + micro * max(longest - mean, 0.0)  # not -1e-14
+    return result
 
 
 def _ring(job: Job, layout: Layout, attention: float) -> float:
-    """Exposed seconds of a layer, forward and backward. Gradients of keys and values need one hop more."""
+    """Exposed seconds of a layer, forward and backward. Gradients of keys and values need one more hop."""
     c, group = layout.cp, job.cluster.group((layout.cp, layout.tp))
     kv = 2 * layout.tokens(job) * job.config.nheads_kv / layout.tp * job.config.head_dim
-    there = (c - 1) * group.send(BF16 * kv)
-    back = there + c * group.send(FLOAT32 * kv)
-    return exposed(there, attention) + exposed(back, 2 * attention)
+    forward = (c - 1) * group.send(BF16 * kv)
+    back = forward + c * group.send(FLOAT32 * kv)
+    return exposed(forward, attention) + exposed(back, 2 * attention)
 
 
 def _pipeline(job: Job, layout: Layout, stage: float) -> float:
@@ -244,11 +244,11 @@ def _pipeline(job: Job, layout: Layout, stage: float) -> float:
 
 
 def _data(job: Job, layout: Layout, forward: float, backward: float) -> float:
-    """Exposed seconds of a step; ``forward`` and ``backward``: of a microbatch. A message for each layer."""
+    """Exposed seconds of a step with a message per layer. ``forward``, ``backward``: seconds of a microbatch."""
     lo, layers = layout, layout.stages(job)[1]
     group = job.cluster.group((lo.cp, lo.tp), (lo.dp, lo.tp * lo.cp * lo.pp))
-    one = lo.weights(job) / layers
-    reduce, gather = (layers * group.seconds(size * one) for size in (FLOAT32, BF16))
+    layer_weights = lo.weights(job) / layers
+    reduce, gather = (layers * group.seconds(size * layer_weights) for size in (FLOAT32, BF16))
     if lo.zero == 3:
         return lo.microbatches(job) * (exposed(gather, forward) + exposed(gather + reduce, backward))
     reductions = lo.microbatches(job) if lo.zero == 2 else 1
@@ -278,7 +278,7 @@ class Plan:
 
     @property
     def tflops(self) -> float:
-        """Per GPU, counting nothing twice."""
+        """TFLOPS per GPU, without recomputation."""
         return self.job.tokens * self.job.flops / self.job.cluster.count / self.step / 1e12
 
     @property
@@ -287,5 +287,5 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole cluster."""
+        """Tokens per second of the whole cluster."""
         return self.job.tokens / self.step

@@ -1,4 +1,4 @@
-"""Results as a table, in as many columns as the terminal has room for."""
+"""Results as a table with as many columns as fit the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DROPPED = ("mean error", "tolerance", "p20-p80", "empty peers", "memory")
 
 
 def make_table(title: str, labels: Sequence[str], figures: Sequence[str]) -> Table:
-    """Labels are left-aligned and may wrap between words, figures right-aligned."""
+    """Table whose labels are left-aligned and may wrap between words, and whose figures are right-aligned."""
     grid = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
     for name in labels:
         grid.add_column(name)
@@ -59,8 +59,8 @@ def print_header(console: Console, machine: Mapping[str, Any], limits: Limits) -
 
 
 def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
-    """The table of an op. Case, shape and dtype are one column, which is never cut: where no more figures can be left
-    out, the case has a line and its figures follow on the next one."""
+    """Print the table of an op. Case, shape and dtype are one column, which is never cut: if no more figures can be
+    dropped, the case has its own line and its figures follow on the next."""
     for count in range(len(DROPPED) + 1):
         grid = table(op, results, DROPPED[:count])
         if width(grid) <= console.width:
@@ -81,13 +81,13 @@ def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
 
 
 def width(grid: Table) -> int:
-    """The columns that a table takes without wrapping."""
+    """Number of columns that a table takes without wrapping."""
     probe = fixed_console(UNLIMITED)
     return Measurement.get(probe, probe.options, grid).maximum
 
 
 def table(op: str, results: Sequence[Result], dropped: Sequence[str] = (), *, labelled: bool = True) -> Table:
-    """The results of an op without the figures named in ``dropped``."""
+    """Table of an op's results without the figures named in ``dropped``."""
     timed = (name for result in results for name in result.timings if name != "ours")
     peers = tuple(dict.fromkeys((*PEERS, *timed)))
     if "empty peers" in dropped:
@@ -111,7 +111,7 @@ def label_of(result: Result) -> str:
 
 
 def cells(result: Result, peers: Sequence[str] = PEERS, dropped: Sequence[str] = ()) -> dict[str, str]:
-    """The figures of a result by the name of their column."""
+    """Figures of a result by the name of their column."""
     case, ours = result.case, result.timings.get("ours")
     figures = dict.fromkeys(
         ("time", "rate", "limit", "memory", "energy", *(f"x {name}" for name in peers)), ""
@@ -139,7 +139,7 @@ def cells(result: Result, peers: Sequence[str] = PEERS, dropped: Sequence[str] =
 
 
 def line(result: Result) -> str:
-    """One case in a few words, for as long as its table is not complete."""
+    """One case in a few words, shown until its table is complete."""
     ours = result.timings.get("ours")
     if ours is None:
         return f"FAILED: {result.failure.splitlines()[0]}"
@@ -149,7 +149,7 @@ def line(result: Result) -> str:
 
 
 def error_text(result: Result, dropped: Sequence[str] = ()) -> str:
-    """The error, and whether it is within its tolerance; :func:`perf.cli.conclude` prints the reason of a failure."""
+    """Error, and whether it is within its tolerance; :func:`perf.cli.conclude` prints the reason for a failure."""
     error = result.error
     if error is None:
         return "[red]FAILED[/]" if result.failure else "-"
@@ -172,7 +172,7 @@ def median(timing: Timing) -> str:
 
 
 def spread(timing: Timing) -> str:
-    """The median, with the 20th and the 80th percentile."""
+    """Median with the 20th and the 80th percentile."""
     scale = _unit(timing)[1]
     return f"{median(timing)} ({scale * timing.p20:.3g}-{scale * timing.p80:.3g})"
 

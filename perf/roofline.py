@@ -1,4 +1,4 @@
-"""Upper bounds of attention's speed on every card, from data sheets: which unit limits which tile. No GPU needed.
+"""Upper bounds of attention's speed on every card, from data sheets: the unit that limits each tile. No GPU needed.
 
 A block multiplies BLOCK_M rows with BLOCK_N keys at a time. Each unit does part of the work of such a tile. At best
 all units are busy at once, and the slowest sets the pace:
@@ -8,7 +8,7 @@ unit      work of a tile                                                        
 ========  ====================================================================  =================================
 tensor    2 BLOCK_M BLOCK_N (d + dv) operations, of float32 three times; of     the card's peak
           16 bits eight columns more, which sum the weights as rounded
-shared    K and V: written once, read by each warp that has rows of its own;    128 bytes per clock and SM
+shared    K and V: written once, read by each warp that has separate rows;      128 bytes per clock and SM
           Q, where it is not in registers: read by each warp that shares rows
 exp2      BLOCK_M BLOCK_N, on the MUFU                                          16 per clock and SM, sm_75 to sm_120
 issue     multiplications of 16 x 8 x 16, loads of fragments, copies of 16      4 warps per clock and SM
@@ -53,7 +53,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Bound:
-    """How many seconds each unit is busy with a problem."""
+    """Seconds that each unit is busy with a problem."""
 
     config: Config
     flops: float
@@ -71,7 +71,7 @@ class Bound:
 def bound(
     card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False, config: Config | None = None
 ) -> Bound:
-    """The bound of one configuration; by default, of the one that this card gets."""
+    """Bound of one configuration; by default, of the one selected for this card."""
     itemsize = DTYPES[dtype].itemsize
     config = config or select_config(*problem(card, shape, dtype, causal))
     tiles = count_tiles(shape, config, causal)
@@ -83,11 +83,11 @@ def bound(
 
 
 def problem(card: DevicePreset, shape: Shape, dtype: str, causal: bool) -> tuple[Problem, DeviceLimits]:
-    """As ``select_config`` takes it."""
+    """Problem in the form that ``select_config`` takes."""
     heads, lengths = (shape.nheads, shape.nheads_kv), (shape.seqlen_q, shape.seqlen_k)
     sizes = (shape.batch, *heads, *lengths, shape.head_dim, shape.head_dim)
-    found = Problem(DTYPES[dtype].itemsize, *sizes, mask="kCausal" if causal else "kNone")
-    return found, DeviceLimits(card.sms, card.arch.smem_per_block_optin)
+    result = Problem(DTYPES[dtype].itemsize, *sizes, mask="kCausal" if causal else "kNone")
+    return result, DeviceLimits(card.sms, card.arch.smem_per_block_optin)
 
 
 def peak(card: DevicePreset, dtype: str) -> float:
@@ -99,7 +99,7 @@ def peak(card: DevicePreset, dtype: str) -> float:
 
 
 def count_tiles(shape: Shape, config: Config, causal: bool) -> int:
-    """The number of tiles with a visible pair, over all heads, sequences and parts of the values."""
+    """Number of tiles with a visible pair, over all heads, sequences and parts of the values."""
     group = shape.nheads // shape.nheads_kv if config.pack_gqa else 1
     rows, tile = shape.seqlen_q * group, config.tile
     count = 0

@@ -30,7 +30,7 @@ class Run:
     rows: list[Row]
 
     def get(self, group: str, name: str) -> Any:
-        """One fact; None where this run does not have it."""
+        """One fact; None if this run does not have it."""
         return self.facts.get(group, {}).get(name)
 
 
@@ -57,7 +57,7 @@ def save(run: Run, folder: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # two columns name the run, so that tables of several runs can be joined
     rows = [{"device": label(machine), "commit": machine["commit"], **row} for row in run.rows]
-    partial = path.with_suffix(".partial")  # so that an interrupt leaves the file of the case before
+    partial = path.with_suffix(".partial")  # so that an interrupt leaves the file of the previous case
     with partial.open("w", encoding="utf-8", newline="") as file:
         file.writelines(f"# {key}: {json.dumps(value)}\n" for key, value in run.facts.items())
         columns = list(dict.fromkeys(column for row in rows for column in row))

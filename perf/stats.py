@@ -25,7 +25,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Power:
-    """Of calls back to back: energy of one, and means meanwhile."""
+    """Power of back-to-back calls: energy of one call, and means over all of them."""
 
     joules: float
     watts: float

@@ -1,4 +1,4 @@
-"""The Llama of gpu_ops.models in torch: the peer of a training step."""
+"""Llama of gpu_ops.models in torch: the peer of a training step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["torch_loss"]
 
 
 def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
-    """The mean cross-entropy. ``p``: weights by the names of ``LlamaConfig.shapes``."""
+    """Mean cross-entropy. ``p``: weights by the names of ``LlamaConfig.shapes``."""
     import torch
 
     f, d = torch.nn.functional, config.head_dim
 
-    def times(t: Any, factor: Any) -> Any:  # which costs nothing where there is none
+    def times(t: Any, factor: Any) -> Any:  # free of cost without a factor
         return t if isinstance(factor, float) and factor == 1.0 else t * factor
 
     scale = config.embedding_scale
@@ -59,7 +59,7 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
         "relu2": lambda t: f.relu(t).square(),
     }[config.activation]
 
-    for i, own in enumerate(config.by_layer):
+    for i, layer in enumerate(config.by_layer):
 
         def project(t: Any, part: str, at: str = f"layers.{i}.") -> Any:
             return f.linear(t, p[at + part], p.get(f"{at}{part}_bias"))
@@ -73,8 +73,8 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
         q, k, v = (qkv[:, :, heads] for heads in config.head_slices)
         if config.qk_norm:
             q, k = norm(q, f"layers.{i}.q_norm"), norm(k, f"layers.{i}.k_norm")
-        q, k, v = (t.transpose(1, 2) for t in (rotated(q, own.theta), rotated(k, own.theta), v))
-        a = attention(q, k, v, own.window).transpose(1, 2).reshape(batch, seqlen, -1)
+        q, k, v = (t.transpose(1, 2) for t in (rotated(q, layer.theta), rotated(k, layer.theta), v))
+        a = attention(q, k, v, layer.window).transpose(1, 2).reshape(batch, seqlen, -1)
         x = add(x, a, "o", "attn_sub_norm attn_post_norm")
         gate, up = project(norm(x, f"layers.{i}.mlp_norm"), "gate_up").chunk(2, -1)
         x = add(x, act(gate) * up, "down", "ffn_sub_norm mlp_post_norm")

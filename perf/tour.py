@@ -1,4 +1,4 @@
-"""The two-minute tour: which cases it has, their kernels compiled ahead in parallel, and its last words."""
+"""Two-minute tour: its cases, the parallel compilation of their kernels in advance, and its summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perf.report import short_dtype
 
 
 def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Console) -> None:
-    """Compile the kernels of all cases into the cache, ``jobs`` at a time. A failure is left to the case itself."""
+    """Compile the kernels of all cases into the cache, ``jobs`` at a time. Failures are reported by the cases."""
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     calls = [(case.op, case.key, config) for case in cases]
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -54,12 +54,12 @@ def compile_case(op: str, key: str, config: Config) -> None:
 
 
 def cost(case: Case) -> float:
-    """How long measuring a case takes: 3 GFLOP, in NumPy and the reference, cost as much as all else."""
+    """Relative time to measure a case: 3 GFLOP in NumPy and the reference cost as much as everything else."""
     return 1 + case.flops / 3e9
 
 
 def time_left(spent: float, done: float, total: float) -> str:
-    """``, about 2 min left``, or nothing before anything is done."""
+    """Text ``, about 2 min left``; empty before the first case is done."""
     if not done:
         return ""
     seconds = spent / done * (total - done)
@@ -70,7 +70,7 @@ def time_left(spent: float, done: float, total: float) -> str:
 def last_words(
     results: Sequence[Result], machine: Mapping[str, Any], seconds: float, config: Config
 ) -> list[str]:
-    """What ran, how it compares, whether every error is within its bound, and where more is: a line each."""
+    """Summary with one line each: what ran, how it compares, whether errors are within bounds, where to read more."""
     ops = list(dict.fromkeys(result.case.op for result in results))
     good = [result for result in results if result.passed]
     ran = f"{several(len(results), 'case')} of {several(len(ops), 'op')}"
@@ -111,7 +111,7 @@ def _of_bound(result: Result) -> float:
 
 
 def _range(figures: Sequence[tuple[float, str]], words: str, form: str) -> str:
-    """The median with both ends, each with its case."""
+    """Median, minimum and maximum, the latter two with their cases."""
     median = statistics.median(figure for figure, _ in figures)
     text = f"The median is {form.format(median)} {words} ({several(len(figures), 'case')}"
     if len(figures) > 1:

@@ -1,4 +1,4 @@
-"""``python -m perf.tune``: what autotune finds for common attention problems on this card, a JSON line for each.
+"""``python -m perf.tune``: autotune's choices for common attention problems on this card, a JSON line for each.
 
 Needs a GPU and CuPy; ``--list`` does not. The choices are kept in the cache folder, as :func:`gpu_ops.autotune` does.
 """
@@ -38,7 +38,7 @@ def label(op: str, shape: Shape, dtype: str, options: dict[str, Any]) -> str:
 
 
 def measure(op: str, shape: Shape, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The report of autotune as a dict that JSON can hold."""
+    """Report of autotune as a dict that JSON can hold."""
     import gpu_ops
     from perf import cuda
 
@@ -50,10 +50,10 @@ def measure(op: str, shape: Shape, dtype: str, options: dict[str, Any]) -> dict[
     }
     if op == "attention_decode":
         arrays["seqused_k"] = np.full(shape.batch, shape.seqlen_k, np.int32)
-    there = cuda.put(arrays)
-    q, k, v = (there.pop(name) for name in "qkv")
-    found = gpu_ops.autotune(op, q, k, v, **options, **there)
-    return {**asdict(found), "path": str(found.path)}
+    inputs = cuda.put(arrays)
+    q, k, v = (inputs.pop(name) for name in "qkv")
+    report = gpu_ops.autotune(op, q, k, v, **options, **inputs)
+    return {**asdict(report), "path": str(report.path)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.list:
             continue
         try:
-            found = measure(*problem)
-            print(f"  {found['winner']}; the model: {found['model']}", flush=True)
+            report = measure(*problem)
+            print(f"  {report['winner']}; the model: {report['model']}", flush=True)
         except Exception as error:  # one problem must not hide the others
-            failed, found = True, {"error": f"{type(error).__name__}: {error}"}
-            print(f"  FAILED: {found['error']}", flush=True)
+            failed, report = True, {"error": f"{type(error).__name__}: {error}"}
+            print(f"  FAILED: {report['error']}", flush=True)
         if args.save:
             with args.save.open("a") as file:
-                file.write(json.dumps({"name": name, **found}) + "\n")
+                file.write(json.dumps({"name": name, **report}) + "\n")
     return int(failed)
 
 

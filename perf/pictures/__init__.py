@@ -1,11 +1,11 @@
-"""Pictures of saved runs, and of what needs no run: ``python -m perf.pictures``.
+"""Pictures of saved runs, and pictures that need no run: ``python -m perf.pictures``.
 
 ==============  =================================================================================
-``speed``       the first case of each kind of every op beside other libraries; ``speed_<dtype>``: all cases
+``speed``       the first case of each kind of every op against other libraries; ``speed_<dtype>``: all cases
 ``memory``      peak of a call beyond its inputs and results
 ``attention_``  rate and memory against sequence length, where several lengths were measured
 ``roofline``    operations per second against operations per byte, under the measured limits
-``error_``      largest error against float64, beside textbook code
+``error_``      largest error against float64, compared with textbook code
 ``bounds``      rooflines of every card, from data sheets
 ``kernel_``     cost by source line, counted by the emulator
 ==============  =================================================================================
@@ -26,16 +26,16 @@ from perf.pictures.style import Canvas, settings
 
 
 def draw_all(runs: Iterable[Path], folder: Path, *, general: bool = False) -> Iterator[Path]:
-    """Draw every machine's runs into a folder of its name below ``folder``. ``general``: those without a run, too."""
-    found = machines(runs)
+    """Draw every machine's runs into ``folder``/its name. ``general``: also the pictures that need no run."""
+    by_folder = machines(runs)
     if general:
-        yield from draw_general(found.values(), folder)
-    for name, machine in found.items():
+        yield from draw_general(by_folder.values(), folder)
+    for name, machine in by_folder.items():
         yield from draw(machine, folder / name)
 
 
 def draw_general(found: Iterable[Machine], folder: Path) -> list[Path]:
-    """The pictures that are of no machine. The cases of the bounds are those of a GPU where there is one."""
+    """Pictures of no particular machine. The bounds show the cases of a GPU if there is one."""
     widest = max(found, key=lambda machine: (machine.on_gpu, len(machine.rows())), default=None)
     with settings():
         done = [bounds.draw(widest).save(folder / "bounds.svg")] if widest else []

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Without arguments: all of perf/results into this folder, with the pictures that need no run."""
+    """Draw the pictures. Without arguments: all of perf/results into this folder, with the pictures without a run."""
     parser = argparse.ArgumentParser(prog="python -m perf.pictures", description=__doc__)
     parser.add_argument(
         "runs", nargs="*", type=Path, help="saved runs, or folders of them; default: perf/results"

@@ -1,4 +1,4 @@
-"""Groups of horizontal bars from zero, or of dots on a log axis, with the value at each: a group per case."""
+"""Groups of horizontal bars from zero, or of dots on a log axis, with their values: one group per case."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def all_bars(picture: Picture) -> list[Bar]:
 
 
 def layout(groups: Sequence[Group]) -> Iterator[tuple[int, float]]:
-    """(index, top) of each group, in inches."""
+    """Index and top of each group, in inches."""
     y, op = 0.0, None
     for index, group in enumerate(groups):
         y += HEADING if group.op != op else 0.0
@@ -139,7 +139,7 @@ def linear_axis(axes: Any, picture: Picture) -> None:
 
 
 def log_axis(axes: Any, lengths: Sequence[tuple[float, float]], width: float) -> None:
-    """From the power of ten below the least length; the longest text fits on the right."""
+    """Log axis from the power of ten below the smallest length; the longest text fits on the right."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     positive = [math.log10(length) for length, _ in lengths if length > 0] or [0.0]

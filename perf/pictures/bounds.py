@@ -1,4 +1,4 @@
-"""Rooflines of every card from data sheets, with the bound of each op: arithmetic, nothing is measured."""
+"""Rooflines of every card from data sheets, with the bound of each op: calculated, not measured."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def draw(machine: Machine, dtype: str = "bfloat16") -> Canvas:
     cards = [card for card in PRESETS.values() if not card.generic and getattr(card.peaks, dtype, None)]
     cards.sort(key=lambda card: getattr(card.peaks, dtype))
     rows = kinds([row for row in machine.rows() if row["flops"]], dtype)
-    found = sorted(
+    points = sorted(
         (row["flops"] / row["bytes"], f"{row['op']} {row['name'].partition(',')[0]}") for row in rows
     )
-    left, right = decades([x for x, _ in found] + [1000])
+    left, right = decades([x for x, _ in points] + [1000])
     each = HEAD + HEIGHT + FOOT
     names = ", ".join(
         f"{index} {name} ({number(x)})".replace(" ", "\N{NO-BREAK SPACE}")
-        for index, (x, name) in enumerate(found, 1)
+        for index, (x, name) in enumerate(points, 1)
     )
     caption = [
         *wrapped(f"dots from the left, with {INTENSITY}: {names}"),
@@ -44,7 +44,7 @@ def draw(machine: Machine, dtype: str = "bfloat16") -> Canvas:
         canvas.text(place[0], place[1] + 0.2, card.name, weight="bold")
         canvas.text(place[0], place[1] + 0.38, figures(card, dtype), size=SMALL - 0.5, name="muted")
         axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(1e11, 5e15))
-        draw_card(axes, card, cards, dtype, [x for x, _ in found])
+        draw_card(axes, card, cards, dtype, [x for x, _ in points])
     return canvas
 
 
@@ -65,7 +65,7 @@ def limits(card: DevicePreset, dtype: str) -> tuple[float, float]:
 def draw_card(
     axes: Any, card: DevicePreset, cards: Sequence[DevicePreset], dtype: str, intensities: Sequence[float]
 ) -> None:
-    """This card's line over those of the others."""
+    """Line of this card over the lines of the others."""
     name_ticks(axes)
     left, right = axes.get_xlim()
     for other in cards:

@@ -1,4 +1,4 @@
-"""Time of each collective against the size of its array, beside a copy in memory (``python -m perf --op comm``)."""
+"""Time of each collective against the size of its array, with a copy in memory (``python -m perf --op comm``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def words(value: float, units: Sequence[str], step: int) -> str:
-    """A whole number with its unit, each ``step`` times the one before."""
+    """Whole number with its unit; each unit is ``step`` times the previous one."""
     for unit in units[:-1]:
         if value < step:
             return f"{value:.0f} {unit}"
@@ -29,7 +29,7 @@ def words(value: float, units: Sequence[str], step: int) -> str:
 
 
 def draw(found: Mapping[str, Any], subtitle: str) -> Canvas:
-    """``found``: as ``perf.comm.run`` saves it."""
+    """Draw ``found``, in the form that ``perf.comm.run`` saves."""
     times = {name: {int(n): t for n, t in line.items()} for name, line in found["times"].items()}
     fits = found["fits"]
     legend = [

@@ -1,4 +1,4 @@
-"""What pictures show: the saved runs of a machine as one set of rows, and their figures as text."""
+"""Data of the pictures: the saved runs of a machine as one set of rows, and their figures as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Machine:
-    """Rows of one machine without and with ``--grid``: of each case the latest."""
+    """Rows of one machine without and with ``--grid``: the latest row of each case."""
 
     runs: Sequence[Run]
     """Oldest first."""
@@ -42,7 +42,7 @@ class Machine:
         return list({row["key"]: row for run in self.some(grid=grid) for row in run.rows}.values())
 
     def limits(self, *, grid: bool = False) -> dict[str, Any]:
-        """Of the latest run with or without a grid."""
+        """Limits of the latest run with or without a grid."""
         return dict(self.some(grid=grid)[-1].facts["limits"])
 
     @property
@@ -57,7 +57,7 @@ class Machine:
         return f"{self.name} · {', '.join(dates)} · commit {', '.join(commits)}"
 
     def contender(self, name: str) -> str:
-        """As a reader knows it."""
+        """Name of a contender as readers know it."""
         formula = "plain CuPy" if self.on_gpu else "plain NumPy"
         return LABELS.get(name, formula if name == "naive" else name.replace("_", " "))
 
@@ -65,17 +65,17 @@ class Machine:
 def machines(paths: Iterable[Path]) -> dict[str, Machine]:
     """Saved runs by machine, from files and folders. A machine is named by the folder its files are in."""
     files = [file for path in paths for file in (sorted(path.rglob("*.csv")) if path.is_dir() else [path])]
-    found: dict[str, list[Run]] = {}
+    by_folder: dict[str, list[Run]] = {}
     for file in unique(files):
-        found.setdefault(file.resolve().parent.name, []).append(load(file))
-    for folder, runs in found.items():
+        by_folder.setdefault(file.resolve().parent.name, []).append(load(file))
+    for folder, runs in by_folder.items():
         runs.sort(key=lambda run: str(run.facts["created"]))
         names = unique(label(run.facts["machine"]) for run in runs)
         if len(names) > 1:
             raise ValueError(
                 f"{folder} has runs of several machines, {'; '.join(names)}: give the files of one"
             )
-    return {folder: Machine(runs) for folder, runs in found.items()}
+    return {folder: Machine(runs) for folder, runs in by_folder.items()}
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
@@ -83,7 +83,7 @@ def unique(values: Iterable[Any]) -> list[Any]:
 
 
 def contenders(rows: Iterable[Row]) -> list[str]:
-    """Those that a row has a time of, ours first."""
+    """Contenders that a row has a time for, ours first."""
     timed = {key.removesuffix("_median") for row in rows for key in row if key.endswith("_median")} - {
         "limit"
     }
@@ -92,21 +92,21 @@ def contenders(rows: Iterable[Row]) -> list[str]:
 
 
 def kinds(rows: Iterable[Row], dtype: str) -> list[Row]:
-    """Of each op the first case of each kind, which the first word of its name tells."""
-    found: dict[tuple[str, str], Row] = {}
+    """First case of each kind of each op; the kind is the first word of the case's name."""
+    first: dict[tuple[str, str], Row] = {}
     for row in rows:
         if row["dtype"] == dtype and "ours_median" in row:
-            found.setdefault((row["op"], row["name"].replace(",", "").split()[0]), row)
-    return list(found.values())
+            first.setdefault((row["op"], row["name"].replace(",", "").split()[0]), row)
+    return list(first.values())
 
 
 def one_dtype(rows: Sequence[Row]) -> list[Row]:
-    """The kinds, in 16 bits where those were measured."""
+    """Kinds, in 16 bits where those were measured."""
     return kinds(rows, next((name for name in HALF if name in dtypes(rows)), "float32"))
 
 
 def headline(rows: Sequence[Row]) -> list[Row]:
-    """The kinds that a library has too."""
+    """Kinds that a library has too."""
     libraries = [name for name in contenders(rows) if name not in ("ours", "naive", "numba")]
     return one_dtype([row for row in rows if any(f"{name}_median" in row for name in libraries)])
 
@@ -117,10 +117,10 @@ def working(row: Row, who: str) -> float | None:
 
 
 def by_op(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["op"], []).append(row)
-    return dict(sorted(found.items()))
+        groups.setdefault(row["op"], []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def dtypes(rows: Iterable[Row]) -> list[str]:
@@ -128,20 +128,20 @@ def dtypes(rows: Iterable[Row]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Number with three digits and no exponent."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """In the largest unit that is not larger than the value."""
+    """Value in the largest unit that is not larger than the value."""
     size, unit = next(((size, unit) for size, unit in units if value >= size), units[-1])
     return f"{number(value / size)} {unit}"
 
 
 def rate(row: Row, seconds: float) -> str:
-    """TFLOPS where arithmetic is the limit, else bytes per second."""
+    """Rate in TFLOPS where arithmetic is the limit, else in bytes per second."""
     if row["limited_by"] == "matmul":
         return flops_text(row["flops"] / seconds)
     return bandwidth_text(row["bytes"] / seconds)

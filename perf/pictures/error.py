@@ -1,4 +1,4 @@
-"""Errors against the float64 reference, beside those of textbook code in the same dtype."""
+"""Errors against the float64 reference, compared with those of textbook code in the same dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUBTITLE = (
 
 
 def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
-    """A picture per dtype."""
+    """One picture per dtype."""
     checked = [row for row in machine.rows() if "error_largest" in row]
     for dtype in dtypes(checked):
         yield (

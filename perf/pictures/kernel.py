@@ -1,4 +1,4 @@
-"""What each source line of a kernel costs, counted by the emulator: no GPU, no times."""
+"""Cost of each source line of a kernel, counted by the emulator: no GPU, no times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = (1, 256, 1, 64)
 
 
 def profile() -> Profile:
-    """Of attention's forward pass. Raises ``KernelCompileError`` without the compilers of the ``emulator`` extra."""
+    """Profile of attention's forward pass. Raises ``KernelCompileError`` without the ``emulator`` extra."""
     os.environ.setdefault("GPU_OPS_SANITIZE", "0")
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(SHAPE).astype(ml_dtypes.bfloat16) for _ in range(3))
@@ -36,7 +36,7 @@ def profile() -> Profile:
 
 
 def draw(found: Profile) -> Canvas:
-    """A bar per source line, most costly first, in parts."""
+    """One bar per source line, most costly first, divided into parts."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     costs = lines(found)
@@ -77,7 +77,7 @@ def draw(found: Profile) -> Canvas:
 
 
 def lines(found: Profile) -> list[LineProfile]:
-    """Most costly first. A line of an inlined function counts itself, but a PTX wrapper counts where it is called."""
+    """Lines, most costly first. A line of an inlined function counts itself; a PTX wrapper counts at its call."""
     groups: dict[tuple[str, int], list[InstructionProfile]] = {}
     for i in found.instructions:
         place = next((place for place in i.places if not place[0].endswith("ptx.cuh")), None)

@@ -1,4 +1,4 @@
-"""Attention against sequence length: rate and memory, a panel per pass, beside other libraries."""
+"""Attention against sequence length: rate and memory, one panel per pass, compared with other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perf.report import short_dtype
 from perf.runs import Row
 
 COLUMNS, HEIGHT, HEAD, FOOT = 2, 1.75, 0.36, 0.62  # inches: of a panel, above and below it
-LEFT, RIGHT = 0.52, 1.0  # beside a panel: ticks, and the values at the ends of the lines
+LEFT, RIGHT = 0.52, 1.0  # at the sides of a panel: ticks, and the values at the ends of the lines
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Panel:
 
 
 def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
-    """A picture per dtype and heads that were measured at two lengths or more."""
+    """One picture per dtype and heads that were measured at two lengths or more."""
     for (dtype, heads, head_dim, batch), passes in series(machine).items():
         each = f", batch {batch}" if batch else ""
         title = f"Attention in {dtype}, {heads} heads of {head_dim}{each}: {machine.name}"
@@ -46,8 +46,8 @@ def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
 
 
 def series(machine: Machine) -> dict[tuple[str, ...], dict[str, list[Row]]]:
-    """By dtype, heads, head_dim and the batch of decoding, then by name: rows of two lengths or more, by length."""
-    found: dict[tuple[str, ...], dict[str, dict[int, Row]]] = {}
+    """Rows of two lengths or more by dtype, heads, head_dim and batch of decoding, then by name, then by length."""
+    groups: dict[tuple[str, ...], dict[str, dict[int, Row]]] = {}
     for row in [*machine.rows(), *machine.rows(grid=True)]:
         shape = Shape.parse(row["shape"]) if row["op"] == "attention" else None
         if shape and "ours_median" in row:
@@ -58,16 +58,16 @@ def series(machine: Machine) -> dict[tuple[str, ...], dict[str, list[Row]]]:
                 str(shape.head_dim),
                 str(shape.batch) if shape.seqlen_q == 1 else "",
             )
-            found.setdefault(group, {}).setdefault(row["name"], {})[shape.seqlen_k] = row
+            groups.setdefault(group, {}).setdefault(row["name"], {})[shape.seqlen_k] = row
     several = {
         group: {name: [rows[n] for n in sorted(rows)] for name, rows in passes.items() if len(rows) > 1}
-        for group, passes in found.items()
+        for group, passes in groups.items()
     }
     return {group: several[group] for group in sorted(several) if several[group]}
 
 
 def points(rows: Sequence[Row], value: Callable[[Row], float | None]) -> list[tuple[int, float]]:
-    """(length, value) of the rows that have the value."""
+    """Points (length, value) of the rows that have the value."""
     made = [(Shape.parse(row["shape"]), value(row)) for row in rows]
     return [(shape.seqlen_k, number) for shape, number in made if shape and number is not None]
 
@@ -90,8 +90,8 @@ def memories(passes: Mapping[str, Sequence[Row]]) -> Iterator[Panel]:
         lines = {who: points(rows, partial(working, who=who)) for who in contenders(rows)}
         lines = {who: line for who, line in lines.items() if line}
         if lines:
-            most = max(value for line in lines.values() for _, value in line)
-            unit, scale = ("GiB", 2.0**30) if most >= 2**32 else ("MiB", 2.0**20)
+            largest = max(value for line in lines.values() for _, value in line)
+            unit, scale = ("GiB", 2.0**30) if largest >= 2**32 else ("MiB", 2.0**20)
             yield Panel(f"{name}: memory", unit, scale, lines)
 
 

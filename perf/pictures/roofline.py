@@ -1,4 +1,4 @@
-"""Rooflines: operations per second that were achieved, against operations per byte, under the measured limits."""
+"""Rooflines: achieved operations per second against operations per byte, under the measured limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
 
 
 def measured(machine: Machine, rows: Sequence[Row]) -> Canvas:
-    """A panel per dtype, with the two limits that were measured in the run."""
+    """One panel per dtype, with the two limits that were measured in the run."""
     shown = dtypes(rows)
     subtitle = (
         "dots: the first case of each kind, with its share of the limit measured in the same run (lines)"

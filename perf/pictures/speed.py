@@ -1,4 +1,4 @@
-"""Speed beside other libraries, and memory of a call: bars per case."""
+"""Speed compared with other libraries, and memory of a call: bars per case."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ ABOVE = "above 100 %: a cache holds a part of the data, or products of integers 
 
 
 def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
-    """(name, picture): an overview, every case by dtype, those of grids that no line has, and memory."""
+    """Pictures as (name, picture): an overview, every case by dtype, cases of grids on no line, and memory."""
     rows = machine.rows()
     if chosen := headline(rows):
         yield "speed", bars.draw(speed(machine, chosen, leave_out=SLOW))
     for dtype in dtypes(rows):
-        found = [row for row in rows if row["dtype"] == dtype]
-        yield f"speed_{dtype}", bars.draw(speed(machine, found))
+        selected = [row for row in rows if row["dtype"] == dtype]
+        yield f"speed_{dtype}", bars.draw(speed(machine, selected))
     drawn = {
         row["key"]
         for passes in lengths.series(machine).values()
-        for found in passes.values()
-        for row in found
+        for selected in passes.values()
+        for row in selected
     }
     if rest := [row for row in machine.rows(grid=True) if row["key"] not in drawn]:
         yield "speed_grid", bars.draw(speed(machine, rest, grid=True))
@@ -52,16 +52,16 @@ def speed(
     machine: Machine, rows: Sequence[Row], *, leave_out: Sequence[str] = (), grid: bool = False
 ) -> bars.Picture:
     names = [name for name in contenders(rows) if name not in leave_out]
-    one = dtypes(rows)[0] if len(dtypes(rows)) == 1 else ""
+    dtype = dtypes(rows)[0] if len(dtypes(rows)) == 1 else ""
     groups = []
-    for op, found in by_op(rows).items():
-        for row in found:
-            detail = row["shape"] if one else f"{row['shape']}, {row['dtype']}"
+    for op, cases in by_op(rows).items():
+        for row in cases:
+            detail = row["shape"] if dtype else f"{row['shape']}, {row['dtype']}"
             groups.append(bars.Group(op, row["name"], detail, *bars_of(machine, row, names)))
     above = any(bar.length > 1.02 for group in groups for bar in group.bars)
     value = "rate" if machine.on_gpu else "time"
     return bars.Picture(
-        title=f"Speed{' in ' + one if one else ''}: {machine.name}",
+        title=f"Speed{' in ' + dtype if dtype else ''}: {machine.name}",
         subtitle=f"longer is faster · at the bars: {value} of a call, and how many times as long as gpu_ops it takes",
         caption=(*([ABOVE] if above else []), limits_text(machine, grid=grid), machine.origin),
         axis="share of the measured limit",
@@ -73,30 +73,30 @@ def speed(
 
 
 def bars_of(machine: Machine, row: Row, names: Sequence[str]) -> tuple[list[bars.Bar], str]:
-    """The bars of a case, or a note that says why it has none."""
+    """Bars of a case, or a note that says why it has none."""
     if "ours_median" not in row:
         return [], f"failed: {str(row.get('failure', '')).partition(chr(10))[0][:60]}"
-    found = []
+    result = []
     for name in names:
         if seconds := row.get(f"{name}_median"):
             text = rate(row, seconds) if machine.on_gpu else time_text(seconds)
             text += "" if name == "ours" else f" · {ratio_text(seconds / row['ours_median'])}"
-            found.append(bars.Bar(name, row["limit_seconds"] / seconds, text))
-    return found, ""
+            result.append(bars.Bar(name, row["limit_seconds"] / seconds, text))
+    return result, ""
 
 
 def limits_text(machine: Machine, *, grid: bool) -> str:
-    """Each row has the limits of its own run."""
-    found = machine.limits(grid=grid)
+    """Text of the limits; each row has the limits of its run."""
+    limits = machine.limits(grid=grid)
     which = "the same run" if len(machine.some(grid=grid)) == 1 else "each run, here of the latest"
-    half = f", of 16 bits {flops_text(found['matmul_half'])}" if found.get("matmul_half") else ""
-    copy, read = bandwidth_text(found["copy"]), bandwidth_text(found["read"])
-    single = flops_text(found["matmul"])
+    half = f", of 16 bits {flops_text(limits['matmul_half'])}" if limits.get("matmul_half") else ""
+    copy, read = bandwidth_text(limits["copy"]), bandwidth_text(limits["read"])
+    single = flops_text(limits["matmul"])
     return f"limits measured in {which}: copy {copy}, read {read}, float32 matmul {single}{half}"
 
 
 def memory(machine: Machine, rows: Sequence[Row]) -> bars.Picture:
-    names, one = ("ours", "naive"), dtypes(rows)[0]
+    names, dtype = ("ours", "naive"), dtypes(rows)[0]
     groups = []
     for op, cases in by_op(rows).items():
         for row in cases:
@@ -107,7 +107,7 @@ def memory(machine: Machine, rows: Sequence[Row]) -> bars.Picture:
             ]
             groups.append(bars.Group(op, row["name"], row["shape"], made))
     return bars.Picture(
-        title=f"Memory of a call in {one}: {machine.name}",
+        title=f"Memory of a call in {dtype}: {machine.name}",
         subtitle="shorter is better · peak during the call, beyond its inputs and results",
         caption=(machine.origin,),
         axis="MiB",

@@ -1,7 +1,7 @@
 """Colours, text and files of all pictures: an SVG that follows the reader's light or dark theme.
 
-Matplotlib draws in the light colours. ``save`` adds a style sheet that exchanges them where the reader prefers dark.
-The background is painted in both themes, so a picture stays readable where page and system disagree. Text stays text,
+Matplotlib draws in the light colours. ``save`` adds a style sheet that exchanges them if the reader prefers dark.
+The background is painted in both themes, so a picture stays readable if page and system disagree. Text stays text,
 in the first font of a list that the reader has.
 """
 
@@ -40,8 +40,8 @@ MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monos
 WIDTH = 8.5  # inches: 816 pixels, and heights are whole pixels too
 MARGIN = 0.18
 TEXT, SMALL, TITLE = 9.0, 8.0, 12.5  # points
-TOP, LINE = 0.8, 0.16  # inches for title and subtitle, and of a line of the caption
-LEGEND_LINE, LEGEND_GAP = 0.2, 0.34  # inches: height of a line, what an entry takes beside its text
+TOP, LINE = 0.8, 0.16  # inches of title and subtitle, and of a line of the caption
+LEGEND_LINE, LEGEND_GAP = 0.2, 0.34  # inches: height of a line, width of an entry in addition to its text
 DPI = 100.0
 Entry = tuple[str, str]
 """Of a legend: the name of its colour, and its text."""
@@ -49,7 +49,7 @@ SETTINGS: Any = {
     "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "gpu_ops",  # the same file for the same data
-    "font.family": "DejaVu Sans",  # wider than the fonts of the list: what fits in it fits in those
+    "font.family": "DejaVu Sans",  # wider than the fonts of the list: text that fits in it fits in those
     "font.size": TEXT,
     "text.color": THEME["text"][0],
     "axes.edgecolor": THEME["muted"][0],
@@ -76,13 +76,13 @@ def settings() -> AbstractContextManager[None]:
 
 
 def colour(name: str) -> str:
-    """The light colour of a contender or a part; peers without one of their own are grey."""
+    """Light colour of a contender or a part; peers without a colour are grey."""
     return THEME.get(name, THEME["naive"])[0]
 
 
 @cache
 def text_width(text: str, size: float = TEXT, *, mono: bool = False, bold: bool = False) -> float:
-    """Inches."""
+    """Width of a text in inches."""
     from matplotlib.font_manager import FontProperties
 
     family, weight = "DejaVu Sans Mono" if mono else "DejaVu Sans", "bold" if bold else "normal"
@@ -93,7 +93,7 @@ def text_width(text: str, size: float = TEXT, *, mono: bool = False, bold: bool 
 
 @cache
 def renderer() -> Any:
-    """Measures text."""
+    """Renderer that measures text."""
     from matplotlib.backends import backend_agg
 
     agg: Any = backend_agg
@@ -101,7 +101,7 @@ def renderer() -> Any:
 
 
 def legend_rows(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """As many in a line as fit."""
+    """Rows of a legend with as many entries as fit."""
     rows: list[list[Entry]] = [[]]
     used = 0.0
     for name, text in entries:
@@ -135,7 +135,7 @@ class Canvas:
             self.text(MARGIN, self.height - MARGIN - LINE * index, line, size=SMALL - 0.5, name="muted")
 
     def text(self, x: float, y: float, text: str, *, name: str = "text", **style: Any) -> None:
-        """Centred on the line at ``y``; ``ha`` and ``family`` as in Matplotlib."""
+        """Draw text centred on the line at ``y``; ``ha`` and ``family`` as in Matplotlib."""
         style = {"va": "center", "color": colour(name), **style}
         style["fontsize"] = style.pop("size", TEXT)
         self.figure.text(x / self.width, 1 - y / self.height, text, **style)
@@ -152,7 +152,7 @@ class Canvas:
         return axes
 
     def bar_axes(self, left: float, top: float, width: float, height: float) -> Any:
-        """With y in inches downwards, no frame, and light lines at the ticks of x."""
+        """Axes with y in inches downwards, no frame, and light lines at the ticks of x."""
         axes = self.axes(left, top, width, height)
         axes.set_ylim(height, 0)
         axes.set_yticks([])
@@ -162,12 +162,12 @@ class Canvas:
         return axes
 
     def inches(self, axes: Any, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Points of the axes' data as inches from its lower left corner."""
+        """Points of the axes' data in inches from its lower left corner."""
         corner = axes.transAxes.transform((0, 0))
         return [tuple((axes.transData.transform(point) - corner) / self.figure.dpi) for point in points]
 
     def legend(self, entries: Sequence[Entry], marker: str = "s") -> None:
-        """Below the subtitle."""
+        """Draw the legend below the subtitle."""
         for index, row in enumerate(legend_rows(entries)):
             x, y = MARGIN + 0.06, self.top + LEGEND_LINE * index
             for name, text in row:
@@ -189,9 +189,9 @@ class Canvas:
 
     def save(self, path: Path) -> Path:
         out = StringIO()
-        # without these, the file would say when it was made and by which version
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        self.figure.savefig(out, format="svg", facecolor=colour("background"), metadata=nothing)
+        # without these, the file would contain its date and matplotlib's version
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        self.figure.savefig(out, format="svg", facecolor=colour("background"), metadata=metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(themed(out.getvalue(), self.title), encoding="utf-8")
         return path
@@ -203,9 +203,9 @@ def themed(svg: str, title: str) -> str:
     body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub("'DejaVu Sans( Mono)?'", lambda font: MONO if font[1] else SANS, body)
     rules = "\n".join(
-        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+        f'[style*="{property_name}: {light}"] {{ {property_name}: {dark} !important }}'
         for light, dark in THEME.values()
-        for kind in ("fill", "stroke")
+        for property_name in ("fill", "stroke")
     )
     dark = f"<style>@media (prefers-color-scheme: dark) {{\n{rules}\n}}</style>"
     opening, rest = body.split(">", 1)
