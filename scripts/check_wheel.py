@@ -1,6 +1,6 @@
-"""Builds the sdist and, from it, the wheel, and proves what a user who installs them gets.
+"""Builds the sdist and, from it, the wheel, and checks the installation that a user gets.
 
-- both hold exactly the package files of the working tree, as real files under ``gpu_ops/``, and no link:
+- both hold exactly the package files of the working tree, as real files under ``gpu_ops/``, and no links:
   top-level ``kernels`` or ``reference`` in site-packages would overwrite other people's packages;
 - the wheel installs in a clean virtual environment and computes from an empty folder.
 
@@ -35,13 +35,13 @@ print("gpu_ops", gpu_ops.__version__, "from", gpu_ops.__file__)
 
 def tree_files() -> dict[str, int]:
     """Package files of the working tree, as ``gpu_ops/...`` names, with their sizes."""
-    found = {}
+    sizes = {}
     for folder, _, names in os.walk(ROOT / "gpu_ops", followlinks=True):
         for name in names:
             path = Path(folder, name)
             if path.suffix in PACKAGED:
-                found[path.relative_to(ROOT).as_posix()] = path.stat().st_size
-    return found
+                sizes[path.relative_to(ROOT).as_posix()] = path.stat().st_size
+    return sizes
 
 
 def compare(kind: str, held: dict[str, int], wanted: dict[str, int]) -> None:

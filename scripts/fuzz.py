@@ -5,9 +5,9 @@
     python scripts/fuzz.py --cases 500 --seed 1         a fixed number of them
     python scripts/fuzz.py --case 1:137                 one case again
 
-A case is a right call (on the CPU with both backends, a few on the emulator), a call after a similar one, a wrong
-call, damaged model files, or a call after interrupts. It follows from its seed and number: not from the time, nor
-from what ran before. Only the moments of the interrupts differ each time.
+A case is a valid call (on the CPU with both backends, a few on the emulator), a call after a similar one, an invalid
+call, damaged model files, or a call after interrupts. It depends only on its seed and number, not on the time or on
+earlier cases. Only the times of the interrupts differ between runs.
 
 Exit code: 0 nothing found, 1 findings, 2 wrong usage.
 """
@@ -31,7 +31,7 @@ STUCK = 300.0  # seconds after which a case counts as hanging; compiling a kerne
 
 
 class Watch:
-    """A context in which a case that hangs ends the process, which no exception would."""
+    """Context in which a case that hangs ends the process, which no exception could do."""
 
     def __init__(self) -> None:
         self.case, self.since = "", time.monotonic()
@@ -65,7 +65,7 @@ def replay(case: str) -> str:
 
 
 def fuzz(seed: int, numbers: range | None, seconds: float) -> int:
-    """Run cases 0, 1, ... of a seed, or ``numbers`` alone. Returns how many findings there were."""
+    """Run cases 0, 1, ... of a seed, or only ``numbers``. Returns the number of findings."""
     start = shown = time.monotonic()
     ran: collections.Counter[str] = collections.Counter()
     findings = 0
@@ -90,10 +90,10 @@ def fuzz(seed: int, numbers: range | None, seconds: float) -> int:
     except KeyboardInterrupt:
         say("interrupted")
     kinds = collections.Counter[str]()
-    for name, count in ran.items():
-        kinds[name.split()[0]] += count
+    for op, count in ran.items():
+        kinds[op.split()[0]] += count
     say(f"{ran.total()} cases in {time.monotonic() - start:.0f} s: {findings} findings, seed {seed}")
-    say("  " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
+    say("  " + ", ".join(f"{label} {count}" for label, count in kinds.most_common()))
     return findings
 
 

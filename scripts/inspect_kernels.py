@@ -1,4 +1,4 @@
-"""What every GPU kernel takes on every architecture, without a GPU: registers, spills, shared memory, occupancy.
+"""Resources of every GPU kernel on every architecture, without a GPU: registers, spills, shared memory, occupancy.
 
     python scripts/inspect_kernels.py                           all kernels, all architectures
     python scripts/inspect_kernels.py --kernel rmsnorm --arch sm_90a sm_120
@@ -7,8 +7,8 @@
     python scripts/inspect_kernels.py --check --each-on 2       each kernel on two of the architectures, in turn
     python scripts/inspect_kernels.py --check --issue-all       judge all kernels that memory bounds, not one per op
 
-Kernels are those that ``kernels/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions, and whether a
-memory-bound kernel issues them in less time than its bytes take (``issue_gate.py``), need nvdisasm
+Kernels are those that ``kernels/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions, and the check
+that a memory-bound kernel issues them in less time than its bytes take (``issue_gate.py``), need nvdisasm
 (``pip install nvidia-cuda-nvdisasm``).
 """
 
@@ -61,7 +61,7 @@ HIGHLIGHTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel on one architecture. ``problems`` is empty when it compiles, keeps in registers and fits."""
+    """One kernel on one architecture. ``problems`` is empty if it compiles, does not spill, and fits."""
 
     kernel: str
     arch: str
@@ -82,7 +82,7 @@ class Row:
 
 
 def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] = frozenset()) -> Row:
-    """Compile one variant and read what it takes. ``judged``: labels of kernels that memory has to bound."""
+    """Compile one variant and read its resources. ``judged``: labels of kernels that memory must bound."""
     label, threads, dynamic = variant.kernel.label, variant.threads_per_block, variant.dynamic_shared_bytes
     try:
         compiled = jit.assemble(jit.compile_kernel(variant.kernel, arch), arch)
@@ -95,9 +95,9 @@ def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] =
     judges = label in judged and arch in issue_gate.CARDS
     text = sass(compiled.cubin, compiled.entry) if with_sass or judges else ""
     verdict = issue_gate.judge(label, arch, text) if judges and text else None
-    found = list(problems(needs, fit, threads, dynamic, limits))
+    faults = list(problems(needs, fit, threads, dynamic, limits))
     if verdict and verdict.problem:
-        found.append(verdict.problem)
+        faults.append(verdict.problem)
     return Row(
         label,
         arch,
@@ -114,14 +114,14 @@ def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] =
         sass_counts(text) if with_sass else "",
         verdict and verdict.share,
         verdict.pipe if verdict else "",
-        tuple(found),
+        tuple(faults),
     )
 
 
 def problems(
     needs: cubin.Resources, fit: cubin.Occupancy, threads: int, dynamic: int, limits: cubin.Limits
 ) -> Iterator[str]:
-    """What a kernel must not do."""
+    """Faults of a kernel: what it must not do."""
     if needs.spill_bytes is None:
         yield "ptxas' log does not say whether registers spill"
     elif needs.spill_bytes:
@@ -136,7 +136,7 @@ def problems(
 
 
 def sass(image: bytes, entry: str) -> str:
-    """The machine instructions of one kernel, a line each, and labels; empty without nvdisasm."""
+    """Machine instructions of one kernel, a line each, with labels; empty without nvdisasm."""
     nvdisasm = toolkit.tool("nvdisasm")
     if nvdisasm is None:
         return ""
@@ -165,8 +165,8 @@ def chosen(
 ) -> list[tuple[jit.Variant, str]]:
     """Every variant whose label contains ``kernel``, on ``each_on`` of the architectures that list it.
 
-    Which ones goes round with the labels: every architecture gets its share of every op. Kernels of ``judged`` are on
-    architectures that have a card to judge them on, where those are enough.
+    The choice rotates with the labels, so that every architecture gets its share of every op. Kernels of ``judged``
+    are on architectures that have a card to judge them on, if there are enough of those.
     """
     listed: dict[str, list[tuple[jit.Variant, str]]] = collections.defaultdict(list)
     for arch in arches:
@@ -175,20 +175,20 @@ def chosen(
             if kernel in label or kernel in short_label(label):
                 listed[label].append((variant, arch))
     tasks = []
-    for i, (label, found) in enumerate(listed.items()):
-        if label in judged and len(on_cards := [t for t in found if t[1] in issue_gate.CARDS]) >= each_on:
-            found = on_cards
-        n = len(found)
-        tasks += [found[(i * each_on + j) % n] for j in range(min(each_on, n))]
+    for i, (label, variants) in enumerate(listed.items()):
+        if label in judged and len(on_cards := [t for t in variants if t[1] in issue_gate.CARDS]) >= each_on:
+            variants = on_cards
+        n = len(variants)
+        tasks += [variants[(i * each_on + j) % n] for j in range(min(each_on, n))]
     return sorted(tasks, key=lambda task: arches.index(task[1]))
 
 
 def inspect_all(
     tasks: list[tuple[jit.Variant, str]], with_sass: bool, judged: Set[str], console: Console
 ) -> list[Row]:
-    """Compiles and reads all.
+    """Compile and read all variants.
 
-    NVRTC compiles one program at a time per process, so this takes processes. They are forked, since the
+    NVRTC compiles one program at a time per process, so this uses several processes. They are forked, since the
     functions of Numba kernels cannot be sent.
     """
     fork = multiprocessing.get_context("fork")
@@ -218,7 +218,7 @@ def _inspect_task(index: int) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A table for reading; rows are told apart by kernel and architecture."""
+    """Table for reading, with one row per kernel and architecture."""
     out = Table(box=None, pad_edge=False, header_style="bold")
     out.add_column("kernel")
     out.add_column("arch")

@@ -1,13 +1,13 @@
-"""What an iteration of attention's main loop issues beside tensor-core instructions, per exp2, without a GPU.
+"""Instructions in an iteration of attention's main loop besides tensor-core ones, per exp2, without a GPU.
 
     python scripts/inspect_loops.py                             attention, all architectures
     python scripts/inspect_loops.py --kernel bfloat16 --arch sm_80
 
-Counted in machine code, along one iteration of the loop that holds both products and the softmax: of the ways through
-it the one that copies most, and of those the shortest. That is a tile that every row sees whole, with another one
-behind it, whose maxima are no news: comparisons with the mask, and the rescaling that the first tiles of a row need,
-are jumped over. ``NOP`` is what ptxas puts between tensor-core instructions from sm_100 on. Needs nvdisasm:
-``pip install nvidia-cuda-nvdisasm``.
+They are counted in machine code, along one iteration of the loop that holds both products and the softmax. Of the
+paths through it, the one that copies most is taken, and of those the shortest. That is a tile that every row sees
+whole, that is not the last, and that does not raise the maxima: it skips comparisons with the mask, and the rescaling
+that the first tiles of a row need. ``NOP`` is inserted by ptxas between tensor-core instructions from sm_100 on.
+Needs nvdisasm: ``pip install nvidia-cuda-nvdisasm``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ CLASSES = {
     "padding": r"NOP",
 }
 
-# predicated, opcode, where it jumps to, where in shared memory it copies to
+# predicated, opcode, jump target, address in shared memory that it copies to
 Instruction = tuple[bool, str, str, str]
 
 
 def iterations(text: str) -> Iterator[dict[str, float]]:
-    """For each innermost loop with tensor-core instructions and exp2: instructions per exp2, by class; ``rest``."""
+    """Instructions per exp2, by class and ``rest``, of each innermost loop with tensor-core instructions and exp2."""
     labels: dict[str, int] = {}
     code: list[Instruction] = []
     for line in text.splitlines():
         if label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = len(code)
-        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
-            guard, opcode, operands = found.groups()
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
+            guard, opcode, operands = match.groups()
             target = re.search(r"\.L\w+", operands) if opcode.startswith("BRA") else None
             conditional = (
                 guard is not None
@@ -51,9 +51,11 @@ def iterations(text: str) -> Iterator[dict[str, float]]:
             )
             copied = operands.split()[0] if opcode.startswith("LDGSTS") else ""
             code.append((conditional, opcode, target[0] if target else "", copied))
-    # What diverged warps do is at the end of the code and jumps back: no loops.
-    end = min((labels[to] for _, opcode, to, _ in code if opcode.startswith("BRA.DIV")), default=len(code))
-    loops = [(labels[to], i) for i, (_, _, to, _) in enumerate(code[:end]) if to and labels[to] <= i]
+    # Code of diverged warps is at the end and jumps back: these are no loops.
+    end = min(
+        (labels[jump] for _, opcode, jump, _ in code if opcode.startswith("BRA.DIV")), default=len(code)
+    )
+    loops = [(labels[jump], i) for i, (_, _, jump, _) in enumerate(code[:end]) if jump and labels[jump] <= i]
     loops = [
         (a, b)
         for a, b in loops
@@ -71,16 +73,16 @@ def iterations(text: str) -> Iterator[dict[str, float]]:
 
 
 def _path(code: list[Instruction], labels: dict[str, int], first: int, last: int) -> list[str]:
-    """Opcodes from ``first`` to the jump back at ``last``, on the way that copies most places and is the shortest."""
-    # What has been copied on the way to an instruction, and the shortest such way.
+    """Opcodes from ``first`` to the jump back at ``last``, on the path that copies most and is then the shortest."""
+    # What has been copied on the path to an instruction, and the shortest such path.
     ways: dict[int, dict[frozenset[str], list[str]]] = {first: {frozenset(): []}}
     complete: dict[frozenset[str], list[str]] = {}
     for i in range(first, last + 1):
-        conditional, opcode, to, copied = code[i]
-        back = i == last or (to != "" and labels[to] == first and not conditional)
+        conditional, opcode, target, copied = code[i]
+        back = i == last or (target != "" and labels[target] == first and not conditional)
         nexts = [] if opcode.startswith(("BRA", "EXIT")) and not conditional else [i + 1]
-        if to and i < labels[to] <= last:
-            nexts.append(labels[to])
+        if target and i < labels[target] <= last:
+            nexts.append(labels[target])
         for copies, path in ways.pop(i, {}).items():
             now, extended = copies | {copied} if copied else copies, [*path, opcode]
             for reached in [complete] if back else [ways.setdefault(n, {}) for n in nexts]:

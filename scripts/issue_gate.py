@@ -1,12 +1,12 @@
-"""Whether a memory-bound kernel is bound by memory: its machine instructions against the bytes that it moves.
+"""Check that a memory-bound kernel is bound by memory: its machine instructions against the bytes that it moves.
 
 ``scripts/inspect_kernels.py`` prints it; with ``--check`` it fails where issuing takes longer than memory.
 
-What counts is the main loop: the innermost with the widest accesses to global memory, or the whole kernel where those
-are in no loop. Of the ways through it the one that moves most, of those the one with the fewest accesses and calls,
-and of those the longest: whole vectors, all options, rare cases too. Its instructions keep each pipe busy for some
-clocks of a multiprocessor (SM), its bytes keep memory busy for others, at the boost clock. The share is the first, of
-the busiest pipe, by the second. Latencies, barriers and bank conflicts are not in it.
+The main loop counts: the innermost loop with the widest accesses to global memory, or the whole kernel if those are
+in no loop. Of the paths through it, the one that moves most is taken, of those the one with the fewest accesses and
+calls, and of those the longest: whole vectors, all options, rare cases too. Its instructions keep each pipe busy for
+some clocks of a multiprocessor (SM), and its bytes keep memory busy for others, at the boost clock. The share is the
+clocks of the busiest pipe divided by those of memory. It does not include latencies, barriers and bank conflicts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MEMORY_BOUND = re.compile(
     r"|attention_(combine|merge)|attention_backward_(rows|sinks|statistics)|attention_forward\[.*PAGED=1"
     r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)"
 )
-TWIN = re.compile(r"\[(float|bfloat)\d+")  # of Numba: written to be read
+TWIN = re.compile(r"\[(float|bfloat)\d+")  # Numba kernels, which are written to be read
 
 
 @dataclass(frozen=True)
 class Excuse:
-    """A kernel that may take longer than memory, up to ``limit`` times, and why."""
+    """Kernel that may take longer than memory, up to ``limit`` times, and the reason."""
 
     label: str  # regular expression
     arch: str  # regular expression
@@ -58,7 +58,7 @@ WARP = 32
 ISSUE = 4  # warp instructions per clock and SM
 BUTTERFLY = 5  # iterations of a loop over shuffles: 16, 8, 4, 2, 1 lanes apart
 
-# What keeps which pipe busy (Nsight Compute, "pipelines"), and lanes per clock and SM (CUDA Programming Guide,
+# Opcodes that keep each pipe busy (Nsight Compute, "pipelines"), and lanes per clock and SM (CUDA Programming Guide,
 # "throughput of native arithmetic instructions"). An instruction may need several. L1 and shared memory move bytes.
 PIPES = {
     "fp32": r"FADD|FMUL|FFMA|IMAD|HADD2|HMUL2|HFMA2",
@@ -86,7 +86,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Count:
-    """Warp instructions by opcode on the way through the main loop, and the bytes that a warp moves on it."""
+    """Warp instructions by opcode on the path through the main loop, and the bytes that a warp moves on it."""
 
     opcodes: Mapping[str, int]
     bytes_moved: int
@@ -97,11 +97,11 @@ class Count:
 
 
 def count(text: str) -> Count | None:
-    """What the main loop of a kernel issues and moves; ``None`` where it moves nothing. ``text``: nvdisasm's."""
+    """Instructions and bytes of a kernel's main loop; ``None`` if it moves nothing. ``text``: output of nvdisasm."""
     flow = _blocks(text)
     loops, order, back = _loops(flow)
     opcodes = [opcode for at in order for opcode in flow[at].code]
-    # A kernel that marks what it reads once (evict first) has other loads hit a cache.
+    # If a kernel marks the data that it reads once (evict first), its other loads hit a cache.
     marked = any(re.match(r"LDG\b.*\.EF", opcode) for opcode in opcodes)
 
     def moved(opcode: str) -> int:
@@ -136,7 +136,7 @@ def count(text: str) -> Count | None:
             for opcode in flow[at].code:
                 taken[opcode] += times[at]
         counts.append(Count(taken, sum(n * moved(opcode) for opcode, n in taken.items())))
-    return max(counts, key=lambda found: found.bytes_moved)
+    return max(counts, key=lambda counted: counted.bytes_moved)
 
 
 def width(opcode: str) -> int:
@@ -146,7 +146,7 @@ def width(opcode: str) -> int:
 
 
 def clocks(found: Count, card: DevicePreset) -> dict[str, float]:
-    """Clocks of an SM for which a warp keeps each pipe, and memory, busy."""
+    """Clocks of an SM for which a warp keeps each pipe and memory busy."""
     arch = card.arch
     lanes = {**LANES, "fp32": arch.fp32_per_sm_clk, "double": DOUBLE.get(arch.name, 2)}
     busy = collections.Counter({"issue": found.instructions / ISSUE})
@@ -168,7 +168,7 @@ def clocks(found: Count, card: DevicePreset) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``share``: clocks of the busiest pipe by those of memory. ``problem`` is empty where that is allowed."""
+    """Verdict. ``share``: clocks of the busiest pipe / those of memory. ``problem`` is empty if that is allowed."""
 
     share: float
     pipe: str
@@ -178,11 +178,11 @@ class Verdict:
 
 
 def judge(label: str, arch: str, text: str) -> Verdict:
-    """Whether a kernel compiled for one of ``CARDS`` is bound by memory there."""
-    found = count(text)
-    if found is None:
+    """Judge whether a kernel compiled for one of ``CARDS`` is bound by memory there."""
+    counted = count(text)
+    if counted is None:
         return Verdict(0, "", 0, 0, "moves nothing to or from global memory that the gate could count")
-    busy = clocks(found, PRESETS[CARDS[arch]])
+    busy = clocks(counted, PRESETS[CARDS[arch]])
     memory = busy.pop("memory")
     pipe = max(busy, key=lambda name: busy[name])
     share = busy[pipe] / memory
@@ -191,12 +191,12 @@ def judge(label: str, arch: str, text: str) -> Verdict:
     problem = ""
     if share > limit:
         problem = f"{pipe} takes {share:.2f} times as long as memory on {CARDS[arch]}, {limit} is allowed: "
-        problem += f"{found.instructions} instructions for {found.bytes_moved} bytes per warp"
-    return Verdict(share, pipe, found.instructions, found.bytes_moved, problem)
+        problem += f"{counted.instructions} instructions for {counted.bytes_moved} bytes per warp"
+    return Verdict(share, pipe, counted.instructions, counted.bytes_moved, problem)
 
 
 def judged(labels: Iterable[str], every: bool = False) -> set[str]:
-    """The memory-bound kernels; of each op and dtype (or format) the first listed, which has long, aligned rows."""
+    """Memory-bound kernels; of each op and dtype (or format) the first listed, which has long, aligned rows."""
     first: dict[tuple[str, ...], str] = {}
     for label in labels:
         if not MEMORY_BOUND.match(label) or TWIN.search(label):
@@ -207,58 +207,58 @@ def judged(labels: Iterable[str], every: bool = False) -> set[str]:
 
 
 def _blocks(text: str) -> list[Block]:
-    """The control flow of a kernel's machine code, as ``nvdisasm -c`` prints it; block 0 is the entry."""
-    found, labels, jumps = [Block()], {}, {}
-    falls = True  # whether the last instruction may go on to the next one
+    """Control flow of a kernel's machine code, as ``nvdisasm -c`` prints it; block 0 is the entry."""
+    blocks, labels, jumps = [Block()], {}, {}
+    falls = True  # whether the last instruction may fall through to the next one
 
     def begin() -> None:
-        if found[-1].code:
+        if blocks[-1].code:
             if falls:
-                found[-1].next.append(len(found))
-            found.append(Block())
+                blocks[-1].next.append(len(blocks))
+            blocks.append(Block())
 
     for line in text.splitlines():
         if label := re.match(r"(\.L\w+):", line):
             begin()
             falls = True
-            labels[label[1]] = len(found) - 1
+            labels[label[1]] = len(blocks) - 1
         elif read := re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
             guard, opcode, operands = read.groups()
-            if found[-1].code and re.match("BRA|EXIT|RET", found[-1].code[-1]):
+            if blocks[-1].code and re.match("BRA|EXIT|RET", blocks[-1].code[-1]):
                 begin()
-            found[-1].code.append(opcode)
+            blocks[-1].code.append(opcode)
             conditional = guard is not None or re.match(r"\s+!?UP\d", operands) is not None
             falls = conditional or not re.match("BRA|EXIT|RET", opcode)
-            if opcode.startswith("BRA") and (to := re.search(r"\.L\w+", operands)):
-                jumps[len(found) - 1] = to[0]
+            if opcode.startswith("BRA") and (target := re.search(r"\.L\w+", operands)):
+                jumps[len(blocks) - 1] = target[0]
     for at, name in jumps.items():
         if name in labels:
-            found[at].next.append(labels[name])
-    return found
+            blocks[at].next.append(labels[name])
+    return blocks
 
 
 def _loops(flow: list[Block]) -> tuple[dict[int, set[int]], list[int], set[tuple[int, int]]]:
-    """The blocks of each loop by its head, all blocks in topological order, and the jumps back to heads."""
+    """Blocks of each loop by its head, all blocks in topological order, and the jumps back to heads."""
     order: list[int] = []
     is_open = {0: True}
     back: set[tuple[int, int]] = set()
     stack = [(0, iter(flow[0].next))]
     while stack:
         at, following = stack[-1]
-        to = next(following, None)
-        if to is None:
+        successor = next(following, None)
+        if successor is None:
             is_open[at] = False
             order.append(at)
             stack.pop()
-        elif to not in is_open:
-            is_open[to] = True
-            stack.append((to, iter(flow[to].next)))
-        elif is_open[to]:
-            back.add((at, to))
+        elif successor not in is_open:
+            is_open[successor] = True
+            stack.append((successor, iter(flow[successor].next)))
+        elif is_open[successor]:
+            back.add((at, successor))
     before = collections.defaultdict(list)
     for at in order:
-        for to in flow[at].next:
-            before[to].append(at)
+        for successor in flow[at].next:
+            before[successor].append(at)
     loops: dict[int, set[int]] = {}
     for at, head in sorted(back):
         body, todo = loops.setdefault(head, {head}), [at]
@@ -275,16 +275,16 @@ def _way(
     back: set[tuple[int, int]],
     merit: Mapping[int, tuple[int, int, int]],
 ) -> list[int]:
-    """The way through a region, in topological order, whose blocks' merits have the largest sum."""
+    """Path through a region, in topological order, whose blocks' merits have the largest sum."""
     start, inside = region[0], set(region)
     reached: dict[int, tuple[tuple[int, ...], list[int]]] = {start: ((0, 0, 0), [])}
     ends = []
     for at in region:
         so_far, path = reached[at]
-        there = tuple(map(sum, zip(so_far, merit[at], strict=True))), [*path, at]
+        candidate = tuple(map(sum, zip(so_far, merit[at], strict=True))), [*path, at]
         if not flow[at].next or (at, start) in back:
-            ends.append(there)
-        for to in flow[at].next:
-            if to in inside and (at, to) not in back:
-                reached[to] = max(reached.get(to, there), there)
+            ends.append(candidate)
+        for successor in flow[at].next:
+            if successor in inside and (at, successor) not in back:
+                reached[successor] = max(reached.get(successor, candidate), candidate)
     return max(ends)[1]

@@ -1,9 +1,9 @@
-"""pip install with progress for a terminal and a log: what is downloaded, its size, how long it has taken.
+"""pip install with progress for a terminal and a log: the package being downloaded, its size, and the time so far.
 
     .venv/bin/python scripts/pip_install.py ARGUMENTS...      those of `pip install`
 
-A terminal has one line that changes; anything else gets a line per package, and one every five seconds meanwhile.
-What pip printed is shown if it fails. Standard library only: nothing is installed yet.
+A terminal has one line that changes; anything else gets a line per package, and one every five seconds in between.
+The output of pip is shown if it fails. Standard library only, because nothing is installed yet.
 """
 
 from __future__ import annotations

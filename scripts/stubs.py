@@ -1,12 +1,12 @@
 """Writes ``gpu_ops/__init__.pyi``, which tells editors and type checkers what the public functions return.
 
-The names and parameters are those of ``gpu_ops/__init__.py`` and of the functions' signatures. ``RETURNS`` adds what
-each op returns, and which options change it; ``PARAMETERS`` the types of parameters that are annotated ``Any``.
+The names and parameters are those of ``gpu_ops/__init__.py`` and of the functions' signatures. ``RETURNS`` adds the
+results of each op, and the options that change them; ``PARAMETERS`` adds the types of parameters annotated ``Any``.
 
     python scripts/stubs.py [--check]
 
 A result has the type of the array in the argument that ``RETURNS`` names. NumPy's arrays have their dtype and their
-number of axes in their type: where a result differs from the argument in either, NumPy gets an overload of its own.
+number of axes in their type: if a result differs from the argument in either, NumPy gets a separate overload.
 The last overload is for options whose values a type checker does not know, such as ``return_lse=flag``.
 """
 
@@ -28,8 +28,8 @@ WIDTH = 110
 # op: the argument whose library the results have, and the results by options.
 #
 # Results: "like": dtype and axes of that argument; "any": of another dtype or number of axes; "int8": of this dtype;
-# "extra": a dict of arrays. Others are types as they are written.
-# Options: "name": True, or given; "name=value": this value; "?name": whatever its value. An option that only other
+# "extra": a dict of arrays. Others are literal types.
+# Options: "name": True, or given; "name=value": this value; "?name": any value. An option that only other
 # lines of the op name has its default.
 RETURNS: dict[str, tuple[str, dict[str, str]]] = {
     "adamw_step": ("params", {"": "None"}),
@@ -112,7 +112,7 @@ RETURNS: dict[str, tuple[str, dict[str, str]]] = {
     "ternary_unpack": ("packed", {"": "int8"}),
 }
 
-# Of parameters annotated Any that are no plain arrays: by "op.name", or by name in every op. {}: an array.
+# Types of parameters annotated Any that are no plain arrays: by "op.name", or by name in every op. {}: an array.
 PARAMETERS = {
     "adamw_step.m": "{0} | tuple[{0}, {0}]",
     "adamw_step.v": "{0} | tuple[{0}, {0}]",
@@ -157,7 +157,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 def stub() -> str:
-    """The text of ``gpu_ops/__init__.pyi``."""
+    """Text of ``gpu_ops/__init__.pyi``."""
     ops = [name for name in gpu_ops.__all__ if hasattr(getattr(gpu_ops, name), "op")]
     if ops != sorted(RETURNS):
         differ = ", ".join(sorted(set(ops) ^ set(RETURNS)))
@@ -170,67 +170,74 @@ def stub() -> str:
 
 
 def imports() -> list[str]:
-    """The imports of ``gpu_ops/__init__.py`` but of ops, which the stub defines itself."""
-    own = "from gpu_ops.core.array_types import AnyArray, ArrayT, NumPyT"
+    """Imports of ``gpu_ops/__init__.py`` except ops, which the stub defines itself."""
+    own_line = "from gpu_ops.core.array_types import AnyArray, ArrayT, NumPyT"
     tree = ast.parse((ROOT / "gpu_ops" / "__init__.py").read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
-    found = [
+    lines = [
         f"from {node.module} import {alias.name} as {alias.name}"
         for node in nodes
         for alias in node.names
         if alias.name not in RETURNS
     ]
-    return sorted([own, *found], key=lambda line: line.split()[1::2])
+    return sorted([own_line, *lines], key=lambda line: line.split()[1::2])
 
 
 def definitions(op: str) -> list[str]:
-    """The overloads of an op, or its one definition."""
+    """Overloads of an op, or its single definition."""
     like, cases = RETURNS[op]
-    found = []
+    result = []
     for options, results in cases.items():
         kinds = results.split(", ")
         if {"like"} != set(kinds) and results[0].islower():
             array = "NumPyT" if "like" in kinds else "NDArray[Any]"
-            found.append(definition(op, like, array, options, [numpy_type(kind) for kind in kinds]))
+            result.append(
+                definition(op, like, array, options, [numpy_type(result_type) for result_type in kinds])
+            )
         types = {"extra": "dict[str, ArrayT]"}
-        generic = [kind if kind[0].isupper() else types.get(kind, "ArrayT") for kind in kinds]
-        found.append(definition(op, like, "ArrayT" if results[0].islower() else "AnyArray", options, generic))
+        generic = [
+            result_type if result_type[0].isupper() else types.get(result_type, "ArrayT")
+            for result_type in kinds
+        ]
+        result.append(
+            definition(op, like, "ArrayT" if results[0].islower() else "AnyArray", options, generic)
+        )
     if len(cases) > 1:
         everything = " ".join(f"?{name}" for name in deciding(op))
-        found.append(definition(op, like, "AnyArray", everything, ["Any"]))
-    if len(found) == 1:
-        return found[0]
-    return [line for lines in found for line in ("@overload", *lines)]
+        result.append(definition(op, like, "AnyArray", everything, ["Any"]))
+    if len(result) == 1:
+        return result[0]
+    return [line for lines in result for line in ("@overload", *lines)]
 
 
 def numpy_type(kind: str) -> str:
-    """The type of a result beside NumPy arrays."""
+    """Type of a result for NumPy arrays."""
     types = {"like": "NumPyT", "any": "NDArray[Any]", "extra": "dict[str, NDArray[Any]]"}
     return types.get(kind, f"NDArray[np.{kind}]")
 
 
 def deciding(op: str) -> list[str]:
-    """The options that decide what an op returns."""
+    """Options that decide what an op returns."""
     named = {word.strip("?").partition("=")[0] for options in RETURNS[op][1] for word in options.split()}
     return sorted(named)
 
 
 def definition(op: str, like: str, array: str, options: str, results: list[str]) -> list[str]:
-    """One ``def``: for arguments of the type ``array`` in ``like``, and these options."""
-    given = {}
+    """One ``def``, for arguments of type ``array`` in ``like`` and these options."""
+    values = {}
     for word in options.split():
         name, _, value = word.partition("=")
-        given[name] = value
+        values[name] = value
     parts, marked = [], False
     for name, parameter in inspect.signature(getattr(gpu_ops, op)).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not marked:
             parts.append("*")
             marked = True
-        decides = name in deciding(op) and f"?{name}" not in given
+        decides = name in deciding(op) and f"?{name}" not in values
         as_array = array if name == like else "AnyArray"
         type_, default = parameter_type(op, parameter, as_array), f" = {parameter.default!r}"
-        if name in given:
-            chosen = given[name] or ("True" if isinstance(parameter.default, bool) else "")
+        if name in values:
+            chosen = values[name] or ("True" if isinstance(parameter.default, bool) else "")
             type_ = f"Literal[{chosen}]" if chosen else type_.removesuffix(" | None")
             default = ""
         elif decides:
@@ -241,7 +248,7 @@ def definition(op: str, like: str, array: str, options: str, results: list[str])
 
 
 def filled(items: Iterable[str]) -> list[str]:
-    """Indented lines of as many items as fit, each with a comma."""
+    """Indented lines with as many items as fit, each with a comma."""
     lines = ["   "]
     for item in items:
         if len(lines[-1]) + len(item) + 2 > WIDTH:
@@ -251,7 +258,7 @@ def filled(items: Iterable[str]) -> list[str]:
 
 
 def parameter_type(op: str, parameter: inspect.Parameter, array: str) -> str:
-    """What a parameter is annotated, or its row of ``PARAMETERS``."""
+    """Annotation of a parameter, or its row of ``PARAMETERS``."""
     if parameter.annotation != "Any":
         return str(parameter.annotation)
     name = parameter.name

@@ -21,7 +21,7 @@ ROOT = HERE.parent.parent
 
 
 def sphinx(arguments: list[str]) -> int:
-    """Run Sphinx, which is not needed to test the rest of this file; returns its exit status."""
+    """Run Sphinx and return its exit status. The rest of this file can be tested without Sphinx."""
     from sphinx.cmd.build import main
 
     return int(main(arguments))

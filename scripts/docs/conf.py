@@ -18,7 +18,7 @@ myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
-autodoc_typehints = "none"  # docstrings have the types, with shapes
+autodoc_typehints = "none"  # docstrings give the types, with shapes
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 napoleon_google_docstring = False

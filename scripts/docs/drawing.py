@@ -1,4 +1,4 @@
-"""SVG drawings from boxes, arrows and text. Colours are those of the page's theme: see ``static/site.css``."""
+"""SVG drawings from boxes, arrows and text. Colours come from the page's theme: see ``static/site.css``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Drawing"]
 class Drawing:
     """A canvas. Coordinates are pixels of a wide page; ``kind`` names a colour: a, b, c, d, or n for none.
 
-    Colours mean the same in all drawings: a is the query side or the input, b keys or weights, c values or results, d
-    what is in flight.
+    Colours have the same meaning in all drawings: a is the query side or the input, b keys or weights, c values or
+    results, d data in flight.
     """
 
     def __init__(self, width: int, height: int) -> None:
@@ -23,7 +23,7 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, text: str = "", kind: str = "n", size: int = 13
     ) -> None:
-        """A rectangle with text in its middle; lines are divided by newlines."""
+        """Draw a rectangle with centred text; newlines separate lines."""
         self.parts.append(
             f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
         )
@@ -33,7 +33,7 @@ class Drawing:
     def text(
         self, x: float, y: float, text: str, anchor: str = "middle", size: int = 13, soft: bool = False
     ) -> None:
-        """Text whose lines are centred around the baseline ``y``."""
+        """Draw text whose lines are centred around the baseline ``y``."""
         lines = text.split("\n")
         top = y - (len(lines) - 1) * size * 0.62
         look = ' class="soft"' if soft else ""
@@ -60,7 +60,7 @@ class Drawing:
         kinds: str = "n",
         size: int = 11,
     ) -> None:
-        """A row of boxes side by side; ``kinds`` has one colour for all, or one for each."""
+        """Draw a row of adjacent boxes; ``kinds`` has one colour for all, or one for each."""
         for i, text in enumerate(texts):
             self.box(x + i * width, y, width, height, text, kinds[i % len(kinds)], size)
 

@@ -6,7 +6,7 @@ from scripts.docs.drawing import Drawing
 
 
 def attention_tiles() -> Drawing:
-    """A block keeps its rows of Q and walks over the keys, a tile at a time. Scores never leave registers."""
+    """A block keeps its rows of Q and iterates over the keys, a tile at a time. Scores never leave registers."""
     d = Drawing(760, 330)
     d.text(60, 24, "Q", size=14)
     for i in range(4):
@@ -32,8 +32,8 @@ def attention_tiles() -> Drawing:
 
 
 def attention_pipeline() -> Drawing:
-    """Loads run under the products. Shared memory: K twice, V once; with Q in registers, odd tiles of K take the
-    place that Q came by."""
+    """Loads overlap with the products. Shared memory holds K twice and V once; with Q in registers, odd tiles of K
+    reuse the buffer that Q was loaded through."""
     d = Drawing(760, 250)
     rows = ("tensor cores", "exp2, masks", "cp.async")
     for i, name in enumerate(rows):
@@ -54,7 +54,7 @@ def attention_pipeline() -> Drawing:
 
 
 def mma_fragment() -> Drawing:
-    """The lanes that hold a 16 x 8 tile of S. With g = lane / 4 and t = lane % 4, a lane has columns 2t and 2t + 1 of
+    """Lanes that hold a 16 x 8 tile of S. With g = lane / 4 and t = lane % 4, a lane has columns 2t and 2t + 1 of
     rows g and g + 8."""
     d = Drawing(620, 300)
     for row in range(16):
@@ -74,8 +74,8 @@ def mma_fragment() -> Drawing:
 
 
 def swizzle() -> Drawing:
-    """Swizzled rows in shared memory: chunk c of row r lies at c XOR r. A column of eight rows lies in eight groups
-    of banks."""
+    """Swizzled rows in shared memory: chunk c of row r is stored at c XOR r. A column of eight rows falls into eight
+    different groups of banks."""
     d = Drawing(680, 290)
     for title, x, moved in (("as in global memory", 60, False), ("in shared memory", 380, True)):
         d.text(x + 128, 22, title, size=12)
@@ -91,7 +91,7 @@ def swizzle() -> Drawing:
 
 
 def split_kv() -> Drawing:
-    """Decoding: the keys of a sequence are divided among blocks; a second kernel merges their results."""
+    """Decoding: the keys of a sequence are split among blocks; a second kernel merges their results."""
     d = Drawing(760, 270)
     d.box(20, 96, 90, 50, "q\n4 heads share k", "a", 11)
     for i in range(4):
@@ -107,7 +107,7 @@ def split_kv() -> Drawing:
 
 
 def paged_cache() -> Drawing:
-    """A paged cache: the block table names the pages of each sequence. Pages of a common prefix are shared."""
+    """A paged cache: the block table lists the pages of each sequence. Pages of a common prefix are shared."""
     d = Drawing(760, 220)
     for row, (name, pages) in enumerate((("sequence 0", "023"), ("sequence 1", "021"), ("sequence 2", "4"))):
         d.text(104, 50 + row * 44, name, "end", 12)
@@ -122,8 +122,8 @@ def paged_cache() -> Drawing:
 
 
 def attention_backward() -> Drawing:
-    """A block keeps its keys, and queries pass by. dK and dV are summed in its registers; dQ is added to global sums
-    by atomics."""
+    """A block keeps its keys and iterates over the queries. dK and dV are summed in its registers; dQ is added to
+    global sums by atomics."""
     d = Drawing(760, 330)
     d.box(20, 110, 120, 90, "K, V\nof a block\nshared memory", "b", 12)
     for i in range(5):

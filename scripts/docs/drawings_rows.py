@@ -1,4 +1,4 @@
-"""Drawings of the kernels of rows, of matrix products, of ternary weights, and of a call."""
+"""Drawings of row-wise kernels, matrix products, ternary weights, and a call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def norm_dweight() -> Drawing:
 
 
 def rope_pairs() -> Drawing:
-    """Which components of a head form a pair, and what a thread owns: a unit of two vectors."""
+    """Components of a head that form a pair. A thread owns a unit of two vectors."""
     d = Drawing(700, 230)
     for row, (name, first) in enumerate(
         (("half-split", [0, 1, 2, 3, 0, 1, 2, 3]), ("interleaved", [0, 0, 1, 1, 2, 2, 3, 3]))
@@ -66,9 +66,9 @@ def rope_pairs() -> Drawing:
 def append_kv() -> Drawing:
     """One launch in place of a norm, a rotation and two copies: each element of q, k and v moves once."""
     d = Drawing(760, 210)
-    for i, (name, kind) in enumerate((("q", "a"), ("k", "b"), ("v", "c"))):
+    for i, (name, colour) in enumerate((("q", "a"), ("k", "b"), ("v", "c"))):
         y = 16 + i * 60
-        d.box(20, y, 80, 42, name, kind)
+        d.box(20, y, 80, 42, name, colour)
         if name != "v":
             d.box(150, y, 130, 42, "rmsnorm of a head", "n", 12)
             d.box(330, y, 110, 42, "rope", "n", 12)
@@ -97,7 +97,7 @@ def softmax_rows() -> Drawing:
 
 
 def swiglu_layouts() -> Drawing:
-    """Gate and up apart, or packed: the halves of one row. A thread has the same columns of both."""
+    """Gate and up in separate arrays, or packed as the halves of one row. A thread has the same columns of both."""
     d = Drawing(760, 190)
     d.text(84, 46, "packed", "end", 13)
     d.box(96, 26, 270, 34, "gate: columns 0 .. d-1", "a", 12)
@@ -111,7 +111,7 @@ def swiglu_layouts() -> Drawing:
 
 
 def gemm_tiles() -> Drawing:
-    """A block computes a tile of C and walks over K; three or four stages of A and B are on their way."""
+    """A block computes a tile of C and iterates over K, with three or four stages of A and B in flight."""
     d = Drawing(760, 300)
     d.box(40, 110, 200, 150, "", "n")
     d.box(40, 160, 200, 50, "A: BLOCK_M rows", "a", 12)
@@ -122,17 +122,17 @@ def gemm_tiles() -> Drawing:
     d.box(330, 160, 60, 50, "tile", "c", 12)
     d.arrow(44, 150, 236, 150, "K, BLOCK_K at a time")
     d.text(620, 30, "shared memory, a ring of stages", size=12)
-    for i, (name, kind) in enumerate(
+    for i, (name, colour) in enumerate(
         (("multiplied", "c"), ("arrived", "d"), ("on its way", "d"), ("on its way", "d"))
     ):
-        d.box(520, 44 + i * 46, 200, 38, f"stage {i}: A and B, {name}", kind, 12)
+        d.box(520, 44 + i * 46, 200, 38, f"stage {i}: A and B, {name}", colour, 12)
     d.text(620, 250, "epilogue: bias, residual, or act(gate) up;\none rounding, one store", size=12)
     d.text(250, 286, "split K: each part into float32, and gemm_sum adds them in order", size=12)
     return d
 
 
 def chunked_loss() -> Drawing:
-    """linear_cross_entropy: logits of some rows at a time. Only a chunk of them is ever in memory."""
+    """linear_cross_entropy: logits of some rows at a time. Only one chunk of them is ever in memory."""
     d = Drawing(760, 240)
     for i in range(4):
         d.box(20, 20 + i * 46, 90, 40, f"rows {i}" if i != 1 else "x: chunk 1", "a" if i == 1 else "n", 12)
@@ -153,8 +153,8 @@ def chunked_loss() -> Drawing:
 
 
 def embedding_sort() -> Drawing:
-    """The gradient of a table without atomics: sorted keys, sums by tiles of 32; what goes on into the next tile is
-    carried."""
+    """The gradient of a table without atomics: sorted keys, sums by tiles of 32; a sum that continues into the next
+    tile is carried."""
     d = Drawing(760, 190)
     d.text(106, 44, "sorted ids", "end", 12)
     d.cells(116, 26, 50, 30, tuple("335555555578"), "aabbbbbbbbcd", 12)
@@ -188,23 +188,23 @@ def philox() -> Drawing:
 
 
 def adamw_bytes() -> Drawing:
-    """A step moves each array once: 28 bytes per float32 parameter. Numbers of the step stay on the device."""
+    """A step moves each array once: 28 bytes per float32 parameter. The step's scalars stay on the device."""
     d = Drawing(760, 190)
-    for i, (name, kind) in enumerate(
+    for i, (name, colour) in enumerate(
         (("params 4 B", "a"), ("grads 4 B", "b"), ("m 4 B", "d"), ("v 4 B", "d"))
     ):
-        d.box(20, 16 + i * 42, 130, 36, name, kind, 12)
+        d.box(20, 16 + i * 42, 130, 36, name, colour, 12)
         d.arrow(152, 34 + i * 42, 298, 92)
     d.box(300, 62, 160, 60, "g, m, v, p\nno fused operation", "n", 12)
-    for i, (name, kind) in enumerate((("params 4 B", "a"), ("m 4 B", "d"), ("v 4 B", "d"))):
-        d.box(610, 32 + i * 46, 130, 38, name, kind, 12)
+    for i, (name, colour) in enumerate((("params 4 B", "a"), ("m 4 B", "d"), ("v 4 B", "d"))):
+        d.box(610, 32 + i * 46, 130, 38, name, colour, 12)
         d.arrow(462, 92, 608, 51 + i * 46)
     d.text(380, 152, "factors: step, lr, clip, skip,\nread on the device", size=11, soft=True)
     return d
 
 
 def sample_digits() -> Drawing:
-    """The edge of top-k without a sort: digits of the logits' bits, from the highest. Here k = 5."""
+    """The threshold of top-k without a sort: digits of the logits' bits, from the highest. Here k = 5."""
     d = Drawing(760, 190)
     d.text(116, 46, "first digit", "end", 12)
     d.cells(126, 24, 80, 36, ("2047: 0", "2046: 1", "2045: 2", "2044: 6", "..."), "nccdn", 12)
@@ -244,7 +244,7 @@ def ternary_word() -> Drawing:
 
 
 def ternary_gemv() -> Drawing:
-    """Few tokens: a warp reads several rows of packed weights at a time; the tokens lie in shared memory as int8."""
+    """Few tokens: a warp reads several rows of packed weights at a time; the tokens are in shared memory as int8."""
     d = Drawing(760, 210)
     d.text(104, 30, "x, quantised", "end", 12)
     d.box(116, 14, 500, 26, "int8, in shared memory, for all rows of the block", "a", 12)
@@ -258,7 +258,7 @@ def ternary_gemv() -> Drawing:
 
 
 def ternary_gemm() -> Drawing:
-    """Many tokens: weights stay packed in shared memory, and become operands of tensor cores in registers."""
+    """Many tokens: weights stay packed in shared memory, and are unpacked for tensor cores in registers."""
     d = Drawing(760, 170)
     d.box(20, 50, 130, 50, "codes, packed\n16 B for 64 weights", "b", 12)
     d.box(200, 50, 130, 50, "shared memory\nstill packed", "b", 12)
@@ -302,7 +302,7 @@ def call() -> Drawing:
 def emulator() -> Drawing:
     """The emulator: the PTX of a kernel, instruction by instruction, for all threads of many blocks at once."""
     d = Drawing(760, 150)
-    for i, (text, kind) in enumerate(
+    for i, (text, colour) in enumerate(
         (
             ("CUDA C++\nor Numba", "a"),
             ("PTX\nNVRTC, libNVVM", "b"),
@@ -310,7 +310,7 @@ def emulator() -> Drawing:
             ("NumPy, all\nthreads at once", "c"),
         )
     ):
-        d.box(20 + i * 188, 20, 140, 56, text, kind, 12)
+        d.box(20 + i * 188, 20, 140, 56, text, colour, 12)
         if i < 3:
             d.arrow(162 + i * 188, 48, 206 + i * 188, 48)
     d.text(

@@ -1,4 +1,4 @@
-"""What the site needs of Sphinx: formulas as MathML, copies of files with colours, a page for every public name."""
+"""Sphinx extension of the site: formulas as MathML, highlighted copies of files, a page for every public name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def inline_math(translator: Any, node: nodes.math) -> None:
-    """Browsers draw MathML: no script, no fonts to load."""
+    """Emit MathML, which browsers draw without scripts or fonts to load."""
     translator.body.append(tex2mathml(node.astext(), as_block=False))
     raise nodes.SkipNode
 
@@ -46,14 +46,14 @@ def block_math(translator: Any, node: nodes.math_block) -> None:
 
 
 def escape_types(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Types are prose that napoleon sets in italics: the stars of ``head_dim**-0.5`` are none of its own."""
+    """Escape types, which are prose that napoleon sets in italics: the stars of ``head_dim**-0.5`` are no markup."""
     for i, line in enumerate(lines):
         if match := re.fullmatch(r"(\w+(?:, \w+)* : )(.*\*.*)", line):
             lines[i] = match[1] + match[2].replace("*", r"\*")
 
 
 def link_errors(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """``Raises`` lists several errors in one line: each becomes a link, in a section napoleon leaves alone."""
+    """Link each error of ``Raises``, which lists several in one line, in a section that napoleon leaves alone."""
     if "Raises" not in lines:
         return
     start = lines.index("Raises") + 2
@@ -72,12 +72,12 @@ def link_errors(app: Sphinx, what: str, name: str, thing: object, options: objec
 def types_are_prose(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.TextElement
 ) -> nodes.TextElement | None:
-    """The type of an attribute, such as ``uint8 array (rows, width)``, is no name; a role (:class:`Op`) is."""
+    """Treat an attribute's type, such as ``uint8 array (rows, width)``, as prose; a role (:class:`Op`) is a name."""
     return None if isinstance(contnode, nodes.literal) else contnode
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A page for every file that a page links to."""
+    """Page for every file that a page links to."""
     for path in json.loads(Path(app.srcdir, "sources.json").read_text(encoding="utf-8")):
         text = (ROOT / path).read_text(encoding="utf-8")
         language = LANGUAGES.get(Path(path).suffix, "text")
@@ -86,19 +86,19 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def check_names(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warns, which fails the build, of public names that no page describes."""
+    """Warn of public names that no page describes, which fails the build."""
     described = {name for name, *_ in env.get_domain("py").get_objects()}
     for name in undescribed(described):
         logger.warning("%s is public, and has no docstring or no page", name)
 
 
 def undescribed(described: Set[str]) -> Iterator[str]:
-    """Names that a public module exports, and methods of its classes, that are missing. autodoc leaves out methods
-    without a docstring; an attribute may be described by its class."""
+    """Exported names of public modules, and methods of their classes, that no page describes. autodoc leaves out
+    methods without a docstring; an attribute may be described by its class."""
     for module in ("gpu_ops", *generated.MODULES):
-        found = importlib.import_module(module)
-        for name in found.__all__:
-            thing = getattr(found, name)
+        exported = importlib.import_module(module)
+        for name in exported.__all__:
+            thing = getattr(exported, name)
             if name == "__version__" or inspect.ismodule(thing):
                 continue
             if f"{module}.{name}" not in described or not inspect.getdoc(thing):

@@ -1,4 +1,4 @@
-"""Parts of pages that are made from the code: public names, lists of files, tables of kernels and of runs."""
+"""Parts of pages generated from the code: public names, lists of files, tables of kernels and of runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECTIONS = {  # of the sidebar, in order; the first page is the list of the othe
 
 
 def part(words: list[str]) -> str:
-    """The Markdown of ``<!-- generated: NAME ARGUMENTS -->``."""
+    """Markdown for ``<!-- generated: NAME ARGUMENTS -->``."""
     return PARTS[words[0]](*words[1:])
 
 
@@ -47,9 +47,9 @@ def api(*names: str) -> str:
 
 
 def described(module: str, names: Iterable[str]) -> str:
-    found = importlib.import_module(module)
+    imported = importlib.import_module(module)
     return "\n\n".join(
-        f"```{{eval-rst}}\n{directive(module, name, getattr(found, name))}\n```" for name in names
+        f"```{{eval-rst}}\n{directive(module, name, getattr(imported, name))}\n```" for name in names
     )
 
 
@@ -64,7 +64,7 @@ def directive(module: str, name: str, thing: object) -> str:
 
 
 def where(room: str, op: str) -> str:
-    """The folders of an op's room, and its benchmark."""
+    """Folders of an op's room, and its benchmark."""
     folders = {
         "public functions": f"gpu_ops/ops/{room}",
         "definitions (NumPy)": f"reference/{room}",
@@ -107,7 +107,7 @@ KERNELS = (
     *("softmax", "swiglu", "matmul", "embedding", "dropout", "cross_entropy", "optimizer", "sample"),
     *("ternary_formats", "ternary_matmul", "ternary_backward"),
 )
-CONSTANTS = {  # a dict has no docstring of its own
+CONSTANTS = {  # a dict has no docstring
     "POLICIES": "What each policy of recomputation keeps of a layer: names of fields of :class:`Saved`.",
     "ARCHES": "Limits of each architecture, by name: ``sm_80``.",
     "PRESETS": "Rows by name.",
@@ -115,7 +115,7 @@ CONSTANTS = {  # a dict has no docstring of its own
 
 
 def contents(name: str) -> str:
-    """What is appended to a page: the list of the pages below it."""
+    """List of the pages below a page, appended to it."""
     if name == "index":
         entries = "\n".join(f"{title} <{page}>" for title, page in SECTIONS.items())
         return f"\n\n```{{toctree}}\n:hidden:\n\nStart <self>\n{entries}\n```\n"
@@ -127,7 +127,7 @@ def contents(name: str) -> str:
 
 
 def drawing(name: str) -> str:
-    """A drawing as part of its page, with the colours of its theme; the caption is its function's docstring."""
+    """Drawing as part of its page, with the colours of the theme; the caption is its function's docstring."""
     module = drawings_attention if hasattr(drawings_attention, name) else drawings_rows
     function = getattr(module, name)
     caption = html.escape(" ".join(inspect.getdoc(function).split()))
@@ -136,17 +136,17 @@ def drawing(name: str) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Pages that are generated as a whole: one for each public module."""
+    """Fully generated pages: one for each public module."""
     return {f"api/{module.rpartition('.')[2]}": module_page(module) for module in MODULES}
 
 
 def module_page(module: str) -> str:
-    found = importlib.import_module(module)
-    text = inspect.getdoc(found) or ""
+    imported = importlib.import_module(module)
+    text = inspect.getdoc(imported) or ""
     head = f"```{{eval-rst}}\n.. py:module:: {module}\n\n" + text + "\n```"
-    names = [n for n in found.__all__ if n != "__version__"]
-    functions = [n for n in names if inspect.isfunction(getattr(found, n))]
-    classes = [n for n in names if inspect.isclass(getattr(found, n))]
+    names = [n for n in imported.__all__ if n != "__version__"]
+    functions = [n for n in names if inspect.isfunction(getattr(imported, n))]
+    classes = [n for n in names if inspect.isclass(getattr(imported, n))]
     others = [n for n in names if n not in functions and n not in classes]
     parts = [f"# {module}", head]
     for title, group in (("Functions", functions), ("Classes", classes), ("Constants", others)):
@@ -156,7 +156,7 @@ def module_page(module: str) -> str:
 
 
 def ops() -> str:
-    """The pages of ops, in the order of a transformer's layer, with what each says it is."""
+    """Pages of ops in the order of a transformer's layer, with their first paragraphs."""
     rows = ["| | |", "|---|---|"]
     names = [name for group in OPS.values() for name in group]
     assert sorted(names) == sorted(p.stem for p in (PAGES / "api").glob("*.md") if p.stem != "index")
@@ -173,12 +173,12 @@ def heading(folder: str, name: str) -> str:
 
 
 def lead(name: str) -> str:
-    """The first paragraph of a page."""
+    """First paragraph of a page."""
     return (PAGES / "api" / f"{name}.md").read_text(encoding="utf-8").split("\n\n")[1].replace("\n", " ")
 
 
 def modules() -> str:
-    """The pages of the public modules, with the first line of their docstrings."""
+    """Pages of the public modules, with the first line of their docstrings."""
     rows = ["| module | what it is |", "|---|---|"]
     names = []
     for module in MODULES:

@@ -1,4 +1,4 @@
-"""What the pages of kernels show of the code: the head of each source file, and what its kernels take of a GPU."""
+"""Parts of the kernel pages: the head comment of each source file, and the GPU resources of its kernels."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from scripts import inspect_kernels
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-ARCH = "sm_90"  # of the tables: the architecture of the card that the kernels have run on
+ARCH = "sm_90"  # architecture of the tables, that of the card that the kernels have run on
 MOST = 2  # variants of one entry in a table
 KERNELS = ROOT / "kernels"
 RESOURCES: dict[str, list[inspect_kernels.Row]] = {}
 
 
 def kernels(*stems: str) -> str:
-    """For each source file: its head, and a table of what its kernels take."""
+    """Head and resource table of each source file."""
     return "\n\n".join(f"### {stem}.cu\n\n{head(stem)}\n\n{resources(stem)}" for stem in stems)
 
 
 def head(stem: str) -> str:
-    """The comment at the top of a source file: formula, shapes, layout in memory, macros."""
+    """Comment at the top of a source file: formula, shapes, memory layout, macros."""
     lines = (KERNELS / f"{stem}.cu").read_text(encoding="utf-8").splitlines()
     comment = [
         line[2:].removeprefix(" ") for line in itertools.takewhile(lambda x: x.startswith("//"), lines)
@@ -69,7 +69,7 @@ def resources(stem: str) -> str:
 
 
 def compile_kernels() -> None:
-    """Compiles the variants of the tables; a kernel that is in the cache costs milliseconds."""
+    """Compile the variants of the tables; a cached kernel costs milliseconds."""
     tasks = [(variant, ARCH) for variant in typical()]
     for (variant, _), row in zip(
         tasks, inspect_kernels.inspect_all(tasks, False, set(), Console(stderr=True)), strict=True
@@ -84,14 +84,14 @@ def typical() -> Iterator[jit.Variant]:
     for variant in jit.all_variants(ARCH):
         if isinstance(variant.kernel, CudaKernel):
             groups.setdefault((variant.kernel.stem, variant.kernel.entry), []).append(variant)
-    for found in groups.values():
-        most = 3 * MOST if found[0].kernel.entry == "attention_forward" else MOST
-        by_preference = sorted(found, key=lambda v: "bf16" not in dict(v.kernel.defines).values())  # type: ignore[union-attr]
-        yield from by_preference[:most]
+    for variants in groups.values():
+        limit = 3 * MOST if variants[0].kernel.entry == "attention_forward" else MOST
+        by_preference = sorted(variants, key=lambda v: "bf16" not in dict(v.kernel.defines).values())  # type: ignore[union-attr]
+        yield from by_preference[:limit]
 
 
 def tiles() -> str:
-    """The tile of attention on every card, by head_dim: the choice of ``select_config``, without the card."""
+    """Tile of attention on every card, by head_dim, as ``select_config`` chooses it; no card is needed."""
     head_dims = (64, 128, 256)
     rows = [
         "| card | " + " | ".join(f"head_dim {d}" for d in head_dims) + " |",
@@ -116,7 +116,7 @@ def attention_tile(head_dim: int, limits: Any) -> str:
 
 
 def cards() -> str:
-    """The presets: the figures that tiles are chosen by."""
+    """Presets: the figures that tiles are chosen by."""
     rows = [
         "| card | | SMs | shared memory per block | L2 | GB/s | TFLOPS, 16 bit | source |",
         "|---|---|--:|--:|--:|--:|--:|---|",

@@ -1,4 +1,4 @@
-"""Links of finished HTML pages that lead nowhere: missing files, missing anchors."""
+"""Broken links of finished HTML pages: missing files, missing anchors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ELSEWHERE = ("http://", "https://", "mailto:", "data:")
 
 
 class Page(HTMLParser):
-    """What a page links to, and the anchors it has."""
+    """Links and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
 
 def broken(folder: Path) -> list[str]:
-    """A line for each link of the pages in a folder whose file or anchor does not exist."""
+    """Broken links of the pages in a folder, one line each: their file or anchor does not exist."""
     folder = folder.resolve()
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
     problems = []

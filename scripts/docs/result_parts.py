@@ -1,4 +1,4 @@
-"""Tables and pictures of the benchmark results that are in the repository."""
+"""Tables and pictures of the benchmark results in the repository."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PICTURES = ROOT / "build" / "pictures"  # drawn by the build, from perf/results
 
 
 def results() -> str:
-    """A table for each saved run, newest first."""
-    found = [
+    """Tables of all saved runs, newest first."""
+    saved = [
         (path, runs.load(path))
         for path in (ROOT / "perf" / "results").glob("*/*.csv")
         if path.parent.name != "local"
     ]
-    found.sort(key=lambda pair: pair[1].facts["created"], reverse=True)
-    return "\n\n".join(table(path, run) for path, run in found)
+    saved.sort(key=lambda pair: pair[1].facts["created"], reverse=True)
+    return "\n\n".join(table(path, run) for path, run in saved)
 
 
 def table(path: Path, run: runs.Run) -> str:
@@ -40,7 +40,7 @@ def table(path: Path, run: runs.Run) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One case. The rate is in the unit of what limits it."""
+    """Cells of one case. The rate is in the unit of its limit."""
     seconds = row["ours_median"]
     if row.get("limited_by") == "matmul":
         rate = f"{row['flops'] / seconds / 1e12:.3g} TFLOPS"
@@ -72,9 +72,9 @@ def draw_pictures() -> None:
 
 
 def pictures(*words: str) -> str:
-    """The pictures that :func:`draw_pictures` drew and whose names contain one of the words."""
-    found = sorted(PICTURES.rglob("*.svg"))
-    chosen = [path for path in found if any(word in path.stem for word in words)]
+    """Pictures that :func:`draw_pictures` drew and whose names contain one of the words."""
+    paths = sorted(PICTURES.rglob("*.svg"))
+    chosen = [path for path in paths if any(word in path.stem for word in words)]
     return "\n\n".join(
         f"![{path.stem.replace('-', ' ').replace('_', ' ')}](/{path.relative_to(ROOT)})" for path in chosen
     )

@@ -1,6 +1,6 @@
-"""Runs the code blocks of a page, in order and in one namespace, and puts what each printed below it.
+"""Runs the code blocks of a page, in order and in one namespace, and puts the output of each below it.
 
-A fence's first line says what to do with it:
+The first line of a fence says how to treat it:
 
     ```python run           executed; its output follows
     ```python run lines=12  the same; of the output the first 12 lines
@@ -34,7 +34,7 @@ FENCE = re.compile(r"^```(?P<language>python|sh)(?P<words>[^\n`]*)\n(?P<code>.*?
 
 
 class SnippetError(Exception):
-    """A block failed, or its first line says nothing that is understood."""
+    """A block failed, or its first line is not understood."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Block:
     options: dict[str, str]
     code: str
     line: int
-    end: int  # offset in the page's text, behind the fence
+    end: int  # offset in the page's text, after the fence
 
 
 def blocks(text: str, name: str) -> list[Block]:
-    """The Python and shell blocks of a page; an error names one that neither runs nor says why."""
-    found = []
+    """Python and shell blocks of a page. Raises for a block that neither runs nor says why."""
+    result = []
     for match in FENCE.finditer(text):
         options = dict(word.partition("=")[::2] for word in match["words"].split())
         line = text.count("\n", 0, match.start()) + 2
@@ -61,12 +61,12 @@ def blocks(text: str, name: str) -> list[Block]:
             "lines",
         }:
             raise SnippetError(f"{name}:{line - 1}: a block must say run, file=NAME or needs=PACKAGE")
-        found.append(Block(match["language"], options, match["code"], line, match.end()))
-    return found
+        result.append(Block(match["language"], options, match["code"], line, match.end()))
+    return result
 
 
 def run_page(text: str, name: str, needs: str = "") -> list[str]:
-    """The output of each block of a page, empty for those that do not run. ``needs``: runs those of this package."""
+    """Output of each block of a page, empty for blocks that do not run. ``needs``: package whose blocks run too."""
     return list(run_blocks(text, name, needs))
 
 
@@ -86,7 +86,7 @@ def run_blocks(text: str, name: str, needs: str = "") -> Iterator[str]:
 
 
 def promised(text: str, name: str) -> list[str]:
-    """What the page says that each block prints: the ``text`` block that follows it, else nothing."""
+    """Output that the page shows for each block: the ``text`` block that follows it, else empty."""
     matches = (
         re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S).match(text, b.end) for b in blocks(text, name)
     )
@@ -94,7 +94,7 @@ def promised(text: str, name: str) -> list[str]:
 
 
 def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
-    """What a block prints."""
+    """Run a block and return its output."""
     where = f"{name}:{block.line}"
     if block.language == "sh":
         environment = {
@@ -111,18 +111,18 @@ def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output):
-                # the lines of a traceback are then those of the page
+                # so that a traceback shows line numbers of the page
                 exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), namespace)
         except Exception:
             raise SnippetError(f"{where}: {traceback.format_exc()}") from None
         printed = output.getvalue()
     lines = [line.rstrip() for line in printed.splitlines()]
-    most = int(block.options.get("lines", len(lines)))
-    return "\n".join([*lines[:most], *(["..."] if len(lines) > most else [])]).strip("\n")
+    limit = int(block.options.get("lines", len(lines)))
+    return "\n".join([*lines[:limit], *(["..."] if len(lines) > limit else [])]).strip("\n")
 
 
 def shown(text: str, name: str, outputs: list[str]) -> str:
-    """The page's text with plain fences and outputs."""
+    """Text of the page with plain fences and outputs."""
     parts, at = [], 0
     for block, output in zip(blocks(text, name), outputs, strict=True):
         title = f"*{block.options['file']}*\n\n" if "file" in block.options else ""
@@ -136,7 +136,7 @@ def shown(text: str, name: str, outputs: list[str]) -> str:
 
 def main(page: str, output: str) -> int:
     path, outputs = Path(page), []
-    target = Path(output).resolve()  # blocks run in a folder of their own
+    target = Path(output).resolve()  # blocks run in another folder
     target.write_text("[]", encoding="utf-8")
     try:
         for printed in run_blocks(path.read_text(encoding="utf-8"), path.name):

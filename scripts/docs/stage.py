@@ -1,8 +1,8 @@
-"""Collects the pages of the site in one folder of Markdown, with the layout that their addresses have.
+"""Collects the pages of the site in one folder of Markdown, with the layout of their addresses.
 
-READMEs stay beside what they describe and say so with links that work in the repository; here these become links
-between pages, or to a highlighted copy of the file. ``<!-- generated: NAME ARGUMENTS -->`` is replaced by what
-``generated.py`` returns.
+READMEs are in the folders that they describe, with links that work in the repository; here these become links
+between pages, or to a highlighted copy of the file. ``<!-- generated: NAME ARGUMENTS -->`` is replaced by the result
+of ``generated.py``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ READMES = {
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
 CODE = re.compile(r"(?<![\[`])`(?P<path>[\w.-]+(?:/[\w.-]+)+)`(?![\]`])")
-TIMEOUT = 300  # seconds for a page
+TIMEOUT = 300  # seconds per page
 LATE = "late"
 GENERATED = re.compile(r"^<!-- generated: (?P<words>[^>]+?) -->$", re.M)
 
 
 class Stage:
-    """The pages while they are collected: where each file of the repository is shown, and what is wrong."""
+    """Pages being collected: the page of each file of the repository, and the faults."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Stage:
         self.problems: list[str] = []
 
     def write(self, name: str, text: str, file: Path) -> None:
-        """One page; ``file`` is what its links are relative to."""
+        """Write one page; its links are relative to ``file``."""
         text = GENERATED.sub(lambda m: generated.part(m["words"].split()), text)
         parts = FENCED.split(text)  # code is at the odd places
         parts[::2] = [self._prose(part, name, file) for part in parts[::2]]
@@ -98,7 +98,7 @@ class Stage:
         return self._source(match["path"], match[0], name) if path.is_file() else match[0]
 
     def _source(self, path: str, text: str, name: str) -> str:
-        """A link to the highlighted copy of a file, as HTML: Sphinx knows only pages."""
+        """Link to the highlighted copy of a file, as HTML because Sphinx knows only pages."""
         if not (ROOT / path).is_file():
             return text  # a folder
         self.sources.add(path)
@@ -107,15 +107,15 @@ class Stage:
 
 
 def stage(folder: Path, *, run: bool) -> list[str]:
-    """Writes all pages below ``folder``, with a line on stdout for each. Returns what is wrong, a line each.
+    """Write all pages below ``folder``, with a line on stdout for each. Returns the faults, a line each.
 
-    A page with a block that fails is written without the outputs of that block and of those after it.
+    A page with a failing block is written without the outputs of that block and of those after it.
     """
     site = Stage(folder)
     folder.mkdir(parents=True)
     if run:
         print("docs: compiling the kernels that pages show", flush=True)
-        generated.compile_kernels()  # forks, so before there are threads
+        generated.compile_kernels()  # forks, so it must run before threads start
         print("docs: drawing the benchmark results", flush=True)
         result_parts.draw_pictures()
     start = time.perf_counter()
@@ -136,10 +136,10 @@ def stage(folder: Path, *, run: bool) -> list[str]:
 
 
 def page_text(file: Path, run: bool) -> tuple[str, str]:
-    """A page with what its code printed, and what is wrong with it, or nothing."""
+    """Text of a page with the output of its code, and its fault; empty if there is none."""
     text = file.read_text(encoding="utf-8")
     if not file.is_relative_to(PAGES):
-        return text, ""  # READMEs have tests of their own
+        return text, ""  # READMEs have separate tests
     try:
         blocks = snippets.blocks(text, file.name)
     except snippets.SnippetError as error:
@@ -155,11 +155,11 @@ def page_text(file: Path, run: bool) -> tuple[str, str]:
 
 
 def run_in_process(file: Path) -> tuple[list[str], str]:
-    """The outputs of a page's blocks, up to one that fails; and how it does, or :data:`LATE`, or nothing."""
+    """Outputs of a page's blocks up to one that fails, and its error, :data:`LATE`, or an empty string."""
     with tempfile.NamedTemporaryFile(suffix=".json") as output:
         command = [sys.executable, "-m", "scripts.docs.snippets", str(file), output.name]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-        # in a session of its own, so that processes which blocks have started end with it
+        # in a separate session, so that processes started by blocks end with it
         page = subprocess.Popen(
             command,
             cwd=ROOT,

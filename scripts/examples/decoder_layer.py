@@ -8,7 +8,7 @@ seed. The run needs no download and is the same everywhere:
 
     python scripts/examples/decoder_layer.py --seqlen 4096 --dtype bfloat16
 
-Prints time, memory and error of each op. Exits with 1 when an op is outside its tolerance: its error may be at most
+Prints time, memory and error of each op. Exits with 1 if an op is outside its tolerance: its error may be at most
 twice that of textbook NumPy code in the same dtype on the same inputs.
 """
 
@@ -41,13 +41,13 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # (ours, the 
 
 
 def text_tokens(seqlen: int) -> Array:
-    """The first bytes of Python's own help pages, repeated if there are too few."""
+    """First bytes of Python's own help pages, repeated if there are too few."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     return np.resize(np.frombuffer(text, np.uint8), seqlen)[None]
 
 
 def decoder_layer(call: Callable[..., Any], x: Array, w: models.Block, config: models.LlamaConfig) -> Array:
-    """The layer. ``call(label, op, *arrays, **options)`` runs one op of :data:`OPS`."""
+    """Run the layer. ``call(label, op, *arrays, **options)`` runs one op of :data:`OPS`."""
     h = call("rmsnorm", "rmsnorm", x, w.attn_norm)
     heads = call("q, k, v projections", "linear", h, w.qkv).reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = (heads[:, :, part] for part in config.head_slices)
@@ -64,14 +64,14 @@ def listed(result: Any) -> list[Array]:
 
 
 def compare(found: Any, exact: Any, naive: Any, dtype: Any) -> tuple[float, float]:
-    """The largest error of all results, and their tolerance by gpu_ops.reference.tolerance."""
+    """Largest error of all results, and their tolerance by gpu_ops.reference.tolerance."""
     results = list(zip(listed(found), listed(exact), listed(naive), strict=True))
     error = max(float(np.abs(f.astype(np.float64) - e).max()) for f, e, _ in results)
     return error, max(tolerance(e, n, dtype) for _, e, n in results)
 
 
 def measured(rows: list[tuple[Any, ...]], repeats: int, dtype: Any) -> Callable[..., Any]:
-    """Runs each op through gpu_ops, and measures its time, memory and error on the same inputs."""
+    """Run each op through gpu_ops, and measure its time, memory and error on the same inputs."""
 
     def call(label: str, op: str, *arrays: Array, **options: Any) -> Any:
         ours, definition = OPS[op]
@@ -101,7 +101,7 @@ def through_definitions(precision: str) -> Callable[..., Any]:
 def run(
     config: models.LlamaConfig, seqlen: int, dtype: Any, repeats: int, seed: int
 ) -> list[tuple[Any, ...]]:
-    """For each op and for the whole layer: label, milliseconds, bytes, bytes of the textbook's, error, allowed."""
+    """Row of each op and of the layer: label, milliseconds, bytes, bytes of the textbook code, error, tolerance."""
     arrays = models.initial_weights(config, seed=seed, std=config.hidden**-0.5)
     layers = [
         models.Llama.of({n: x.astype(t) for n, x in arrays.items()}, config) for t in (dtype, np.float64)

@@ -4,8 +4,8 @@
     python scripts/examples/finetuning.py --dtype bfloat16 --folder runs/small
     python scripts/examples/finetuning.py --dtype bfloat16 --folder runs/small --steps 2000    goes on from step 300
 
-Shows loss, tokens per second and memory while it runs, and what the model writes at the end. ``--plot curve.svg``
-draws the losses (the ``plot`` extra). Ctrl-C loses what came after the last saved state, no more.
+Shows loss, tokens per second and memory while it runs, and text from the model at the end. ``--plot curve.svg``
+draws the losses (the ``plot`` extra). Ctrl-C loses only the steps after the last saved state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL = {"hidden": 256, "ffn": 688, "nlayers": 4, "nheads": 4, "nheads_kv": 2}
 
 
 def learning_rate(step: int, peak: float, warm: int = 30) -> float:
-    """Linear warm-up, then an inverse square root: how many steps follow does not matter, so a run can go on."""
+    """Linear warm-up, then an inverse square root. It is independent of the number of steps, so runs can continue."""
     return peak * min((step + 1) / warm, (warm / (step + 1)) ** 0.5)
 
 
@@ -43,7 +43,7 @@ def train(
     lr: float,
     states: training.Checkpoints | None = None,
 ) -> list[float]:
-    """Steps of AdamW with gradients clipped to norm 1; the losses. ``model``: weights, gradients, config."""
+    """Run steps of AdamW with gradients clipped to norm 1. Returns losses. ``model``: weights, gradients, config."""
     weights, grads, config = model
     batches = training.Batches(tokens, o.batch, o.seqlen, seed=o.seed)
     losses: list[float] = []
@@ -70,7 +70,7 @@ def train(
 
 
 def resident() -> float:
-    """The most memory that the process had, in MiB."""
+    """Peak memory of the process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -96,7 +96,7 @@ def fit_adapters(
 
 
 def write(weights: Any, config: models.LlamaConfig, codec: Any, start: bytes, length: int, seed: int) -> str:
-    """What the model writes after ``start``, at temperature 0.7."""
+    """Text that the model writes after ``start``, at temperature 0.7."""
     rng, ids = np.random.default_rng(seed), list(codec.encode(start))
     for _ in range(length):
         z = models.logits(np.asarray(ids, np.int32)[None], weights, config)[0, -1:].astype(np.float32)

@@ -1,11 +1,12 @@
-"""What a training step takes in memory, known before it runs; what to make again to fit; one buffer for all of it.
+"""Memory of a training step, known before it runs; the recomputation that makes it fit; one buffer for all of it.
 
     python scripts/examples/memory_optimization.py
     python scripts/examples/memory_optimization.py --seqlen 1024 --budget 0.5
 
-Four parts. Every policy of recomputation: the plan's bytes and the measured time of a step, whose loss is the same.
-A budget, and the policies of the layers that keep to it. An arena: one allocation that holds what a step allocates,
-used again by every step. Last a model that no machine here can hold, Llama-3-8B on an H100, from its shapes alone.
+There are four parts. First, every recomputation policy: the plan's bytes and the measured time of a step, whose loss
+is the same. Second, a budget, and the policies of the layers that keep to it. Third, an arena: one allocation for all
+of a step's arrays, reused by every step. Last, a model too large for this machine, Llama-3-8B on an H100, from its
+shapes alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LARGE = {"batch": 1, "seqlen": 8192, "dtype": "float16", "device": "H100 SXM"}
 
 
 def make_step(config: models.LlamaConfig, o: argparse.Namespace) -> Callable[[str | Sequence[str]], float]:
-    """Loss, gradients and their norm, as a function of the policy."""
+    """Function from a policy to loss, gradients and their norm."""
     flat = training.FlatParams.from_shapes(config.shapes(), dtype="float32")
     flat.assign(models.initial_weights(config, seed=o.seed))
     weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
@@ -47,7 +48,7 @@ def make_step(config: models.LlamaConfig, o: argparse.Namespace) -> Callable[[st
 
 
 def milliseconds(call: Callable[[], object]) -> str:
-    """The best of three calls."""
+    """Best of three calls, in milliseconds."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -80,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(policy, *nbytes, took, f"{losses[policy]:.6f}")
     print_table(console, table)
 
-    most, least = plans["none"].peak, plans["layer"].peak
-    budget = round(least + o.budget * (most - least))
+    upper, lower = plans["none"].peak, plans["layer"].peak
+    budget = round(lower + o.budget * (upper - lower))
     chosen = memory.choose_policies(config, **sizes, budget=budget)
     planned = memory.estimate(config, **sizes, policy=chosen)
     layers = ", ".join(f"{n} x {policy}" for policy, n in Counter(chosen).items())

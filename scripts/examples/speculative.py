@@ -1,10 +1,10 @@
-"""Speculative decoding: a small model guesses a tree of tokens, and the large one checks all of it in one pass.
+"""Speculative decoding: a small model drafts a tree of tokens, and the large one checks all of it in one pass.
 
     python scripts/examples/speculative.py                                  random weights
     python scripts/examples/speculative.py --model FOLDER --draft FOLDER    two models with one tokenizer
 
-Greedy, the text is that of the large model alone; sampled, it has the same distribution. For drafts without a second
-model see ``gpu_ops.inference.prompt_lookup``.
+With greedy decoding the text is that of the large model alone; with sampling it has the same distribution. For drafts
+without a second model see ``gpu_ops.inference.prompt_lookup``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DRAFT_LAYERS = 1  # of 8, where weights are random
 
 @dataclass
 class Model:
-    """A model with one text in a cache of its own."""
+    """Model with one text in its cache."""
 
     weights: models.Llama
     config: models.LlamaConfig
@@ -37,7 +37,7 @@ class Model:
         self.text = self.cache.add()
 
     def run(self, tokens: list[int], parents: list[int]) -> Any:
-        """The logits after each of these new tokens; ``cache.accept`` or ``cache.rollback`` comes next."""
+        """Logits after each of these new tokens; call ``cache.accept`` or ``cache.rollback`` next."""
         step = self.cache.reserve({self.text: tokens}, parents={self.text: parents})
         return inference.next_logits(self.weights, self.config, self.cache, step)
 
@@ -50,18 +50,18 @@ class Model:
 def guess(
     draft: Model, text: list[int], sampling: inference.Sampling, widths: list[int], rng: np.random.Generator
 ) -> tuple[list[int], list[int], Any]:
-    """A tree: the last token, ``widths[0]`` children of it, ... Tokens, parents, and what children are drawn from."""
+    """Tree of the last token, ``widths[0]`` children of it, ... Returns tokens, parents and probabilities."""
     draft.read(text[draft.cache.length(draft.text) : -1])
     tokens, parents, level = [text[-1]], [-1], [0]
     drawn_by = dataclasses.replace(sampling, temperature=sampling.temperature or 1.0)
     probs = np.zeros((1, draft.config.vocab))
     for width in widths:
         logits = draft.run(tokens, parents)
-        draft.cache.rollback()  # the next level runs with all above it
+        draft.cache.rollback()  # the next level runs with all levels above it
         probs = inference.probabilities(logits, drawn_by)
         level, above = [], level
         for node in above:
-            # the largest of log(p) + Gumbel numbers: drawn one after the other, without replacement
+            # the largest of log(p) + Gumbel noise: equivalent to drawing one after the other without replacement
             with np.errstate(divide="ignore"):
                 keys = np.log(probs[node]) + rng.gumbel(size=probs.shape[1]) * (sampling.temperature > 0)
             for token in np.argsort(-keys)[: min(width, np.count_nonzero(probs[node]))].tolist():
@@ -79,7 +79,7 @@ def speculate(
     sampling: inference.Sampling,
     widths: list[int],
 ) -> tuple[list[int], int]:
-    """The new tokens, and in how many passes of the large model they came."""
+    """New tokens, and the number of passes of the large model that they took."""
     rng, text, passes = np.random.default_rng(sampling.seed), list(prompt), 0
     target.read(prompt[:-1])
     while (drawn := len(text) - len(prompt)) < count:
@@ -101,7 +101,7 @@ def load(o: argparse.Namespace) -> tuple[Any, Any]:
         vocab=512, hidden=o.hidden, ffn=3 * o.hidden, nlayers=8, nheads=8, nheads_kv=4, head_dim=o.hidden // 8
     )
     arrays = models.initial_weights(config, seed=0, std=0.05)
-    for name in arrays:  # the last layers change little of what the first ones, which are the draft, say
+    for name in arrays:  # the last layers change little in the output of the first ones, which are the draft
         if name.endswith((".o", ".down")) and int(name.split(".")[1]) >= DRAFT_LAYERS:
             arrays[name] = arrays[name] * np.float32(0.1)
     weights = models.Llama.of(arrays, config)
@@ -131,11 +131,11 @@ def main(argv: list[str] | None = None) -> int:
         plain = inference.generate(*large, [o.prompt], max_new_tokens=o.count, sampling=sampling)[0]
         middle = time.perf_counter()
         target, draft = Model(*large, room), Model(*small, room)
-        found, passes = speculate(target, draft, o.prompt, o.count, sampling, o.widths)
+        tokens, passes = speculate(target, draft, o.prompt, o.count, sampling, o.widths)
         seconds = [middle - start, time.perf_counter() - middle]
     print(f"{o.count} tokens in {passes} passes over trees of {nodes} tokens, {seconds[1]:.2f} s")
     print(f"one by one: {seconds[0]:.2f} s")
-    if o.temperature == 0 and found != plain:
+    if o.temperature == 0 and tokens != plain:
         print("the texts differ", file=sys.stderr)
         return 1
     return 0

@@ -1,1 +1,1 @@
-"""Random calls and files for ``scripts/fuzz.py``, and formulas of their own to judge the results by."""
+"""Random calls and files for ``scripts/fuzz.py``, and independent formulas to judge the results by."""

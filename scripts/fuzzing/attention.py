@@ -23,12 +23,12 @@ from scripts.fuzzing.trial import BACKWARD, Trial
 
 
 def computing(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of lse, statistics and sums over tokens."""
+    """Dtype of lse, statistics and sums over tokens."""
     return FLOAT64 if dtype == np.float64 else FLOAT32
 
 
 def dims(draw: Draw) -> tuple[int, int, int, int, int]:
-    """batch, heads, heads_kv, head_dim, head_dim_v."""
+    """Sizes batch, heads, heads_kv, head_dim, head_dim_v."""
     heads_kv = draw.pick(1, 1, 2, 3)
     head_dim = draw.pick(8, 16, 32) if draw.small else draw.pick(1, 3, 8, 16, 24, 32, 64, 64, 80, 128)
     head_dim_v = (
@@ -38,41 +38,41 @@ def dims(draw: Draw) -> tuple[int, int, int, int, int]:
 
 
 def options_of(draw: Draw, batch: int, heads: int) -> Options:
-    found: Options = {}
+    options: Options = {}
     if draw.chance(0.4):
-        found["causal"] = True
+        options["causal"] = True
     if draw.chance(0.25):
-        found["window_size"] = (draw.pick(-1, 0, 1, 5, 40), draw.pick(-1, 0, 3, 40))
+        options["window_size"] = (draw.pick(-1, 0, 1, 5, 40), draw.pick(-1, 0, 3, 40))
     if draw.chance(0.2):
-        found["softmax_scale"] = draw.pick(0.05, 0.3, 1.0, -0.2)
+        options["softmax_scale"] = draw.pick(0.05, 0.3, 1.0, -0.2)
     if draw.chance(0.2):
-        found["softcap"] = draw.pick(0.5, 5.0, 30.0)
+        options["softcap"] = draw.pick(0.5, 5.0, 30.0)
     if draw.chance(0.2):
-        found["sinks"] = draw.array((heads,), np.float32)
+        options["sinks"] = draw.array((heads,), np.float32)
     if draw.chance(0.2):
         shape = (heads,) if draw.chance(0.5) else (batch, heads)
-        found["alibi_slopes"] = draw.place(np.abs(draw.values(shape, np.float32, 0.2)))
-    return found
+        options["alibi_slopes"] = draw.place(np.abs(draw.values(shape, np.float32, 0.2)))
+    return options
 
 
 def dense_options(draw: Draw, dtype: Any, shape: tuple[int, int, int, int]) -> Options:
-    """bias, block_mask and positions, which only :func:`attention` has."""
-    found: Options = {}
+    """Options bias, block_mask and positions, which only :func:`attention` has."""
+    options: Options = {}
     if draw.chance(0.2):
-        found["q_start"], found["k_start"] = draw.pick(0, 5, 40, 1000), draw.pick(0, 7, 60, 1030)
+        options["q_start"], options["k_start"] = draw.pick(0, 5, 40, 1000), draw.pick(0, 7, 60, 1030)
     if draw.chance(0.2):
         cut = tuple(n if draw.chance(0.6) else 1 for n in shape)[draw.pick(0, 0, 1, 2) :]
         bias = draw.values(cut, draw.pick(dtype, FLOAT32))
         if draw.chance(0.4):
             bias[draw.rng.random(cut) < 0.3] = -np.inf
-        found["bias"] = draw.place(bias)
+        options["bias"] = draw.place(bias)
     if draw.chance(0.15):
         block_q, block_k = draw.pick(1, 4, 16, 64), draw.pick(1, 4, 16, 64)
         blocks = (-(-shape[2] // block_q), -(-shape[3] // block_k))
         lead = draw.pick((), (1, shape[1]), (shape[0], shape[1]))
         grid = draw.rng.random((*lead, *blocks)) < draw.pick(0.3, 0.7)
-        found["block_mask"] = gpu_ops.BlockMask(grid, block_q, block_k)
-    return found
+        options["block_mask"] = gpu_ops.BlockMask(grid, block_q, block_k)
+    return options
 
 
 def attention(draw: Draw) -> Trial:
@@ -114,7 +114,7 @@ def attention_backward(draw: Draw) -> Trial:
     batch, heads, heads_kv, head_dim, head_dim_v = dims(draw)
     sq, sk = draw.length(130), draw.length(130)
     of_out = draw.pick(dtype, dtype, computing(dtype))
-    given = {
+    inputs = {
         name: draw.array((batch, s, h, d), t)
         for name, s, h, d, t in (
             ("dout", sq, heads, head_dim_v, of_out),
@@ -126,27 +126,27 @@ def attention_backward(draw: Draw) -> Trial:
     options = options_of(draw, batch, heads) | dense_options(draw, dtype, (batch, heads, sq, sk))
     m = Maths(dtype, False)
     with np.errstate(all="ignore"):
-        out, lse = forward(m, *(heads_first(m.load(given[name])) for name in ("q", "k", "v")), options)
+        out, lse = forward(m, *(heads_first(m.load(inputs[name])) for name in ("q", "k", "v")), options)
     out = draw.place(nearest(heads_first(out), of_out))
     lse = draw.place(lse.astype(computing(dtype)))
     results: tuple[Any, ...] = (dtype,) * 3
-    arguments = {**given, "out": out, "lse": lse, **options}
+    arguments = {**inputs, "out": out, "lse": lse, **options}
     extra = draw.chance(0.4)
     if extra:
         arguments["return_extra"] = True
         results += tuple(options["bias"].dtype for _ in "b" if "bias" in options)
         results += tuple(computing(dtype) for _ in "s" if "sinks" in options)
     if draw.chance(0.3):
-        arguments["grads"] = tuple(draw.out(given[name].shape, dtype) for name in "qkv")
+        arguments["grads"] = tuple(draw.out(inputs[name].shape, dtype) for name in "qkv")
 
     def formula(m: Maths) -> tuple[Array, ...]:
         # a variant's lse and out must be those of its inputs
-        x = {name: heads_first(m.load(array)) for name, array in given.items()}
+        x = {name: heads_first(m.load(array)) for name, array in inputs.items()}
         w = Maths(dtype, False, m.variant)
-        made, sums = forward(w, *(heads_first(w.load(given[name])) for name in ("q", "k", "v")), options)
+        made, sums = forward(w, *(heads_first(w.load(inputs[name])) for name in ("q", "k", "v")), options)
         x["out"], x["dout"] = m.r(nearest(made, of_out).astype(m.wide)), m.r(x["dout"])
-        found = backward(m, x, sums.astype(computing(dtype)).astype(m.wide), options)
-        return (*(heads_first(one) for one in found[:3]), *(found[3:] if extra else ()))
+        grads = backward(m, x, sums.astype(computing(dtype)).astype(m.wide), options)
+        return (*(heads_first(grad) for grad in grads[:3]), *(grads[3:] if extra else ()))
 
     linked = (("v", 1), ("k", 3), ("dout", 1), ("out", 2), ("lse", 2))
     return Trial("attention_backward", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
@@ -157,16 +157,16 @@ def starts(draw: Draw, batch: int, limit: int) -> Array:
 
 
 def packed(draw: Draw, limit: int) -> tuple[dict[str, Array], Array, Array, Options]:
-    """q, k and v of packed sequences, where the sequences start, and options."""
+    """Arrays q, k and v of packed sequences, starts of the sequences, and options."""
     dtype = draw.dtype()
     batch, heads, heads_kv, head_dim, head_dim_v = dims(draw)
     cu_q, cu_k = starts(draw, batch, limit), starts(draw, batch, limit)
-    given = {
+    arrays = {
         "q": draw.array((cu_q[-1], heads, head_dim), dtype),
         "k": draw.array((cu_k[-1], heads_kv, head_dim), dtype),
         "v": draw.array((cu_k[-1], heads_kv, head_dim_v), dtype),
     }
-    return given, cu_q, cu_k, options_of(draw, batch, heads)
+    return arrays, cu_q, cu_k, options_of(draw, batch, heads)
 
 
 def in_pages(draw: Draw, caches: dict[str, list[Array]]) -> dict[str, Array]:
@@ -176,46 +176,46 @@ def in_pages(draw: Draw, caches: dict[str, list[Array]]) -> dict[str, Array]:
     width = -(-int(used.max(initial=0)) // page) + draw.pick(0, 1)
     count = batch * width + draw.pick(0, 3)
     table = draw.rng.permutation(count)[: batch * width].reshape(batch, width).astype(np.int32)
-    found = {}
+    pages = {}
     for name, sequences in caches.items():
         stored = np.full((count, page, *sequences[0].shape[1:]), np.nan, sequences[0].dtype)
         for b, x in enumerate(sequences):
             j = np.arange(len(x))
             stored[table[b, j // page], j % page] = x
-        found[name] = draw.place(stored)
+        pages[name] = draw.place(stored)
     table[np.arange(width)[None] * page >= used[:, None]] = -1
-    return {**found, "seqused_k": draw.place(used), "block_table": draw.place(table)}
+    return {**pages, "seqused_k": draw.place(used), "block_table": draw.place(table)}
 
 
 def attention_varlen(draw: Draw) -> Trial:
-    given, cu_q, cu_k, options = packed(draw, 17 if draw.small else 100)
-    arguments = {**given, "cu_seqlens_q": draw.place(cu_q)}
+    arrays, cu_q, cu_k, options = packed(draw, 17 if draw.small else 100)
+    arguments = {**arrays, "cu_seqlens_q": draw.place(cu_q)}
     if paged := len(cu_q) > 1 and draw.chance(0.4):
-        arguments |= in_pages(draw, {name: np.split(given[name], cu_k[1:-1]) for name in ("k", "v")})
+        arguments |= in_pages(draw, {name: np.split(arrays[name], cu_k[1:-1]) for name in ("k", "v")})
     else:
         arguments["cu_seqlens_k"] = draw.place(cu_k)
     arguments |= {**options, "return_lse": True}
     if draw.chance(0.3):
         arguments["max_seqlen_q"] = int(np.diff(cu_q).max(initial=0)) + draw.pick(0, 0, 7)
-    dtype = given["q"].dtype
+    dtype = arrays["q"].dtype
     results = (dtype, computing(dtype))
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        return varlen_forward(m, given, cu_q, cu_k, options)
+        return varlen_forward(m, arrays, cu_q, cu_k, options)
 
     linked = (("v", 0), ("k", 3 if paged else 2))
     return Trial("attention_varlen", arguments, draw, dtype, results, formula, linked=linked)
 
 
 def attention_varlen_backward(draw: Draw) -> Trial:
-    given, cu_q, cu_k, options = packed(draw, 17 if draw.small else 64)
-    dtype = given["q"].dtype
+    arrays, cu_q, cu_k, options = packed(draw, 17 if draw.small else 64)
+    dtype = arrays["q"].dtype
     of_out = draw.pick(dtype, dtype, computing(dtype))
-    given = {"dout": draw.array((*given["q"].shape[:2], given["v"].shape[2]), of_out), **given}
+    arrays = {"dout": draw.array((*arrays["q"].shape[:2], arrays["v"].shape[2]), of_out), **arrays}
     with np.errstate(all="ignore"):
-        out, lse = varlen_forward(Maths(dtype, False), given, cu_q, cu_k, options)
+        out, lse = varlen_forward(Maths(dtype, False), arrays, cu_q, cu_k, options)
     arguments = {
-        **given,
+        **arrays,
         "out": draw.place(nearest(out, of_out)),
         "lse": draw.place(lse.astype(computing(dtype))),
     }
@@ -224,21 +224,21 @@ def attention_varlen_backward(draw: Draw) -> Trial:
     if extra:
         arguments["return_extra"] = True
     if draw.chance(0.3):
-        arguments["grads"] = tuple(draw.out(given[name].shape, dtype) for name in "qkv")
+        arguments["grads"] = tuple(draw.out(arrays[name].shape, dtype) for name in "qkv")
 
     def formula(m: Maths) -> tuple[Array, ...]:
         w = Maths(dtype, False, m.variant)  # a variant's lse and out must be those of its inputs
         parts = []
         for b, (x, y) in enumerate(
-            zip(by_sequence(m, given, cu_q, cu_k), by_sequence(w, given, cu_q, cu_k), strict=True)
+            zip(by_sequence(m, arrays, cu_q, cu_k), by_sequence(w, arrays, cu_q, cu_k), strict=True)
         ):
             made, sums = forward(w, y["q"], y["k"], y["v"], of_sequence(options, b))
             x["out"], x["dout"] = m.r(nearest(made, of_out).astype(m.wide)), m.r(x["dout"])
             parts.append(
                 backward(m, x, sums.astype(computing(dtype)).astype(m.wide), of_sequence(options, b))
             )
-        found = [together([part[i] for part in parts]) for i in range(3)]
-        return (*found, sum(part[3] for part in parts)) if extra else tuple(found)
+        grads = [together([part[i] for part in parts]) for i in range(3)]
+        return (*grads, sum(part[3] for part in parts)) if extra else tuple(grads)
 
     results = (dtype,) * 3 + ((computing(dtype),) if extra else ())
     linked = (("v", 0), ("k", 2), ("dout", 0), ("out", 1), ("lse", 1))
@@ -272,13 +272,13 @@ def attention_decode(draw: Draw) -> Trial:
     arguments |= {**options, "return_lse": True}
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        x, y, z = (heads_first(m.load(one)) for one in (q, *dense))
-        found = []
+        x, y, z = (heads_first(m.load(array)) for array in (q, *dense))
+        pairs = []
         for b in range(batch):
-            keys = (one[b : b + 1, :, : used[b]] for one in (y, z))
-            found.append(forward(m, x[b : b + 1], *keys, of_sequence(options, b)))
-        return heads_first(np.concatenate([out for out, _ in found])), np.concatenate(
-            [lse for _, lse in found]
+            keys = (array[b : b + 1, :, : used[b]] for array in (y, z))
+            pairs.append(forward(m, x[b : b + 1], *keys, of_sequence(options, b)))
+        return heads_first(np.concatenate([out for out, _ in pairs])), np.concatenate(
+            [lse for _, lse in pairs]
         )
 
     results = (dtype, computing(dtype))
@@ -287,7 +287,7 @@ def attention_decode(draw: Draw) -> Trial:
 
 
 def attention_merge(draw: Draw) -> Trial:
-    """Parts that saw keys, or none."""
+    """Merge of parts that saw keys or none."""
     dtype = draw.dtype()
     batch, heads, _, _, dim = dims(draw)
     shape = (batch, draw.length(9 if draw.small else 70), heads, dim)

@@ -1,4 +1,4 @@
-"""The formulas of attention and of its gradients."""
+"""Formulas of attention and of its gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Options = dict[str, Any]
 
 
 def distances(options: Options, sq: int, sk: int) -> Array:
-    """How far each key lies to the left of each query."""
+    """Distance of each key to the left of each query."""
     offset = options["q_start"] - options["k_start"] if "q_start" in options else sk - sq
     return np.arange(sq)[:, None] + offset - np.arange(sk)[None, :]
 
 
 def visible(options: Options, batch: int, heads: int, sq: int, sk: int) -> Array:
-    """Bool (batch, heads, sq, sk)."""
+    """Visible pairs, bool (batch, heads, sq, sk)."""
     distance = distances(options, sq, sk)
     seen = np.ones((batch, heads, sq, sk), bool)
     left, right = options.get("window_size", (-1, -1))
@@ -40,7 +40,7 @@ def visible(options: Options, batch: int, heads: int, sq: int, sk: int) -> Array
 
 
 def scores(m: Maths, q: Array, k: Array, options: Options, seen: Array) -> tuple[Array, Array]:
-    """Of (batch, heads, seqlen, head_dim) arrays: the scores, and the slope of the softcap."""
+    """Scores of (batch, heads, seqlen, head_dim) arrays, and the slope of the softcap."""
     sq, head_dim = q.shape[2:]
     sk = k.shape[2]
     s = m.r(m.matmul(q, k.swapaxes(-1, -2)) * m.wide(options.get("softmax_scale", head_dim**-0.5)))
@@ -59,7 +59,7 @@ def scores(m: Maths, q: Array, k: Array, options: Options, seen: Array) -> tuple
 
 
 def forward(m: Maths, q: Array, k: Array, v: Array, options: Options) -> tuple[Array, Array]:
-    """out and lse of (batch, heads, seqlen, head_dim) arrays that are loaded; k and v may have fewer heads."""
+    """Results out and lse of loaded (batch, heads, seqlen, head_dim) arrays; k and v may have fewer heads."""
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     seen = visible(options, *q.shape[:3], k.shape[2])
     s, _ = scores(m, q, k, options, seen)
@@ -79,7 +79,7 @@ def forward(m: Maths, q: Array, k: Array, v: Array, options: Options) -> tuple[A
 
 
 def backward(m: Maths, x: dict[str, Array], lse: Array, options: Options) -> tuple[Array, ...]:
-    """dq, dk, dv and, where given, dbias and dsinks, of (batch, heads, seqlen, head_dim) arrays."""
+    """Gradients dq, dk, dv and, where given, dbias and dsinks, of (batch, heads, seqlen, head_dim) arrays."""
     q, dout, out = x["q"], x["dout"], x["out"]
     heads_kv = x["k"].shape[1]
     groups = q.shape[1] // heads_kv
@@ -96,20 +96,20 @@ def backward(m: Maths, x: dict[str, Array], lse: Array, options: Options) -> tup
     def grouped(y: Array) -> Array:
         return m.sum(y.reshape(y.shape[0], heads_kv, groups, *y.shape[2:]), axis=2)[:, :, 0]
 
-    found = [m.matmul(inner, k), grouped(m.matmul(inner.swapaxes(-1, -2), q))]
-    found.append(grouped(m.matmul(probs.swapaxes(-1, -2), dout)))
+    grads = [m.matmul(inner, k), grouped(m.matmul(inner.swapaxes(-1, -2), q))]
+    grads.append(grouped(m.matmul(probs.swapaxes(-1, -2), dout)))
     if "bias" in options:
         dbias = ds
         shape = options["bias"].shape
         for axis in range(4):
             if axis < 4 - len(shape) or shape[axis - 4 + len(shape)] == 1:
                 dbias = m.sum(dbias, axis=axis)
-        found.append(dbias.reshape(shape))
+        grads.append(dbias.reshape(shape))
     if "sinks" in options:
         sink = m.load(options["sinks"])[None, :, None, None]
         share = np.where(lse == -np.inf, 0, m.r(np.exp(m.r(sink - lse))))
-        found.append(-m.sum(m.sum(m.r(share * delta), axis=2), axis=0)[0, :, 0, 0])
-    return tuple(found)
+        grads.append(-m.sum(m.sum(m.r(share * delta), axis=2), axis=0)[0, :, 0, 0])
+    return tuple(grads)
 
 
 def heads_first(x: Array, layout: str = "bshd") -> Array:
@@ -117,7 +117,7 @@ def heads_first(x: Array, layout: str = "bshd") -> Array:
 
 
 def of_sequence(options: Options, b: int) -> Options:
-    """The options of sequence b alone."""
+    """Options of sequence b only."""
     slopes = options.get("alibi_slopes")
     return options if slopes is None or slopes.ndim == 1 else {**options, "alibi_slopes": slopes[b]}
 
@@ -125,22 +125,22 @@ def of_sequence(options: Options, b: int) -> Options:
 def by_sequence(m: Maths, given: dict[str, Array], cu_q: Array, cu_k: Array) -> list[dict[str, Array]]:
     """Loaded arrays, (1, heads, seqlen, head_dim), of each sequence."""
     loaded = {name: m.load(x).swapaxes(0, 1)[None] for name, x in given.items()}
-    found = []
+    sequences = []
     for b in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        found.append({name: x[:, :, keys if name in "kv" else rows] for name, x in loaded.items()})
-    return found
+        sequences.append({name: x[:, :, keys if name in "kv" else rows] for name, x in loaded.items()})
+    return sequences
 
 
 def together(parts: list[Array]) -> Array:
-    """Packed (total, heads, head_dim)."""
+    """Pack sequences into (total, heads, head_dim)."""
     return np.concatenate(parts, 2)[0].swapaxes(0, 1)
 
 
 def varlen_forward(
     m: Maths, given: dict[str, Array], cu_q: Array, cu_k: Array, options: Options
 ) -> tuple[Array, Array]:
-    """out (total_q, heads, head_dim_v) and lse (heads, total_q)."""
+    """Results out (total_q, heads, head_dim_v) and lse (heads, total_q)."""
     parts = [
         forward(m, x["q"], x["k"], x["v"], of_sequence(options, b))
         for b, x in enumerate(by_sequence(m, given, cu_q, cu_k))

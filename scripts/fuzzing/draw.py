@@ -1,4 +1,4 @@
-"""Random arguments: shapes, dtypes, values, and where arrays lie in memory."""
+"""Random arguments: shapes, dtypes, values and memory layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 12
 
 
 class Draw:
-    """``small``: for the emulator. Every array lies in a buffer of 0xFF bytes (NaN, -1), which must stay as it is."""
+    """Source of random arguments. ``small``: for the emulator. Every array is in a buffer of 0xFF bytes (NaN, -1),
+    whose other bytes must not change."""
 
     def __init__(self, seed: Sequence[int], small: bool = False) -> None:
         self.rng, self.small = np.random.default_rng(seed), small
@@ -28,7 +29,7 @@ class Draw:
         return options[int(self.rng.integers(len(options)))]
 
     def integer(self, low: int, high: int) -> int:
-        """Both included."""
+        """Random integer from ``low`` to ``high`` inclusive."""
         return int(self.rng.integers(low, high + 1))
 
     def length(self, limit: int, empty: float = 0.0) -> int:
@@ -40,7 +41,7 @@ class Draw:
         return self.pick(*DTYPES)
 
     def values(self, shape: Sequence[int], dtype: Any, scale: float = 1.0) -> Array:
-        """Normal, with some zeros."""
+        """Normal values with some zeros."""
         x = np.asarray(scale * self.rng.standard_normal(tuple(shape)))
         if self.chance(0.1):
             x[self.rng.random(x.shape) < 0.2] = 0.0
@@ -50,32 +51,32 @@ class Draw:
         return self.place(self.values(shape, dtype, scale))
 
     def out(self, shape: Sequence[int], dtype: Any, rows: bool = False) -> Array:
-        """An array for a result."""
+        """Array for a result."""
         return self.place(np.full(tuple(shape), 7, dtype), written=True, rows=rows)
 
     def place(self, values: Any, written: bool = False, rows: bool = False) -> Array:
-        """The same values in a buffer of their own, contiguous or not.
+        """Copy the values into a separate buffer, contiguous or not.
 
-        ``written``: a result, whose last axis is contiguous, as the ops require. ``rows``: the others merge into one.
+        ``written``: a result, whose last axis is contiguous, as the ops require. ``rows``: other axes merge into one.
         """
         values = np.asarray(values)
         n = values.ndim
         order = list(range(n))
         steps, before, after = [1] * n, [0] * n, [0] * n
-        kind = self.pick("plain", "plain", "plain", "offset", "padded", "stepped", "reversed", "permuted")
+        layout = self.pick("plain", "plain", "plain", "offset", "padded", "stepped", "reversed", "permuted")
         free = n - 1 if written else n
-        if kind == "padded" and n:
+        if layout == "padded" and n:
             axis = n - 1 if rows else self.integer(0, n - 1)
             before[axis], after[axis] = self.integer(0, 3), self.integer(1, 5)
-        elif kind == "offset" and n:
+        elif layout == "offset" and n:
             before[0] = 1
         elif free > 0 and not (rows and n > 2):
             axis = self.integer(0, free - 1)
-            if kind == "stepped":
+            if layout == "stepped":
                 steps[axis] = 2
-            elif kind == "reversed":
+            elif layout == "reversed":
                 steps[axis] = -1
-            elif kind == "permuted":
+            elif layout == "permuted":
                 order[:free] = [int(i) for i in self.rng.permutation(free)]
         sizes = [before[i] + values.shape[i] * abs(steps[i]) + after[i] for i in order]
         buffer = np.empty(sizes, values.dtype)

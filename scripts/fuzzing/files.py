@@ -1,4 +1,4 @@
-"""Files of models and of training: written, read back, then damaged. Reading gives a typed error or sound data."""
+"""Model and training files: written, read back, then damaged. Reading gives a typed error or valid data."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def attempt(look: Look, exact: bool) -> str | None:
 
 
 def gguf(draw: Draw, path: Path) -> Look:
-    found, tensors = {}, {}
+    matrices, tensors = {}, {}
     for name in ("blk.0.a", "blk.1.b")[: draw.pick(1, 2)]:
         format = draw.pick("tq1_0", "tq2_0", "q2_0")
-        found[name] = matrix(draw, format)
-        tensors[name] = gpu_ops.TernaryMatrix.from_trits(found[name], format=format)
+        matrices[name] = matrix(draw, format)
+        tensors[name] = gpu_ops.TernaryMatrix.from_trits(matrices[name], format=format)
     metadata: dict[str, Any] = {"general.architecture": "bitnet", "a.words": ["x", "", "zz"], "a.float": 1.5}
     if draw.chance(0.5):
         metadata |= {
@@ -82,7 +82,7 @@ def gguf(draw: Draw, path: Path) -> Look:
         }
     gpu_ops.write_gguf(path, {**tensors, "norm": np.ones(5, np.float32)}, metadata)
     return lambda exact: judge_matrices(
-        gpu_ops.read_gguf(path, formats={42: "q2_0"}), found if exact else None
+        gpu_ops.read_gguf(path, formats={42: "q2_0"}), matrices if exact else None
     )
 
 
@@ -117,9 +117,9 @@ def state(draw: Draw, path: Path) -> Look:
     training.save_state(path, arrays, meta)
 
     def look(exact: bool) -> str | None:
-        found, numbers = training.load_state(path)
-        same = numbers == meta and found.keys() == arrays.keys()
-        if exact and not (same and all(found[n].tobytes() == x.tobytes() for n, x in arrays.items())):
+        loaded, numbers = training.load_state(path)
+        same = numbers == meta and loaded.keys() == arrays.keys()
+        if exact and not (same and all(loaded[n].tobytes() == x.tobytes() for n, x in arrays.items())):
             return "loaded another state than was saved"
         return None
 
@@ -133,10 +133,10 @@ def tokens(draw: Draw, path: Path) -> Look:
 
     def look(exact: bool) -> str | None:
         file = training.TokenFile(path)
-        found = file[:]
-        if (found >= file.vocab).any():
+        read = file[:]
+        if (read >= file.vocab).any():
             return "read a token outside of the vocabulary"
-        return "read other tokens than were written" if exact and (found != written).any() else None
+        return "read other tokens than were written" if exact and (read != written).any() else None
 
     return look
 
@@ -147,22 +147,22 @@ def merges(draw: Draw, path: Path) -> Look:
     written.save(path)
 
     def look(exact: bool) -> str | None:
-        found = training.BytePairEncoding.load(path)
-        if found.decode(found.encode(text)) != text:
+        loaded = training.BytePairEncoding.load(path)
+        if loaded.decode(loaded.encode(text)) != text:
             return "encoded text does not come back"
         return (
-            "read other merges than were saved" if exact and (found.merges != written.merges).any() else None
+            "read other merges than were saved" if exact and (loaded.merges != written.merges).any() else None
         )
 
     return look
 
 
 def model(draw: Draw, path: Path) -> Look:
-    """A folder with a config and weights; one of the two is damaged."""
-    kind: dict[str, Any] = draw.pick(
+    """Folder with a config and weights, one of which is damaged."""
+    options: dict[str, Any] = draw.pick(
         {}, {"tied": True}, {"biases": ("qkv",)}, {"qk_norm": True}, {"layers": (models.Layer(window=2),)}
     )
-    config = models.LlamaConfig(vocab=5, hidden=8, ffn=6, nlayers=1, nheads=2, **kind)
+    config = models.LlamaConfig(vocab=5, hidden=8, ffn=6, nlayers=1, nheads=2, **options)
     written = models.Llama.of(models.initial_weights(config), config)
     models.save(path.parent, written, config)
     file = path.parent / draw.pick("model.safetensors", "config.json")
@@ -171,15 +171,15 @@ def model(draw: Draw, path: Path) -> Look:
 
     def look(exact: bool) -> str | None:
         weights, read = models.load(path.parent)
-        found = models.Llama.of(weights.arrays(), read).arrays()
-        same = read == config and all(found[n].tobytes() == x.tobytes() for n, x in written.arrays().items())
+        loaded = models.Llama.of(weights.arrays(), read).arrays()
+        same = read == config and all(loaded[n].tobytes() == x.tobytes() for n, x in written.arrays().items())
         return "loaded another model than was saved" if exact and not same else None
 
     return look
 
 
 def gguf_model(draw: Draw, path: Path) -> Look:
-    """A GGUF file of a model, whose projections may be ternary in part."""
+    """GGUF file of a model, some of whose projections may be ternary."""
     config = models.LlamaConfig(vocab=5, hidden=256, ffn=256, nlayers=1, nheads=2, biases=("qkv",))
     written = models.initial_weights(config)
     tensors: dict[str, Any] = {}
@@ -197,8 +197,8 @@ def gguf_model(draw: Draw, path: Path) -> Look:
 
     def look(exact: bool) -> str | None:
         weights, read = models.load(path)
-        found = models.Llama.of(weights.arrays(), read).arrays()
-        dense = {n: x.dequantize() if isinstance(x, gpu_ops.TernaryMatrix) else x for n, x in found.items()}
+        loaded = models.Llama.of(weights.arrays(), read).arrays()
+        dense = {n: x.dequantize() if isinstance(x, gpu_ops.TernaryMatrix) else x for n, x in loaded.items()}
         same = read == config and all((dense[n] == x).all() for n, x in written.items())
         return "loaded another model than was written" if exact and not same else None
 
@@ -206,7 +206,7 @@ def gguf_model(draw: Draw, path: Path) -> Look:
 
 
 def mutant(draw: Draw, whole: bytes) -> bytes:
-    """One to three accidents, most of them in the header."""
+    """Damage a file in one to three places, mostly in the header."""
     data = bytearray(whole)
     for _ in range(draw.integer(1, 3)):
         at = draw.integer(0, (min(len(data), 900) if draw.chance(0.8) else len(data)) - 1)

@@ -63,8 +63,8 @@ def swiglu(draw: Draw) -> Trial:
         if dy is None:
             return (m.r(act * u),)
         grad = m.load(dy)
-        found = m.r(m.r(grad * u) * slope), m.r(grad * act)
-        return (np.concatenate(found, -1),) if packed else found
+        grads = m.r(m.r(grad * u) * slope), m.r(grad * act)
+        return (np.concatenate(grads, -1),) if packed else grads
 
     results = (dtype,) * (2 if back and not packed else 1)
     op, factor = ("swiglu_backward", BACKWARD) if back else ("swiglu", 2.0)
@@ -82,22 +82,24 @@ def mlp(draw: Draw) -> Trial:
         "w_up": (ffn, hidden),
         "w_down": (hidden_out, ffn),
     }
-    given = {n: draw.array(s, dtype, 1.0 if n == "x" else s[1] ** -0.5) for n, s in shapes.items()}
-    arguments: dict[str, Any] = {**given, "activation": name}
-    wide, keep, before = computing(dtype), draw.chance(0.4), dict[str, Array]()
+    inputs = {n: draw.array(s, dtype, 1.0 if n == "x" else s[1] ** -0.5) for n, s in shapes.items()}
+    arguments: dict[str, Any] = {**inputs, "activation": name}
+    sum_dtype, keep, before = computing(dtype), draw.chance(0.4), dict[str, Array]()
     if back:
-        given["dy"] = arguments["dy"] = draw.array((tokens, hidden_out), dtype)
+        inputs["dy"] = arguments["dy"] = draw.array((tokens, hidden_out), dtype)
         before = {
-            f"d{n}": draw.values(shapes[n], wide) for n in ("w_gate", "w_up", "w_down") if draw.chance(0.3)
+            f"d{n}": draw.values(shapes[n], sum_dtype)
+            for n in ("w_gate", "w_up", "w_down")
+            if draw.chance(0.3)
         }
-        arguments |= {n: draw.place(one, written=True) for n, one in before.items()}
+        arguments |= {n: draw.place(array, written=True) for n, array in before.items()}
     if keep and back:
-        given["gate_up"] = arguments["gate_up"] = draw.array((tokens, 2 * ffn), dtype)
+        inputs["gate_up"] = arguments["gate_up"] = draw.array((tokens, 2 * ffn), dtype)
     elif keep:
         arguments["keep"] = "gate_up"
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        a = {n: m.load(one) for n, one in given.items()}
+        a = {n: m.load(array) for n, array in inputs.items()}
         if "gate_up" in a:
             gate, up = a["gate_up"][:, :ffn], a["gate_up"][:, ffn:]
         else:
@@ -114,7 +116,7 @@ def mlp(draw: Draw) -> Trial:
         sums["dw_down"] = m.matmul(a["dy"].T, h)
         return dx, *(total + before.get(n, 0) for n, total in sums.items())
 
-    results = (dtype, *(wide,) * 3) if back else (dtype,) * (1 + keep)
+    results = (dtype, *(sum_dtype,) * 3) if back else (dtype,) * (1 + keep)
     op, factor = ("swiglu_mlp_backward", BACKWARD) if back else ("swiglu_mlp", 2.0)
     return Trial(op, arguments, draw, dtype, results, formula, factor, linked=(("w_up", 0), ("w_down", 1)))
 

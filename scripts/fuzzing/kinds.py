@@ -1,4 +1,4 @@
-"""The kinds of cases. A case follows from its seed and number alone."""
+"""Kinds of cases. A case depends only on its seed and number."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ KINDS = ("call",) * 11 + ("pair",) * 4 + ("mistake",) * 3 + ("files",) + ("inter
 
 
 class Finding(Exception):
-    """What is wrong, and with which call."""
+    """Fault, and the call that has it."""
 
 
 def run_case(seed: int, number: int) -> str:
-    """Run a case; its kind and op. Raises :class:`Finding`."""
+    """Run a case and return its kind and op. Raises :class:`Finding`."""
     draw = Draw((seed, number))
     kind = draw.pick(*KINDS)
-    forget_calls()  # whatever came before, a case replays alone
+    forget_calls()  # so that a case replays alone, regardless of earlier cases
     name, described = kind, ""
     try:
         if kind == "files":
@@ -59,12 +59,12 @@ def run_case(seed: int, number: int) -> str:
 
 
 def trace(error: Exception) -> str:
-    """Where it came from: the last few frames."""
+    """Origin of an error: the last few frames."""
     return "".join(traceback.format_exception(error, limit=-3)).rstrip()
 
 
 def build(seed: Sequence[int], emulated: bool = False) -> Trial:
-    """A right call: the same each time. ``emulated``: some are for the emulator."""
+    """Build a valid call, the same each time. ``emulated``: some are for the emulator."""
     first = Draw(seed)
     maker = first.pick(*MAKERS)
     small = emulated and first.chance(EMULATED)
@@ -83,7 +83,7 @@ def check_call(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str | Non
 
 
 def check_mistake(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str | None, str]:
-    """Now and then after a right call, which must not make a later wrong one pass."""
+    """Check an invalid call, sometimes after a valid one, which must not make the later call pass."""
     if draw.chance(0.5):
         judge(trial)
     wrong, changed = judge_mistake(draw, trial)
@@ -91,24 +91,24 @@ def check_mistake(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str | 
 
 
 def check_pair(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str | None, str]:
-    """The second of two calls, which differ in one argument, comes to what it comes to alone."""
+    """Check that the second of two calls that differ in one argument has the same outcome as alone."""
     judge(trial)
-    found = []
+    outcomes = []
     for alone in (False, True):
         again = build(seed)
         changed = change(Draw((*seed, 3)), again)
         if alone:
             forget_calls()
-        found.append(outcome(again, changed))
-    if found[0] == found[1]:
+        outcomes.append(outcome(again, changed))
+    if outcomes[0] == outcomes[1]:
         return None, ""
-    words = [f"{one[0]} {one[1:3] if one[0] == 'refused' else ''}" for one in found]
+    words = [f"{result[0]} {result[1:3] if result[0] == 'refused' else ''}" for result in outcomes]
     words = words if words[0] != words[1] else ["other bytes", "than alone"]
     return f"after a similar call: {words[0]}, alone: {words[1]}", trial.words(changed)
 
 
 def check_interrupt(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str | None, str]:
-    """Ctrl-C at any time; the next call is right."""
+    """Check that after Ctrl-C at any time the next call is right."""
     delays = [10 ** draw.rng.uniform(-5, -2) for _ in range(6)]
     before = [buffer.copy() for buffer in trial.draw.buffers]
 
@@ -128,7 +128,7 @@ def check_interrupt(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str 
 
 
 def interrupted(call: Callable[[], object], delay: float) -> bool:
-    """Calls until a KeyboardInterrupt comes after ``delay`` seconds; False if it never does, as in a finalizer."""
+    """Call until a KeyboardInterrupt after ``delay`` seconds; False if it never arrives, as in a finalizer."""
     sent, due = threading.Event(), threading.Event()
 
     def send() -> None:
@@ -151,7 +151,7 @@ def interrupted(call: Callable[[], object], delay: float) -> bool:
         sender.join()
         return True
     except BaseException:
-        with contextlib.suppress(KeyboardInterrupt):  # it still comes
+        with contextlib.suppress(KeyboardInterrupt):  # it may still arrive
             sender.join()
             time.sleep(0.1)
         raise

@@ -1,4 +1,4 @@
-"""Trials of cross-entropy, of logits and of a linear layer, of embedding and the norm of arrays."""
+"""Trials of cross-entropy of logits and of a linear layer, of embedding, and of the norm of arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Loss:
-    """Targets and options, and the maths of rows of logits u."""
+    """Targets and options, with the maths of rows of logits u."""
 
     targets: Array
     smoothing: float
@@ -33,9 +33,9 @@ class Loss:
         return cls(targets, smoothing, z_loss, weight if draw.chance(0.4) else None, vocab)
 
     def arguments(self, draw: Draw) -> dict[str, Any]:
-        given = {"targets": draw.place(self.targets.astype(draw.pick("i4", "i8"))), "reduction": "none"}
-        given |= {"label_smoothing": self.smoothing, "z_loss": self.z_loss}
-        return given if self.weight is None else given | {"class_weight": draw.place(self.weight)}
+        result = {"targets": draw.place(self.targets.astype(draw.pick("i4", "i8"))), "reduction": "none"}
+        result |= {"label_smoothing": self.smoothing, "z_loss": self.z_loss}
+        return result if self.weight is None else result | {"class_weight": draw.place(self.weight)}
 
     @property
     def kept(self) -> Array:
@@ -49,7 +49,7 @@ class Loss:
         return np.ones(self.vocab, m.wide) if self.weight is None else m.load(self.weight)
 
     def exponentials(self, m: Maths, u: Array) -> tuple[Array, Array, Array]:
-        """The maximum of each row, the exponentials relative to it, and their sum."""
+        """Maximum of each row, the exponentials relative to it, and their sum."""
         top = u.max(axis=-1, keepdims=True)
         weights = m.r(np.exp(m.r(u - top)))
         return top, weights, m.sum(weights)
@@ -61,41 +61,43 @@ class Loss:
     def loss(self, m: Maths, u: Array) -> Array:
         w, lse, (top, _, total) = self.weights(m), self.lse(m, u), self.exponentials(m, u)
         nll = m.r(m.r(top - u) + m.r(np.log(total)))  # lse - u would lose digits of large logits
-        own = m.r((1 - self.smoothing) * np.sum(w * self.hit * nll, axis=-1))
+        target_loss = m.r((1 - self.smoothing) * np.sum(w * self.hit * nll, axis=-1))
         rest = m.r(self.smoothing / self.vocab * m.sum(m.r(w * nll))[..., 0])
-        return np.where(self.kept, m.r(m.r(own + rest) + m.r(self.z_loss * m.r(lse * lse)[..., 0])), 0)
+        return np.where(
+            self.kept, m.r(m.r(target_loss + rest) + m.r(self.z_loss * m.r(lse * lse)[..., 0])), 0
+        )
 
     def gradient(self, m: Maths, u: Array, lse: Array, dloss: Array) -> Array:
         w, others = self.weights(m), self.smoothing / self.vocab
-        own = (1 - self.smoothing) * np.sum(w * self.hit, axis=-1, keepdims=True)
+        target_weight = (1 - self.smoothing) * np.sum(w * self.hit, axis=-1, keepdims=True)
         _, weights, total = self.exponentials(m, u)
-        share = m.r(m.r(weights / total) * m.r(own + others * w.sum() + 2 * self.z_loss * lse))
-        found = m.r(m.r(share - others * w) - own * self.hit)
-        return np.where(self.kept[..., None], m.r(found * m.load(dloss)[..., None]), 0)
+        share = m.r(m.r(weights / total) * m.r(target_weight + others * w.sum() + 2 * self.z_loss * lse))
+        slope = m.r(m.r(share - others * w) - target_weight * self.hit)
+        return np.where(self.kept[..., None], m.r(slope * m.load(dloss)[..., None]), 0)
 
 
 def cross_entropy(draw: Draw) -> Trial:
-    """Of rows, and the gradient."""
-    # of one class all losses are 0, and no error is allowed
+    """Cross-entropy of rows, and its gradient."""
+    # with one class all losses are 0, and no error is allowed
     dtype, vocab, lead = draw.dtype(), draw.length(129) + 1, draw.pick((1,), (3,), (2, 5), (33,))
-    wide = FLOAT64 if dtype == np.float64 else FLOAT32
-    logits, of = draw.array((*lead, vocab), dtype, 2.0), Loss.drawn(draw, lead, vocab, wide)
-    given = {"logits": logits, **of.arguments(draw)}
+    acc = FLOAT64 if dtype == np.float64 else FLOAT32
+    logits, of = draw.array((*lead, vocab), dtype, 2.0), Loss.drawn(draw, lead, vocab, acc)
+    inputs = {"logits": logits, **of.arguments(draw)}
 
     def loss(m: Maths) -> tuple[Array, ...]:
         return (of.loss(m, m.load(logits)),)
 
     if draw.chance(0.5):
-        return Trial("cross_entropy", given, draw, dtype, (wide,), loss, linked=(("logits", 0),))
+        return Trial("cross_entropy", inputs, draw, dtype, (acc,), loss, linked=(("logits", 0),))
     plain = Maths(dtype, False)
-    lse = np.where(of.kept, of.lse(plain, plain.load(logits))[..., 0], -np.inf).astype(wide)
-    dloss = draw.values(lead, wide)
+    lse = np.where(of.kept, of.lse(plain, plain.load(logits))[..., 0], -np.inf).astype(acc)
+    dloss = draw.values(lead, acc)
 
     def gradient(m: Maths) -> tuple[Array, ...]:
-        known = m.load(np.where(of.kept, lse, 0).astype(wide))[..., None]
+        known = m.load(np.where(of.kept, lse, 0).astype(acc))[..., None]
         return (of.gradient(m, m.load(logits), known, dloss),)
 
-    arguments = {"dloss": draw.place(dloss), **given, "lse": draw.place(lse)}
+    arguments = {"dloss": draw.place(dloss), **inputs, "lse": draw.place(lse)}
     linked = (("dloss", 0), ("lse", 0))
     return Trial(
         "cross_entropy_backward", arguments, draw, dtype, (dtype,), gradient, BACKWARD, linked=linked
@@ -103,16 +105,16 @@ def cross_entropy(draw: Draw) -> Trial:
 
 
 def linear_cross_entropy(draw: Draw) -> Trial:
-    """Of rows, with the gradients or without, in chunks of any size."""
+    """Cross-entropy of a linear layer's rows, with or without gradients, in chunks of any size."""
     dtype, limit = draw.dtype(), 33 if draw.small else 129
     rows, hidden, vocab = draw.length(40), draw.length(limit), draw.length(limit) + 1
-    wide = FLOAT64 if dtype == np.float64 else FLOAT32
+    acc = FLOAT64 if dtype == np.float64 else FLOAT32
     x, weight = draw.array((rows, hidden), dtype), draw.array((vocab, hidden), dtype, 2 * hidden**-0.5)
-    of, dloss, bias = Loss.drawn(draw, (rows,), vocab, wide), draw.values((rows,), wide), None
+    of, dloss, bias = Loss.drawn(draw, (rows,), vocab, acc), draw.values((rows,), acc), None
     arguments = {"x": x, "weight": weight, **of.arguments(draw), "chunk": draw.pick(0, 1, 7, 64)}
     if draw.chance(0.4):
         bias = arguments["bias"] = draw.array((vocab,), dtype)
-    before, added, only = draw.values((vocab, hidden), wide), False, False
+    before, added, only = draw.values((vocab, hidden), acc), False, False
     if grads := draw.chance(0.7):
         arguments |= {"grads": True, "dloss": draw.place(dloss)}
         if only := draw.chance(0.2):
@@ -131,16 +133,16 @@ def linear_cross_entropy(draw: Draw) -> Trial:
         dweight = m.matmul(dlogits.T, wide_x)
         if only:
             return (loss, m.matmul(dlogits, w))
-        found = (loss, m.matmul(dlogits, w), dweight + m.load(before) if added else dweight)
-        return found if bias is None else (*found, m.sum(dlogits, axis=0)[0])
+        result = (loss, m.matmul(dlogits, w), dweight + m.load(before) if added else dweight)
+        return result if bias is None else (*result, m.sum(dlogits, axis=0)[0])
 
-    results = (wide, dtype, wide, wide)[: 1 if not grads else 2 if only else 3 if bias is None else 4]
+    results = (acc, dtype, acc, acc)[: 1 if not grads else 2 if only else 3 if bias is None else 4]
     linked = (("x", 0), ("x", 1))
     return Trial("linear_cross_entropy", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
 
 
 def embedding(draw: Draw) -> Trial:
-    """Rows of a table, and the table's gradient, added to what is there or not."""
+    """Rows of a table, and the table's gradient, added to existing values or not."""
     dtype, rows, cols = draw.dtype(), draw.length(64), draw.length(129)
     ids = draw.rng.integers(0, rows, draw.pick((1,), (4, 3), (90,))).astype(draw.pick("i4", "i8"))
     scale = draw.pick(1.0, 0.5, 3.0)
@@ -154,8 +156,8 @@ def embedding(draw: Draw) -> Trial:
             return (m.r(m.wide(scale) * m.load(table)[ids]),)
 
         return Trial("embedding", arguments, draw, dtype, (dtype,), taken)
-    wide = FLOAT64 if dtype == np.float64 else FLOAT32
-    dx, before = draw.array((*ids.shape, cols), dtype), draw.values((rows, cols), wide)
+    acc = FLOAT64 if dtype == np.float64 else FLOAT32
+    dx, before = draw.array((*ids.shape, cols), dtype), draw.values((rows, cols), acc)
     arguments = {"dx": dx, "ids": draw.place(ids), "num_embeddings": rows, "scale": scale}
     if added := draw.chance(0.4):
         arguments["dweight"] = draw.place(before, written=True)
@@ -165,26 +167,26 @@ def embedding(draw: Draw) -> Trial:
         total = m.matmul(hits, m.r(m.wide(scale) * m.load(dx).reshape(-1, cols)))
         return (total + m.load(before) if added else total,)
 
-    return Trial("embedding_backward", arguments, draw, dtype, (wide,), summed, BACKWARD, linked=(("dx", 0),))
+    return Trial("embedding_backward", arguments, draw, dtype, (acc,), summed, BACKWARD, linked=(("dx", 0),))
 
 
 def global_norm(draw: Draw) -> Trial:
-    """Of one array or several, each of its own dtype; float64 alone, as squares of others are rounded to float32."""
+    """Norm of one or more arrays of any dtypes; float64 is not mixed, as other squares are rounded to float32."""
     dtypes = [draw.dtype() for _ in range(draw.pick(1, 1, 2, 5))]
     if FLOAT64 in dtypes:
         dtypes = [FLOAT64] * len(dtypes)
     arrays = [draw.array(_any_shape(draw), dtype, draw.pick(1.0, 1e-4, 1e3)) for dtype in dtypes]
-    wide = FLOAT64 if FLOAT64 in dtypes else FLOAT32
+    acc = FLOAT64 if FLOAT64 in dtypes else FLOAT32
     several = len(arrays) > 1 or draw.chance(0.5)
     arguments: dict[str, Any] = {"arrays": draw.pick(list, tuple)(arrays) if several else arrays[0]}
     if draw.chance(0.3):
-        arguments["out"] = draw.out((), wide), draw.out((), FLOAT32)
+        arguments["out"] = draw.out((), acc), draw.out((), FLOAT32)
 
     def norm(m: Maths) -> tuple[Array, ...]:
         squares = np.concatenate([m.r(m.load(x) ** 2).ravel() for x in arrays])
         return m.r(np.sqrt(m.r(m.sum(squares)[0] if squares.size else np.zeros(())))), np.zeros(())
 
-    return Trial("global_norm", arguments, draw, wide, (wide, FLOAT32), norm)
+    return Trial("global_norm", arguments, draw, acc, (acc, FLOAT32), norm)
 
 
 def _any_shape(draw: Draw) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Arithmetic for the formulas: wide, or rounded to a dtype after every step; and the tolerance made of the two."""
+"""Arithmetic for the formulas: wide, or rounded to a dtype after every step. Their difference sets the tolerance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT32, FLOAT64 = DTYPES[2:]
 
 
 def nearest(x: Array, dtype: np.dtype[Any]) -> Array:
-    """``x`` rounded once to ``dtype``. A cast of float64 to bfloat16 may go by way of float32 and round twice."""
+    """Round ``x`` once to ``dtype``. A cast of float64 to bfloat16 may go through float32 and round twice."""
     if dtype != BFLOAT16 or x.dtype.itemsize < 8:
         return x.astype(dtype)
     with np.errstate(over="ignore"):
@@ -24,12 +24,12 @@ def nearest(x: Array, dtype: np.dtype[Any]) -> Array:
     bits = single.view(np.uint32).copy()
     inexact = np.isfinite(single) & (single.astype(x.dtype) != x)
     bits[inexact & (np.abs(single.astype(x.dtype)) > np.abs(x))] -= 1
-    bits[inexact] |= 1  # to odd: what rounds it next sees on which side of a tie it lies
+    bits[inexact] |= 1  # round to odd: the next rounding sees the side of a tie
     return bits.view(np.float32).astype(dtype)
 
 
 class Maths:
-    """``textbook``: every step is rounded to ``dtype``. Otherwise float64, or wider for float64.
+    """Arithmetic of one dtype. ``textbook``: every step is rounded to ``dtype``. Otherwise float64 (float64: wider).
 
     ``variant`` changes the inputs a little. A result of few elements can be right by luck in textbook code; the
     largest error over several variants cannot.
@@ -41,23 +41,23 @@ class Maths:
         self.sequential = textbook and dtype in (FLOAT32, FLOAT64)
 
     def load(self, x: Any) -> Array:
-        given = np.asarray(x)
-        loaded = given.astype(np.float64).astype(self.wide)
+        array = np.asarray(x)
+        loaded = array.astype(np.float64).astype(self.wide)
         if self.variant and loaded.size:
             wave = np.sin(np.arange(loaded.size) * 7.0 + self.variant).reshape(loaded.shape)
             with np.errstate(all="ignore"):
-                moved = nearest((loaded * (1 + 0.03 * wave)).astype(np.float64), given.dtype)
+                moved = nearest((loaded * (1 + 0.03 * wave)).astype(np.float64), array.dtype)
             loaded = moved.astype(np.float64).astype(self.wide)
         return loaded
 
     def r(self, x: Any) -> Array:
-        """A step: rounded in textbook code."""
+        """Result of a step, rounded in textbook code."""
         if not self.textbook or self.dtype == np.float64:
             return np.asarray(x)
         return nearest(np.asarray(x), self.dtype).astype(np.float64)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Sums of 16-bit products are rounded once, as libraries do; those of wider ones one term at a time."""
+        """Product. Sums of 16-bit products are rounded once, as in libraries; wider ones after every term."""
         if not self.sequential:
             return self.r(a @ b)
         total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
@@ -66,10 +66,10 @@ class Maths:
         return total
 
     def sum(self, x: Array, axis: int = -1) -> Array:
-        """Over one axis, which stays with length 1.
+        """Sum over one axis, which stays with length 1.
 
         Even variants add from the end: in the order of ``matmul`` errors would cancel. Odd ones add from the start,
-        since a kernel may: of 0.7 + 0.7 - 1.3, one order rounds and the other does not.
+        since a kernel may: for 0.7 + 0.7 - 1.3, one order rounds and the other does not.
         """
         if not self.sequential or x.shape[axis] == 0:
             return self.r(x.sum(axis=axis, keepdims=True))
@@ -81,7 +81,7 @@ class Maths:
         return self.r(self.sum(x) / x.shape[-1])
 
     def erf(self, x: Array) -> Array:
-        """By the series without cancellation; math.erf is not wide enough to judge float64."""
+        """Error function by the series without cancellation; math.erf is not wide enough to judge float64."""
         z = np.clip(x.astype(np.longdouble), -9, 9)
         term = total = z
         ratio = 2 * z * z
@@ -102,24 +102,24 @@ FEW_VARIANTS, MANY_VARIANTS = 4, 64
 
 
 def expected(formula: Formula, dtype: np.dtype[Any], variants: int) -> tuple[tuple[Array, ...], list[float]]:
-    """The wide results of ``formula``, and the largest error of textbook code in each over so many variants."""
+    """Wide results of ``formula``, and the largest error of textbook code in each over ``variants`` variants."""
     exact: tuple[Array, ...] = ()
     errors: list[float] = []
     for variant in range(variants):
         with np.errstate(all="ignore"):
-            wide = formula(Maths(dtype, False, variant))
+            exact_results = formula(Maths(dtype, False, variant))
             textbook = formula(Maths(dtype, True, variant))
         if variant == 0:
-            exact, errors = wide, [0.0] * len(wide)
-        for i, (one, other) in enumerate(zip(wide, textbook, strict=True)):
+            exact, errors = exact_results, [0.0] * len(exact_results)
+        for i, (exact_result, rounded) in enumerate(zip(exact_results, textbook, strict=True)):
             with np.errstate(invalid="ignore"):
-                error = np.abs(other - one)
+                error = np.abs(rounded - exact_result)
             errors[i] = max(errors[i], float(np.max(error, initial=0.0, where=np.isfinite(error))))
     return exact, errors
 
 
 def allowed(exact: Array, error: float, dtype: np.dtype[Any], factor: float) -> float:
-    """``factor * error`` and about a unit in the last place: the rule of what counts as correct.
+    """Tolerance: ``factor * error`` plus about a unit in the last place.
 
     The unit is that of a shift by 0.3 and back; where that is exact by luck, that of the largest result.
     """
@@ -133,7 +133,7 @@ def allowed(exact: Array, error: float, dtype: np.dtype[Any], factor: float) -> 
 
 
 def fault(got: Array, exact: Array, bound: float) -> str | None:
-    """None, or the worst element with both values."""
+    """Description of the worst element with both values; None if all are within bounds."""
     if got.shape != exact.shape:
         return f"shape {got.shape}, expected {exact.shape}"
     value = got.astype(np.float64).astype(exact.dtype)

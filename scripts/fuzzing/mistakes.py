@@ -1,4 +1,4 @@
-"""Wrong calls, and calls that differ in one argument from a right one."""
+"""Invalid calls, and calls that differ in one argument from a valid one."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def parameters(trial: Trial) -> dict[str, inspect.Parameter]:
 
 
 def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
-    """What is wrong, and the arguments that make it so."""
-    known, given = parameters(trial), trial.arguments
+    """Mistake in words, and the arguments that cause it."""
+    known, arguments = parameters(trial), trial.arguments
     floats = [
         n
-        for n, x in given.items()
+        for n, x in arguments.items()
         if isinstance(x, np.ndarray) and x.ndim and x.dtype in DTYPES and n not in RESULTS
     ]
-    linked = [(n, axis) for n, axis in trial.linked if n in given and given[n].ndim > 0]
+    linked = [(n, axis) for n, axis in trial.linked if n in arguments and arguments[n].ndim > 0]
     ways = ["option"] * 2 + ["dtype", "no array"] * bool(floats) + ["length"] * 2 * bool(linked)
     is_result = (
         "out" in known and known["out"].kind is inspect.Parameter.KEYWORD_ONLY
-    )  # of a gradient it is an input
-    ways += ["out"] * 2 * (is_result and isinstance(given.get("out"), np.ndarray))
+    )  # for a gradient it is an input
+    ways += ["out"] * 2 * (is_result and isinstance(arguments.get("out"), np.ndarray))
     match draw.pick(*ways):
         case "option":
             name = draw.pick(*(n for n in WRONG_OPTIONS if n in known))
@@ -85,20 +85,24 @@ def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
             name = draw.pick(*floats)
             wrong = draw.pick(np.int32, np.complex64, object, np.longdouble, ">f4")
             with np.errstate(all="ignore"):
-                return f"dtype of {name}", {name: np.nan_to_num(given[name].astype(np.float64)).astype(wrong)}
+                return f"dtype of {name}", {
+                    name: np.nan_to_num(arguments[name].astype(np.float64)).astype(wrong)
+                }
         case "no array":
             name = draw.pick(*floats)
-            others = [1.5] * (name not in NUMBERS_TOO) + [given[name].tolist()] * (given[name].size > 0)
+            others = [1.5] * (name not in NUMBERS_TOO) + [arguments[name].tolist()] * (
+                arguments[name].size > 0
+            )
             return f"{name} is no array", {name: draw.pick("x", object(), *others)}
         case "length":
             name, axis = draw.pick(*linked)
-            x = given[name]
+            x = arguments[name]
             longer = x.shape[axis] < 2
             shape = list(x.shape)
             shape[axis] += 1 if longer else -1
             return f"length of {name}", {name: np.ones(shape, x.dtype)}
         case _:
-            return wrong_out(draw, given["out"])
+            return wrong_out(draw, arguments["out"])
 
 
 def wrong_out(draw: Draw, out: Array) -> tuple[str, dict[str, Any]]:
@@ -116,7 +120,7 @@ def wrong_out(draw: Draw, out: Array) -> tuple[str, dict[str, Any]]:
 
 
 def judge_mistake(draw: Draw, trial: Trial) -> tuple[str | None, dict[str, Any]]:
-    """A typed error, and nothing written."""
+    """Check that a call raises a typed error and writes nothing."""
     what, changed = mistake(draw, trial)
     before = [buffer.copy() for buffer in draw.buffers + trial.draw.buffers]
     try:
@@ -134,7 +138,7 @@ def judge_mistake(draw: Draw, trial: Trial) -> tuple[str | None, dict[str, Any]]
 
 
 def change(draw: Draw, trial: Trial) -> dict[str, Any]:
-    """One argument otherwise, right or wrong."""
+    """Change one argument, to a valid or an invalid value."""
     known = parameters(trial)
     options = [name for name in known if name not in ("device", "backend", "workspace")]
     name = draw.pick(*trial.arguments) if draw.chance(0.7) else draw.pick(*options)
@@ -182,14 +186,14 @@ def changed_array(draw: Draw, trial: Trial, given: Array) -> Any:
 
 
 def outcome(trial: Trial, changed: dict[str, Any]) -> tuple[Any, ...]:
-    """What a call comes to, so that two can be compared."""
+    """Outcome of a call in comparable form."""
     try:
-        found = flat(trial.call(changed))
+        results = flat(trial.call(changed))
     except GpuOpsError as error:
         return "refused", type(error).__name__, str(error)
     parts = []
-    for one in found:
-        matrix = isinstance(one, gpu_ops.TernaryMatrix)
-        arrays = (one.trits(), one.scale) if matrix else (one,)
+    for result in results:
+        matrix = isinstance(result, gpu_ops.TernaryMatrix)
+        arrays = (result.trits(), result.scale) if matrix else (result,)
         parts += [(str(a.dtype), a.shape, a.tobytes()) if isinstance(a, np.ndarray) else a for a in arrays]
     return "accepted", *parts

@@ -14,33 +14,35 @@ from scripts.fuzzing.trial import Trial
 
 
 def frequencies(m: Maths, rotary: int, theta: float, scaling: tuple[Any, ...]) -> Array:
-    """inv_freq, with linear, ntk or llama3 scaling."""
-    kind, *numbers = scaling
+    """Frequencies inv_freq, with linear, ntk or llama3 scaling."""
+    method, *numbers = scaling
     base = m.load(theta)  # an input like others: with one theta, rounded angles can be right by luck
-    if kind == "ntk" and rotary > 2:
+    if method == "ntk" and rotary > 2:
         base = base * m.wide(numbers[0]) ** (m.wide(rotary) / (rotary - 2))
-    found = base ** (-2 * np.arange(rotary // 2).astype(m.wide) / rotary)
-    if kind == "linear":
-        return np.asarray(found / m.wide(numbers[0]))
-    if kind == "llama3":
+    result = base ** (-2 * np.arange(rotary // 2).astype(m.wide) / rotary)
+    if method == "linear":
+        return np.asarray(result / m.wide(numbers[0]))
+    if method == "llama3":
         factor, original = numbers
-        turns = original * found / (2 * m.wide(math.pi))  # over the original context: 1 and fewer, 4 and more
+        turns = (
+            original * result / (2 * m.wide(math.pi))
+        )  # over the original context: 1 and fewer, 4 and more
         blend = np.clip((turns - 1) / 3, 0, 1)
-        return np.asarray((1 - blend) * found / factor + blend * found)
-    return np.asarray(found)
+        return np.asarray((1 - blend) * result / factor + blend * result)
+    return np.asarray(result)
 
 
 def scaling_of(draw: Draw) -> tuple[tuple[Any, ...], Any]:
-    kind = draw.pick("", "", "", "linear", "ntk", "llama3")
-    if kind == "llama3":
-        return (kind, 8.0, 64), gpu_ops.RopeScaling.llama3(8.0, 64)
-    if kind:
-        return (kind, 4.0), getattr(gpu_ops.RopeScaling, kind)(4.0)
+    method = draw.pick("", "", "", "linear", "ntk", "llama3")
+    if method == "llama3":
+        return (method, 8.0, 64), gpu_ops.RopeScaling.llama3(8.0, 64)
+    if method:
+        return (method, 4.0), getattr(gpu_ops.RopeScaling, method)(4.0)
     return ("",), None
 
 
 class Rotation:
-    """The options of a rotation, and the rotation of loaded (..., tokens, heads, head_dim) arrays."""
+    """Options of a rotation, and the rotation of loaded (..., tokens, heads, head_dim) arrays."""
 
     def __init__(self, draw: Draw, head_dim: int) -> None:
         self.arguments: dict[str, Any] = {}
@@ -111,12 +113,12 @@ def rope(draw: Draw) -> Trial:
         arguments["out"] = tuple(outs) if count == 2 else outs[0]
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        found = []
+        results = []
         for x in held:
             loaded = m.load(x)
             y = rotation(m, loaded.swapaxes(1, 2) if layout == "bhsd" else loaded, positions, sign)
-            found.append(y.swapaxes(1, 2) if layout == "bhsd" else y)
-        return tuple(found)
+            results.append(y.swapaxes(1, 2) if layout == "bhsd" else y)
+        return tuple(results)
 
     linked = (("k", -1), ("dk", -1))
     return Trial(
@@ -125,7 +127,7 @@ def rope(draw: Draw) -> Trial:
 
 
 def rope_append_kv(draw: Draw) -> Trial:
-    """The caches are judged as two more results."""
+    """Trial of rope_append_kv, which judges the caches as two more results."""
     dtype = draw.dtype()
     batch, tokens, heads_kv = draw.pick(1, 2, 3), draw.pick(1, 1, 2, 5), draw.pick(1, 2)
     heads, head_dim = heads_kv * draw.pick(1, 2, 4), draw.pick(8, 16, 64, 128)
@@ -165,7 +167,7 @@ def rope_append_kv(draw: Draw) -> Trial:
         return tuple(rotation(m, normed(m, m.load(x), i), keys) for i, x in enumerate((q, k)))
 
     def check(found: list[Any]) -> str | None:
-        """The new rows of k become a result, those of v are exact, and all others are as they were."""
+        """Add the new rows of k as a result; check that those of v are exact and that no others changed."""
         new_k, new_v = (cache[at].copy() for cache in stored)
         for cache, old in zip(stored, before, strict=True):
             cache[at] = old[at]

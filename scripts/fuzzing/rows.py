@@ -24,7 +24,7 @@ def shape_of(draw: Draw) -> tuple[int, ...]:
 
 
 def with_nan(draw: Draw, x: Array) -> Array:
-    """Now and then an element is NaN."""
+    """Set an element to NaN in some trials."""
     values = np.array(x)
     if draw.chance(0.1) and values.size:
         values.reshape(-1)[draw.integer(0, values.size - 1)] = np.nan
@@ -38,16 +38,16 @@ def x_of(draw: Draw, shape: tuple[int, ...], dtype: Any, written: bool = False) 
 
 
 def added(x: Array, residual: Array | None, dtype: np.dtype[Any]) -> Array:
-    """x + residual, rounded once."""
+    """Sum x + residual, rounded once."""
     if residual is None:
         return x
     with np.errstate(all="ignore"):
-        wide = x + residual if dtype.itemsize > 2 else x.astype(np.float64) + residual.astype(np.float64)
-    return nearest(np.asarray(wide), dtype)
+        total = x + residual if dtype.itemsize > 2 else x.astype(np.float64) + residual.astype(np.float64)
+    return nearest(np.asarray(total), dtype)
 
 
 def norm(draw: Draw) -> Trial:
-    """rmsnorm or layernorm."""
+    """Trial of rmsnorm or layernorm."""
     rms = draw.chance(0.6)
     dtype, shape = draw.dtype(), shape_of(draw)
     in_place = draw.chance(0.15)
@@ -86,10 +86,10 @@ def norm(draw: Draw) -> Trial:
         arguments["out"] = draw.out(shape, dtype, rows=True)
     if residual is not None and with_sum and draw.chance(0.3):
         arguments["residual_out"] = draw.out(shape, dtype, rows=True)
-    given = np.array(x)
+    original = np.array(x)
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        total = added(given, residual, dtype)
+        total = added(original, residual, dtype)
         s = m.load(total)
         mean = None if rms else m.mean(s)
         centred = s if mean is None else m.r(s - mean)
@@ -98,16 +98,16 @@ def norm(draw: Draw) -> Trial:
         gain = m.r(m.load(weight) + m.wide(offset))
         n = m.r(centred * rstd)
         if llama and not m.textbook:
-            n, gain = (nearest(one, dtype).astype(m.wide) for one in (n, gain))
+            n, gain = (nearest(array, dtype).astype(m.wide) for array in (n, gain))
         y = m.r(n * gain)
         if bias is not None:
             y = m.r(y + m.load(bias))
-        found = [y]
+        outputs = [y]
         if with_sum:
-            found.append(total.astype(m.wide))
+            outputs.append(total.astype(m.wide))
         if with_stats:
-            found += [one[..., 0] for one in (mean, rstd) if one is not None]
-        return tuple(found)
+            outputs += [array[..., 0] for array in (mean, rstd) if array is not None]
+        return tuple(outputs)
 
     linked = (("x", -1), ("residual", 0), ("bias", 0))
     return Trial("rmsnorm" if rms else "layernorm", arguments, draw, dtype, results, formula, linked=linked)
@@ -117,11 +117,11 @@ def norm_backward(draw: Draw) -> Trial:
     rms = draw.chance(0.6)
     dtype, shape = draw.dtype(), shape_of(draw)
     dy, x, weight = draw.array(shape, dtype), draw.array(shape, dtype), draw.array(shape[-1:], dtype)
-    wide = x.astype(np.float64)
+    x64 = x.astype(np.float64)
     with np.errstate(all="ignore"):
-        mean = (0 * wide if rms else wide).mean(-1, keepdims=True)
-        rstd = 1 / np.sqrt(np.square(wide - mean).mean(-1, keepdims=True) + 1e-5)
-    stats = [draw.place(one[..., 0].astype(computing(dtype))) for one in (mean, rstd)]
+        mean = (0 * x64 if rms else x64).mean(-1, keepdims=True)
+        rstd = 1 / np.sqrt(np.square(x64 - mean).mean(-1, keepdims=True) + 1e-5)
+    stats = [draw.place(array[..., 0].astype(computing(dtype))) for array in (mean, rstd)]
     arguments: dict[str, Any] = {"dy": dy, "x": x, "weight": weight, "mean": stats[0], "rstd": stats[1]}
     offset, dresidual = 0.0, None
     if rms:
@@ -134,11 +134,11 @@ def norm_backward(draw: Draw) -> Trial:
         arguments["out"] = draw.out(shape, dtype, rows=True)
     names = ("dweight",) if rms else ("dweight", "dbias")
     before = {n: draw.values(shape[-1:], computing(dtype)) for n in names if draw.chance(0.3)}
-    arguments |= {n: draw.place(one, written=True) for n, one in before.items()}
+    arguments |= {n: draw.place(array, written=True) for n, array in before.items()}
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        # statistics as they are, whatever the variant: the formula holds for any
-        at, scale = (one[..., None].astype(m.wide) for one in stats)
+        # unchanged statistics for every variant: the formula holds for any statistics
+        at, scale = (array[..., None].astype(m.wide) for array in stats)
         g = m.load(dy)
         n = m.r((m.load(x) - (0 if rms else at)) * scale)
         d = m.r(g * m.r(m.load(weight) + m.wide(offset)))
@@ -149,7 +149,7 @@ def norm_backward(draw: Draw) -> Trial:
         if dresidual is not None:
             dx = m.r(dx + m.load(dresidual))
         cols = shape[-1]
-        sums = (m.sum(one.reshape(-1, cols), axis=0)[0] for one in (m.r(g * n), g))
+        sums = (m.sum(array.reshape(-1, cols), axis=0)[0] for array in (m.r(g * n), g))
         return dx, *(total + before.get(n, 0) for n, total in zip(names, sums, strict=False))
 
     results = (dtype,) + (computing(dtype),) * (1 if rms else 2)
@@ -158,7 +158,7 @@ def norm_backward(draw: Draw) -> Trial:
 
 
 def quantised_norm(draw: Draw) -> Trial:
-    """rmsnorm_quant_int8: codes within half a step, and a sum that is exactly theirs."""
+    """Trial of rmsnorm_quant_int8: codes are within half a step, and the sum is exactly that of the codes."""
     dtype, shape = draw.dtype(), shape_of(draw)
     x, weight = draw.array(shape, dtype, draw.pick(0.02, 1.0, 6.0)), draw.array(shape[-1:], dtype)
     arguments: dict[str, Any] = {"x": x, "weight": weight}
@@ -168,7 +168,9 @@ def quantised_norm(draw: Draw) -> Trial:
 
     def check(found: list[Any]) -> str | None:
         q, scale, rowsum = found[:3]
-        if [str(one.dtype) for one in (q, rowsum)] != ["int8", "int32"] or scale.dtype != computing(dtype):
+        if [str(array.dtype) for array in (q, rowsum)] != ["int8", "int32"] or scale.dtype != computing(
+            dtype
+        ):
             return f"dtypes {q.dtype}, {scale.dtype}, {rowsum.dtype}"
         total = added(x, residual, dtype)
         if residual is not None and found[3].tobytes() != np.ascontiguousarray(total).tobytes():
@@ -196,8 +198,17 @@ def softmax(draw: Draw) -> Trial:
             p, g = m.load(y), m.load(dy)
             return (m.r(m.wide(scale) * m.r(p * m.r(g - m.sum(m.r(g * p))))),)
 
-        given = {"dy": dy, "y": y, "scale": scale}
-        return Trial("softmax_backward", given, draw, dtype, (dtype,), slope, BACKWARD, linked=(("y", -1),))
+        backward_arguments = {"dy": dy, "y": y, "scale": scale}
+        return Trial(
+            "softmax_backward",
+            backward_arguments,
+            draw,
+            dtype,
+            (dtype,),
+            slope,
+            BACKWARD,
+            linked=(("y", -1),),
+        )
     in_place = draw.chance(0.2)
     x = x_of(draw, shape, dtype, in_place)
     arguments: dict[str, Any] = {"x": x}

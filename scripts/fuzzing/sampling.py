@@ -1,4 +1,4 @@
-"""Trials of sampling: the token is one that the filters keep, and the one that the random number points to."""
+"""Trials of sampling: the filters keep the token, and the random number selects it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import FLOAT32, FLOAT64, Array
 from scripts.fuzzing.trial import Trial
 
-SLACK = 1e-5  # of shares: float32 has other exponentials than float64
+SLACK = 1e-5  # of shares: float32 and float64 have different exponentials
 
 
 def sample(draw: Draw) -> Trial:
-    """Options by number or by row; penalties and bias or not."""
+    """Trial with options as scalars or per row, with or without penalties and bias."""
     dtype, vocab = draw.dtype(), draw.length(300)
     lead = draw.pick((), (1,), (5,), (2, 3))
     logits = draw.array((*lead, vocab), dtype, draw.pick(1.0, 5.0, 0.0))
-    wide, rng = FLOAT64 if dtype == np.float64 else FLOAT32, draw.rng
+    wide_dtype, rng = FLOAT64 if dtype == np.float64 else FLOAT32, draw.rng
 
     def option(values: Array, kind: str = "f4") -> Any:
         values = values.astype(kind)
         return draw.place(values) if draw.chance(0.5) else values.ravel()[0].item()
 
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": option(draw.pick(0.0, 0.3, 1.0, 5.0) * rng.uniform(0.5, 1, lead)),
         "top_k": option(rng.integers(0, draw.pick(1, 3, vocab + 9), lead), "i4"),
         "top_p": option(np.minimum(rng.uniform(0, draw.pick(1.0, 3.0), lead), 1)),
@@ -34,30 +34,32 @@ def sample(draw: Draw) -> Trial:
         "step": option(rng.integers(0, 2**40, lead), "u8"),
     }
     if draw.chance(0.4):
-        given["bias"] = draw.array(draw.pick((vocab,), (*lead, vocab)), wide)
+        options["bias"] = draw.array(draw.pick((vocab,), (*lead, vocab)), wide_dtype)
     if draw.chance(0.4):
-        given["counts"] = draw.place(rng.integers(-1, 3, (*lead, vocab)).astype("i4"))
-        given["repetition_penalty"] = option(rng.uniform(0.5, 2, lead))
-        given["frequency_penalty"] = option(rng.uniform(-1, 1, lead))
-        given["presence_penalty"] = option(rng.uniform(-1, 1, lead))
+        options["counts"] = draw.place(rng.integers(-1, 3, (*lead, vocab)).astype("i4"))
+        options["repetition_penalty"] = option(rng.uniform(0.5, 2, lead))
+        options["frequency_penalty"] = option(rng.uniform(-1, 1, lead))
+        options["presence_penalty"] = option(rng.uniform(-1, 1, lead))
     if len(lead) < 2 and draw.chance(0.3):
-        given["out"] = draw.out(lead, np.dtype(np.int32))
+        options["out"] = draw.out(lead, np.dtype(np.int32))
 
     def check(found: list[Any]) -> str | None:
         tokens = np.asarray(found[0])
         if tokens.shape != lead or tokens.dtype != np.int32:
             return f"tokens {tokens.dtype}{tokens.shape}"
-        z = adjusted(np.asarray(logits, wide), given)
+        z = adjusted(np.asarray(logits, wide_dtype), options)
         for row, at in enumerate(np.ndindex(lead)):
-            seed, step = (int(given[n][at] if np.ndim(given[n]) else given[n]) for n in ("seed", "step"))
-            own = isinstance(given["seed"], np.ndarray)
-            number = random_number(seed, step, 0 if own else row) / 2.0**64
-            named = {n: pick_row(given[n], at) for n in ("temperature", "top_k", "top_p", "min_p")}
+            seed, step = (
+                int(options[n][at] if np.ndim(options[n]) else options[n]) for n in ("seed", "step")
+            )
+            own_seed = isinstance(options["seed"], np.ndarray)
+            number = random_number(seed, step, 0 if own_seed else row) / 2.0**64
+            named = {n: pick_row(options[n], at) for n in ("temperature", "top_k", "top_p", "min_p")}
             if wrong := fault_of_row(z[at].astype(np.float64), int(tokens[at]), number, **named):
                 return f"row {at}: {wrong}"
         return None
 
-    return Trial("sample", {"logits": logits, **given}, draw, dtype, check=check)
+    return Trial("sample", {"logits": logits, **options}, draw, dtype, check=check)
 
 
 def pick_row(x: Any, at: tuple[int, ...]) -> Any:
@@ -80,7 +82,7 @@ def adjusted(z: Array, given: dict[str, Any]) -> Array:
 def fault_of_row(
     z: Array, token: int, number: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> str | None:
-    """What is wrong with a token, if anything is whatever float32 rounds."""
+    """Fault of a token, if it is wrong regardless of float32 rounding."""
     if not z.size:
         return None if token == -1 else f"token {token} of none"
     if not 0 <= token < len(z):
@@ -99,7 +101,7 @@ def fault_of_row(
         return f"token {token} comes after {before[place] / total} of top_p {share}"
     if p[place] < (float(np.float32(min_p)) - SLACK) * p[0]:
         return f"token {token} has {p[place] / p[0]} of the largest, min_p {min_p}"
-    # the part of the kept tokens before this one, between what is kept for sure and what may be
+    # share of the kept tokens before this one: lower bound (surely kept) and upper bound (possibly kept)
     spans = []
     for slack in (-SLACK, SLACK):
         kept = (before < (share + slack) * total) & (p >= (float(np.float32(min_p)) - slack) * p[0])

@@ -20,7 +20,7 @@ FORMATS = (*ANY_SHAPE, *UNITS)
 
 
 def matrix(draw: Draw, format: str) -> Array:
-    """Trits of a shape that the format takes."""
+    """Trits of a shape that the format supports."""
     if format in UNITS:
         rows, cols = (unit * draw.pick(1, 1, 2) for unit in UNITS[format])
         rows *= draw.pick(1, 3) if rows < 4 else 1
@@ -33,7 +33,7 @@ def matrix(draw: Draw, format: str) -> Array:
 
 
 def packed_bytes(t: Array, format: str) -> bytes | None:
-    """Bytes of the formats that are one line of arithmetic; None for the others."""
+    """Bytes of the formats that take one line of arithmetic; None for the others."""
     n, k = t.shape
     codes = (t + 1).astype(np.int64)
     if format == "base3":
@@ -51,7 +51,7 @@ def packed_bytes(t: Array, format: str) -> bytes | None:
 
 
 def pack(draw: Draw) -> Trial:
-    """The bytes, where they are simple, and the way back."""
+    """Trial of packing: the bytes of simple formats, and unpacking them again."""
     format = draw.pick(*FORMATS)
     t = matrix(draw, format)
     arguments = {"trits": draw.place(t.astype(draw.pick(np.int8, np.int8, np.int64))), "format": format}
@@ -67,7 +67,7 @@ def pack(draw: Draw) -> Trial:
 
 
 def unpack(draw: Draw) -> Trial:
-    """Packed by the formula or, with wrong bytes, whatever comes out packs to the same bytes again."""
+    """Trial of unpacking: bytes of the formula, or invalid bytes, whose result packs to the same bytes again."""
     format = draw.pick(*FORMATS)
     t = matrix(draw, format)
     made = packed_bytes(t, format)
@@ -83,7 +83,7 @@ def unpack(draw: Draw) -> Trial:
                 trits = gpu_ops.ternary_unpack(wrong, t.shape, format)
             except gpu_ops.errors.FormatError:
                 continue
-            embeds = format in ("tq1_0", "tq2_0", "q2_0")  # a scale, which the trits are without
+            embeds = format in ("tq1_0", "tq2_0", "q2_0")  # a scale, which the trits do not include
             if not embeds and gpu_ops.ternary_pack(trits, format).tobytes() != wrong.tobytes():
                 return "accepted bytes that no encoder writes"
         return None
@@ -111,7 +111,7 @@ def quantize(draw: Draw) -> Trial:
     def check(found: list[Any]) -> str | None:
         made = found[0]
         parts = (1, -1) if group is None else (n, -1) if group == -1 else (n * groups, size)
-        x, t = (one.astype(np.float64).reshape(parts) for one in (w, made.trits()))
+        x, t = (array.astype(np.float64).reshape(parts) for array in (w, made.trits()))
         size_of, scale = np.abs(x), made.scale.astype(np.float64).reshape(-1, 1)
         mean = size_of.mean(1, keepdims=True)
         if method == "absmean":
@@ -129,7 +129,7 @@ def quantize(draw: Draw) -> Trial:
             }[method]()
         if not np.allclose(scale, want, rtol=2e-6, atol=0):
             return f"scale {scale.ravel()[:3]}, expected {want.ravel()[:3]}"
-        certain = np.abs(size_of - edge) > 1e-5 * edge  # float32 may see others on the other side
+        certain = np.abs(size_of - edge) > 1e-5 * edge  # float32 may put others on the other side
         wrong = certain & (t != np.sign(x) * (size_of > edge))
         return f"{wrong.sum()} trits differ, first {np.argwhere(wrong)[0]}" if wrong.any() else None
 
@@ -137,22 +137,24 @@ def quantize(draw: Draw) -> Trial:
 
 
 def scaled(draw: Draw, *kinds: str) -> tuple[Array, Array, gpu_ops.TernaryMatrix]:
-    """Trits, the scale of each (N, K), and the matrix."""
+    """Trits, the scale of each of them (N, K), and the matrix."""
     format = draw.pick("w2", "w2", *ANY_SHAPE, "i2_s", "tq2_0")
     t = matrix(draw, format)
     n, k = t.shape
     groups = draw.pick(*(g for g in (1, 2, 4) if k % g == 0))
     if format == "tq2_0":
         groups = 1
-    kind = draw.pick(*(kinds or ("tensor", "row", "group"))) if format != "tq2_0" else "tensor"
-    shape = {"tensor": (), "row": (n,), "group": (n, groups)}[kind]
+    granularity = draw.pick(*(kinds or ("tensor", "row", "group"))) if format != "tq2_0" else "tensor"
+    shape = {"tensor": (), "row": (n,), "group": (n, groups)}[granularity]
     scale = (0.2 + draw.rng.random(shape)).astype(np.float32)
-    wide = {"tensor": scale, "row": scale[..., None], "group": np.repeat(scale, k // groups, -1)}[kind]
-    return t, np.broadcast_to(wide, (n, k)), gpu_ops.TernaryMatrix.from_trits(t, scale, format=format)
+    scales = {"tensor": scale, "row": scale[..., None], "group": np.repeat(scale, k // groups, -1)}[
+        granularity
+    ]
+    return t, np.broadcast_to(scales, (n, k)), gpu_ops.TernaryMatrix.from_trits(t, scale, format=format)
 
 
 def codes(x: Array, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
-    """int8 codes of the tokens, the size of one step, and how many codes of a token may be one off."""
+    """Quantized tokens: int8 codes, the step size, and the number of codes per token that may be off by one."""
     t: Any = computing(dtype).type
     with np.errstate(all="ignore"):
         s = t(127) / np.maximum(np.abs(x.astype(t)).max(-1, keepdims=True, initial=0), t(1e-5))
@@ -178,7 +180,7 @@ def matmul(draw: Draw) -> Trial:
         return (m.matmul(m.load(x).reshape(-1, t.shape[1]), weights.T).reshape(*lead, t.shape[0]),)
 
     def check(found: list[Any]) -> str | None:
-        """int8: sums are exact, so the rounding of the result and of float32 factors are all there is."""
+        """Check int8: sums are exact, so only the result and the float32 factors are rounded."""
         exact = q @ (t * scale.astype(np.float64)).T * step
         room = near * step * scale.max(initial=0)
         room = room + np.abs(exact) * 2.0 ** {2: -7, 4: -20, 8: -40}[dtype.itemsize]
@@ -188,20 +190,20 @@ def matmul(draw: Draw) -> Trial:
             return f"{found[0].dtype} {found[0].shape}, expected {dtype} {exact.shape}"
         return f"off by more than allowed, by {off.max():.3g}" if off.size and not off.max() <= 0 else None
 
-    kind: dict[str, Any] = {"check": check} if int8 else {"formula": native, "results": (dtype,)}
-    return Trial("ternary_matmul", arguments, draw, dtype, linked=(("x", -1),), **kind)
+    judgement: dict[str, Any] = {"check": check} if int8 else {"formula": native, "results": (dtype,)}
+    return Trial("ternary_matmul", arguments, draw, dtype, linked=(("x", -1),), **judgement)
 
 
 def matmul_given(draw: Draw) -> Trial:
-    """int8 codes with their scales: the sums are exact, so that only scales and the result round."""
+    """Trial of int8 codes with their scales: the sums are exact, so only scales and the result are rounded."""
     t, scale, w = scaled(draw)
     lead = draw.pick((), (1,), (3,), (2, 2), (17,), (70,), (0,))
     x = draw.place(draw.rng.integers(-128, 128, (*lead, t.shape[1])).astype(np.int8))
-    wide = draw.pick(np.float32, np.float32, np.float64)
-    x_scale = draw.array(draw.pick(lead, (*lead, 1), ()), wide)
-    dtype = draw.pick(np.dtype(wide), draw.dtype())
+    scale_dtype = draw.pick(np.float32, np.float32, np.float64)
+    x_scale = draw.array(draw.pick(lead, (*lead, 1), ()), scale_dtype)
+    dtype = draw.pick(np.dtype(scale_dtype), draw.dtype())
     arguments: dict[str, Any] = {"x": x, "w": w, "x_scale": x_scale}
-    if dtype != wide or draw.chance(0.3):
+    if dtype != scale_dtype or draw.chance(0.3):
         arguments["out_dtype"] = dtype
     if draw.chance(0.25):
         arguments["out"] = draw.out((*lead, t.shape[0]), dtype, rows=True)
@@ -243,7 +245,7 @@ def matmul_backward(draw: Draw) -> Trial:
 
 
 def product(draw: Draw) -> Trial:
-    """Two ternary matrices: sums of trits are exact, so only the scales round."""
+    """Trial of two ternary matrices: sums of trits are exact, so only the scales round."""
     x, x_scale, left = scaled(draw, "tensor", "row")
     n = draw.length(65)
     t = draw.rng.integers(-1, 2, (n, x.shape[1])).astype(np.int8)

@@ -12,17 +12,19 @@ from scripts.fuzzing.trial import BACKWARD, Trial
 
 
 def adamw_step(draw: Draw) -> Trial:
-    """What it changes is judged as its results. Rounding by chance is off by up to a unit of bfloat16."""
+    """Trial of adamw_step, which judges the arrays it changes as results. Stochastic rounding is off by up to a unit
+    of bfloat16."""
     dtype, size = draw.dtype(), draw.length(384)
-    wide = FLOAT64 if dtype == np.float64 else FLOAT32
-    grads = draw.array((size,), draw.pick(dtype, wide))
+    state_dtype = FLOAT64 if dtype == np.float64 else FLOAT32
+    grads = draw.array((size,), draw.pick(dtype, state_dtype))
     values = {
-        name: draw.values((size,), kind) for name, kind in (("params", dtype), ("m", wide), ("v", wide))
+        name: draw.values((size,), array_dtype)
+        for name, array_dtype in (("params", dtype), ("m", state_dtype), ("v", state_dtype))
     }
-    values["v"] = values["v"] ** 2 + wide.type(1e-4)
+    values["v"] = values["v"] ** 2 + state_dtype.type(1e-4)
     is_stochastic = dtype == BFLOAT16 and draw.chance(0.5)
     if dtype.itemsize == 2 and not is_stochastic:
-        values["master"] = draw.values((size,), wide)
+        values["master"] = draw.values((size,), state_dtype)
     changed = {name: whole(draw, x) for name, x in values.items()}
     step, lr, decay, scale = (
         draw.pick(1, 2, 30, 5000),
@@ -43,8 +45,8 @@ def adamw_step(draw: Draw) -> Trial:
 
     def formula(m: Maths) -> tuple[Array, ...]:
         r = (
-            m.r if dtype == wide else Maths(wide, m.textbook).r
-        )  # states and steps are wide, whatever the parameters
+            m.r if dtype == state_dtype else Maths(state_dtype, m.textbook).r
+        )  # states and steps are wide for all parameters
         g = r(m.load(grads) * scale)
         first = r(r(beta1 * m.load(values["m"])) + r((1 - beta1) * g))
         second = r(r(beta2 * np.abs(m.load(values["v"]))) + r((1 - beta2) * r(g * g)))
@@ -55,18 +57,18 @@ def adamw_step(draw: Draw) -> Trial:
         parts = {"params": m.r(new), "m": first, "v": second, "master": new}
         return tuple(parts[name] for name in values)
 
-    found: list[Array] = []
+    updated: list[Array] = []
     dtypes = tuple(x.dtype for x in values.values())
     factor = 2 * BACKWARD if is_stochastic else BACKWARD
     trial = Trial("adamw_step", arguments, draw, dtype, dtypes, formula, factor)
-    trial.check = lambda results: results.__setitem__(slice(None), found)
-    trial.after = lambda: found.extend(x.copy() for x in changed.values())
+    trial.check = lambda results: results.__setitem__(slice(None), updated)
+    trial.after = lambda: updated.extend(x.copy() for x in changed.values())
     trial.linked = tuple((name, 0) for name in ("grads", *changed))
     return trial
 
 
 def whole(draw: Draw, values: Array) -> Array:
-    """A contiguous array that is written, in a buffer of its own."""
+    """Contiguous array that is written, in a separate buffer."""
     before = draw.pick(0, 1, 4)
     buffer = np.empty(before + values.size + 3, values.dtype)
     buffer.view(np.uint8).fill(0xFF)

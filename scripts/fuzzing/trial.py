@@ -1,4 +1,4 @@
-"""A call with what it should give; running it and judging it."""
+"""A call with its expected results; running and judging it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FORWARD, BACKWARD = 2.0, 3.0
 
 @dataclass
 class Trial:
-    """``results``: the dtypes of the results, in order. ``formula`` gives as many arrays.
+    """A call with its expected results. ``results``: their dtypes in order; ``formula`` returns as many arrays.
 
-    ``check``, where results are integers or objects: says what is wrong with them. ``linked``: (argument, axis)
-    whose length another argument has too. ``in_place``: the results whose arrays are also inputs are in
-    ``Draw.written``, and are put back before the buffers are compared.
+    ``check``, where results are integers or objects: returns their fault. ``linked``: (argument, axis) whose length
+    another argument has too. ``in_place``: results whose arrays are also inputs are in ``Draw.written``, and are
+    restored before the buffers are compared.
     """
 
     op: str
@@ -42,7 +42,7 @@ class Trial:
     """Runs after the call, before what was written is put back."""
 
     def call(self, changed: dict[str, Any] | None = None) -> Any:
-        """Required arguments by position, as people write it."""
+        """Make the call, with required arguments by position, as people write it."""
         named = {**self.arguments, "device": self.device, "backend": self.backend, **(changed or {})}
         function = getattr(gpu_ops, self.op)
         positional = []
@@ -55,7 +55,7 @@ class Trial:
             return function(*positional, **named)
 
     def words(self, changed: dict[str, Any] | None = None) -> str:
-        """The call, for a report."""
+        """Text of the call for a report."""
         named = {**self.arguments, **(changed or {})}
         return f"{self.op}({', '.join(f'{n}={_word(x)}' for n, x in named.items())}) on {self.device}, {self.backend}"
 
@@ -66,7 +66,7 @@ def _word(x: Any) -> str:
             "" if x.flags.c_contiguous else f" strides {tuple(s // max(x.itemsize, 1) for s in x.strides)}"
         )
         return f"{x.dtype}{list(x.shape)}{dense}"
-    if isinstance(x, tuple | list) and any(isinstance(one, np.ndarray) for one in x):
+    if isinstance(x, tuple | list) and any(isinstance(element, np.ndarray) for element in x):
         return f"({', '.join(map(_word, x))})"
     if isinstance(x, gpu_ops.TernaryMatrix):
         return f"TernaryMatrix({x.shape}, {x.format}, scale {x.scale.shape})"
@@ -74,37 +74,37 @@ def _word(x: Any) -> str:
 
 
 def flat(result: Any) -> list[Any]:
-    """One result or several, dicts too, as a list."""
+    """One or more results, dicts included, as a list."""
     if isinstance(result, dict):
         result = tuple(result.values())
     if isinstance(result, tuple | list):
-        return [one for part in result for one in flat(part)]
+        return [leaf for part in result for leaf in flat(part)]
     return [result]
 
 
 def judge(trial: Trial) -> str | None:
-    """Make the call; None, or what is wrong."""
+    """Make the call and return its fault, or None."""
     draw = trial.draw
     before = [buffer.copy() for buffer in draw.buffers]
     held = [view.copy() for view in draw.written]
     try:
-        found = flat(call_somewhere(trial))
+        results = flat(call_somewhere(trial))
     except DeviceError as error:
         return None if trial.device != "cpu" else f"refused: {error}"
     except GpuOpsError as error:
         return f"refused: {type(error).__name__}: {error}"
-    found = [one.copy() if isinstance(one, np.ndarray) else one for one in found]
+    results = [result.copy() if isinstance(result, np.ndarray) else result for result in results]
     if trial.after is not None:
         trial.after()
     for view, values in zip(draw.written, held, strict=True):
         view[...] = values
     if not same_bytes(draw.buffers, before):
         return "wrote into an input or beside a result"
-    return compare(trial, found)
+    return compare(trial, results)
 
 
 def call_somewhere(trial: Trial) -> Any:
-    """A backend may refuse a problem; then another one of the CPU has to take it."""
+    """Call on a backend; if it refuses the problem, another CPU backend must take it."""
     try:
         return trial.call()
     except DeviceError:
@@ -118,12 +118,12 @@ def same_bytes(arrays: list[Array], others: list[Array]) -> bool:
 
 
 def compare(trial: Trial, found: list[Any]) -> str | None:
-    """The results against the formula."""
+    """Compare the results with the formula."""
     if trial.check is not None:
         wrong = trial.check(found)
         if wrong or trial.formula is None:
             return wrong
-    # a few variants are quick, and can all be right by luck
+    # a few variants are fast, but can all be right by luck
     return against_formula(trial, found, FEW_VARIANTS) and against_formula(trial, found, MANY_VARIANTS)
 
 
