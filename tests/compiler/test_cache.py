@@ -50,7 +50,7 @@ def start(cache, code=CALL, root=ROOT, **env):
 
 
 def finish(process):
-    """(standard output, standard error) of a process that must succeed."""
+    """Standard output and standard error of a process that must succeed."""
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return out.strip(), err
@@ -62,7 +62,7 @@ def entries(cache):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The folder after a first call, made where the working directory has been deleted."""
+    """Cache folder after a first call, made where the working directory has been deleted."""
     cache = tmp_path_factory.mktemp("first")
     code = "import os, tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())\n"
     assert finish(start(cache, "import gpu_ops\n" + code + CALL))[0] == COMPILED
@@ -80,7 +80,7 @@ def test_compiled_once_then_loaded(first):
 
 
 def test_kernels_of_several_processes_run_in_one(tmp_path):
-    """Code of the same names, made in processes that counted alike, does not take each other's place."""
+    """Code of the same names, made in processes with equal counters, does not replace each other."""
     code = CALL.replace("y, want =", "for a in {}: y, want =").replace("(x, x", "(x, x, activation=a")
     code = code.replace("\nassert", "; assert")
     for names in (["silu"], ["gelu"], ["silu", "gelu"], ["gelu", "silu"]):
@@ -90,7 +90,7 @@ def test_kernels_of_several_processes_run_in_one(tmp_path):
 
 
 def test_a_kernel_shows_nothing_but_its_entry(tmp_path, monkeypatch):
-    """What else it exported could take the place of another kernel's, or have it taken."""
+    """Other exported symbols could replace those of another kernel, or be replaced by them."""
     libraries = []
     kept = numba_pipeline.KernelLibrary._finalize_final_module
     monkeypatch.setattr(
@@ -147,13 +147,13 @@ def damage_empty(path):
 
 
 def damage_other(path):
-    """A pickle, as entries once were: its checksum holds, and it must not be run."""
+    """Pickle, the former format of entries: its checksum holds, but it must not be run."""
     payload = pickle.dumps(Runs(path.parent))
     path.write_bytes(hashlib.sha256(payload).digest() + payload)
 
 
 class Runs:
-    """Makes a folder where it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -163,7 +163,7 @@ class Runs:
 
 
 def damage_moved(path):
-    """Another variant's entry under this one's name."""
+    """Entry of another variant under the name of this one."""
     finish(start(path.parents[2], CALL.replace("(x, x", "(x, x, activation='gelu'")))
     path.with_name("swiglu_forward_gelu-float32.nbc").replace(path)
 
@@ -206,7 +206,7 @@ cache._writable = refuse
 
 
 def test_a_folder_that_others_filled_is_read(filled):
-    """A container warmed as root and run as a user: no warning, as nothing is missing; one for all that is."""
+    """A container warmed as root and run as a user gives no warning if nothing is missing, else a single one."""
     out, err = finish(start(filled, READ_ONLY + CALL))
     assert out == LOADED
     assert "UserWarning" not in err
@@ -242,7 +242,7 @@ print(out.item())
 
 
 def test_an_edited_generator_of_vector_code_makes_new_code(tmp_path):
-    """What it emits is in no source line of the kernel: Numba's own cache would serve the old product."""
+    """The emitted code is in no source line of the kernel, so Numba's cache would serve the old result."""
     tree = tmp_path / "tree"
     for name in ("gpu_ops", "kernels", "reference"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -262,7 +262,7 @@ def test_every_variant_has_a_file_of_its_own():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_warmup_knows_every_variant_that_runs(dtype, monkeypatch):
-    """Every op is called with kernels that do nothing, and asks for none that a warm-up would not compile."""
+    """Every op, called with kernels that do nothing, requests only kernels that a warm-up would compile."""
     listed, asked = set(warmup.variants()), set()
 
     def ask(kernel, variant):
@@ -272,7 +272,7 @@ def test_warmup_knows_every_variant_that_runs(dtype, monkeypatch):
 
     calls = [call(op, dtype) for op in OPS]
     monkeypatch.setattr(Kernel, "__getitem__", ask)
-    monkeypatch.setattr(np, "empty", np.ones)  # what the kernels would write; 1 is sound
+    monkeypatch.setattr(np, "empty", np.ones)  # in place of the kernels' results; 1 is valid
     with np.errstate(all="ignore"):
         for one in calls:
             one()
@@ -303,7 +303,7 @@ def test_warmup_fills_the_folder(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals (Linux, macOS)")
 def test_warmup_ends_with_its_workers_when_it_is_killed(tmp_path):
-    """Also where a shell started it in the background; the kernels compiled by then stay."""
+    """They end also if a shell started it in the background; kernels compiled by then are kept."""
     arguments = ("warmup", "--jobs", 2, "--kernel", "swiglu_forward_", "--dtype", "float32")
     warmup = in_background("-m", "gpu_ops", *arguments, GPU_OPS_CACHE_DIR=str(tmp_path))
     while " of " not in warmup.stdout.readline():

@@ -1,4 +1,4 @@
-"""What the cache reads: whole entries of its own user and of their own name, and nothing through a link."""
+"""The cache reads only complete entries of its user under their correct name, and nothing through a link."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ NAME = ("cuda", "kernel.jit")
 
 @pytest.fixture
 def top(tmp_path, monkeypatch):
-    """The cache of this test, which has said nothing yet."""
+    """Cache of this test, which has not warned yet."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "deep" / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     return tmp_path / "deep" / "cache"
 
 
 def said(function, *args):
-    """(result, warnings)"""
+    """Result and warnings of a function."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         return function(*args), [str(each.message) for each in caught]
 
 
 def test_one_compiles_while_others_wait(top):
-    """Each holder of the lock has a file of its own open, as processes have."""
+    """Each holder of the lock has a separate open file, as processes do."""
     cache.publish(ENTRY, "cuda", "other.jit")
     waited = []
 
@@ -54,7 +54,7 @@ def test_one_compiles_while_others_wait(top):
         with cache.alone("cuda", "third.jit") as has_waited:  # another kernel does not wait
             assert not has_waited
         cache.publish(ENTRY, *NAME)
-        with cache.alone(*NAME) as has_waited:  # nor does one that is there
+        with cache.alone(*NAME) as has_waited:  # nor does a kernel that is already compiled
             assert not has_waited
     other.join(60)
     assert waited == [(True, ENTRY)]
@@ -62,7 +62,7 @@ def test_one_compiles_while_others_wait(top):
 
 
 def test_without_a_lock_none_waits_for_ever(top, monkeypatch):
-    """A stopped process, or a folder that no lock can be made in."""
+    """A stopped process, or a folder in which no lock can be created, does not block others."""
     monkeypatch.setattr(cache, "_LONGEST_COMPILATION", 0.1)
     with cache.alone(*NAME), cache.alone(*NAME) as has_waited:
         assert has_waited
@@ -91,7 +91,7 @@ def test_everything_is_made_for_the_user_alone(top):
 
 
 def give_away(path, monkeypatch):
-    """To another user: as root really, else this process becomes another one."""
+    """Give a file to another user; without root, this process pretends to be another user."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
     else:
@@ -110,7 +110,7 @@ CHANGES = {"another owner": give_away, "group": open_to(0o020), "others": open_t
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("where", ["", "cuda", "cuda/kernel.jit"])
 def test_what_others_may_have_written_is_not_read(top, monkeypatch, change, where):
-    """One line says so, and names it."""
+    """A single line reports it, with its name."""
     cache.publish(ENTRY, *NAME)
     path = top / where
     change(path, monkeypatch)
@@ -119,7 +119,7 @@ def test_what_others_may_have_written_is_not_read(top, monkeypatch, change, wher
     assert len(lines) == 1
     assert (
         str(path) in lines[0] or change is give_away
-    )  # whose folder comes first when the process is another one
+    )  # whose folder comes first when the process pretends to be another user
     assert said(cache.read_entry, *NAME) == (None, [])
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_written_into_a_folder_of_others(top, monkeypatch, change):
 @posix
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root runs this: a chown")
 def test_roots_folder_is_read_by_all(top, monkeypatch):
-    """An image that was warmed as root, and runs as a user."""
+    """An image warmed as root and run as a user reads root's folder."""
     cache.publish(ENTRY, *NAME)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert said(cache.read_entry, *NAME) == (ENTRY, [])
@@ -147,7 +147,7 @@ def test_roots_folder_is_read_by_all(top, monkeypatch):
 @posix
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_what_is_no_file_is_not_read(top, tmp_path, kind):
-    """A pipe is not waited for, a link neither followed nor written through; a folder stays."""
+    """A pipe does not block, a link is neither followed nor written through, and a folder stays."""
     cache.publish(ENTRY, *NAME)
     path, other = top.joinpath(*NAME), tmp_path / "other"
     path.rename(other)
@@ -188,7 +188,7 @@ def test_an_entry_under_another_name_is_not_used(top):
 
 
 def test_a_torn_entry_is_not_used(top):
-    """However much of it is left, and whichever byte is wrong."""
+    """An entry truncated at any length, or with any wrong byte, is rejected."""
     cache.publish(ENTRY, *NAME)
     path = top.joinpath(*NAME)
     whole = path.read_bytes()
@@ -214,7 +214,7 @@ def test_left_over_temporary_files_go_after_a_day(top):
 
 
 def fill(top):
-    """A cache with an entry of today's sources and one of others, of each kind that has any."""
+    """Fill a cache with an entry of the current sources and one of others, for each kind that has entries."""
     now = cache_contents.cpu_sources()
     for build in (f"{now}-cpu", "0123456789abcdef-cpu", "0123456789abcdef"):
         cache.publish(ENTRY, "numba_cpu", build, "kernel.nbc")
@@ -232,7 +232,7 @@ def fill(top):
 
 
 def rows(capsys):
-    """Lines of numbers by kind, as printed."""
+    """Printed lines of numbers, by kind."""
     out = capsys.readouterr().out
     kinds = ("CPU kernels", "emulator", "GPU kernels", "measured choices", "left over")
     found = {kind: line for kind in kinds for line in out.splitlines() if line.strip().startswith(kind)}
@@ -241,7 +241,7 @@ def rows(capsys):
 
 @pytest.mark.parametrize("looks", [1, 2])
 def test_a_file_that_another_process_removes_is_left_out(looks, top, monkeypatch):
-    """Between the listing of its folder and the ``looks``-th look at it."""
+    """The file is removed between the listing of its folder and the ``looks``-th access to it."""
     fill(top)
     listed, lstat = cache_contents.contents(), Path.lstat
     seen = []

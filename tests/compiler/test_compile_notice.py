@@ -17,7 +17,7 @@ from tests.support.processes import PATIENCE, ROOT
 
 LINE = "compiling kernels for this CPU, once; later processes load them"
 
-# Two variants of a kernel, each in a thread of its own. Loading one from the cache takes longer than SLOW.
+# Two variants of a kernel, each in a separate thread. Loading one from the cache takes longer than SLOW.
 RUN = """
 import threading, time
 from gpu_ops.kernels.compiler import progress
@@ -43,7 +43,7 @@ for thread in threads: thread.join()
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A process that has compiled nothing yet."""
+    """State of a process that has compiled nothing yet."""
     monkeypatch.setattr(progress, "_announced", threading.Lock())
     monkeypatch.delenv("GPU_OPS_QUIET", raising=False)
 
@@ -56,9 +56,9 @@ def unconfigured(fresh, monkeypatch):
 
 
 def stderr_of(folder, slow, **variables):
-    """What a process that uses two kernels writes to stderr."""
+    """Text that a process using two kernels writes to stderr."""
     environment = {key: value for key, value in os.environ.items() if key != "GPU_OPS_QUIET"}
-    with (folder / "run.py").open("w") as file:  # the disk cache wants the kernel's source
+    with (folder / "run.py").open("w") as file:  # the disk cache requires the kernel's source
         file.write(RUN.replace("SLOW)", f"{slow!r})"))
     done = subprocess.run(
         [sys.executable, file.name],
@@ -177,7 +177,7 @@ def test_quiet_silences_all_progress(value, unconfigured, monkeypatch, capsys):
     "kernel", [pytest.param("raw", marks=needs_nvrtc), pytest.param("numba", marks=needs_numba_cuda)]
 )
 def test_gpu_kernels_go_through_the_same_notice(kernel, fresh, tmp_path, monkeypatch, caplog):
-    """Compiled, then loaded by what stands for another process."""
+    """A kernel is compiled, then loaded by a simulated second process."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO, "gpu_ops")
     kernel = scale(scale_tree(tmp_path)) if kernel == "raw" else numba_kernels.scale_kernel(2.0)

@@ -1,4 +1,4 @@
-"""What a cubin says, against ptxas' own words, and occupancy, against figures worked out by hand."""
+"""Resources in a cubin against the output of ptxas, and occupancy against figures calculated by hand."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def needs(registers, shared=0, barriers=0):
         ("sm_86", needs(16), 128, 99 * 1024, 1, "shared memory"),
         ("sm_86", needs(16), 128, 99 * 1024 + 1, 0, "shared memory"),
         ("sm_90", needs(16), 128, 227 * 1024, 1, "shared memory"),
-        # 7.5 reserves nothing.
+        # sm_75 reserves nothing.
         ("sm_75", needs(16), 128, 32 * 1024, 2, "shared memory"),
         # Named barriers are a pool from 9.0 on: 64 per SM of 2048 threads.
         ("sm_90", needs(16, barriers=16), 128, 0, 4, "barriers"),
@@ -162,7 +162,7 @@ int main() {
 
 @needs_nvrtc
 def test_occupancy_is_the_toolkits(tmp_path):
-    """``cuda_occupancy.h``, the toolkit's calculator, on random configurations."""
+    """Occupancy equals that of ``cuda_occupancy.h``, the toolkit's calculator, on random configurations."""
     compiler = shutil.which("g++")
     headers = toolkit.headers(nvrtc.version()[0])
     if compiler is None or headers is None or not (headers / "cuda_occupancy.h").is_file():

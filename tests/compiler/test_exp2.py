@@ -1,4 +1,4 @@
-"""2^x of attention's weights, as this CPU takes it apart and as others do; e^x and tanh of the other kernels."""
+"""2^x of attention's weights, as split on this CPU and on others; e^x and tanh of the other kernels."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ ERRORS = {"PAIRS": (np.float32, 3.5e-6), "FLOAT32": (np.float32, 1.7e-7), "FLOAT
 
 
 def powers(dtype, emit):
-    """Compiled: every vector of ``y`` becomes 2 to those of ``x``."""
+    """Compiled function that sets every vector of ``y`` to 2 to the power of that of ``x``."""
 
     @intrinsic
     def vector(typingctx, y, x, i):
@@ -79,7 +79,7 @@ def test_powers(form, name):
 @pytest.mark.parametrize(("dtype", "ends"), [(np.float32, (-87.3, 88.3)), (np.float64, (-708.3, 709.3))])
 @pytest.mark.parametrize("fastmath", [CONTRACT, REASSOC], ids=["contract", "reassoc"])
 def test_exponential(dtype, ends, fastmath):
-    """To one unit in the last place, for large arguments too."""
+    """The exponential is accurate to one unit in the last place, for large arguments too."""
 
     @njit(fastmath=set(fastmath))
     def every(y, x):

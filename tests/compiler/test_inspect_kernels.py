@@ -1,4 +1,4 @@
-"""scripts/inspect_kernels.py finds what is wrong with a kernel, and the kernels of the ops have nothing wrong."""
+"""scripts/inspect_kernels.py finds the faults of a kernel, and the kernels of the ops have none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(128) shared(float4* x) {
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
-    """A registry of good kernels; tests add to it."""
+    """Registry of good kernels; tests add to it."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
     tree = scale_tree(tmp_path / "cuda")
     write(tree, "faulty.cu", FAULTY)
@@ -125,7 +125,7 @@ def test_nothing_to_look_at_is_an_error(kernels, capsys):
 
 @pytest.mark.parametrize("arch", ["sm_120", *slow("sm_80", "sm_90a")])
 def test_kernels_of_the_ops(arch):
-    """A sample on each kind of architecture; ``.ci/run`` looks at every kernel on every one."""
+    """A sample of kernels on each kind of architecture; ``.ci/run`` checks every kernel on every architecture."""
     variants = list(jit.all_variants(arch))
     if not variants:
         pytest.skip("no op lists GPU kernels")
@@ -135,7 +135,7 @@ def test_kernels_of_the_ops(arch):
 
 
 def test_a_share_of_the_architectures(kernels):
-    """Each kernel on two, and all architectures in turn."""
+    """Each kernel is on two architectures, and all architectures take turns."""
     tasks = inspect_kernels.chosen(inspect_kernels.PRESET_ARCHES, "", 2)
     labels = [variant.kernel.label for variant, _ in tasks]
     assert sorted(labels) == sorted(2 * [variant.kernel.label for variant in kernels])

@@ -1,4 +1,4 @@
-"""scripts/issue_gate.py: which instructions of a memory-bound kernel count, and that a heavy kernel is caught."""
+"""scripts/issue_gate.py: the instructions of a memory-bound kernel that count, and detection of a heavy kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_nvdisasm = pytest.mark.skipif(
 
 
 def sass(*lines: str) -> str:
-    """A listing as nvdisasm's; lines that begin with a dot are labels."""
+    """Listing in the format of nvdisasm; lines that begin with a dot are labels."""
     return "\n".join(
         f"{line}:" if line.startswith(".") else f"        /*{16 * i:04x}*/ {line} ;"
         for i, line in enumerate(lines)
@@ -51,7 +51,7 @@ def test_without_a_loop_the_whole_kernel_counts():
 
 
 def test_the_way_of_whole_vectors_counts():
-    """Not single elements behind a branch; of two ways to compute the longer; predicated instructions take a slot."""
+    """Single elements behind a branch do not count; of two paths the longer does; predicated instructions count."""
     count = issue_gate.count(
         sass(
             ".L_x_0",
@@ -76,7 +76,7 @@ def test_the_way_of_whole_vectors_counts():
 
 
 def test_a_sum_over_a_warp_counts_five_times():
-    """An inner loop over shuffles, and code behind the end that jumps back into the loop, which makes no loop."""
+    """An inner loop over shuffles counts five times; code after the end that jumps back into the loop is no loop."""
     count = issue_gate.count(
         sass(
             ".L_x_0",
@@ -133,7 +133,7 @@ extern "C" __global__ void swiglu_heavy(float4* x) {
 @needs_ptxas
 @needs_nvdisasm
 def test_a_heavy_kernel_is_caught(tmp_path, monkeypatch, capsys):
-    """1024 bytes take A100 76 clocks; a step takes its 64 lanes 2."""
+    """On an A100 1024 bytes take 76 clocks, and a step of its 64 lanes takes 2."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
     write(tmp_path, "heavy.cu", HEAVY)
 
@@ -160,7 +160,7 @@ def test_a_heavy_kernel_is_caught(tmp_path, monkeypatch, capsys):
     ("norm", "vecs", "most"), [("rmsnorm", 2, 38), ("layernorm", 1, 37.5), ("layernorm", 2, 35)]
 )
 def test_what_the_backward_of_norms_issues(norm, vecs, most):
-    """Per element of 16 bits, with dresidual and, in RMSNorm, the rounding of Llama."""
+    """Instructions per 16-bit element, with dresidual and, in RMSNorm, the rounding of Llama."""
     words = {"NORM": norm, "DTYPE": "bf16", "VEC": 8, "ACCESS": 8, "VECS": vecs, "TEAM": 0}
     kernel = jit.CudaKernel("norm/backward", f"{norm}_backward", tuple(words.items()))
     assert kernel in {variant.kernel for variant in jit.all_variants("sm_90")}

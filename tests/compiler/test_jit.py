@@ -1,4 +1,4 @@
-"""Kernels compile without a GPU, exactly as asked."""
+"""Kernels compile without a GPU, exactly as requested."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_macros_specialise(tree):
 
 @needs_nvrtc
 def test_arithmetic_is_precise():
-    """No flushed denormals, no approximate division or square root, unless a kernel asks for one."""
+    """Denormals are not flushed, and division and square root are exact unless a kernel requests approximations."""
     source = """
     extern "C" __global__ void k(float* x) { x[0] = x[1] / x[2]; x[3] = sqrtf(x[4]); x[5] = x[6] + x[7]; }
     """
@@ -103,7 +103,7 @@ def test_arithmetic_is_precise():
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCH_LIST)
 def test_lines_lead_to_the_sources(tree, arch):
-    """Every .loc of our code names a real file, and the file's line is the statement it stands for."""
+    """Every .loc of our code names a real file, and the line in that file is the statement it represents."""
     compiled = jit.compile_kernel(scale(tree), arch)
     kernel, header = str(tree / "scale.cu"), str(tree / "scale.cuh")
     assert compiled.sources == {kernel: SCALE, header: SCALE_HEADER}
@@ -123,7 +123,7 @@ def test_text(tmp_path, monkeypatch):
     assert unit.sources == {"mine.cu": source}
     assert '"mine.cu"' in unit.ptx
     assert str(tmp_path) not in unit.ptx
-    assert not list(tmp_path.rglob("*.jit"))  # what a text includes is nobody's to know
+    assert not list(tmp_path.rglob("*.jit"))  # the includes of a text are unknown
     assert jit.compile_text(source, "sm_86", name="mine.cu", options=("-DW=7",)) is unit
     assert jit.compile_text(source, "sm_86", name="mine.cu", options=("-DW=8",)).ptx != unit.ptx
 
@@ -199,7 +199,7 @@ def test_numba(arch):
 @needs_numba_cuda
 @needs_ptxas
 def test_numba_products_are_rounded():
-    """ptxas makes one fma of a product and a sum that do not say how they round, and the emulator does not."""
+    """ptxas fuses a product and a sum without rounding modifiers into an fma, and the emulator does not."""
     compiled = jit.compile_kernel(numba_kernels.difference_kernel(), "sm_90")
     assert len(re.findall(r"\bmul\.rn\.f32\b", compiled.ptx)) == 2
     assert re.search(r"\bsub\.rn\.f32\b", compiled.ptx)
@@ -225,7 +225,7 @@ def test_numba_machine_code():
 
 @needs_numba_cuda
 def test_device_functions_see_the_target_in_the_compiling_thread_only(monkeypatch):
-    """Another thread may launch on a real GPU meanwhile, and must not be told of the target."""
+    """Another thread may launch on a real GPU meanwhile, and must not see the target."""
     from numba import cuda
     from numba.cuda import dispatcher
 
@@ -260,7 +260,7 @@ def test_importing_loads_no_compiler():
 
 @needs_numba_cuda
 def test_a_compilation_leaves_no_target_data_as_garbage():
-    """An interrupt within the finalizer of one would be lost: the collector runs at any time."""
+    """An interrupt in the finalizer of target data would be lost, as the collector may run at any time."""
     from llvmlite.binding import TargetData
 
     def alive():

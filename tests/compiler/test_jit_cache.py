@@ -1,4 +1,4 @@
-"""The folder of compiled GPU kernels: what makes a new entry, what happens to a bad one, who may be interrupted."""
+"""Folder of compiled GPU kernels: causes of new entries, treatment of bad ones, and interrupts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The cache of this test."""
+    """Cache of this test."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "cuda"
 
@@ -77,7 +77,7 @@ def test_what_makes_a_new_entry(folder, tree, compiled, monkeypatch):
     for name, text in (
         ("scale.cu", SCALE + "// edited"),
         ("scale.cuh", SCALE_HEADER.replace("x * V", "V(1) + x * V")),
-        ("unused.cuh", "#pragma once"),  # nobody tells whether a macro pulls it in
+        ("unused.cuh", "#pragma once"),  # a macro might include it
     ):
         write(tree, name, text)
         assert compiled(scale(tree)), name
@@ -141,7 +141,7 @@ print(numba_key(kernel.function, kernel.signature))
 
 
 def test_numba_key_refuses_what_has_no_lasting_text():
-    """An address in a key would make a new entry in every process, or worse, name another kernel's."""
+    """An address in a key would create a new entry in every process or, worse, match another kernel's entry."""
     thing = object()
 
     def kernel(x):
@@ -152,7 +152,7 @@ def test_numba_key_refuses_what_has_no_lasting_text():
 
 
 def no_kernel(data):
-    """An entry that is whole, of this key, and holds no kernel."""
+    """Complete entry of this key that holds no kernel."""
     start, length = 52, int.from_bytes(data[48:52], "little")
     key = json.loads(data[start : start + length])["key"]
     return cache._pack(cache.Entry({}, {"ptx": b"no zlib"}), key)

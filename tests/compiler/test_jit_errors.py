@@ -1,4 +1,4 @@
-"""A kernel that does not compile says why, and what to install."""
+"""Errors of a kernel that does not compile give the reason, and the package to install."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_numba_type_error_is_ours():
 
 @pytest.mark.parametrize("missing", ["cuda", "numba_cuda", "libnvrtc"])
 def test_missing_compilers_name_the_extra(missing, tmp_path):
-    """In a process of its own, where the package cannot be found."""
+    """The error names the extra, in a separate process where the package cannot be found."""
     pytest.importorskip("numba_cuda", reason="pip install '.[emulator]'")
     code = f"""
 import sys, importlib.util
@@ -143,7 +143,7 @@ except KernelCompileError as error:
 
 
 def test_outside_of_a_checkout_the_packages_are_named(tmp_path, monkeypatch):
-    """The package index does not have gpu-ops."""
+    """The error names packages, since the package index does not have gpu-ops."""
     monkeypatch.setattr(install, "_CHECKOUT", tmp_path)
     for extra, package in (("mpi", "mpi4py"), ("tokenizers", "tokenizers"), ("nccl13", "nccl4py")):
         assert install.install_command.__wrapped__(extra).startswith(f"pip install '{package}")

@@ -1,4 +1,4 @@
-"""Kernel labels for people: short, and as telling as the macros."""
+"""Kernel labels for people: short, and as informative as the macros."""
 
 from __future__ import annotations
 

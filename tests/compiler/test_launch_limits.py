@@ -1,6 +1,6 @@
-"""Every launch of every op is one that CUDA takes, whatever the shape: blocks, grids, shared memory.
+"""CUDA accepts every launch of every op for any shape: blocks, grids, shared memory.
 
-Calls are bound and lowered, not run, on arrays that claim to be as large as they like.
+Calls are bound and lowered, not run, on arrays that claim any size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIZES = {
     "page_size": (1, 16, 256, 4096),
     "bytes": (1,),
 }
-MOST_INTEGERS = 1 << 18  # whose values are looked at, so that they are there
+MOST_INTEGERS = 1 << 18  # real integers, because calls read their values
 MOST_BYTES = 1 << 52
 
 
@@ -57,14 +57,14 @@ ADDRESSES = itertools.count(1)
 
 
 def claimed(shape, dtype):
-    """An array of this shape without its memory, at an address of its own; nothing may read it."""
+    """Array of this shape without memory, at a separate address; nothing may read it."""
     place = {"shape": tuple(shape), "typestr": f"|V{np.dtype(dtype).itemsize}", "version": 3}
     place["data"] = (1 + next(ADDRESSES) % 1023 << 52, False)
     return np.asarray(SimpleNamespace(__array_interface__=place)).view(dtype)
 
 
 def sizes_for(rng):
-    """A size for each name; few are large at a time."""
+    """Sizes by name; few are large at a time."""
     found = {name: values[int(rng.integers(min(4, len(values))))] for name, values in SIZES.items()}
     for name in rng.choice(list(SIZES), 3, replace=False):
         found[name] = SIZES[name][int(rng.integers(len(SIZES[name])))]
@@ -77,7 +77,7 @@ def sizes_for(rng):
 
 
 def values_of(name, shape, sizes):
-    """Integers that a call looks at."""
+    """Integers whose values a call reads."""
     if name.startswith("cu_seqlens"):
         return np.array([0, sizes["total"] // 3, sizes["total"]], np.int32)
     if math.prod(shape) > MOST_INTEGERS:
@@ -92,7 +92,7 @@ def values_of(name, shape, sizes):
 
 
 def enlarged(one, sizes):
-    """The call with arrays of these sizes; None where integers would be too many to be there, or bytes for any."""
+    """Call with arrays of these sizes; None if they have too many integers to allocate, or too many bytes."""
     heads = ("batch", "nheads", "seqlen_q") if "batch" in one.axes.get("q", ()) else ("nheads", "total")
     axes = {"lse": heads, "out": one.axes.get("q", ()), **one.axes}
     changes = {}
@@ -106,7 +106,7 @@ def enlarged(one, sizes):
             if name not in axes and not name.startswith("cu_seqlens"):
                 return None
             if name in axes and not shape:
-                changes[name] = x  # a number, which a call may look at
+                changes[name] = x  # a number, whose value a call may read
             elif x.dtype.kind == "i" and x.dtype.itemsize > 1:  # int8 are numbers or trits
                 changes[name] = values_of(name, shape, sizes)
             elif math.prod(shape) * x.itemsize < MOST_BYTES:
@@ -125,7 +125,7 @@ def claimed_matrix(w, n, k):
 
 
 def programs(one, backend):
-    """What would run on each card."""
+    """Programs that would run on each card."""
     op = getattr(gpu_ops, one.op).op
     args, kwargs = tuple(one.arrays.values()), {**one.options, "device": "emulator", "backend": backend}
     bound = op.bind(args, kwargs)
@@ -136,7 +136,7 @@ def programs(one, backend):
 
 
 def attempt(one, kernels):
-    """Launches with their cards, or how the call is refused by name."""
+    """Launches with their cards, or the refusal that names the op."""
     try:
         found = programs(one, kernels)
         return [
@@ -147,7 +147,7 @@ def attempt(one, kernels):
 
 
 def check(launch, card):
-    """One launch, as cuLaunchKernel sees it."""
+    """Check one launch against the limits of cuLaunchKernel."""
     grid, block = (*launch.grid, 1, 1)[:3], (*launch.block, 1, 1)[:3]
     assert all(1 <= n <= most for n, most in zip(block, MAX_BLOCK, strict=True)), launch
     assert math.prod(block) <= MAX_THREADS, launch
@@ -182,9 +182,9 @@ def test_launches(name, kernels):
     rng, launches = np.random.default_rng(5), 0
     for i in range(TRIES):
         sizes = sizes_for(rng)
-        if name.startswith("rope"):  # its positions are there
+        if name.startswith("rope"):  # its positions are real
             sizes["seqlen"] = min(sizes["seqlen"], MOST_INTEGERS)
-        if "mlp" in name:  # one launch per so many rows
+        if "mlp" in name:  # one launch per chunk of rows
             sizes |= {axis: min(sizes[axis], 1000) for axis in ("batch", "rows", "ffn", "hidden")}
         one = enlarged(call(name, DTYPES[i % (3 if kernels == "raw" else 4)]), sizes)
         if one is None:
@@ -201,7 +201,7 @@ def test_launches(name, kernels):
     compiler_missing("numba") is not None, reason="needs numba-cuda (pip install '.[emulator]')"
 )
 def test_a_grid_that_no_gpu_takes_is_refused():
-    """Before anything is allocated or written."""
+    """It is refused before anything is allocated or written."""
     q, kv = claimed((2, 1 << 38, 2, 64), np.float32), claimed((2, 4, 2, 64), np.float32)
     with pytest.raises(DeviceError, match=rf"^attention: attention_forward.*{TOO_LARGE}; split the arrays"):
         str(gpu_ops.explain("attention", q, kv, kv, device="emulator", backend="numba"))

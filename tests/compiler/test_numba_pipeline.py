@@ -1,4 +1,4 @@
-"""Device functions: no machine code of their own, and the right result when they are linked into a kernel."""
+"""Device functions have no separate machine code, and give the right result when linked into a kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def total_of_doubled(x):
 
 
 def _machine_code(dispatcher):
-    """Whether the one compiled version can be jumped to."""
+    """True if the one compiled version has machine code."""
     (compiled,) = dispatcher.overloads.values()
     return compiled.target_context.codegen()._engine.is_symbol_defined(compiled.fndesc.llvm_func_name)
 
@@ -123,7 +123,7 @@ def test_arena_arrays_fit_the_counted_size():
 
 @pytest.mark.parametrize("decorate", [device_function(refcount=True), device_function, noinline_function])
 def test_a_device_function_computes_alike_in_all_kernels(decorate):
-    """Also in one that may reorder sums, and has it compiled first."""
+    """This includes a kernel that may reorder sums and that compiles the function first."""
 
     @decorate
     def lost(x, y):

@@ -80,7 +80,7 @@ def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
     python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ON_THE_CPU, f"tests/{body}.py", **env)
 
 
-# Default tests whose bounds a CPU's own roundings meet, with few kernels to compile: P, which GPUs and some CPUs
+# Default tests whose bounds the rounding of a CPU affects, with few kernels to compile: P, which GPUs and some CPUs
 # round to bfloat16 and others do not; a model's gradients, losses and products; quantized caches; merged parts.
 PART = (
     "tests/distributed/test_nccl.py::test_ranks_with_gpus",
@@ -96,6 +96,6 @@ PART = (
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["AVX-512 alone", "AVX2", "generic"])
 def test_a_part_of_the_default_tests(cpu, tmp_path):
-    """In minutes, for CI."""
+    """A part that takes minutes, for CI."""
     env, _ = environment(cpu, tmp_path)
     python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *ON_THE_CPU, *PART, **env)

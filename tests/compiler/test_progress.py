@@ -1,4 +1,4 @@
-"""What is seen of work that takes long: two lines in a log, a bar on a terminal, and nothing of what is in it."""
+"""Display of long work: two lines in a log, a bar on a terminal, and no output of the work itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_log_has_a_line_when_patience_ends_and_one_at_the_end(capsys):
 
 
 def test_a_log_says_what_is_waited_for(capsys):
-    """Not after the wait."""
+    """The log says it before the wait, not after."""
     waited, seen = time.monotonic() + PATIENCE, ""
     with progress.visible("compiling"):
         while not seen and time.monotonic() < waited:
@@ -87,7 +87,7 @@ def test_without_a_thread_it_is_silent(monkeypatch, capsys):
 
 
 class Closed(io.StringIO):
-    """A stderr that was closed, as ``sys.stderr.close()`` leaves it."""
+    """A stderr closed by ``sys.stderr.close()``."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class FullTerminal(Full):
 
 
 class Bare:
-    """What some hosts put in place of stderr: an object that writes and does nothing else."""
+    """Replacement of stderr in some hosts: an object that can only write."""
 
     def write(self, text):
         return len(text)

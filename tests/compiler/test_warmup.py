@@ -1,4 +1,4 @@
-"""The processes that compile ahead: an interrupt ends them, and reaches the process that started them alone."""
+"""Processes that compile in advance: an interrupt ends them, and reaches only the process that started them."""
 
 from __future__ import annotations
 

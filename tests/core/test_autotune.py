@@ -1,6 +1,6 @@
-"""autotune(): which way wins, where it is kept, and when it is not used.
+"""autotune(): the choice that wins, its storage, and cases where it is not used.
 
-CuPy is an imitation (fake_cupy.py), kernels are noted and not run, and a stopwatch tells the times that a test wants.
+CuPy is a fake (fake_cupy.py), kernels are recorded and not run, and a stopwatch returns the times that a test sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.processes import PATIENCE
 pytestmark = needs_nvrtc
 
 MODULE = sys.modules["gpu_ops.core.autotune"]
-A30 = DeviceLimits(56, 163 * 1024)  # what FakeCupy stands for
+A30 = DeviceLimits(56, 163 * 1024)  # the card that FakeCupy simulates
 SHAPE = (1, 256, 8, 64)
 PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)
 
@@ -39,14 +39,14 @@ def arrays(shape=SHAPE):
 
 
 def restart():
-    """As if in a new process."""
+    """Simulate a new process."""
     tuning.forget()
     forget_calls()
 
 
 @pytest.fixture
 def gpu(cupy, monkeypatch, tmp_path):
-    """``kernels``: what was launched. ``times``: seconds by BLOCK_N of the kernel, 1 for others."""
+    """Fake GPU. ``kernels``: launched kernels. ``times``: seconds by BLOCK_N of the kernel, 1 for others."""
     state = SimpleNamespace(kernels=[], times={}, folder=tmp_path / "cache")
 
     def load(kernel):
@@ -72,7 +72,7 @@ def gpu(cupy, monkeypatch, tmp_path):
 
 
 def launched(gpu, shape=SHAPE, **options):
-    """BLOCK_M, BLOCK_N and the grid of a call."""
+    """Tile of a call: BLOCK_M, BLOCK_N and the grid."""
     gpu.kernels.clear()
     gpu_ops.attention(*arrays(shape), **options)
     ((defines, grid),) = gpu.kernels
@@ -158,12 +158,12 @@ def test_a_corrupt_file_is_ignored_and_written_again(gpu, content):
     good = stored(gpu).read_bytes()
     stored(gpu).write_bytes(content.encode("latin-1"))
     restart()
-    if content in ("{}", '{"winner": 3}', '{"card": "another"}'):  # JSON of another kind: nothing to warn of
+    if content in ("{}", '{"winner": 3}', '{"card": "another"}'):  # other JSON: no warning
         assert launched(gpu) == before
     else:
         with pytest.warns(UserWarning, match="ignoring the measured choice"):
             assert launched(gpu) == before
-        assert launched(gpu) == before  # and says it once
+        assert launched(gpu) == before  # and warns once
     gpu_ops.autotune("attention", *arrays())
     assert stored(gpu).read_bytes() == good
     assert launched(gpu)[1] == 16
@@ -286,7 +286,7 @@ def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
 
 
 def test_two_processes_at_once(tmp_path):
-    """Each writes the same file 300 times; readers meanwhile see a whole one of either."""
+    """Each writes the same file 300 times; readers meanwhile see a complete file of either."""
     code = (
         "import sys; from gpu_ops.kernels.common import tuning\n"
         "from gpu_ops.kernels.attention.tuning import SPACE\n"
@@ -332,7 +332,7 @@ def test_there_must_be_something_to_measure(gpu):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch, rng):
-    """The real stopwatch: the winner is used, and gives the same result."""
+    """With the real stopwatch the winner is used, and gives the same result."""
     cupy = pytest.importorskip("cupy")
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
     restart()

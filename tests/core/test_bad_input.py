@@ -1,4 +1,4 @@
-"""Mistakes: each is answered by the right type of error, in words that help, before anything is written."""
+"""Mistakes: each raises the right type of error with a helpful message, before anything is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a remembered call costs in Python: how many of our own functions it calls. No time is measured.
+"""Cost of a remembered call in Python: the number of our functions that it calls. No time is measured.
 
-Kernels and what calls them on the CPU are not counted. A new check in every call shows here as a larger number.
+Kernels and their callers on the CPU are not counted. A new check in every call shows here as a larger number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTED = (PACKAGE, PACKAGE.parent / "kernels")
 NOT_COUNTED = {"cpu", "emulator"}
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions until Python 3.11 only
 
-# The most calls of our functions: (on the CPU, on a GPU), two above what was counted.
+# Maximum number of calls of our functions: (on the CPU, on a GPU), two above the count.
 MOST = {
     "adamw_step": (35, 47),  # checks step, lr and grad_scale each time
     "attention": (18, 22),
@@ -49,7 +49,7 @@ MOST = {
     "rmsnorm_quant_int8": (20, 24),
     "rope": (24, 23),
     "rope_append_kv": (22, 37),
-    "rope_backward": (24, 28),  # dynamic scaling: looks at positions
+    "rope_backward": (24, 28),  # dynamic scaling: reads positions
     "sample": (56, 65),  # checks seven options, seed and step each time,
     "softmax": (17, 18),
     "softmax_backward": (18, 20),
@@ -66,7 +66,7 @@ MOST = {
 
 
 class NoKernel:
-    """In place of a compiled kernel: a launch does nothing."""
+    """Replacement for a compiled kernel, whose launch does nothing."""
 
     def __init__(self, kernel):
         pass
@@ -88,7 +88,7 @@ def is_ours(code):
 
 
 def functions_called(run):
-    """The names of our functions, once for each call."""
+    """Names of our functions, once for each call."""
     names = []
 
     def note(frame, event, argument):

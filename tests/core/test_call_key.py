@@ -1,4 +1,4 @@
-"""Where arrays lie, as keys of calls take it: between the first byte and the last, whatever the strides."""
+"""Memory ranges of arrays in call keys: from the first byte to the last, for any strides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CUDA graphs: a captured call allocates nothing, and replays after other arrays came and went.
+"""CUDA graphs: a captured call allocates nothing, and replays after other arrays were allocated and freed.
 
-On a stand-in for CuPy (fake_cupy.py) that refuses allocations, copies and waits while a stream is captured, records
-what is launched, and runs kernels on the emulator.
+The tests run on a fake of CuPy (fake_cupy.py) that refuses allocations, copies and waits while a stream is captured,
+records launches, and runs kernels on the emulator.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
         one(backend=kernels, workspace=workspace, **given)
     for _ in range(2):
         restore()
-        workspace.host[:] = 0xFF  # what a kernel does not write itself is not there
+        workspace.host[:] = 0xFF  # clears data that a kernel does not write itself
         for x in outs:
             x.host.reshape(-1).view(np.uint8)[:] = 0xFF if op in OUT else 0x00
         cupy.replay()
@@ -70,7 +70,9 @@ def test_a_captured_call_adds_at_every_replay(cupy, op, kernels):
     twice = [x.host.copy() for x in sums]
     out = {"out": FakeArray(np.zeros_like(first.host))} if op in OUT else {}
     size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
-    workspace = FakeArray(np.zeros(size, np.uint8))  # the graph holds its address, and that of the results
+    workspace = FakeArray(
+        np.zeros(size, np.uint8)
+    )  # the graph holds the addresses of this and of the results
     with cupy.capture():
         held = one(backend=kernels, workspace=workspace, **out)
     for x, start in zip(sums, before, strict=True):

@@ -1,6 +1,6 @@
-"""CUDA arrays in and out: of CuPy, of other libraries, and NumPy arrays copied to the device; what is refused.
+"""CUDA arrays as inputs and outputs: of CuPy, of other libraries, and NumPy arrays copied to the device; refusals.
 
-Here CuPy is an imitation over host memory and the kernels run on the emulator; see fake_cupy.py.
+Here CuPy is a fake over host memory and the kernels run on the emulator; see fake_cupy.py.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_what_cannot_be_shared_is_refused(cupy, x, weight):
     with pytest.raises(DTypeError, match="weight cannot be shared with CuPy: it has a mask"):
         gpu_ops.rmsnorm(FakeArray(x), ForeignArray(weight, mask=weight))
     negated = ForeignDLPack(weight)
-    negated.is_neg = lambda: True  # as torch says it
+    negated.is_neg = lambda: True  # as in torch
     with pytest.raises(DTypeError, match=r"weight cannot be shared with CuPy: .*weight\.resolve_neg\(\)"):
         gpu_ops.rmsnorm(FakeArray(x), negated)
     with pytest.raises(DTypeError, match="weight is list, not an array"):
@@ -227,7 +227,7 @@ def test_without_cupy_a_cuda_array_says_what_to_install(monkeypatch, x, weight):
 
 
 def test_casts_of_bfloat16_are_those_of_numpy(cupy):
-    """CuPy has none: every bfloat16, the numbers halfway between two, and NaN of any bits."""
+    """Casts, which CuPy lacks: every bfloat16, the numbers halfway between two, and NaN of any bits."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     every = np.arange(1 << 16, dtype=np.uint16).view(bfloat16)
     wide = cast(FakeArray(every), np.float32).host

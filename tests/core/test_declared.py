@@ -1,4 +1,4 @@
-"""Wrong arguments above the ops: each call works or raises a typed error, by the one rule of core/declared.py."""
+"""Wrong arguments above the ops: each call works or raises a typed error, by the single rule of core/declared.py."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_name_that_a_package_lacks(package, name, hint):
 
 
 def test_every_annotation_is_read():
-    """A name that only type checkers see would leave its arguments unchecked."""
+    """An annotation that only type checkers can resolve would leave its arguments unchecked."""
     for label, (_, function) in public().items():
         function = vars(function).get("__init__", function) if inspect.isclass(function) else function
         scope = vars(sys.modules[inspect.unwrap(function).__module__])
@@ -177,7 +177,7 @@ def test_every_annotation_is_read():
 
 
 def test_calls_within_the_package_are_not_checked():
-    """Functions import each other from their modules; what packages publish is checked."""
+    """Functions import each other from their modules; only names exported by packages are checked."""
     assert models.logits is not models.llama.logits
     assert inspect.unwrap(models.logits) is models.llama.logits
     assert pickle.loads(pickle.dumps(models.logits)) is models.logits

@@ -1,4 +1,4 @@
-"""The emulator as a device: what it knows of each array, what it refuses; and what explain() says of launches."""
+"""The emulator as a device: its record of each array, its refusals, and the launches that explain() reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ extern "C" __global__ void wait_for_next(volatile int* here, int* to) {
 
 @pytest.fixture
 def kernels(tmp_path):
-    """The kernels of SOURCE by entry."""
+    """Kernels of SOURCE by entry."""
     (tmp_path / "small.cu").write_text(SOURCE)
     return lambda entry: CudaKernel("small", entry, folder=tmp_path)
 
@@ -46,7 +46,7 @@ def launch(device, kernel, grid, block, args, shared=0):
 
 
 def zeros(device, size):
-    """An array that kernels may read at once."""
+    """Array that kernels may read at once."""
     x = np.zeros(size, np.int32)
     device.name("zeros", x)
     return x
@@ -115,7 +115,7 @@ def test_workspace_read_before_a_kernel_wrote_it_is_a_fault_by_name(kernels):
 
 @needs_nvrtc
 def test_a_result_that_is_an_input_holds_something(kernels):
-    """``out=x``: named twice, and readable."""
+    """With ``out=x`` the array is named twice, and is readable."""
     x = np.ones(32, np.float16)
     for names in (("x", True), ("out", False)), (("out", False), ("x", True)):
         device = EmulatorDevice()
@@ -135,7 +135,7 @@ def test_the_sanitizer_can_be_switched_off(kernels, monkeypatch):
     launch(
         device, kernels("copy"), (1,), (32,), [device.empty((32,), np.float16, "workspace"), y, np.int32(32)]
     )
-    assert (y.view(np.uint16) == 0xFFFF).all()  # what was never written is NaN
+    assert (y.view(np.uint16) == 0xFFFF).all()  # elements that were never written are NaN
 
 
 @needs_nvrtc
@@ -153,7 +153,7 @@ def test_what_a_driver_refuses_the_emulator_refuses(kernels, monkeypatch):
 
 @needs_nvrtc
 def test_blocks_of_a_cooperative_launch_run_together_or_not_at_all(kernels, monkeypatch):
-    """32 blocks of a warp on each of the 56 SMs of an A30: more than the emulator runs together by itself."""
+    """The grid is 32 blocks of a warp on each of the 56 SMs of an A30, more than the emulator groups by default."""
     monkeypatch.setenv("GPU_OPS_SANITIZE", "0")
     device, most = EmulatorDevice(), 32 * 56
     kernel = replace(kernels("wait_for_next"), cooperative=True)

@@ -1,4 +1,4 @@
-"""Which device and backend run a call: the argument, else the environment, else the first that can."""
+"""Choice of device and backend for a call: the argument, else the environment, else the first that can run it."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_explain_does_not_write_out():
 
 
 def test_attentions_gradients_explain_their_own_tiles(monkeypatch):
-    """Not those of the forward pass, which has a kernel for few queries."""
+    """They differ from the tiles of the forward pass, which has a kernel for few queries."""
     from gpu_ops.kernels.attention.cpu import backward as attention_backward
 
     took = []
@@ -220,6 +220,6 @@ def test_attentions_gradients_explain_their_own_tiles(monkeypatch):
 
 
 def test_gradients_of_a_wide_result_explain_what_runs():
-    """hidden_out may be larger than hidden: the plan says the blocks that run."""
+    """The plan shows the blocks that run; hidden_out may be larger than hidden."""
     dy, x, w, w_down = (np.ones(shape, np.float32) for shape in ((8, 4096), (8, 8), (64, 8), (4096, 64)))
     assert "blocks of 8 tokens" in str(gpu_ops.explain("swiglu_mlp_backward", dy, x, w, w, w_down))

@@ -1,4 +1,4 @@
-"""Any object where a word, number, dict or array belongs: a typed error that names the argument, never a crash."""
+"""Any object in place of a word, number, dict or array: a typed error that names the argument, never a crash."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_masks_that_are_no_arrays(visible):
 
 
 class Odd(Exception):
-    """What no library raises."""
+    """Exception that no library raises."""
 
 
 def raises(*_, **__):
@@ -131,7 +131,7 @@ def claims(device, capsule=raises, **more):
 
 
 class AnswersNothing:
-    """Its attributes raise; so does its repr."""
+    """Object whose attributes and repr raise."""
 
     def __getattr__(self, name):
         raise Odd(name)
@@ -141,7 +141,7 @@ class AnswersNothing:
 
 
 class AnswersAll:
-    """It has every attribute, and all are itself."""
+    """Object that has every attribute, each being the object itself."""
 
     def __getattr__(self, name):
         return self
@@ -188,7 +188,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("thing", "error"), HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("op", OPS)
 def test_objects_that_claim_to_be_arrays(op, thing, error):
-    """In place of each array, before and after a sound call."""
+    """The object replaces each array, before and after a valid call."""
     one = call(op)
     names = [name for name, x in one.arrays.items() if isinstance(x, np.ndarray)]
     names += [name for name in ("out", "residual", "positions", "bias") if name in one.options]
@@ -201,7 +201,7 @@ def test_objects_that_claim_to_be_arrays(op, thing, error):
 
 @pytest.mark.parametrize("thing", [thing for thing, _ in HOSTILE.values()], ids=HOSTILE)
 def test_objects_that_claim_to_be_arrays_with_a_gpu(thing, cupy):
-    """Where CuPy is there to ask them."""
+    """Refusals are the same with CuPy installed, which inspects the objects."""
     with pytest.raises(GpuOpsError, match=r"^rmsnorm: x "):
         gpu_ops.rmsnorm(thing, np.ones(4, np.float32))
 

@@ -1,4 +1,4 @@
-"""Arrays of other kinds: read-only, strided, unaligned, foreign through DLPack, torch, JAX; and what is refused."""
+"""Other kinds of arrays: read-only, strided, unaligned, foreign through DLPack, torch, JAX; and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT_OPS = [op for op in OPS if op not in ("ternary_pack", "ternary_unpack")]
 
 
 def plain_arrays(one):
-    """The NumPy arrays among a call's arguments and options that the op only reads."""
+    """NumPy arrays among a call's arguments and options that the op only reads."""
     arrays = {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
     return {n: x for n, x in arrays.items() if n not in WRITTEN.get(one.op, ())}
 
@@ -33,7 +33,7 @@ def assert_same(found, expected):
 
 
 class DLPackOnly:
-    """What a library unknown to us offers: the two protocol methods and nothing else."""
+    """Array of an unknown library: it has only the two protocol methods."""
 
     def __init__(self, x, device=(1, 0)):
         self._x, self._device = x, device
@@ -47,7 +47,7 @@ class DLPackOnly:
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "ternary_matmul"])
 def test_objects_that_only_speak_dlpack(op):
-    """They come in without a copy; results are NumPy arrays, since nothing else is known of the library."""
+    """They are taken without a copy; results are NumPy arrays, since the library is unknown."""
     one = call(op)
     found = every_array(one, DLPackOnly)()
     assert_same(found, one())
@@ -64,7 +64,7 @@ def test_dlpack_shares_memory():
 
 
 class OnCuda:
-    """An array that says it lies on a CUDA device; nothing may read it."""
+    """Array that claims to be on a CUDA device; nothing may read it."""
 
     @property
     def __cuda_array_interface__(self):
@@ -121,7 +121,7 @@ def test_dtypes_without_a_meaning_are_refused(op):
             one.having(**{name: np.zeros(x.shape, wrong)})()
 
 
-# torch and JAX come and go with their own arrays, sharing memory.
+# torch and JAX pass and get arrays of their type, sharing memory.
 
 
 def torch_tensor(x):
@@ -185,7 +185,7 @@ def test_torch_views():
 
 @pytest.mark.peers
 def test_torch_that_requires_grad_is_refused_with_the_remedy():
-    """Detaching silently would cut the graph where nobody sees it."""
+    """Detaching silently would cut the graph without notice."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm")
     for dtype in (torch.float32, torch.bfloat16):
@@ -197,7 +197,7 @@ def test_torch_that_requires_grad_is_refused_with_the_remedy():
 @pytest.mark.peers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
-    """In a layer's forward pass under no_grad, in results, and inside autograd.Function; also in later calls."""
+    """This covers forward passes under no_grad, results, and autograd.Function; also later calls."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     kind = getattr(torch, dtype)
     x, weight = torch.randn(3, 16, dtype=kind), torch.nn.Parameter(torch.randn(16, dtype=kind))
@@ -239,7 +239,7 @@ def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
 
 @pytest.mark.peers
 def test_torch_that_is_negated_lazily_is_refused_with_the_remedy():
-    """Its memory holds the other sign."""
+    """It is refused because its memory holds the opposite sign."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm")
     x, weight = (torch_tensor(given) for given in one.arrays.values())
@@ -298,7 +298,7 @@ def test_no_memory_for_a_result_is_a_typed_error(op, monkeypatch):
 
 
 class Says:
-    """An object whose DLPack methods do what they are told to."""
+    """Object whose DLPack methods do as configured."""
 
     def __init__(self, device, capsule):
         self._device, self._capsule = device, capsule

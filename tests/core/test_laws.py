@@ -1,4 +1,4 @@
-"""Laws that hold for every op: any strides, ``out``, in place, empty arrays, NaN that stays where it belongs."""
+"""Laws that hold for every op: any strides, ``out``, in place, empty arrays, containment of NaN."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quick_on_emulator(raw):
     return {f"test_{law}": quick(raw) for law in laws} | {"test_a_strict_error_state": None}
 
 
-# One row for all would have two tokens in one place, or offsets that end before the last token.
+# A single repeated row would put two tokens in one place, or give offsets that end before the last token.
 INTEGERS_ARE_APART = [n for n in NAMES if n.startswith(("attention_varlen", "rope_append_kv "))]
 
 
@@ -71,7 +71,7 @@ def test_any_strides(name, dtype, backend):
 
 
 def reordered(name, backend):
-    """Ulps: Numba sums the squares of a head in another order where the rows of out lie apart."""
+    """Allowed ulps: Numba sums the squares of a head in another order if the rows of out are not adjacent."""
     return (
         8 if name in ("rope_append_kv pages", "rope_append_kv int8") and backend["backend"] == "numba" else 0
     )
@@ -80,7 +80,7 @@ def reordered(name, backend):
 @pytest.mark.parametrize("name", WITH_OUT)
 @each_dtype
 def test_out(name, dtype, backend):
-    """Results go into the arrays given, whole ones and columns of wider ones, and nowhere else."""
+    """Results go into the given arrays, whole ones and columns of wider ones, and nowhere else."""
     one = law_call(name, dtype)
     want = outcome(one, **backend)
     for place in (filled, lambda x: apart(filled(x), 8, 8)):
@@ -132,7 +132,7 @@ def test_in_place(name, dtype, backend):
 @each_name
 @each_dtype
 def test_a_strict_error_state(name, dtype, backend):
-    """What overflows is inf and what underflows is 0, whatever NumPy's error state: a call that began ends."""
+    """Overflow gives inf and underflow 0 in any error state of NumPy: a call that starts also completes."""
     one = law_call(name, dtype)
     floats = {key: x for key, x in one.inputs.items() if x.dtype.kind not in "iub"}
     for extreme in ("max", "smallest_normal"):
@@ -195,7 +195,7 @@ WITH_EMPTY = [
 @pytest.mark.parametrize("name", WITH_EMPTY)
 @each_dtype
 def test_empty(name, dtype, backend):
-    """An axis without elements: the shapes and dtypes of the reference; a sum of nothing is 0, its log -inf."""
+    """An empty axis gives the shapes and dtypes of the reference; an empty sum is 0, its log -inf."""
     full = law_call(name, dtype)
     axes = EMPTY[full.op] if name != "rope_append_kv slots" else ("total",)
     axes = [axis for axis in axes if any(axis in named for named in full.axes.values())]
@@ -208,12 +208,12 @@ def test_empty(name, dtype, backend):
             assert (f.dtype, f.shape) == (w.dtype, w.shape), empty
         assert_same(found[len(found) - len(one.written) :], list(one.written.values()))
         if "nheads" in empty or "scores" in name or (name.endswith("keep") and empty == ("hidden_out",)):
-            continue  # k is rotated; a sink is a logit of its own; gate and up have other axes
+            continue  # k is rotated; a sink is a separate logit; gate and up have other axes
         for x in found[: len(found) - len(one.written)]:
             assert ((x == 0) | (x == -np.inf)).all(), empty
 
 
-# How many results have the first axis of the first array; all where no number is given.
+# Number of results that have the first axis of the first array; all if no number is given.
 SLICED = {
     "attention_backward": 3,
     "layernorm_backward": 1,
@@ -235,7 +235,7 @@ SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in WHOLE]
 @pytest.mark.parametrize("name", SEPARATE)
 @each_dtype
 def test_nan_stays_in_its_slice(name, dtype, backend):
-    """A NaN in a sequence of the batch or in a row shows there, and changes no bit elsewhere."""
+    """A NaN in a sequence of the batch or in a row appears there, and changes no bit elsewhere."""
     one = law_call(name, dtype)
     axis = next(iter(one.axes.values()))[0]
     clean = outcome(one, **backend)

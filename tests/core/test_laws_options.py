@@ -1,4 +1,4 @@
-"""Laws of options: numbers no kernel can hold, names of other libraries, flags; each a typed error that helps."""
+"""Laws of options: numbers no kernel can hold, names of other libraries, flags; each raises a helpful typed error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.laws import FIRST_OF_OPS, NAMES, law_call, outcome, refused
 
 
 def flags_of(name):
-    """The options of an op that are True or False."""
+    """Options of an op that are True or False."""
     parameters = inspect.signature(getattr(gpu_ops, name)).parameters.values()
     return [p.name for p in parameters if isinstance(p.default, bool)]
 
 
 def judged(one):
-    """The bytes of the results, or the error in words."""
+    """Bytes of the results, or the text of the error."""
     try:
         return [x.tobytes() for x in outcome(one)]
     except errors.GpuOpsError as error:
@@ -39,7 +39,7 @@ EXTREMES = (1e39, -1e39, 1e-50, 1e-40, float("nan"), float("inf"))
 
 
 def numbers_of(one):
-    """The options of a call that may be a number between integers, with one that is allowed."""
+    """Options of a call that may be non-integers, each with an allowed value."""
     arrays = {name for name, x in one.arrays.items() if not isinstance(x, (float, np.ndarray)) or np.ndim(x)}
     arrays |= {"workspace", *WRITTEN.get(one.op, ()), *ADDED.get(one.op, ())}
     for option in PARAMETERS[one.op]:
@@ -53,7 +53,7 @@ def numbers_of(one):
 
 
 def check_extreme(one, option, number, value):
-    """It is refused by name, in a second call as in a first, or the result is that of the reference."""
+    """Check that it is refused by name, in a second call as in a first, or that the result is the reference's."""
     extreme = one.having(**{option: value})
     forget_calls()
     first = judged(extreme)
@@ -101,7 +101,7 @@ def test_unknown_devices_and_backends(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_misspelt_option_names_the_nearest_and_lists_all(op):
-    """As a TypeError, which Python raises for such calls, and as an OptionError."""
+    """The error is a TypeError, as Python raises for such calls, and an OptionError."""
     text = refused(call(op).having(wether=True), UnknownOptionError, "unknown argument 'wether'; options: ")
     parameters = inspect.signature(getattr(gpu_ops, op)).parameters
     assert all(n in text for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY)
@@ -179,7 +179,7 @@ FLAGGED = [(name, option) for name in FIRST_OF_OPS for option in flags_of(name)]
 
 @pytest.mark.parametrize(("name", "option"), FLAGGED, ids=[" ".join(pair) for pair in FLAGGED])
 def test_a_bool_of_numpy_is_a_bool(name, option):
-    """Right or wrong, in a first call and in a repeated one."""
+    """It has the outcome of a bool, result or error, in a first call and in a repeated one."""
     one = law_call(name)
     for value in (True, False):
         for form in (bool, np.bool_, bool):

@@ -1,4 +1,4 @@
-"""Laws of refused calls: the right type of error, in words that help, and no array changed."""
+"""Laws of refused calls: the right type of error, a helpful message, and no array changed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ with_out = pytest.mark.parametrize("name", WITH_OUT)
 
 
 def results_of(name):
-    """The call, and arrays that its results fit into."""
+    """Call, and arrays that its results fit into."""
     one = law_call(name)
     return one, outs_like(one, outcome(one), filled)
 
 
 @with_out
 def test_out_shares_memory_with_an_input(name):
-    """One element is enough, whichever input and whichever result. No input is allowed but by being out itself."""
+    """One shared element of any input and any result is enough. An input is allowed only as ``out`` itself."""
     one, outs = results_of(name)
     for i, out in enumerate(outs):
         for key, x in one.inputs.items():
@@ -68,7 +68,7 @@ def test_in_place_is_the_same_elements_in_the_same_order(name):
         memory = np.concatenate([x, x[:1]])
         shifted = with_result(one.having(**{key: memory[:-1]}), outs, i, memory[1:])
         refused(shifted, ShapeError, "shares memory with")
-        if x.ndim in (2, 4):  # the rows of others have to follow each other
+        if x.ndim in (2, 4):  # the rows of others must be adjacent
             refused(with_result(one, outs, i, x[::-1]), ShapeError, "shares memory with")
 
 
@@ -89,7 +89,7 @@ def test_results_share_memory_with_each_other(name):
 
 @with_out
 def test_out_overlaps_itself(name):
-    """Rows that share elements, as a broadcast array's do: only the last one written would remain."""
+    """Rows share elements, as in a broadcast array: only the last one written would remain."""
     one, outs = results_of(name)
     rows = [i for i, x in enumerate(outs) if x.ndim > 1]
     for i in rows:
@@ -129,7 +129,7 @@ OF_ROWS = {
 
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_places_for_numbers_of_rows_have_gaps(op):
-    """Kernels write them one after the other."""
+    """Gaps are refused, because kernels write them contiguously."""
     arrays = {"cross_entropy": ((2, 3, 8), None), "layernorm": ((2, 3, 8), (8,), (8,))}
     shapes = arrays.get(op, ((2, 3, 8), (8,)))
     given = [np.zeros((2, 3), np.int64) if s is None else np.ones(s, np.float32) for s in shapes]
@@ -174,7 +174,7 @@ def test_arguments_that_are_written_are_checked_like_out(name):
     for key, x in one.written.items():
         for source, given in one.inputs.items():
             if given.dtype != x.dtype:
-                continue  # integers that say where tokens go are not compared with the caches
+                continue  # integers that place tokens are not compared with the caches
             moved, overlapping = sharing(given, x)
             refused(one.having(**{source: moved, key: overlapping}), ShapeError, "shares memory with")
 
@@ -187,15 +187,17 @@ FLOATS = [
 ]
 
 
-# One float array alone sets the dtype; lse is float64 where that is asked for.
+# A single float array sets the dtype; lse is float64 where requested.
 SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o == op]) > 1 and name != "lse"]
 
 
 @pytest.mark.parametrize(("op", "name"), SEVERAL)
 def test_any_array_of_another_float_dtype(op, name):
-    """No silent promotion, whichever argument is the odd one out."""
+    """There is no silent promotion, for any argument of another dtype."""
     one = law_call(op)
-    odd = np.dtype(np.float16 if name.startswith("lse") else np.float64)  # lse may be float64 beside anything
+    odd = np.dtype(
+        np.float16 if name.startswith("lse") else np.float64
+    )  # lse may be float64 with any other dtype
     refused(one.having(**{name: one.arrays[name].astype(odd)}), DTypeError, f"{name} is {odd}")
 
 

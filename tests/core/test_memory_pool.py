@@ -1,4 +1,4 @@
-"""Memory of large results is used again, never while an array lies on it."""
+"""Memory of large results is reused, but never while an array uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def pool(monkeypatch):
-    """One of its own that keeps 8 MiB."""
+    """Separate pool that keeps 8 MiB."""
     monkeypatch.setenv("GPU_OPS_POOL_MB", "8")
     return MemoryPool()
 
@@ -156,7 +156,7 @@ def test_a_system_without_the_advice_is_borne(pool, monkeypatch, advice):
 
 
 def test_a_result_may_be_freed_while_its_thread_is_in_the_pool(pool):
-    """As the garbage collector does, at any allocation."""
+    """The garbage collector may free it at any allocation."""
     x = pool.empty((4 * MB,), np.uint8)
     with pool._lock:
         del x

@@ -1,4 +1,4 @@
-"""memory.Pool counts what calls hold, and refuses what exceeds its limit before anything is written."""
+"""memory.Pool counts the memory of calls, and refuses calls that exceed its limit before anything is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE = np.ones((1024, 1024), np.float32)  # whose results are lent by the CPU's
 
 
 def refused(run, *args, **kwargs):
-    """The error, without the frames that hold what it had allocated."""
+    """Error, without the frames that hold its allocations."""
     try:
         run(*args, **kwargs)
     except OutOfMemoryError as error:
@@ -131,7 +131,7 @@ def test_the_tightest_limit_holds():
     with outer, inner:
         y = gpu_ops.softmax(X)
         assert "'outer'" in str(refused(gpu_ops.softmax, X))
-        with outer:  # once more: it counts once
+        with outer:  # entered again: it counts once
             assert outer.current == inner.current == y.nbytes
         del y
     with inner, outer, memory.limit(0):
@@ -188,7 +188,7 @@ def test_a_pool_holds_in_the_threads_that_enter_it():
         with pool:
             entered.wait()  # the first thread has its result
             refusal = refused(gpu_ops.softmax, X)
-            entered.wait()  # and has let it go
+            entered.wait()  # and has released it
             entered.wait()
             return refusal, gpu_ops.softmax(X)
 
@@ -239,7 +239,7 @@ def test_nothing_is_left_of_a_thousand_calls():
 
 
 def test_an_array_may_go_while_its_thread_counts():
-    """As the garbage collector lets it, at any allocation."""
+    """The garbage collector may free it at any allocation."""
     with memory.Pool() as pool:
         y = gpu_ops.softmax(X)
         with pools._lock:

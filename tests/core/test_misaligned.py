@@ -1,4 +1,4 @@
-"""Arrays in host memory that start between the addresses of their numbers are right on every device."""
+"""Misaligned arrays in host memory give the right results on every device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def quick_on_emulator(raw):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_misaligned_inputs(name, dtype, backend):
-    """The first call and a later one; after a call with aligned arrays, too. No input is written to."""
+    """The first call and a later one are right, also after a call with aligned arrays. No input is written to."""
     one = law_call(name, dtype)
     moved = one.having(**{key: unaligned(x) for key, x in one.inputs.items()})
     # sums of BLAS depend on alignment, on some CPUs

@@ -1,4 +1,4 @@
-"""Memory that is not there is an OutOfMemoryError that says how much was asked for, wherever it was asked for."""
+"""Lack of memory is an OutOfMemoryError with the requested size, wherever it is requested."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gpu_ops.errors import OutOfMemoryError
 from tests.support.calls import OPS, call
 from tests.support.laws import NAMES
 
-HUGE = 1 << 49  # rows: more bytes than an address reaches, so that no system says yes
+HUGE = 1 << 49  # rows: more bytes than the address space, so that every system refuses
 
-# An axis of no array whose values are looked at.
+# An axis of no array whose values are read.
 AXES = ("rows", "nheads", "nheads_kv", "N", "seqlen")
 
 
 def no_memory():
-    """What NumPy raises."""
+    """Error that NumPy raises."""
     try:
         np.empty((HUGE, 4), np.float32)
     except MemoryError as error:
@@ -33,7 +33,7 @@ def no_memory():
 
 
 def enlarged(name):
-    """The call with arrays that repeat their first row HUGE times: they take no memory, results and copies do."""
+    """Call with arrays that repeat their first row HUGE times: they take no memory, but results and copies do."""
     one = call(name)
     named = {"lse": (*("batch",) * (one.op == "attention_backward"), "nheads", "seqlen_q"), **one.axes}
     for axis in AXES:
@@ -77,7 +77,7 @@ def test_most_ops_have_such_calls():
 
 @pytest.mark.parametrize("op", OPS)
 def test_scratch_that_does_not_fit(op, monkeypatch):
-    """In the middle of a call, the first and a later one."""
+    """Scratch memory runs out in the middle of a call, the first and a later one."""
     one = call(op)
 
     def fails(self, views, workspace=None):
@@ -130,7 +130,7 @@ def test_a_mask_that_does_not_fit_when_expanded():
 
 
 def test_what_gpus_say():
-    """CuPy's error holds the size; the free memory is the device's."""
+    """The size comes from CuPy's error, and the free memory from the device."""
     found = out_of_memory("softmax", type("OutOfMemoryError", (MemoryError,), {"_size": 3 << 30})())
     assert found.required == 3 << 30
     assert "3.0 GiB" in str(found)

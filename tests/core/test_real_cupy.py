@@ -1,6 +1,6 @@
-"""Every path of the host up to a launch, with the real CuPy and no driver; scripts/test_cupy.sh runs it.
+"""Every host path up to a launch, with the real CuPy and no driver; scripts/test_cupy.sh runs it.
 
-No number is computed: the stand-in for CuPy (fake_cupy.py) and the tests marked ``gpu`` see to those.
+No number is computed: tests with the fake CuPy (fake_cupy.py) and tests marked ``gpu`` check numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def driverless(monkeypatch):
 
 
 class _Numba:
-    """Numba's own launch needs a context. Its arguments are arrays of CuPy, and numbers."""
+    """Launcher without Numba's, which needs a context. Its arguments are CuPy arrays and numbers."""
 
     def arguments(self, args):
         return list(args)
@@ -94,7 +94,7 @@ def results(x):
 def test_calls_reach_the_driver(driverless, op, form, kernels):
     one = of(call(op).having(**form))
     first = results(one(backend=kernels))
-    again = results(one(backend=kernels))  # the way of the call key
+    again = results(one(backend=kernels))  # the path of the call key
     assert kernels == "numba" or driverless.launches
     for x, y in zip(first, again, strict=True):
         if isinstance(x, cupy.ndarray):
@@ -151,7 +151,7 @@ def test_dlpack_is_asked_for_as_cupy_takes_it(driverless):
 
 
 def test_cublas_is_there_and_takes_the_call(driverless):
-    """On sm_90; its functions end at the driver once CuPy has taken their arguments."""
+    """On sm_90 its functions stop at the driver after CuPy has accepted their arguments."""
     shapes = (136, 144), (288, 144), (288, 144), (128, 288)
     arrays = [cupy.empty(shape, np.float16) for shape in shapes]
     plan = str(gpu_ops.explain("swiglu_mlp", *arrays))
@@ -167,7 +167,7 @@ def test_the_libraries_that_extras_bring():
 
 
 def attributes():
-    """(where, dotted name) of all that the sources use of CuPy."""
+    """Places and dotted names of all CuPy attributes that the sources use."""
     for folder in (
         "gpu_ops/core",
         "gpu_ops/ops",
@@ -197,7 +197,7 @@ def test_cupy_has_what_is_used_of_it(name):
         found = getattr(found, word, None)
         assert found is not None, f"CuPy {cupy.__version__} has no {name}"
         if not (inspect.ismodule(found) or inspect.isclass(found)):
-            return  # what an object has, calls show
+            return  # calls show the attributes of an object
 
 
 def test_the_stand_in_has_nothing_that_cupy_has_not():

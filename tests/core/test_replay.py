@@ -1,6 +1,6 @@
 """Replay: a later call of the same shapes, dtypes and options is computed and judged as the first one was.
 
-Every test has sizes of its own, so that its first call is the first of the process.
+Every test has different sizes, so that its first call is the first of the process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AXES = ("batch", "seqlen", "seqlen_q", "seqlen_new", "total", "rows", "cols", "N
 
 
 def is_slow(given):
-    """On the CPU each call of the table runs in one dtype by default."""
+    """True for slow tests. On the CPU each call of the table runs in one dtype by default."""
     of_its_own = DTYPES[NAMES.index(given["name"]) % len(DTYPES)]
     return given["backend"]["device"] == "cpu" and given["dtype"] != of_its_own
 
@@ -52,7 +52,7 @@ def quick_on_emulator(raw):
 
 
 def sized(name, n, dtype=np.float32, seed=7):
-    """A call with ``n`` of everything that may be any number."""
+    """Call with size ``n`` for every axis that may have any size."""
     return call(name, dtype, seed, **dict.fromkeys(AXES, n), max_seqlen=28)
 
 
@@ -63,7 +63,7 @@ def same_memory_order(found, want):
 @each_name
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
-    """With these numbers again, with others, and behind a view."""
+    """Results agree with the same numbers, with others, and through a view."""
     one, other = sized(name, 13, dtype), sized(name, 13, dtype, seed=8)
     first = outcome(one, **backend)
     later = outcome(other, **backend)
@@ -73,7 +73,7 @@ def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
     moved = (
         [outcome(viewed(x, apart), **backend) for x in (one, other)] if backend["backend"] != "raw" else []
     )
-    for name_, value in backend.items():  # chosen another way, a call is a first one again
+    for name_, value in backend.items():  # with another choice, a call is again a first one
         monkeypatch.setenv(f"GPU_OPS_{name_.upper()}", value)
     fresh = outcome(other)
     assert_same(later, fresh)
@@ -84,7 +84,7 @@ def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
 
 @each_name
 def test_a_later_call_does_less(name):
-    """Validation and planning are not repeated; the least of a few, as an import or a collection may come between."""
+    """Validation and planning are not repeated. The minimum counts, as an import or a collection may interfere."""
     sized(name, 6)()  # imports and compiles
     one = sized(name, 17)
     forget_calls()  # two names can be one call in float32
@@ -166,7 +166,7 @@ def test_values_are_judged_every_time(name, key, change, error):
 
 @pytest.mark.parametrize("name", WITH_OUT)
 def test_out_is_judged_every_time(name):
-    """A mistake, a call that is right, and the mistake again: the same answer."""
+    """A mistake, a valid call, and the mistake again: the error is the same."""
     one = sized(name, 15)
     outs = outs_like(one, outcome(sized(name, 15), backend="reference"), filled)
     wrongs = [(with_result(one, outs, 0, read_only(outs[0])), ShapeError)]

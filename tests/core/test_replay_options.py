@@ -1,4 +1,4 @@
-"""Replay with options of every type, and with values that change from call to call."""
+"""Replay with options of every type, and with values that change between calls."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_other_kinds_of_arrays_are_looked_at():
 
 
 def test_in_place_of_one_is_not_in_place_of_another(rng):
-    """The same shapes, but k's result would overwrite q while it is read."""
+    """The shapes are equal, but k's result would overwrite q while it is read."""
     q, k, other = (normal(rng, 1, 5, 2, 8) for _ in range(3))
     gpu_ops.rope(q, k, out=(q, k))
     gpu_ops.rope(q, k, out=(q, other))
@@ -223,7 +223,7 @@ def test_other_lengths():
 def test_two_tokens_of_one_slot():
     one = call("rope_append_kv slots", total=6)
     one()
-    padding = np.array([-1, -7, -1, 4, 20, -1])  # may share what is nowhere
+    padding = np.array([-1, -7, -1, 4, 20, -1])  # tokens in no slot may share
     one.having(slot_mapping=padding)()
     for slots in ([3, 3, 0, 1, 2, 4], [31, -1, 5, -1, 4, 31], [16, 0, 1, 17, 18, 0]):
         twice = next(s for s in slots if s >= 0 and slots.count(s) == 2)
@@ -234,7 +234,7 @@ def test_two_tokens_of_one_slot():
         assert_same(list(one.arrays.values()), before)
     one = call("rope_append_kv pages", max_seqlen=8, page_size=4)  # five pages of four rows, two per sequence
     for table, used, clash in (
-        ([[0, 4], [1, 4]], (2, 2), True),  # rows 2, 3 of their own, then row 0 of page 4
+        ([[0, 4], [1, 4]], (2, 2), True),  # separate rows 2, 3, then row 0 of page 4
         ([[2, 2], [1, 1]], (3, 5), False),  # one page twice, and other rows of it
         ([[3, 0], [1, 3]], (1, 4), True),
         ([[0, 3], [3, 4]], (5, 0), True),
@@ -261,7 +261,7 @@ def test_other_positions(rng):
 
 @pytest.mark.parametrize("scaling", [None, SHORT, LONG], ids=["default", "dynamic", "longrope"])
 def test_another_first_position(rng, scaling):
-    """A step of decoding is replayed, whatever its number, and the number is judged."""
+    """A decoding step is replayed for any step number, and the number is checked."""
     q = normal(rng, 2, 3, 2, 8)
     values = (-3, 0, 2, np.int32(5), np.uint8(7), 99)
     want = [gpu_ops.rope(q, positions=int(at) + np.arange(3), scaling=scaling) for at in values]

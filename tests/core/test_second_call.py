@@ -1,7 +1,7 @@
 """Law: a call after any other gives the bits, or raises the error, that it gives or raises in a fresh process.
 
-``forget_calls`` stands for the fresh process. Both calls are small changes of one valid call: the second would often
-be taken for the first if remembered calls were found by too little.
+``forget_calls`` represents the fresh process. Both calls are small changes of one valid call: with an incomplete key,
+the second would often be mistaken for the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIGNATURE = re.compile(r"(missing|takes|multiple values|required positional)")
 
 
 def answer(one, held, environment, monkeypatch):
-    """What a call gives, bit by bit, or how it fails; and what its arrays hold then. ``held``: what they hold now."""
+    """Bits of a call's results, or its error, and its arrays' contents after. ``held``: their contents before."""
     for x, then in held:
         if x.flags.writeable:
             x[...] = then
@@ -42,7 +42,7 @@ def answer(one, held, environment, monkeypatch):
 
 
 def attempt(one, environment, monkeypatch):
-    """What a call returns, or raises."""
+    """Result or error of a call."""
     with np.errstate(all="ignore"), monkeypatch.context() as variables:
         for name, setting in environment.items():
             variables.setenv(name, setting)
@@ -54,12 +54,12 @@ def attempt(one, environment, monkeypatch):
 
 @functools.cache
 def results_of(name, dtype):
-    """The results of a call of the table, for their shapes."""
+    """Results of a call of the table, for their shapes."""
     return outcome(call(name, dtype, seed=3), backend="reference")
 
 
 def run_pairs(count, seed, monkeypatch):
-    """``count`` pairs; how many second calls ran, and how many raised."""
+    """Run ``count`` pairs. Returns the number of second calls that ran, and that raised."""
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
         monkeypatch.delenv(name, raising=False)
     tally = collections.Counter()

@@ -1,4 +1,4 @@
-"""What the host waits for, and the order of streams, on a stand-in for CuPy and its driver (fake_driver.py)."""
+"""Waits of the host and the order of streams, on a fake of CuPy and its driver (fake_driver.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.fake_cupy import FakeArray, ForeignArray
 
 pytestmark = needs_nvrtc
 
-# What asks no question of the device. Without these the host waits once per call, and the docstrings say so.
+# Options that avoid reads from the device. Without these the host waits once per call, as the docstrings say.
 WITHOUT_CHECKS = {"ternary_pack": {"check": False}, "ternary_unpack": {"strict": False}}
 SCALE_ON_HOST = ("ternary_quantize",)  # its result holds its scale in host memory
 
@@ -33,7 +33,7 @@ def of(one):
 
 
 def uploads(device):
-    """The device's own stream for constants; the host waits for copies there, never for a caller's work."""
+    """Stream of the device for constants; the host waits for copies there, never for a caller's work."""
     return device._uploads and device._uploads.ptr
 
 
@@ -92,7 +92,7 @@ def test_arrays_of_numba_come_and_go_without_a_wait(cupy, rng, monkeypatch):
 
 
 def late(cupy, stream, array, values):
-    """``values`` come into an array by work of a stream that is still to be done."""
+    """Write ``values`` into an array by pending work of a stream."""
     with cupy.cuda.Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, stream))):
         cupy.run(lambda: np.copyto(array, values))
 
@@ -100,7 +100,7 @@ def late(cupy, stream, array, values):
 def test_a_call_follows_the_streams_that_its_arrays_name(cupy, rng):
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64,)))
     want = gpu_ops.rmsnorm(x, weight, device="emulator")
-    for _ in range(2):  # the way of the call key too
+    for _ in range(2):  # the path of the call key too
         a, b = np.zeros_like(x), np.zeros_like(weight)
         cupy.deferred = True
         late(cupy, 77, a, x)

@@ -1,4 +1,4 @@
-"""NUMBA_NUM_THREADS: what is no number of threads is refused by name, and a small machine starts no thousands."""
+"""NUMBA_NUM_THREADS: an invalid number of threads is refused by name, and small machines do not start thousands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.processes import python
 
 
 def test_a_wrong_number_of_threads_is_named(tmp_path):
-    """In every call until it is right; what needs no compiled kernel works."""
+    """Every call raises until it is valid; functions that need no compiled kernel work."""
     code = """
 import os, numpy as np, gpu_ops
 x = np.ones((4, 32), np.float32)
@@ -32,7 +32,7 @@ print(parallel.thread_count())
 
 
 def test_far_too_many_threads_are_not_started(monkeypatch):
-    """100000 once started 22330, all the system had."""
+    """100000 once started 22330, as many as the system allows."""
     cpus = parallel.config.NUMBA_DEFAULT_NUM_THREADS
     count, most = parallel.thread_count.__wrapped__, 16 * cpus
     monkeypatch.setattr(parallel.config, "NUMBA_NUM_THREADS", most)

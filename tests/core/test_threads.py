@@ -24,7 +24,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("op", OPS)
 def test_eight_threads_at_once(op):
-    """Every thread's results are bit-equal to the ones computed alone."""
+    """Every thread's results are bit-equal to those computed in a single thread."""
     one = call(op)
     expected = one()
     barrier, wrong = threading.Barrier(THREADS), []
@@ -45,7 +45,7 @@ def test_eight_threads_at_once(op):
 
 
 def test_a_thread_that_sleeps_holds_no_arrays():
-    """What a pool thread has not come to when a call is over does not keep the call's arrays."""
+    """Work that a pool thread has not started when a call ends does not keep the call's arrays."""
     held = threading.Event()
     for _ in range(parallel.thread_count()):
         busy = [(held.wait, ())]  # until the end: every helper's turn comes later
@@ -63,7 +63,7 @@ def test_a_thread_that_sleeps_holds_no_arrays():
 
 @pytest.mark.parametrize("seconds", [0, 2e-3], ids=["soon", "late"])
 def test_all_is_done_when_a_call_returns(seconds):
-    """Also where the last task takes a helper longer than the caller looks for its end."""
+    """This holds even if a helper's last task takes longer than the caller polls for its end."""
     done, lock = [], threading.Lock()
 
     def claim(state):
@@ -85,7 +85,7 @@ def test_all_is_done_when_a_call_returns(seconds):
 
 @pytest.mark.parametrize("who", ["caller", "helper"])
 def test_an_exception_ends_the_call(who):
-    """It reaches the caller, and no thread works on afterwards."""
+    """It reaches the caller, and no thread continues to work."""
     working = threading.Semaphore(0)
 
     def kernel(state, n_tasks):
@@ -104,7 +104,7 @@ def test_an_exception_ends_the_call(who):
 
 
 def test_different_ops_at_once():
-    """Ops interleave: a pool thread that helps one call may not disturb another."""
+    """Ops interleave: a pool thread that helps one call must not disturb another."""
     calls = [call(op) for op in OPS]
     expected = [one() for one in calls]
     wrong = []
@@ -125,7 +125,7 @@ def test_different_ops_at_once():
 
 
 def test_first_calls_of_one_kernel_race(tmp_path):
-    """Eight threads meet at a kernel that nobody has compiled yet: it is compiled once, all are served."""
+    """Eight threads call an uncompiled kernel at once: it is compiled once, and all get it."""
     code = """
 import threading, numpy as np, gpu_ops
 from gpu_ops.kernels.common.cpu import jit
@@ -174,13 +174,13 @@ for t in threads: t.join()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork (Linux, macOS)")
 def test_fork_in_the_middle(tmp_path):
-    """Children forked while other threads launch compute on their own; the parent goes on."""
+    """Children forked while other threads launch can compute; the parent continues."""
     run_alone(FORK, tmp_path, *("-W", "ignore::DeprecationWarning"))
 
 
 @pytest.mark.parametrize("when", ["tasks", "end"])
 def test_an_interrupt_leaves_nobody_at_work(when, monkeypatch):
-    """Ctrl-C while the caller works, or waits for a helper's last task: whoever has begun is waited for."""
+    """After Ctrl-C while the caller works or waits for a helper's last task, it waits for all started helpers."""
     monkeypatch.setattr(parallel, "thread_count", lambda: 2)
     begun, written = threading.Event(), []
 
@@ -205,7 +205,7 @@ def test_an_interrupt_leaves_nobody_at_work(when, monkeypatch):
 
 
 def test_without_threads_a_call_works_alone(monkeypatch):
-    """And leaves no offers behind that nobody takes."""
+    """It also leaves no unclaimed offers behind."""
     monkeypatch.setattr(parallel, "thread_count", lambda: 4)
     monkeypatch.setattr(parallel, "_offers", None)
     monkeypatch.setattr(parallel, "_helpers", [])
@@ -298,13 +298,13 @@ with ThreadPoolExecutor(8) as pool:
 
 @pytest.mark.parametrize("layer", ["workqueue", pytest.param("omp", marks=pytest.mark.slow)])
 def test_in_a_pool_beside_parallel_numba(layer, tmp_path):
-    """Each call uses all threads, called from more threads than there are cores, while Numba's own threading
-    layer works: workqueue, which aborts the process when two threads launch on it."""
+    """Each call uses all threads, called from more threads than cores, while Numba's threading layer works:
+    workqueue, which aborts the process if two threads launch on it."""
     run_alone(BESIDE_NUMBA, tmp_path, arguments=[layer], NUMBA_THREADING_LAYER=layer)
 
 
 def test_results_after_the_interpreter_began_to_exit(tmp_path):
-    """An atexit hook may still call ops: the pool takes no more work then, the caller does it alone."""
+    """An atexit hook may still call ops: the pool no longer takes work, so the caller does it alone."""
     code = """
 import atexit, numpy as np, gpu_ops
 x = np.ones((4096, 64), np.float32)
@@ -315,5 +315,5 @@ atexit.register(lambda: print("equal" if np.array_equal(gpu_ops.swiglu(x, x), wa
 
 
 def run_alone(code, tmp_path, *flags, arguments=(), **variables):
-    """``code`` in a fresh interpreter with a kernel cache of its own."""
+    """Run ``code`` in a fresh interpreter with a separate kernel cache."""
     return python(*flags, "-c", code, *arguments, GPU_OPS_CACHE_DIR=str(tmp_path), **variables)

@@ -1,4 +1,4 @@
-"""The documentation site: every public name and kernel has a page, and what is broken on a page is found."""
+"""Documentation site: every public name and kernel has a page, and faults of a page are found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTENT = "\n".join(TEXTS.values())
 
 
 def words_of(part):
-    """The arguments of every ``<!-- generated: part ... -->``, in all pages."""
+    """Arguments of every ``<!-- generated: part ... -->`` in all pages."""
     return [
         word for words in re.findall(rf"<!-- generated: {part} (.*?) -->", CONTENT) for word in words.split()
     ]
@@ -40,7 +40,7 @@ def test_every_name_of_gpu_ops_is_on_one_page():
 
 
 def test_every_public_module_has_a_page():
-    """A package that exports names, and the modules that are themselves public."""
+    """Public modules are packages that export names, and modules that are themselves public."""
     packages = {f"gpu_ops.{path.parent.name}" for path in (ROOT / "gpu_ops").glob("*/__init__.py")}
     public = {name for name in packages if getattr(importlib.import_module(name), "__all__", ())}
     assert public - {"gpu_ops.kernels", "gpu_ops.reference"} <= set(generated.MODULES)
@@ -169,7 +169,7 @@ def test_a_failing_block_fails_its_page(tmp_path, monkeypatch):
 
 
 def test_a_block_that_never_ends_is_named(tmp_path, monkeypatch):
-    """With the processes that it has started."""
+    """The processes that it has started end, too."""
     monkeypatch.setattr(stage, "PAGES", tmp_path)
     monkeypatch.setattr(stage, "TIMEOUT", 5.0)
     late = tmp_path / "late.md"

@@ -1,4 +1,4 @@
-"""What the README shows works as shown, each block alone."""
+"""Code blocks of the README work as shown, each block alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OUTPUT = re.findall(r"^```text\n(.*?)^```", TEXT, re.M | re.S)
 
 @pytest.mark.parametrize("block", PYTHON, ids=[f"block {i}" for i in range(1, len(PYTHON) + 1)])
 def test_each_example_runs_alone(block, capsys):
-    """As a reader types it into a new interpreter."""
+    """Run it as a reader types it into a new interpreter."""
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
     following = TEXT[TEXT.index(block) + len(block) :]
     if shown := re.match(r"```\n\n```text\n(.*?)^```", following, re.M | re.S):
-        # tiles are the machine's
+        # tiles depend on the machine
         lines = [line for line in shown[1].splitlines() if not line.startswith("  config ")]
         assert lines
         assert [line for line in lines if line not in printed] == []
@@ -45,7 +45,7 @@ def test_it_is_short():
 
 
 def paths_in(text):
-    """Things that look like files of this repository."""
+    """Words that look like files of this repository."""
     return set(re.findall(r"\b(?:scripts|perf|gpu_ops|kernels|reference|tests)/[\w/]+\.(?:sh|py)\b", text))
 
 
@@ -68,7 +68,7 @@ def test_links_lead_somewhere():
 
 @pytest.mark.peers
 def test_from_a_folder_to_text(tmp_path, capsys):
-    """With a tokenizer of the tokenizers package."""
+    """The tokenizer is from the tokenizers package."""
     tokenizers = pytest.importorskip("tokenizers")
     from gpu_ops import models
 

@@ -1,4 +1,4 @@
-"""What the pages under scripts/docs/pages/tasks print is what their text says."""
+"""Pages under scripts/docs/pages/tasks print the output in their text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.compilers import needs_nvrtc
 
 @functools.cache
 def printed_by(page):
-    """What its blocks print. A block that fails raises."""
+    """Output of a page's blocks. A failing block raises."""
     text = (stage.PAGES / "tasks" / f"{page}.md").read_text(encoding="utf-8")
     return "\n".join(snippets.run_page(text, f"{page}.md"))
 

@@ -1,8 +1,8 @@
-"""The real CuPy on a machine without a driver: each function runs first, and only where it ends at the missing driver
-does a stand-in answer.
+"""The real CuPy on a machine without a driver: each function runs first, and a stand-in answers only if it fails at
+the missing driver.
 
-So CuPy itself judges names, signatures, dtypes, strides and kernel arguments. Arrays have addresses that nothing
-reads: a kernel of CuPy's own on the host's path is an error here, and a copy or a wait is noted.
+So CuPy itself checks names, signatures, dtypes, strides and kernel arguments. Arrays have addresses that nothing
+reads: a CuPy kernel on the host's path is an error here, and a copy or a wait is recorded.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _addresses = itertools.count(1 << 46, 1 << 36)
 
 
 def at_the_driver(error: BaseException) -> bool:
-    """Whether an error says that there is no driver."""
+    """True if an error says that there is no driver."""
     if isinstance(error, cupy.cuda.runtime.CUDARuntimeError | cupy.cuda.driver.CUDADriverError):
         return True
     return type(error) is RuntimeError and "libcuda" in str(error)
 
 
 def through(real, stand_in):
-    """``real``, and what ``stand_in`` says where it ends at the driver."""
+    """Function that calls ``real``, and ``stand_in`` if that fails at the driver."""
 
     def call(*args, **kwargs):
         try:
@@ -52,7 +52,7 @@ def allocate(nbytes):
 
 
 def on_device(x):
-    """A NumPy array as a CuPy array of its dtype, shape and strides, somewhere."""
+    """CuPy array with the dtype, shape and strides of a NumPy array, at an arbitrary address."""
     if not isinstance(x, np.ndarray):
         return x
     if not x.size:
@@ -63,7 +63,8 @@ def on_device(x):
 
 
 class Driverless:
-    """``launches``: (entry, device, stream) of each launch; ``waits``: what the host copied or waited for."""
+    """Records of a driverless run. ``launches``: (entry, device, stream) of each; ``waits``: copies and waits of the
+    host."""
 
     def __init__(self, monkeypatch):
         self.launches, self.waits, self.capturing = [], [], False
@@ -87,14 +88,14 @@ class Driverless:
             __enter__ = through(cupy.cuda.Device.__enter__, lambda self: self)
 
             def __exit__(self, *_):
-                """What was not entered cannot be left."""
+                """Do nothing: the device was not entered, so it cannot be left."""
 
         class Stream(cupy.cuda.Stream):
             def __init__(self, **kind):
                 through(super().__init__, lambda **_: base.__init__(self, next(_addresses), 0))(**kind)
 
             def __del__(self):
-                """What was not created cannot be destroyed."""
+                """Do nothing: the object was not created, so it cannot be destroyed."""
 
         class Event(cupy.cuda.Event):
             def __init__(self, **kind):
@@ -168,7 +169,7 @@ _SETTABLE = frozenset(name for name in dir(cupy.RawKernel) if name.endswith("_by
 
 
 class _Kernel:
-    """A RawKernel whose launch ends at the driver, after CuPy has taken its arguments in."""
+    """RawKernel whose launch stops at the driver, after CuPy has accepted its arguments."""
 
     def __init__(self, state, name):
         self.__dict__.update(state=state, name=name, kernel=SimpleNamespace(ptr=0))

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh, as far as it goes without a GPU, and its report."""
+"""Parts of scripts/gpu_check.sh that run without a GPU, and its report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(*arguments, **environment):
 
 
 def stand_in(tmp_path, text):
-    """A Python that only does what the lines say."""
+    """Fake Python that only runs the given lines."""
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

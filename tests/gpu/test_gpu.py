@@ -1,6 +1,6 @@
-"""On a real GPU: arrays of CuPy, torch and Numba themselves, streams, graphs, and agreement with the emulator.
+"""Tests on a real GPU: arrays of CuPy, torch and Numba themselves, streams, graphs, and agreement with the emulator.
 
-What does not need one is in test_cuda_arrays.py and, for each op, in its own file.
+Tests that need no GPU are in test_cuda_arrays.py and in the test file of each op.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def name(request):
 
 @pytest.fixture(params=[np.float16, BFLOAT16, np.float32], ids=["float16", "bfloat16", "float32"])
 def operands(request, rng):
-    """x, residual, weight."""
+    """Arrays x, residual and weight."""
     dtype = np.dtype(request.param)
     return random(rng, (ROWS, COLS), dtype), random(rng, (ROWS, COLS), dtype), random(rng, (COLS,), dtype)
 
 
 def ulps(a, b):
-    """The largest distance in units in the last place, and the share of equal elements."""
+    """Largest distance in units in the last place, and the share of equal elements."""
     bits = {2: np.int16, 4: np.int32}[a.dtype.itemsize]
     a, b = (x.view(bits).astype(np.int64) for x in (a, b))
     low = np.iinfo(bits).min
@@ -59,7 +59,7 @@ def ulps(a, b):
 
 @pytest.fixture
 def like_the_gpu(cupy, monkeypatch):
-    """The emulator stands for this very GPU, so that both get the same kernels and the same grid."""
+    """Let the emulator simulate this GPU, so that both get the same kernels and the same grid."""
     gpu = current_device("cuda").limits
     monkeypatch.setenv("GPU_OPS_ARCH", gpu.arch)
 
@@ -71,7 +71,7 @@ def like_the_gpu(cupy, monkeypatch):
     monkeypatch.setattr(devices, "EmulatorDevice", Emulator)
 
 
-# Both run the same program, and IEEE arithmetic leaves nothing to choose. The one approximation is rsqrt.approx in
+# Both run the same program, and IEEE arithmetic determines the results. The one approximation is rsqrt.approx in
 # the forward CUDA C++ kernel: within two units on a GPU, rounded correctly by the emulator.
 @pytest.mark.parametrize("casting", ["fp32", "llama"])
 def test_the_emulator_and_the_gpu_agree_to_the_last_bits(
@@ -128,7 +128,7 @@ def test_the_call_runs_on_cupys_current_stream(cupy, name):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         y = cupy.zeros_like(x)
-        for _ in range(50):  # long enough that another stream would read what is not there yet
+        for _ in range(50):  # long enough that another stream would read the array before it is written
             x2 = gpu_ops.rmsnorm(x, weight, out=y, backend=name)
         total = x2.sum()
     stream.synchronize()

@@ -1,4 +1,4 @@
-"""Models on a real GPU beside the CPU: logits, training, decoding by CUDA graphs, caches, captured calls, memory."""
+"""Models on a real GPU against the CPU: logits, training, decoding by CUDA graphs, caches, captured calls, memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_training_steps(cupy, on_cpu, kernels):
 
 
 def tokens_of(weights, **options):
-    """By request; the second is drawn."""
+    """Tokens by request; those of the second are sampled."""
     sizes = {"num_pages": 64, "page_size": 4}
     engine = Engine(weights, CONFIG, inference.cache_for(weights, CONFIG, **sizes), **options)
     for i, prompt in enumerate(PROMPTS):
@@ -104,7 +104,7 @@ def test_a_quantized_cache(cupy, on_cpu, kernels, codes):
 
 @pytest.fixture(scope="module")
 def on_cpu():
-    """What the CPU finds."""
+    """Results of the CPU."""
     weights = model()
     return SimpleNamespace(
         logits=models.logits(IDS, weights, CONFIG),
@@ -116,7 +116,7 @@ def on_cpu():
 
 @pytest.mark.parametrize(("op", "form", "names"), CAPTURED, ids=map(case_id, CAPTURED))
 def test_a_captured_call_replays(cupy, op, form, names):
-    """The graph of a call gives the bits that the call gives, each time."""
+    """The graph of a call gives the same bits as the call, each time."""
     one = call(op)
     placed = {
         n: to_cupy(x) if isinstance(x, np.ndarray) else x

@@ -27,7 +27,7 @@ def transport(cupy):
 
     comm = Nccl.__new__(Nccl)
     comm.size, comm.rank, comm.name = 1, 0, "world"
-    comm._finish = comm._broadcast = lambda *words: None  # of one rank, which need no MPI
+    comm._finish = comm._broadcast = lambda *words: None  # for one rank, which needs no MPI
     return NcclTransport(comm, 0)
 
 

@@ -1,4 +1,4 @@
-"""``python -m gpu_ops`` and what it reports, with and without devices."""
+"""``python -m gpu_ops`` and its report, with and without devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.processes import python
 
 
 class FakeNvml:
-    """As much of NVML as is asked for: one card, or an error."""
+    """Fake of the part of NVML that is used: one card, or an error."""
 
     class NVMLError(Exception):
         pass

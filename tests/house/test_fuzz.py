@@ -1,4 +1,4 @@
-"""scripts/fuzz.py: cases follow from their numbers, and planted faults of every kind are found."""
+"""scripts/fuzz.py: cases depend only on their numbers, and planted faults of every kind are found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY = 30
 
 
 def swiglu_trials(count=MANY):
-    """Right calls of the forward op."""
+    """Valid calls of the forward op."""
     trials = (gated.swiglu(Draw((1, i))) for i in range(count))
     return [trial for trial in trials if trial.op == "swiglu" and trial.arguments["gate"].size > 8]
 
@@ -105,7 +105,7 @@ def test_a_mistake_with_an_untyped_error_is_found(monkeypatch):
 
 
 def test_a_call_that_remembers_too_much_is_found(monkeypatch):
-    """One that takes its dtype and strides from the last call of this shape."""
+    """The faulty call takes its dtype and strides from the last call of this shape."""
     right, known = gpu_ops.swiglu, {}
 
     @functools.wraps(gpu_ops.swiglu)
@@ -173,7 +173,7 @@ def test_the_command_line(monkeypatch, capsys):
 
 
 def test_bfloat16_is_rounded_once():
-    """Halfway between two numbers and a little more: float32 would lose the little."""
+    """The number is slightly above the middle of two numbers: float32 would lose the difference."""
     x = np.array([1 + 2.0**-8 + 2.0**-40, -1 - 2.0**-8 - 2.0**-40, 1 + 2.0**-8, np.inf, np.nan, 1e39])
     got = maths.nearest(x, maths.BFLOAT16).astype(np.float64)
     np.testing.assert_array_equal(got, [1 + 2.0**-7, -1 - 2.0**-7, 1.0, np.inf, np.nan, np.inf])

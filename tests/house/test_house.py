@@ -1,7 +1,7 @@
 """Dependencies between modules: lower layers never import higher ones, and no modules import each other in a cycle.
 
-Imports inside functions count. ``from gpu_ops.core import device`` imports ``gpu_ops.core.device``; that a module's
-own package is imported before it does not count. Imports under ``TYPE_CHECKING`` may form cycles, but not point up.
+Imports inside functions count. ``from gpu_ops.core import device`` imports ``gpu_ops.core.device``; the preceding
+import of the module's package does not count. Imports under ``TYPE_CHECKING`` may form cycles, but not point up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYERS = (
 
 @cache
 def modules() -> dict[str, Path]:
-    """The file of every module. ``os.walk`` does not follow the links gpu_ops/kernels and gpu_ops/reference."""
+    """File of every module. ``os.walk`` does not follow the links gpu_ops/kernels and gpu_ops/reference."""
     found = {}
     for folder, package in FOLDERS.items():
         for directory, _, names in os.walk(ROOT / folder):
@@ -46,7 +46,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(name: str) -> set[tuple[str, bool]]:
-    """(module, whether for types only) of each import of one of our modules."""
+    """Imports of our modules, as (module, True if for types only)."""
     found = set()
     tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
     for_types = {
@@ -71,7 +71,7 @@ def imports(name: str) -> set[tuple[str, bool]]:
 
 
 def absolute(name: str, node: ast.ImportFrom) -> str:
-    """The module that ``from ... import`` names, relative or not."""
+    """Module that ``from ... import`` names, relative or not."""
     if not node.level:
         return node.module or ""
     is_package = modules()[name].name == "__init__.py"

@@ -1,4 +1,4 @@
-"""``import gpu_ops`` is quick, loads no compiler, and its names hold in any order of imports."""
+"""``import gpu_ops`` is fast, loads no compiler, and its names are right in any order of imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAVY = {"numba", "llvmlite", "cupy", "cuda", "rich", "torch", "jax", "pynvml", 
 
 
 def test_import_loads_few_modules_and_nothing_heavy():
-    """Beside NumPy's and our own, 25 small ones: what an import costs is the modules it executes."""
+    """An import loads 25 small modules in addition to NumPy's and ours: its cost is the modules it executes."""
     code = (
         "import sys, json, numpy; before = set(sys.modules); import gpu_ops; "
         "print(json.dumps(sorted(set(sys.modules) - before)))"
@@ -50,7 +50,7 @@ MODULES = sorted(
     "how", ["import gpu_ops.ops.{0}.{1}", "from gpu_ops.ops.{0}.{1} import *", "from gpu_ops import {1}"]
 )
 def test_a_function_is_never_shadowed_by_its_module(how):
-    """``import gpu_ops.rope`` binds a module to ``gpu_ops.rope``, unless the package sees to it."""
+    """``import gpu_ops.rope`` would bind a module to ``gpu_ops.rope``, which the package prevents."""
     lines = [
         f"{how.format(room, op)}\nimport gpu_ops\nassert callable(gpu_ops.{op}), {op!r}"
         for room, op in MODULES

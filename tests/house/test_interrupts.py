@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere: nothing hangs, nobody is left at work, later calls are right; first calls of many threads."""
+"""Ctrl-C anywhere: nothing hangs, no thread keeps working, later calls are right; first calls of many threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(code: str) -> None:
 
 
 def run_all(code: str) -> subprocess.CompletedProcess[str]:
-    """With what it says on stderr, whatever its status."""
+    """Run code and return its result with its stderr, for any exit status."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
@@ -71,7 +71,7 @@ for again in ((), (1,), (2,), (3,), (5,)):
 
 
 def test_anywhere_in_a_launch():
-    """Once, and a second time while the call is being ended."""
+    """Interrupt once, and a second time while the call is being stopped."""
     run(ANYWHERE)
 
 
@@ -111,7 +111,7 @@ assert kept == ["swiglu_forward_silu-float32.nbc"], kept
 
 
 def test_anywhere_in_first_calls(tmp_path, monkeypatch):
-    """What was begun is found done by the next call, and compiled once; nothing is said to be ignored."""
+    """The next call finds started compilations finished, compiled once; no exception is reported as ignored."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
     done = run_all(FIRST)
     assert done.returncode == 0, done.stderr
@@ -140,7 +140,7 @@ assert not found, found
 
 
 def test_the_main_thread_imports_nothing():
-    """A module of Numba that an interrupt leaves half imported stays broken, as does Python's import lock."""
+    """An interrupt in an import would leave a Numba module broken, and Python's import lock too."""
     run(NO_IMPORTS)
 
 
@@ -188,7 +188,7 @@ def test_a_second_interrupt_ends_the_process(tmp_path, monkeypatch):
 
 
 def test_a_process_that_ends_keeps_what_was_begun(tmp_path, monkeypatch):
-    """It waits for the compiler, whose thread would not survive the end of the interpreter."""
+    """The process waits for the compiler, whose thread would not survive the end of the interpreter."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
     done = run_all(EXIT)
     assert done.returncode
@@ -244,7 +244,7 @@ def start_interrupted(cache: Path, seed: int, mean: float, ops: tuple[str, ...])
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signal.setitimer (Linux, macOS)")
 def test_interrupts_at_random_times(tmp_path):
-    """First calls of every op, two processes at once: with nothing in the cache, then with all, over and over."""
+    """First calls of every op in two processes at once: with an empty cache, then with a full one, repeatedly."""
     (quiet,) = interrupted([start_interrupted(tmp_path / "quiet", 0, 0.0, OPS)])
     cold = interrupted([start_interrupted(tmp_path / "cold", seed, 0.3, OPS) for seed in (1, 2)])
     chance, warm = random.Random(3), []

@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: everything about an op is found by its name, and nothing leaks."""
+"""House rules that a reader relies on: everything about an op is found by its name, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def modules():
 
 
 def room_of(op):
-    """``gpu_ops.ops.norm.rmsnorm`` is in the room ``norm``."""
+    """Room of an op: ``gpu_ops.ops.norm.rmsnorm`` is in ``norm``."""
     return getattr(gpu_ops, op).__module__.split(".")[2]
 
 
 def reference_of(op):
-    """The reference function of a public op: the same name, in the same room."""
+    """Reference function of a public op: the same name, in the same room."""
     for module in modules():
         if module.startswith(f"gpu_ops.reference.{room_of(op)}."):
             function = vars(importlib.import_module(module)).get(op)
@@ -82,7 +82,7 @@ def test_no_op_is_outside_the_rooms():
 
 
 def test_lines_per_room():
-    """Prints a table, with ``-rP``: a room that grows is seen; no number is a limit."""
+    """Print a table (with ``-rP``) that shows growing rooms; no number is a limit."""
     for room in ROOMS:
         folders = [ROOT / part / room for part in ("gpu_ops/ops", "reference", "kernels", "tests")]
         lines = [sum(len(p.read_text(encoding="utf-8").splitlines()) for p in sources(f)) for f in folders]
@@ -123,20 +123,20 @@ def test_links_are_relative(link):
     "statement", ["import reference", "from kernels import compiler", "import kernels; kernels.compiler"]
 )
 def test_top_level_import_is_refused(statement):
-    """Else every module would exist twice, with two kernel caches."""
+    """Otherwise every module would exist twice, with two kernel caches."""
     code = f"try:\n    {statement}\nexcept ImportError as error: print(error)"
     assert re.search("write `from gpu_ops import (reference|kernels)`", python("-c", code))
 
 
 def test_the_folder_kernels_is_no_package_of_this_name():
-    """transformers imports it from a checkout's root, and reads its version; there is nothing in it."""
+    """transformers would import it from a checkout's root and read its version, but it would be empty."""
     tried = "try: import kernels.compiler\nexcept ImportError: print('none')"
     code = f"import kernels; print(kernels.__version__)\n{tried}"
     assert python("-c", code).splitlines() == ["0", "none"]
 
 
 def test_every_folder_of_modules_is_a_package():
-    """The finder packs folders without __init__.py too, but import systems and checkers treat them otherwise."""
+    """The finder packs folders without __init__.py too, but import systems and checkers treat them differently."""
     for path in sources("gpu_ops", "kernels", "reference"):
         if path.suffix == ".py":
             assert (path.parent / "__init__.py").is_file(), f"{path.parent} has no __init__.py"
@@ -149,7 +149,7 @@ def test_files_stay_short():
 
 
 def imports(path):
-    """(line, top-level module or gpu_ops.<package>) of every import in a file, nested ones included."""
+    """Imports in a file, nested ones included, as (line, top-level module or gpu_ops.<package>)."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -163,7 +163,7 @@ def imports(path):
 
 # kernels/compiler/jit.py and its parts: CuPy and cuda.bindings inside functions.
 GPU_COMPILER = {"cupy", "cuda"}
-# The errors import nothing, the pool of memory only them.
+# The errors import nothing, and the memory pool only the errors.
 SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
 
 
@@ -175,7 +175,7 @@ SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
             "kernels",
             {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER | SHARED,
         ),
-        # CuPy and Numba inside functions only, for arrays that are theirs; tokenizers in the function that is for it;
+        # CuPy and Numba inside functions only, for their arrays; tokenizers only in its function;
         # mpi4py and nccl in the modules that several ranks import.
         (
             "gpu_ops",

@@ -1,4 +1,4 @@
-"""The progress of scripts/setup.sh."""
+"""Progress of scripts/setup.sh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device presets: rows that cannot contradict themselves, selection without the card."""
+"""Device presets: consistency of rows, and selection without the card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_capability_has_a_generic_row_no_faster_than_its_cards(capability):
 
 @pytest.mark.parametrize("preset", CARDS, ids=lambda p: p.name)
 def test_published_products(preset):
-    """CUDA cores, from the product pages: a check of SMs x cores per SM that no row was made from."""
+    """CUDA cores, from the product pages: an independent check of SMs x cores per SM."""
     cores = {
         "RTX 3090 Ti": 10752,
         "RTX 4090": 16384,
@@ -147,7 +147,7 @@ def test_environment_selects_without_the_card(monkeypatch):
         select_preset()
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_86")
     assert select_preset().arch.smem_per_block_optin == 99 * 1024
-    assert select_preset("H200").name == "H200"  # an argument goes before the environment
+    assert select_preset("H200").name == "H200"  # an argument has priority over the environment
     for wrong in ("junk", "sm_20"):
         monkeypatch.setenv("GPU_OPS_ARCH", wrong)
         with pytest.raises(OptionError, match="GPU_OPS_ARCH: no preset for"):

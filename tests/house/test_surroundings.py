@@ -75,7 +75,7 @@ def test_a_run_in_the_background_whose_processes_die(tmp_path):
 
 
 def test_examples_may_take_any_time(monkeypatch):
-    """A clock that moves on by ten seconds each time it is read is a machine with much else to do."""
+    """A clock that advances by ten seconds at each read simulates a busy machine."""
     seen = []
 
     @settings(max_examples=20, database=None)

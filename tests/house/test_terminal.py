@@ -19,14 +19,14 @@ WORDS = "measured between words that are long"
 
 
 class Screen(io.StringIO):
-    """A terminal, as far as programs can tell."""
+    """Object that looks like a terminal to programs."""
 
     def isatty(self):
         return True
 
 
 def shown(columns, monkeypatch, term="xterm"):
-    """A table with a label of many words, on a terminal."""
+    """Table with a label of many words, as shown on a terminal."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", term)
     grid = report.make_table("title", ("case",), ("figure",))
@@ -56,7 +56,7 @@ def test_a_terminal_narrower_than_a_word_breaks_none(term, monkeypatch):
 
 
 def test_figures_leave_labels_their_words(monkeypatch):
-    """A figure of several words that does not wrap takes no width from the labels."""
+    """A figure of several words does not wrap, and takes no width from the labels."""
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")
     grid = report.make_table("title", ("case", "shape"), ("time", "memory", "error"))
@@ -84,7 +84,7 @@ def test_no_column_that_does_not_wrap_is_cut(columns, term, monkeypatch):
     assert report.width(grid) > 150
 
 
-@pytest.mark.parametrize("force", ["", "1"])  # colours in a log of continuous integration
+@pytest.mark.parametrize("force", ["", "1"])  # colours in a CI log
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_nothing_wraps_off_a_terminal(columns, force, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)

@@ -1,4 +1,4 @@
-"""The types of the public functions: what ``gpu_ops/__init__.pyi`` says is current, complete and true."""
+"""Types of the public functions: ``gpu_ops/__init__.pyi`` is current, complete and correct."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def defaults(node):
 
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_what_the_stub_says(op):
-    """Every row of ``RETURNS``, by calls with float16 arrays, from which other dtypes differ."""
+    """Every row of ``RETURNS`` holds, by calls with float16 arrays, which other dtypes differ from."""
     like, cases = stubs.RETURNS[op]
     tried = set()
     for name in VARIANTS:
@@ -72,10 +72,10 @@ def test_results_are_what_the_stub_says(op):
 
 
 def with_options(op, arguments, options):
-    """The arguments of a call with the options of a row; None if it has no array for one of them, or another."""
+    """Arguments of a call with the options of a row; None if it has no array for one of them, or a different one."""
     words = dict(word.partition("=")[::2] for word in options.split())
     if deciding := stubs.deciding(op):
-        for name in ("lse_dtype", "dweight", "dbias"):  # of results that the row may not have
+        for name in ("lse_dtype", "dweight", "dbias"):  # options of results that the row may not have
             arguments.pop(name, None)
     if op == "rope_backward" and "dk" not in words:  # the table of calls has no such call
         del arguments["dk"]
@@ -111,7 +111,7 @@ def check(result, kinds, like):
 
 
 def test_a_type_checker_knows_the_results_of_calls():
-    """Runs mypy on typed_calls.py. Its cache is the one of ``mypy`` without arguments."""
+    """mypy passes on typed_calls.py. Its cache is that of ``mypy`` without arguments."""
     pytest.importorskip("mypy")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "tests/house/typed_calls.py"],

@@ -1,6 +1,6 @@
-"""What a type checker makes of calls: test_types.py runs mypy on this file, and nothing runs it.
+"""Calls for a type checker: test_types.py runs mypy on this file, and the file itself is never run.
 
-A comment that ignores an error is an error itself where there is none, so that mistakes have to be found.
+A comment that ignores an error is itself an error where there is none, so mypy has to find the mistakes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Float32 = NDArray[np.float32]
 
 
 class HostArray:
-    """Any library's array in host memory."""
+    """Array of any library in host memory."""
 
     def __dlpack__(self, *, stream: int | None = None) -> object:
         raise NotImplementedError
 
 
 class DeviceArray:
-    """Any library's array on a GPU."""
+    """Array of any library on a GPU."""
 
     __cuda_array_interface__: dict[str, object]
 
@@ -46,7 +46,7 @@ def numpy_arrays(x: Float32, half: NDArray[np.float16]) -> None:
 
 
 def axes(scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> None:
-    """The number of axes stays where it is the result's too."""
+    """The number of axes is kept where the result has the same number."""
     assert_type(gpu_ops.softmax(scores).shape, tuple[int, int])
     assert_type(gpu_ops.sample(scores, seed=1).shape, tuple[Any, ...])
     assert_type(gpu_ops.rmsnorm(scores, scores, return_rstd=True)[1].shape, tuple[Any, ...])

@@ -1,4 +1,4 @@
-"""What perf's tests share: a case without any op of gpu_ops, limits, and an effort that takes no time."""
+"""Shared parts of perf's tests: a case without any op of gpu_ops, limits, and an effort that takes no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9, matmul_half=800e9)
 
 
 def square_case(dtype: str = "float32", **changes) -> Case:
-    """y = x * x: a complete case without any op of gpu_ops."""
+    """Case y = x * x: complete, without any op of gpu_ops."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         return {"x": build.normal(rng, (64, 32), case.DTYPES[dtype])}

@@ -15,7 +15,7 @@ def normal(*shape):
 
 
 def rotated(torch, x):
-    """As Hugging Face models compute it, angles included, in the dtype of x."""
+    """RoPE as Hugging Face models compute it, angles included, in the dtype of x."""
     at = torch.arange(x.shape[1], dtype=x.dtype)
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, x.shape[3], 2, dtype=x.dtype) / x.shape[3])
     angles = torch.cat([at[:, None] * inv_freq] * 2, -1)[:, None]

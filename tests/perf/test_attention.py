@@ -1,4 +1,4 @@
-"""perf's attention grids and peers: what they list, count and compute, as far as it goes without a GPU."""
+"""perf's attention grids and peers: their cases, counts and results that can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_operations_and_bytes():
 
 
 def test_decoding_is_told_in_bytes_of_the_copy_bandwidth():
-    """Also with one key head, where there are many operations to a byte."""
+    """This includes a single key head, where there are many operations per byte."""
     found = grid("decode", dtypes=("bfloat16",))
     assert not any(c.in_flops for c in found)
     assert {c.bandwidth for c in found} == {"copy"}
@@ -108,7 +108,7 @@ def test_quantized_pages_count_a_byte_per_element_and_their_scales():
 
 @pytest.mark.parametrize("codes", ["", *attention_paged.QUANTIZED])
 def test_decoding_from_pages(codes):
-    """The plain formula, and the part that is recomputed after a measurement."""
+    """Results agree with the plain formula, as does the part that is recomputed after a measurement."""
     case = attention_paged.decode(Shape(3, 1, 50, 4, 2, 16), "bfloat16", codes, "cpu")
     x = case.make(np.random.default_rng(0))
     exact, rounded = (case.reference(x, precision) for precision in ("float64", "naive"))
@@ -127,7 +127,7 @@ def test_sixteen_bits_are_judged_by_a_16_bit_matmul():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gpu_baseline_computes_attention(dtype, causal):
-    """On NumPy arrays: CuPy's answer to the same calls."""
+    """NumPy arrays answer the same calls as CuPy's."""
     x = attention_options.data(np.random.default_rng(0), Shape(2, 19, 31, 6, 2, 8), DTYPES[dtype])
     exact = reference_attention(x["q"], x["k"], x["v"], causal=causal)
     naive = reference_attention(x["q"], x["k"], x["v"], causal=causal, precision="naive")
@@ -188,7 +188,7 @@ def test_a_large_cache_is_checked_in_part(monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A small decode case, measured as on CUDA but for the place of its inputs and the timer."""
+    """Small decode case, measured as on CUDA except for the place of its inputs and the timer."""
     monkeypatch.setattr(harness, "make_inputs", lambda case, config: case.make(np.random.default_rng(0)))
     monkeypatch.setattr(harness, "timer_for", lambda config: harness.timed)
     monkeypatch.setattr(harness, "release", lambda config: None)

@@ -1,4 +1,4 @@
-"""perf's cases of attention's options: what ours is timed against computes the same."""
+"""perf's cases of attention's options: the peers that ours is timed against compute the same."""
 
 import numpy as np
 import pytest

@@ -51,12 +51,12 @@ def test_case_keys_are_unique_and_match_their_file(op, quick, seqlens):
 
 @pytest.mark.parametrize("op", sorted(TINY))
 def test_bench_smoke(op, monkeypatch):
-    """Every quick case at a tiny size: runs, is within tolerance, and its naive formula is right too."""
+    """Every quick case runs at a tiny size, is within tolerance, and its naive formula is right too."""
     monkeypatch.setattr(harness, "MAX_SETS", 2)  # copies of a table of 130 MB
     config = Config(quick=True, seqlens=(TINY[op],), use_torch=False)
     for one in cli.bench(op).cases(config):
         if one.name == "mlp":
-            # the weights take 700 MB at any number of tokens, so only the small problem is run
+            # the weights take 700 MB for any number of tokens, so only the small problem is run
             assert accuracy.check(one, {}, config).ok
             continue
         result = harness.run_case(one, config, LIMITS, effort=FAST)
@@ -101,7 +101,7 @@ def to_array(result) -> np.ndarray:
 
 
 def align(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """torch's attention keeps heads before positions."""
+    """Align axes: torch's attention has heads before positions."""
     if array.shape == shape or array.ndim != 4:
         return array
     swapped = array.transpose(0, 2, 1, 3)

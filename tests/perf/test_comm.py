@@ -1,4 +1,4 @@
-"""``python -m perf --op comm``: the fit, a short run on two ranks, and what is left out."""
+"""``python -m perf --op comm``: the fit, a short run on two ranks, and omitted parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_fit_finds_latency_and_bandwidth():
 
 
 def test_the_fit_weighs_all_sizes_alike():
-    """Twice the time at one of nine sizes changes latency and bandwidth less, at either end."""
+    """Doubling the time at one of nine sizes changes latency and bandwidth by less, at either end."""
     for slow in (0, -1):
         seconds = [3e-6 + n / 2e9 for n in SIZES]
         seconds[slow] *= 2

@@ -1,4 +1,4 @@
-"""What perf asks of a GPU, on a stand-in for CuPy: a clean cache, warm clocks, the right device in NVML."""
+"""perf on a fake of CuPy: a clean cache, warm clocks, the right device in NVML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perf.stats import Power
 
 
 class Array:
-    """On the device, as a log of what is done with it."""
+    """Array on the device that logs its uses."""
 
     def __init__(self, log):
         self.log = log
@@ -36,7 +36,7 @@ def log():
 
 @pytest.fixture
 def cuda(cupy, log, monkeypatch):
-    """perf.cuda on the stand-in, whose clock moves a second per question and whose energy 200 J."""
+    """perf.cuda on the fake, whose clock advances by 1 s per query and whose energy by 200 J."""
     now = iter(range(10_000))
 
     class Event:
@@ -75,7 +75,7 @@ def test_a_limit_is_measured_when_the_clocks_are_up(cuda, log, monkeypatch):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Two devices, the second of which is CuPy's current one."""
+    """Fake NVML with two devices, the second of which is CuPy's current one."""
     spent = iter(range(0, 10**9, 200_000))
     module = SimpleNamespace(
         nvmlInit=lambda: None,

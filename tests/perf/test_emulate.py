@@ -1,4 +1,4 @@
-"""The counts that ``python -m perf --device emulator`` prints."""
+"""Counts that ``python -m perf --device emulator`` prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, COLUMNS = 32, 256
 
 
 def case(name, ours, **changes):
-    """A case whose call launches a kernel of emulator/profile.cu; ``bytes``: x read and y written once."""
+    """Case whose call launches a kernel of emulator/profile.cu; ``bytes``: x read and y written once."""
     fields = {
         "op": "test",
         "shape": f"{ROWS} x {COLUMNS}",
@@ -38,7 +38,7 @@ def case(name, ours, **changes):
 
 
 def strided(inputs, stride=1):
-    # As many loads whatever the stride: half of them are of the same elements where it is 2.
+    # The number of loads is the same for any stride; with stride 2, half of them are of the same elements.
     blocks = ROWS * COLUMNS // 128 // stride
     args = (inputs["x"], inputs["y"], stride)
     return partial(emulator.launch, SOURCE, "strided", blocks, 128, args, arch="sm_86")

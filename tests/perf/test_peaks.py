@@ -1,4 +1,4 @@
-"""The compiled loops that measure a CPU's limits: they do their work, and the larger measurement counts."""
+"""Compiled loops that measure a CPU's limits: they do their work, and the larger measurement counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perf.case import Case, Config
 
 
 def blocks(count):
-    """``count`` blocks of words on a vector's boundary, no two alike."""
+    """``count`` different blocks of words, aligned to a vector."""
     words = np.arange(1, (count + 1) * peaks.WORDS + 1, dtype=np.uint64)
     return words[-words.ctypes.data % 64 // 8 :][: count * peaks.WORDS]
 
@@ -83,7 +83,7 @@ def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatc
         return peaks.Loop(lambda: None, amount=1e6)
 
     monkeypatch.setattr(peaks, "pacemaker", pacemaker)
-    seconds = iter((1.0, 2.0, 3.0, 4.0, 5.0, 6.0))  # what the clock says of one call after the other
+    seconds = iter((1.0, 2.0, 3.0, 4.0, 5.0, 6.0))  # clock readings of successive calls
 
     def timer(call):
         call()

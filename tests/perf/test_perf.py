@@ -1,4 +1,4 @@
-"""The measuring tools themselves; test_perf_benches.py runs the benches."""
+"""Tests of the measuring tools; test_perf_benches.py runs the benches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_inputs_are_never_zeros_and_repeat_exactly():
     one, two = (build.normal(np.random.default_rng(3), (5000, 1000), np.dtype(np.float32)) for _ in range(2))
     np.testing.assert_array_equal(one, two)
     assert one.std() == pytest.approx(1.0, abs=0.01)
-    assert (one[-1] != 0).mean() > 0.99  # past the block that large arrays repeat
+    assert (one[-1] != 0).mean() > 0.99  # beyond the block that large arrays repeat
 
 
 def test_a_process_that_makes_the_inputs_again_gets_the_same():
@@ -104,7 +104,7 @@ def test_contenders_take_turns_and_the_first_call_is_kept_apart():
     timings = harness.interleave([contender("ours", 1.0), contender("naive", 3.0)], effort, clock)
     assert {name: t.median for name, t in timings.items()} == {"ours": 1.0, "naive": 3.0}
     assert timings["ours"].first == 50.0
-    assert timings["ours"].fastest == 1.0  # the compiling call is in no other figure
+    assert timings["ours"].fastest == 1.0  # the call that compiles is in no other figure
     assert (timings["ours"].calls, timings["naive"].calls) == (8, 4)
     switches = sum(a != b for a, b in zip([n for n, _ in order], [n for n, _ in order][1:], strict=False))
     assert switches >= 4

@@ -1,4 +1,4 @@
-"""Pictures of saved runs: what they say, that all of it can be read, in light and dark."""
+"""Pictures of saved runs: their content, and its legibility in light and dark."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_layout(canvas: Canvas, boxes: Placed) -> None:
 
 
 def upright(svg: str) -> Placed:
-    """Text that is not rotated, in the widest font it may have."""
+    """Boxes of text that is not rotated, in the widest font it may have."""
     found = []
     for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
         style, text = element.get("style", ""), element.text or ""
@@ -175,7 +175,7 @@ def test_every_colour_has_a_dark_one(folder):
 
 
 def test_colours_stand_out_from_the_background():
-    """Contrast as in WCAG 2: 4.5 for text, 3 for graphics."""
+    """Contrast is as in WCAG 2: 4.5 for text, 3 for graphics."""
 
     def luminance(colour: str) -> float:
         channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255

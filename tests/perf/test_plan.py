@@ -1,4 +1,4 @@
-"""The planner's model of a training step on many GPUs: messages and terms by hand, and published runs."""
+"""Planner's model of a training step on many GPUs: messages and terms calculated by hand, and published runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = models.LlamaConfig(vocab=32000, hidden=1024, ffn=2816, nlayers=6, nheads
 
 @pytest.mark.parametrize(("nbytes", "us"), [(16 << 10, 15.0), (256 << 10, 18.2), (1 << 20, 28.0)])
 def test_small_messages_as_nccl_plans_them(nbytes, us):
-    """An all-reduce of 8 H100 by LL: 6.6 + 14 * 0.6 us, and 1.75 bytes at 141 GB/s."""
+    """An all-reduce of 8 H100 by LL takes 6.6 + 14 * 0.6 us, and 1.75 bytes at 141 GB/s."""
     ring = Cluster.parse("h100x8").group((8, 1))
     both = 2 * ring.seconds(nbytes) * 1e6 - 6.6
     assert both == pytest.approx(us, abs=0.25)
@@ -51,7 +51,7 @@ def test_large_messages_run_at_the_bandwidth():
         ([(16, 1)], 2, 315),
         ([(4, 4)], 2, 90),
         ([(4, 8)], 4, 45),
-        ([(3, 2)], 3, 45),  # its ranks begin anywhere in a node
+        ([(3, 2)], 3, 45),  # its ranks start anywhere in a node
         ([(2, 2), (4, 16)], 4, 90),  # CP inside a node, DP between
     ],
 )
@@ -89,7 +89,7 @@ def test_a_window_hides_keys():
 
 
 def test_time_by_hand():
-    """A layer's matmuls, and messages of NVLink's and the network's size."""
+    """The time is that of a layer's matmuls, and of messages sized for NVLink and the network."""
     job = Job(LLAMA405, Cluster.parse("h100x2048"), 8192, 512)
     plan = Plan.of(job, Layout(8, 1, 16, 8, 16))
     peak = 0.57 * 989.4e12
@@ -130,7 +130,7 @@ def test_only_layers_are_faster_in_fp8():
 
 
 def test_data_parallel_messages_by_stage():
-    """Per step, or per microbatch; half of what fits beside the computation is hidden."""
+    """Messages are per step or per microbatch; half of what can overlap with the computation is hidden."""
     job = Job(LLAMA8, Cluster.parse("h100x8"), 8192, 128)
     time = {zero: Plan.of(job, Layout(dp=8, zero=zero)).seconds["DP"] for zero in (1, 2, 3)}
     group, layer = job.cluster.group((8, 1)), job.parameters / 32
@@ -142,7 +142,7 @@ def test_data_parallel_messages_by_stage():
 
 @pytest.mark.parametrize("policy", ["none", "mlp", "norms", "attention", "layer"])
 def test_memory_is_that_of_the_programs_own_plan(policy):
-    """On one GPU. Made again is all at once here, which the program does not need."""
+    """They agree on one GPU, except that the model recomputes everything at once, which the program does not need."""
     found = plan_step.memory(Job(SMALL, replace(H100, count=1), 2048, 4), Layout(micro=4, policy=policy))
     own = memory.estimate(SMALL, batch=4, seqlen=2048, dtype="bfloat16", policy=policy).parts
     assert {name: found[name] for name in ("weights", "gradients", "optimizer")} == {
@@ -155,7 +155,9 @@ def test_memory_by_hand():
     job = Job(LLAMA405, Cluster.parse("h100x8192"), 8192, 2048)
     layer, kept = job.layer_weights, job.kept["none"] * 8192 / 8
     found = plan_step.memory(job, Layout(8, 1, 16, 8, 64))
-    assert found["weights"] == 2 * 8 * layer / 8  # the ends have seven layers, and a table of less than one
+    assert (
+        found["weights"] == 2 * 8 * layer / 8
+    )  # the ends have seven layers, and a table smaller than a layer
     assert found["gradients"] == 4 * 8 * layer / 8
     assert found["optimizer"] == 12 * 8 * layer / 8 / 64
     assert found["activations"] == pytest.approx(126 * (1 + 15 / 128) * kept)
@@ -190,7 +192,7 @@ def test_a_model_without_layers_and_cards_without_the_dtype():
     "anchor", plan_anchors.ANCHORS, ids=lambda a: f"{a.model} {a.cluster} {a.seqlen} {a.dtype}"
 )
 def test_published_runs(anchor):
-    """The six of H100s that others publish in full are within 15 %; those that are not say why."""
+    """The six fully published H100 runs of others are within 15 %; runs that are not say why."""
     plan = anchor.plan()
     lo, job = anchor.layout, plan.job
     assert lo.tp * lo.cp * lo.pp * lo.dp == job.cluster.count

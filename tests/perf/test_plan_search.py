@@ -70,7 +70,7 @@ def test_plans_fit_and_are_in_order(job):
     "name", ["8B on 8", "8B on 8 RTX 4090", "8B on 12 A100", "4 key heads", "1 key head"]
 )
 def test_no_layout_is_faster_or_smaller(name):
-    """Than the one found for its sizes: every ZeRO stage and policy is tried here."""
+    """No layout beats the one found for its sizes: every ZeRO stage and policy is tried here."""
     job = JOBS[name]
     every = [
         Plan.of(job, replace(layout, zero=zero, policy=policy))
@@ -113,7 +113,7 @@ def test_better_hardware_is_never_slower(room, link, network, memory_speed, name
     ],
 )
 def test_a_search_compares_few_layouts(config, cluster, sequences):
-    """Some 0.2 ms each: it ends in two seconds."""
+    """A layout takes about 0.2 ms, so a search ends in two seconds."""
     found = search(Job(config, Cluster.parse(cluster), 8192, sequences))
     assert found.plans
     assert found.compared < 5000

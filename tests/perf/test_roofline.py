@@ -1,4 +1,4 @@
-"""``python -m perf --roofline``: bounds computed by hand, the emulator's counts, and the order of things."""
+"""``python -m perf --roofline``: bounds calculated by hand, the emulator's counts, and the order of bounds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_bounds_by_hand(card, dtype, head_dim, tflops, limit):
 
 
 def test_tiles_of_a_triangle():
-    """Rows 0-63 see 64 keys, 64-127 see 128: one and two tiles, or with 96 more keys in front two and four."""
+    """Rows 0-63 see 64 keys, 64-127 see 128: one and two tiles, or two and four with 96 more keys in front."""
     c = config(Tile(64, 64, 4), 64)
     assert count_tiles(Shape(1, 128, 128, 1, 1, 64), c, True) == 1 + 2
     assert count_tiles(Shape(1, 128, 224, 1, 1, 64), c, True) == 3 + 4
@@ -84,7 +84,7 @@ def test_a_causal_bound_counts_what_is_seen():
 
 @needs_nvrtc
 def test_the_emulator_counts_the_same():
-    """Of one block, whose Q and result come on top: less than a tenth here."""
+    """The counts are of one block; its Q and result add less than a tenth here."""
     from tests.attention.test_traffic import sampled
 
     seqlen, head_dim = 1024, 64
@@ -117,7 +117,7 @@ def test_no_bound_is_above_the_peak(card):
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_other_tile_could_be_faster_in_long_sequences(card, dtype):
-    """select_config knows no data sheets; where it chose a tile that these forbid to win, it would be wrong."""
+    """select_config uses no data sheets, so its tiles must not be among those that data sheets rule out."""
     for head_dim in (64, 96, 128, 256):
         shape = Shape(4, 4096, 4096, 16, 16, head_dim)
         every = (c for _, c in configs(*roofline.problem(card, shape, dtype, False)) if c.num_splits == 1)

@@ -1,4 +1,4 @@
-"""Saved runs of perf: the CSV file, the comparison of two."""
+"""Saved runs of perf: the CSV file, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_csv_round_trip(tmp_path):
 
 
 def test_a_saved_run_is_a_plain_table_below_its_facts(tmp_path):
-    """As a reader sees it that only skips the lines that start with ``#``."""
+    """A reader that only skips lines starting with ``#`` sees a plain table."""
     failed = {"op": "x", "failure": 'RuntimeError: "a", b # c\n# d', "flops": 1.0, "passed": 0}
     run = runs.Run({**saved_run(tmp_path).facts, "created": "2026-01-02T03:04:05Z"}, [failed, {"op": "y"}])
     path = runs.save(run, tmp_path)

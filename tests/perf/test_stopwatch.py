@@ -1,4 +1,4 @@
-"""The stopwatch of autotune(), on a log of what it asks of the device."""
+"""Stopwatch of autotune(), tested on a log of its requests to the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_stopwatch_keeps_the_device_busy_while_the_host_enqueues(monkeypatch
     sizes = []
     cupy = SimpleNamespace(cuda=cuda, uint8=np.uint8, empty=lambda n, dtype: sizes.append(n) or scratch)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    host = iter([0, 0, 0, 0, 0, 0.0031, 0, 0])  # began, ended of each call
+    host = iter([0, 0, 0, 0, 0, 0.0031, 0, 0])  # start and end of each call
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(host)))
     stopwatch = module.Stopwatch()
     assert sizes == [128 << 20]

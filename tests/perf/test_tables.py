@@ -1,4 +1,4 @@
-"""The tables of python -m perf on terminals of any width, and the tour."""
+"""Tables of python -m perf on terminals of any width, and the tour."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for columns in (80, 100, 120):
 
 
 def result(case, ratio=12.3, error=1.2e-6):
-    """A case as it is after it was measured."""
+    """Result of a measured case."""
     times = [1.0e-3, 1.1e-3, 1.2e-3]
     timings = {"ours": times, "naive": [ratio * t for t in times]}
     return Result(
@@ -55,7 +55,7 @@ def result(case, ratio=12.3, error=1.2e-6):
 
 
 def on_a_terminal(code):
-    """What a process prints on a pseudo-terminal, without colours."""
+    """Output of a process on a pseudo-terminal, without colours."""
     ours, theirs = os.openpty()
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     child = subprocess.Popen(
@@ -149,7 +149,7 @@ def test_what_quick_chooses(options, full, capsys):
 
 @pytest.mark.parametrize("error", [1.2e-6, 5e-6])
 def test_the_last_words(error):
-    """Six lines: what ran, how it compares, whether every error is within its bound, where more is."""
+    """Six lines say what ran, how it compares, whether every error is within its bound, and where to read more."""
     linear = square_case(op="linear", name="forward", flops=1e9)
     results = [result(square_case(), 2.0), result(linear, 8.0, error)]
     lines = tour.last_words(results, MACHINE, 98.4, Config(tour=True))

@@ -1,4 +1,4 @@
-"""Mistakes of every op: what is passed, which error answers, and a piece of what it says."""
+"""Mistakes of every op: the arguments, the error's type, and a part of its message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from tests.support import bad_input_attention
 from tests.support.bad_input_make import F32, F64, Of, On, cast, ints, ones
 
-# op, what goes wrong, the error's type, a piece of its message, the changed arguments
+# op, mistake, the error's type, a part of its message, the changed arguments
 CASES = [
     *bad_input_attention.CASES,
     # adamw_step

@@ -26,7 +26,7 @@ def misaligned(x):
 
 
 class On:
-    """A change computed from the array it replaces."""
+    """Change computed from the array it replaces."""
 
     def __init__(self, change):
         self.change = change

@@ -12,12 +12,12 @@ import gpu_ops
 Array = np.ndarray[Any, Any]
 Made = tuple[dict[str, Any], dict[str, Any]]  # arrays, options
 
-# Arguments that an op changes in place, in the order in which it looks at them.
+# Arguments that an op changes in place, in the order in which it checks them.
 WRITTEN = {
     "adamw_step": ("params", "m", "v", "master"),
     "rope_append_kv": ("k_cache", "v_cache", "k_scale", "v_scale"),
 }
-# Options to which gradients are added, where they are given.
+# Options to which gradients are added, if they are given.
 ADDED = {
     "embedding_backward": ("dweight",),
     "layernorm_backward": ("dweight", "dbias"),
@@ -63,31 +63,31 @@ class Call:
         return getattr(gpu_ops, self.op)(*self.arrays.values(), **{**self.options, **more})
 
     def having(self, **changes: Any) -> Call:
-        """The same call with arrays or options exchanged by name."""
+        """Copy of the call with arrays or options replaced by name."""
         arrays = {name: changes.pop(name, x) for name, x in self.arrays.items()}
         return replace(self, arrays=arrays, options={**self.options, **changes})
 
     @property
     def written(self) -> dict[str, Array]:
-        """The arguments that the op changes in place."""
+        """Arguments that the op changes in place."""
         named = {**self.arrays, **self.options}
         changed = {name: named[name] for name in WRITTEN.get(self.op, ()) if named.get(name) is not None}
         return changed | {name: self.options[name] for name in self.added}
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The options to which gradients are added."""
+        """Options to which gradients are added."""
         return tuple(name for name in ADDED.get(self.op, ()) if name in self.options)
 
     @property
     def inputs(self) -> dict[str, Array]:
-        """The NumPy arrays among arguments and options that the op only reads."""
+        """NumPy arrays among arguments and options that the op only reads."""
         named = {**self.arrays, **self.options}
         return {n: x for n, x in named.items() if isinstance(x, np.ndarray) and n not in self.written}
 
 
 class Maker:
-    """Makes arrays of standard normal numbers or integers whose axes are given by name."""
+    """Maker of arrays of standard normal numbers or integers whose axes are given by name."""
 
     def __init__(self, dtype: Any, seed: int, sizes: dict[str, int]) -> None:
         self.dtype = np.dtype(dtype)
@@ -97,7 +97,7 @@ class Maker:
 
     @property
     def wide(self) -> Any:
-        """The dtype of sums over tokens."""
+        """Dtype of sums over tokens."""
         return np.float64 if self.dtype == np.float64 else np.float32
 
     def _shapes(self, axes: dict[str, str]) -> dict[str, tuple[int, ...]]:
@@ -107,7 +107,7 @@ class Maker:
         }
 
     def normal(self, dtype: Any = None, /, **axes: str) -> dict[str, Array]:
-        """Arrays by name; of the call's dtype unless another is given."""
+        """Arrays by name, of the call's dtype unless another is given."""
         shapes = self._shapes(axes)
         return {n: self.rng.standard_normal(s).astype(dtype or self.dtype) for n, s in shapes.items()}
 

@@ -1,4 +1,4 @@
-"""The table of calls: every public op, with variants of its options, for any dtype, sizes and seed.
+"""Table of calls: every public op, with variants of its options, for any dtype, sizes and seed.
 
 ``call("attention")`` is a small valid call; ``call("attention mask", np.float64, seed=1, seqlen_q=40)`` another. The
 laws of test_laws*.py hold for every row of the table.
@@ -53,7 +53,7 @@ VARIANTS = {
     **calls_training.VARIANTS,
 }
 
-# The argument that receives results, and how many arrays it takes.
+# The argument that receives results, and its number of arrays.
 OUT = {
     "attention": ("out", 1),
     "attention_backward": ("grads", 3),
@@ -114,14 +114,14 @@ OPTIONAL = ("swiglu packed", "linear", "linear bias")
 
 
 def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Call:
-    """The call ``name`` of the table with arrays of ``dtype``; the same numbers for the same seed and sizes."""
+    """Call ``name`` of the table with arrays of ``dtype``; the same numbers for the same seed and sizes."""
     new = Maker(dtype, seed, sizes)
     arrays, options = VARIANTS[name](new)
     return Call(name.split()[0], arrays, options, new.axes)
 
 
 def refusal(one: Call, backend: str) -> str:
-    """Why a backend for GPUs does not run a call; empty where it does."""
+    """Reason why a GPU backend does not run a call; empty if it does."""
     if compiler_missing(backend):
         return ""  # tests are skipped, and say which package they need
     try:
@@ -132,7 +132,7 @@ def refusal(one: Call, backend: str) -> str:
 
 
 def results(value: Any) -> tuple[Any, ...]:
-    """The arrays that an op returned; those of a dict of further gradients come last."""
+    """Arrays that an op returned; those of a dict of further gradients come last."""
     if isinstance(value, TernaryMatrix):
         return (value.codes, value.scale)
     arrays = value if isinstance(value, tuple) else () if value is None else (value,)

@@ -26,7 +26,7 @@ def bhsd(new: Maker) -> dict[str, Any]:
 
 
 def packed(new: Maker, offsets: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Sequences laid end to end: two, divided near the middle, or as many as ``offsets`` say."""
+    """Packed sequences: two, divided near the middle, or those of ``offsets``."""
     total = new.sizes["total"]
     if offsets is None:
         lengths = [(0, int(new.rng.integers(total // 2 - 1, total // 2 + 2)), total) for _ in range(2)]
@@ -38,7 +38,7 @@ def packed(new: Maker, offsets: tuple[int, ...] | None = None) -> dict[str, Any]
 
 
 def backward(new: Maker, forward: str, arrays: dict[str, Any], **options: Any) -> Made:
-    """The arguments of the backward after the reference's forward."""
+    """Arguments of the backward after the reference's forward."""
     out, lse = getattr(gpu_ops, forward)(*arrays.values(), **options, return_lse=True, backend="reference")
     q_axes = new.axes["q"]
     first = {name: arrays[name] for name in ("q", "k", "v")}
@@ -49,7 +49,7 @@ def backward(new: Maker, forward: str, arrays: dict[str, Any], **options: Any) -
 
 
 def of_whole_rows(new: Maker) -> Made:
-    """A backward as in a ring: delta in place of out, lse in float64."""
+    """Backward as in a ring: delta in place of out, lse in float64."""
     arrays, options = backward(new, "attention", dense(new), **CAUSAL)
     del new.axes["out"]
     new.axes["delta"] = ("batch", "nheads", "seqlen_q")
@@ -59,7 +59,7 @@ def of_whole_rows(new: Maker) -> Made:
 
 
 def wide_dout(new: Maker) -> Made:
-    """A backward that starts from the gradient of a float32 out, and of a float32 dout."""
+    """Backward with a float32 out and a float32 dout."""
     arrays, options = backward(new, "attention", dense(new), **CAUSAL)
     computing = np.float64 if new.dtype == np.float64 else F32
     return {
@@ -70,12 +70,12 @@ def wide_dout(new: Maker) -> Made:
 
 
 def scores(new: Maker) -> dict[str, Any]:
-    """Sinks and a bias that broadcasts."""
+    """Options sinks, and a bias that broadcasts."""
     return {**new.normal(F32, sinks="nheads"), **new.normal(bias="nheads 1 seqlen_k")}
 
 
 def wide(new: Maker) -> dict[str, Any]:
-    """The dtypes of results as they are computed."""
+    """Options that keep results in the dtypes they are computed in."""
     return {"out_dtype": np.float64 if new.dtype == np.float64 else F32, "lse_dtype": "float64"}
 
 
@@ -90,7 +90,7 @@ def block_mask(new: Maker) -> dict[str, Any]:
 
 
 def halves(new: Maker, out: str, lse: str, dtype: Any = F32) -> dict[str, Any]:
-    """Attention over two sets of keys; the second one's are unseen by the last rows."""
+    """Attention over two sets of keys; the last rows do not see the second set."""
     arrays: dict[str, Any] = {}
     for i in "12":
         arrays |= new.normal(**{f"out{i}": out})
@@ -106,7 +106,7 @@ def cache(new: Maker) -> Made:
 
 
 def pages(new: Maker, used: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A table of shuffled pages for ``max_seqlen`` tokens; -1 past ``used``; one page belongs to no sequence."""
+    """Table of shuffled pages for ``max_seqlen`` tokens; -1 past ``used``; one page belongs to no sequence."""
     each = new.sizes["pages"] = -(-new.sizes["max_seqlen"] // new.sizes["page_size"])
     new.sizes["num_pages"] = len(used) * each + 1
     table = new.rng.permutation(new.sizes["num_pages"])[: len(used) * each].reshape(len(used), each)
@@ -124,13 +124,13 @@ def paged_cache(new: Maker) -> Made:
 
 
 def two_sequences(new: Maker, name: str) -> dict[str, Any]:
-    """Where two sequences start, laid end to end."""
+    """Offsets of two packed sequences."""
     total = new.sizes["total"]
     return {name: np.array([0, new.rng.integers(0, total + 1), total], I32)}
 
 
 def packed_used(new: Maker) -> Made:
-    """Packed keys, of which the first two thirds are in use."""
+    """Packed keys, the first two thirds of which are in use."""
     arrays = new.normal(q="total nheads head_dim", k="total nheads_kv head_dim", v="total nheads_kv head_dim")
     starts = two_sequences(new, "cu_seqlens_q") | two_sequences(new, "cu_seqlens_k")
     new.axes["seqused_k"] = ("2",)
@@ -190,11 +190,11 @@ def append_slots(new: Maker) -> Made:
 
 
 def quantized(new: Maker, made: Made, codes: Any) -> Made:
-    """The call with its pages in ``codes`` and their scales; float64 is not quantized."""
+    """Call with its pages in ``codes`` and their scales; float64 is not quantized."""
     arrays, options = made
     if new.dtype == np.float64:
         return made
-    pages = [name for name in arrays if name in PAGES][-2:]  # behind k and v of new tokens
+    pages = [name for name in arrays if name in PAGES][-2:]  # after k and v of new tokens
     for name, scale in zip(pages, ("k_scale", "v_scale"), strict=True):
         new.axes[scale] = ("num_pages", "page_size", "nheads_kv")
         arrays[name], options[scale] = quantize(arrays[name], codes)

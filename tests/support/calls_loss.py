@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): cross-entropy and of a linear layer, embedding, norm of gradients."""
+"""Rows of the table of calls (calls.py): cross-entropy, also of a linear layer, embedding, norm of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IGNORED = -100
 
 
 def indices(new: Maker, name: str, axes: str, end: int, dtype: Any = np.int64) -> dict[str, Any]:
-    """Integers in [0, end); where there are none, targets that are ignored."""
+    """Integers in [0, end); ignored targets if that range is empty."""
     made = new.integers(0, max(end, 1), dtype, **{name: axes})
     if not end:
         made[name][...] = IGNORED
@@ -28,7 +28,7 @@ def logits(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
 
 
 def weighted(new: Maker) -> dict[str, Any]:
-    """Options of class weights, in the dtype of the loss, and what else changes a kernel."""
+    """Options of class weights, in the dtype of the loss, and others that change a kernel."""
     return {**new.normal(new.wide, class_weight="width"), "label_smoothing": 0.1, "softcap": 5.0}
 
 
@@ -60,7 +60,7 @@ def head(new: Maker, axes: str = "rows") -> dict[str, Any]:
 
 
 def differentiated(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With every result; in two chunks of 17 rows and more."""
+    """Call with every result, in two or more chunks of 17 rows."""
     options = {"reduction": "none", "grads": True, "return_lse": True, "chunk": 16}
     return head(new), {**new.normal(bias="width"), **options}
 

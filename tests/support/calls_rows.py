@@ -64,7 +64,7 @@ def linear(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
 
 
 def kept(new: Maker) -> Any:
-    """The backward of a call that kept gate and up."""
+    """Backward of a call that kept gate and up."""
     arrays = mlp(new, "dy", rows="batch rows")
     _, gate_up = gpu_ops.swiglu_mlp(*list(arrays.values())[1:], keep="gate_up", backend="reference")
     new.axes["gate_up"] = ("batch", "rows", "gate_up")
@@ -77,19 +77,19 @@ def added(new: Maker, **axes: str) -> dict[str, Any]:
 
 
 def mask(new: Maker, axes: str = "batch 1 width") -> dict[str, Any]:
-    """Half of the elements are visible, those in the middle of each row among them."""
+    """Mask in which half of the elements are visible, including the middle of each row."""
     made = new.integers(0, 2, bool, mask=axes)
     made["mask"][..., made["mask"].shape[-1] // 2 :][..., :1] = True
     return made
 
 
 def only(make: Any, *arguments: Any, **options: Any) -> Any:
-    """A row of the table with options that are no arrays."""
+    """Row of the table with options that are no arrays."""
     return lambda new: (make(new, *arguments), options)
 
 
 def sampled(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With every option in an array."""
+    """Call with every option in an array."""
     arrays, each = new.normal(logits="rows width"), "rows"
     numbers = {
         **new.normal(np.float32, temperature=each, repetition_penalty=each),

@@ -10,7 +10,7 @@ from tests.support.call_maker import Maker
 
 
 def step(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
-    """16-bit parameters have a master."""
+    """AdamW step; 16-bit parameters have a master copy."""
     wide = np.float64 if new.dtype == np.float64 else np.float32
     arrays = {**new.normal(params="cols", grads="cols"), **new.normal(wide, m="cols", v="cols")}
     arrays["v"] *= arrays["v"]
@@ -22,7 +22,7 @@ def step(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def numbers_in_arrays(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
-    """And a mask; bfloat16 parameters are rounded by chance."""
+    """AdamW step with numbers in arrays and a mask; bfloat16 parameters are rounded stochastically."""
     arrays, options = step(new)
     numbers = {"lr": np.array(0.01), "grad_scale": np.array(0.5), "skip": np.zeros((), np.float32)}
     new.axes |= dict.fromkeys(numbers, ())

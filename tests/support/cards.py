@@ -1,4 +1,4 @@
-"""Cards and architectures of tests that need no GPU: by default those that differ most, the others when slow."""
+"""Cards and architectures of tests that need no GPU: by default those that differ most, the others in slow tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXTREMES = (
 
 
 def slow(*levels: Any) -> list[Any]:
-    """Levels of a parameter that are slow."""
+    """Slow values of a parameter."""
     return [pytest.param(level, marks=pytest.mark.slow) for level in levels]
 
 

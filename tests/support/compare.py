@@ -1,4 +1,4 @@
-"""Assertions that name the worst index and both values."""
+"""Assertions whose messages give the worst index and both values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_ops.reference.tolerance import FORWARD, error_report, tolerance
 
 
 def assert_close(actual, reference, naive, dtype, factor=FORWARD, what="result"):
-    """``actual`` obeys the tolerance rule of gpu_ops.reference.tolerance; float32 also MAE < 1e-5.
+    """Assert that ``actual`` obeys the tolerance rule of gpu_ops.reference.tolerance; float32 also MAE < 1e-5.
 
     ``reference``: precision="float64"; ``naive``: precision="naive"; ``dtype``: of the inputs.
     """
@@ -27,13 +27,13 @@ def assert_close(actual, reference, naive, dtype, factor=FORWARD, what="result")
         finite = np.isfinite(want)
         if finite.any():
             error = np.abs(actual.astype(np.float64)[finite] - want[finite])
-            scale = max(1.0, float(np.abs(want[finite]).max()))  # 1e-5 is meant for values of order one
+            scale = max(1.0, float(np.abs(want[finite]).max()))  # 1e-5 applies to values of order one
             assert error.mean() < 1e-5 * scale, f"{what}: mean absolute error {error.mean():.3g}"
 
 
 @contextlib.contextmanager
 def naive_ops():
-    """Ops run on the backend "reference", which is naive_t here: a model's textbook code, the same on any CPU."""
+    """Run ops on the backend "reference", which is naive_t here: a model's textbook code, the same on any CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPU_OPS_BACKEND", "reference")
         for module in pkgutil.walk_packages(reference.__path__, f"{reference.__name__}."):

@@ -1,4 +1,4 @@
-"""For tests that compile GPU kernels: which compilers this machine has, and a folder of kernels."""
+"""Helpers of tests that compile GPU kernels: the compilers of this machine, and a folder of kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import jit, nvrtc, toolkit
 
-ARCH_LIST = ("sm_80", "sm_90a", "sm_120")  # one of each PTX dialect and cubin format
+ARCH_LIST = ("sm_80", "sm_90a", "sm_120")  # one architecture of each PTX dialect and cubin format
 
 
 def _has_nvrtc():
@@ -57,7 +57,7 @@ template <typename V> __device__ V scaled(V x, int factor) {
 
 
 def scale_tree(folder):
-    """A folder of kernels: scale.cu and the header it includes."""
+    """Folder of kernels: scale.cu and the header it includes."""
     write(folder, "scale.cu", SCALE)
     write(folder, "scale.cuh", SCALE_HEADER)
     return folder

@@ -1,4 +1,4 @@
-"""Calls with arrays on a CUDA device, for tests on stand-ins: one of every op with kernels, and its fuller forms."""
+"""Calls with arrays on a CUDA device, for tests on fakes: one of every op with kernels, and its fuller forms."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def to_cupy(x: Any) -> Any:
-    """A NumPy array on the GPU."""
+    """Copy a NumPy array to the GPU."""
     import cupy
 
     return cupy.asarray(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asarray(x)
 
 
 def to_numpy(x: Any) -> Any:
-    """A CuPy array in host memory."""
+    """Copy a CuPy array to host memory."""
     import cupy
 
     return cupy.asnumpy(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asnumpy(x)

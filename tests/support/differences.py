@@ -21,7 +21,7 @@ def check_gradients(
     gradients: Sequence[Array],
     rng: np.random.Generator,
 ) -> None:
-    """Compare every gradient with a directional difference in its own input alone."""
+    """Compare every gradient with a directional difference in only its input."""
     for index, (point, gradient) in enumerate(zip(inputs, gradients, strict=True)):
         assert gradient.shape == point.shape
         direction = rng.standard_normal(point.shape)

@@ -1,7 +1,7 @@
-"""As much of CuPy as gpu_ops uses, over host memory and by the driver's rules (fake_driver.py).
+"""Fake of the part of CuPy that gpu_ops uses, over host memory and by the driver's rules (fake_driver.py).
 
-For what happens around a kernel on a GPU: which arrays are taken in, copied, refused and given back, on which device
-and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
+It tests the work around a kernel on a GPU: the arrays that are accepted, copied, refused and returned, and their
+device and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.fake_driver import FakeDriver, FakeEvent, FakeStream
 
 
 class FakePointer:
-    """Memory of a device, as ``cupy.cuda.MemoryPointer``."""
+    """Memory of a device, like ``cupy.cuda.MemoryPointer``."""
 
     def __init__(self, ptr, owner):
         self.ptr, self.owner = ptr, owner
@@ -33,7 +33,7 @@ class FakePointer:
 
 
 class FakeMemoryPool:
-    """``cupy.cuda.MemoryPool``: multiples of 512 bytes, and a limit; 0 is none."""
+    """Fake ``cupy.cuda.MemoryPool``: multiples of 512 bytes, and a limit; 0 is none."""
 
     def __init__(self, cupy):
         self.cupy, self.limit, self.used = cupy, 0, 0
@@ -56,7 +56,7 @@ class FakeMemoryPool:
 
 
 class FakeArray:
-    """A cupy.ndarray on device ``ordinal``, whose memory is a NumPy array's."""
+    """Fake cupy.ndarray on device ``ordinal``, whose memory is a NumPy array's."""
 
     def __init__(self, host, ordinal=0, memptr=None, strides=None):
         if memptr is not None:  # cupy.ndarray(shape, dtype, memptr, strides)
@@ -99,7 +99,7 @@ class FakeArray:
         cupy.run(lambda: np.copyto(self.host, staged))
 
     def max(self):
-        """CuPy runs a kernel; reading the number waits for that kernel."""
+        """Maximum. CuPy runs a kernel; reading the number waits for that kernel."""
         cupy = sys.modules["cupy"]
         found = cupy.empty((), self.dtype)
         cupy.run(lambda: np.copyto(found.host, self.host.max()))
@@ -151,7 +151,7 @@ class FakeArray:
 
 
 def _operator(function, in_place=False):
-    """One of FakeArray's operators."""
+    """Operator of FakeArray."""
 
     def apply(self, other=None):
         cupy = sys.modules["cupy"]
@@ -178,7 +178,7 @@ FakeArray.__iadd__ = _operator(np.add, in_place=True)
 
 
 class ForeignArray:
-    """A device array of a library without DLPack, such as Numba's."""
+    """Device array of a library without DLPack, such as Numba's."""
 
     def __init__(self, host, *, stream=None, read_only=False, ordinal=0, typestr=None, mask=None):
         self.host, self.ordinal = host, ordinal
@@ -194,7 +194,7 @@ class ForeignArray:
 
 
 class ForeignDLPack:
-    """A device array of which only DLPack is known."""
+    """Device array that has only DLPack."""
 
     def __init__(self, host, ordinal=0):
         self.host, self.ordinal = host, ordinal
@@ -207,7 +207,7 @@ class ForeignDLPack:
 
 
 class _Device:
-    """An A30, as the generic row of sm_80."""
+    """Device A30, as the generic row of sm_80."""
 
     def __init__(self, cupy, ordinal):
         self.cupy, self.ordinal = cupy, ordinal
@@ -225,7 +225,7 @@ class _Device:
 
 
 class FakeCupy(ModuleType, FakeDriver):
-    """The module, and its driver. A capture refuses what takes memory, copies or waits; what waits is noted."""
+    """Fake module and its driver. A capture refuses allocations, copies and waits; waits are recorded."""
 
     def __init__(self, devices=1):
         super().__init__("cupy")
@@ -326,7 +326,7 @@ class FakeCupy(ModuleType, FakeDriver):
 
 
 class _Streams:
-    """cupy.cuda.Stream."""
+    """Fake cupy.cuda.Stream namespace."""
 
     def __init__(self, driver):
         self._driver = driver

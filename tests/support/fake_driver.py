@@ -1,8 +1,8 @@
-"""The driver's rules, for the stand-in for CuPy (fake_cupy.py): streams and events, captures, launches.
+"""Driver's rules for the fake of CuPy (fake_cupy.py): streams and events, captures, launches.
 
-Work is done when it is enqueued; with ``deferred`` only when something waits for it, as late as order allows: what is
-not ordered after another stream's work comes before it. In a capture work is recorded and not done, and what a driver
-refuses there is a :class:`DriverError`.
+Work runs when it is enqueued; with ``deferred`` only when something waits for it, as late as the order allows: work
+that is not ordered after another stream's work runs before it. In a capture, work is recorded and not run, and calls
+that a driver refuses there raise :class:`DriverError`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ UNASKED_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may ha
 
 
 class DriverError(RuntimeError):
-    """What a driver refuses."""
+    """Refusal of a driver."""
 
 
 class FakeDriver:
-    """``streams``: those entered. ``launched``: (kernel label, device, stream) of each.
-    ``waits``: what the host waited for, (why, stream). ``sms``: of the device."""
+    """Fake driver. ``streams``: streams entered. ``launched``: (kernel label, device, stream) of each launch.
+    ``waits``: (reason, stream) of each wait of the host. ``sms``: number of SMs of the device."""
 
     def __init__(self):
         self.streams, self.entered, self.launched, self.waits = [], [], [], []
@@ -38,7 +38,7 @@ class FakeDriver:
         self.graph, self.graphs = (
             [],
             [],
-        )  # what a captured stream has recorded: functions; FakeGraphs launched
+        )  # records of a captured stream: functions, and launched FakeGraphs
         self._queues, self._done = {}, {}
         self.default_device = 0
 
@@ -49,7 +49,7 @@ class FakeDriver:
         return self.streams[-1] if self.streams else 0
 
     def run(self, work):
-        """Work for the current stream."""
+        """Enqueue work on the current stream."""
         if self.capturing:
             self.graph.append(work)
         elif self.deferred:
@@ -62,14 +62,14 @@ class FakeDriver:
             raise DriverError(f"cudaErrorStreamCaptureUnsupported: {what} while the stream is captured")
 
     def wait(self, why, stream=None):
-        """The host waits for a stream."""
+        """Let the host wait for a stream."""
         self.refuse_in_capture(why)
         stream = self.current_stream() if stream is None else stream
         self.waits.append((why, stream))
         self.drain(stream)
 
     def drain(self, stream, upto=None):
-        """Do the work of a stream, up to a position."""
+        """Run the work of a stream up to a position."""
         queue = self._queues.get(stream, [])
         while self.done(stream) < (len(queue) if upto is None else upto):
             self._done[stream] = self.done(stream) + 1
@@ -94,7 +94,7 @@ class FakeDriver:
             work()
 
     def load(self, kernel):
-        """In place of gpu_ops.kernels.compiler.jit.load: CUDA C++ kernels have their real launcher."""
+        """Replace gpu_ops.kernels.compiler.jit.load: CUDA C++ kernels keep their real launcher."""
         if isinstance(kernel, NumbaKernel):
             return _NumbaLauncher(self, kernel)
         compiled = jit.compile_kernel(kernel, EmulatorDevice().limits.arch)
@@ -102,19 +102,19 @@ class FakeDriver:
         return CudaLauncher(compiled.cubin, compiled.entry, cooperative=kernel.cooperative)
 
     def module(self, *, path, enable_cooperative_groups=False):
-        """cupy.RawModule of the kernel that is being loaded."""
+        """Fake cupy.RawModule of the kernel that is being loaded."""
         kernel, compiled = self._loading
         assert enable_cooperative_groups == kernel.cooperative
         return SimpleNamespace(get_function=lambda entry: FakeKernel(self, kernel, compiled))
 
     def occupancy(self, kernel, threads, shared):
-        """cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor; a kernel is its own address."""
+        """Fake cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor; a kernel is used as its address."""
         compiled = kernel.compiled
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
         return cubin.occupancy(needs, threads, shared, ARCHES[EmulatorDevice().limits.arch]).blocks
 
     def launch(self, kernel, grid, block, args, shared):
-        """On the emulator, in the order of the current stream."""
+        """Launch on the emulator, in the order of the current stream."""
         arrays = [a for a in args if hasattr(a, "host")]
         assert not any(isinstance(a, np.ndarray) and a.ndim for a in args), "host memory does not reach a GPU"
         assert all(a.device.id == self.current_device() for a in arrays)
@@ -130,12 +130,12 @@ class FakeDriver:
 
 
 def _at_the_address(a):
-    """The same array, which it does not keep alive: what a graph holds."""
+    """View of an array that does not keep it alive, as a graph holds it."""
     return np.asarray(SimpleNamespace(__array_interface__=a.__array_interface__)).view(a.dtype)
 
 
 class FakeKernel:
-    """A cupy.RawKernel."""
+    """Fake cupy.RawKernel."""
 
     def __init__(self, driver, kernel, compiled):
         self.driver, self.described, self.compiled = driver, kernel, compiled
@@ -158,7 +158,7 @@ class FakeKernel:
 
 
 class _NumbaLauncher:
-    """A Numba kernel; numba-cuda's launcher wants a context."""
+    """Launcher of a Numba kernel; numba-cuda's launcher requires a context."""
 
     def __init__(self, driver, kernel):
         self.driver, self.kernel = driver, kernel
@@ -171,7 +171,7 @@ class _NumbaLauncher:
 
 
 class FakeEvent:
-    """cupy.cuda.Event."""
+    """Fake cupy.cuda.Event."""
 
     def __init__(self, driver, disable_timing=False):
         self.driver, self.stream, self.position, self.captured = driver, None, 0, False
@@ -190,7 +190,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """cupy.cuda.Stream, by its address."""
+    """Fake cupy.cuda.Stream, identified by its address."""
 
     _made = 1000
 
@@ -218,7 +218,7 @@ class FakeStream:
         self.driver.capturing, self.driver.graph = True, []
 
     def end_capture(self):
-        """A cupy.cuda.Graph."""
+        """End the capture and return a fake cupy.cuda.Graph."""
         self.driver.capturing = False
         return FakeGraph(self.driver, self.driver.graph)
 
@@ -231,7 +231,7 @@ class FakeStream:
 
 
 class FakeGraph:
-    """What a stream has recorded. ``FakeDriver.graphs``: those launched, in order."""
+    """Recorded work of a stream. ``FakeDriver.graphs``: launched graphs in order."""
 
     def __init__(self, driver, works):
         self.driver, self.works = driver, works

@@ -19,7 +19,7 @@ NAMES = tuple(VARIANTS)
 WITH_OUT = tuple(name for name in NAMES if name.split()[0] in OUT)
 FIRST_OF_OPS = tuple(name for name in NAMES if " " not in name)
 
-# Not multiples of a vector or a tile, but of 8 where CUDA C++ kernels want that.
+# Not multiples of a vector or a tile, but of 8 where CUDA C++ kernels require that.
 SIZES = {
     "seqlen": 9,
     "seqlen_q": 21,
@@ -45,7 +45,7 @@ def law_call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) ->
 
 
 def runs(given: dict[str, Any]) -> bool:
-    """Whether the op of a test has kernels for the test's device; the CPU packs ternary codes in NumPy."""
+    """True if the op of a test has kernels for the test's device; the CPU packs ternary codes in NumPy."""
     op = given["name"].split()[0]
     if given["backend"]["device"] == "cpu":
         return given["backend"]["backend"] == "reference" or op not in ("ternary_pack", "ternary_unpack")
@@ -58,7 +58,7 @@ def _refusal(name: str, backend: str) -> str:
 
 
 def is_slow(given: dict[str, Any]) -> bool:
-    """On the CPU every op runs in every dtype by default; its variants, and the reference, in one dtype each."""
+    """True for slow tests. By default the CPU runs every op in all dtypes, and variants and the reference in one."""
     if given["backend"]["device"] != "cpu":
         return False
     of_its_own = DTYPES[NAMES.index(given["name"]) % len(DTYPES)]
@@ -67,12 +67,12 @@ def is_slow(given: dict[str, Any]) -> bool:
 
 
 def quick(raw: bool) -> dict[str, Any]:
-    """On the emulator a dtype of each backend, and of Numba, which compiles for seconds, one call per op."""
+    """Default tests: on the emulator one dtype per backend; for Numba, which compiles slowly, one call per op."""
     return {"dtype": [DTYPES[1]]} if raw else {"dtype": [DTYPES[0]], "name": FIRST_OF_OPS}
 
 
 def outcome(one: Call, **more: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    """Everything that a call gives: its results, and the arrays that it changes in place."""
+    """All outputs of a call: its results, and the arrays that it changes in place."""
     one = one.having(**{name: x.copy() for name, x in one.written.items()})
     written = tuple(one.written.values())
     found = [x for x in results(one(**more)) if not any(x is w for w in written)]
@@ -80,7 +80,7 @@ def outcome(one: Call, **more: Any) -> tuple[np.ndarray[Any, Any], ...]:
 
 
 def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
-    """Equal dtypes, shapes and values, NaN equal to NaN; or up to ``ulps`` of the largest number."""
+    """Assert equal dtypes, shapes and values, NaN equal to NaN; or up to ``ulps`` of the largest number."""
     for i, (f, w) in enumerate(zip(found, want, strict=True)):
         assert (f.dtype, f.shape) == (w.dtype, w.shape), f"{what}: result {i}"
         if ulps and f.dtype.kind not in "iu":
@@ -96,7 +96,7 @@ def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
 
 
 def apart(x: np.ndarray[Any, Any], before: int = 1, after: int = 3) -> np.ndarray[Any, Any]:
-    """The middle columns of an array of other numbers: rows lie apart, and start off 16-byte boundaries."""
+    """Middle columns of an array of other numbers: rows are not adjacent, and start off 16-byte boundaries."""
     if not x.ndim:
         return x
     wide = np.full((*x.shape[:-1], before + x.shape[-1] + after), SENTINEL, x.dtype)
@@ -105,7 +105,7 @@ def apart(x: np.ndarray[Any, Any], before: int = 1, after: int = 3) -> np.ndarra
 
 
 def beside(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """As one of three arrays that lie side by side along the second axis from the end, as q, k and v do."""
+    """View as one of three arrays side by side along the second axis from the end, like q, k and v."""
     if x.ndim < 2:
         return x
     wide = np.full((*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]), SENTINEL, x.dtype)
@@ -134,12 +134,12 @@ def reversed_rows(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def turned(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The first two axes in the other order in memory."""
+    """View with the first two axes swapped in memory."""
     return x.swapaxes(0, 1).copy().swapaxes(0, 1) if x.ndim > 2 else x
 
 
 def unaligned(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """One byte off."""
+    """View whose memory starts one byte off."""
     view = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
     view[...] = x
     return view
@@ -152,7 +152,7 @@ def read_only(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class Labelled(np.ndarray):  # type: ignore[type-arg]
-    """A subclass as users have them."""
+    """Subclass of an array, as users define them."""
 
 
 def subclass(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -173,7 +173,7 @@ VIEWS: tuple[View, ...] = (
 
 
 def viewed(one: Call, view: View) -> Call:
-    """The call with every array behind a view; arrays that are written keep contiguous rows."""
+    """Call with every array passed as a view; arrays that are written keep contiguous rows."""
     inputs = {name: view(x) if x.ndim else x for name, x in one.inputs.items()}
     written = {name: view(x) if view in ROW_VIEWS else x for name, x in one.written.items()}
     return one.having(**inputs, **written)
@@ -183,13 +183,13 @@ def viewed(one: Call, view: View) -> Call:
 
 
 def given_out(one: Call, arrays: Any) -> dict[str, Any]:
-    """The keyword argument that receives results: one array, or a tuple of as many as ``arrays``."""
+    """Keyword argument that receives results: one array, or a tuple of as many as ``arrays``."""
     name, _ = OUT[one.op]
     return {name: arrays[0] if takes_one(one) else tuple(arrays)}
 
 
 def takes_one(one: Call) -> bool:
-    """Whether ``out`` is an array and no tuple: rope of q alone, gradients packed into one array, or a loss alone."""
+    """True if ``out`` is an array, not a tuple: rope of q only, gradients packed into one array, or only a loss."""
     count = _out_count(one)
     lacks_second = one.op in ("rope", "rope_backward") and len(one.arrays) == 1
     is_packed = one.op == "swiglu_backward" and "up" not in one.arrays
@@ -198,7 +198,7 @@ def takes_one(one: Call) -> bool:
 
 
 def _out_count(one: Call) -> int:
-    """Arrays of a tuple: without those that are added to other ones."""
+    """Number of arrays of a tuple, without those that are added to others."""
     count = {"dx": 1, "weights": 2}.get(one.options.get("only", ""), OUT[one.op][1])
     return count if count == 1 else count - len(one.added)
 
@@ -206,7 +206,7 @@ def _out_count(one: Call) -> int:
 def outs_like(
     one: Call, found: Any, make: Callable[[Any], Any] = np.empty_like
 ) -> list[np.ndarray[Any, Any]]:
-    """An array for each result that ``out`` takes. Scales and row sums of quantisation are contiguous."""
+    """Arrays for the results that ``out`` takes. Scales and row sums of quantisation are contiguous."""
     count = 1 if takes_one(one) else _out_count(one)
     contiguous = 1 if one.op == "rmsnorm_quant_int8" else count
     made = [make(x) if x.ndim else np.empty_like(x) for x in found[:contiguous]]
@@ -221,7 +221,7 @@ def filled(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def refused(one: Call, error: type[Exception], message: str) -> str:
-    """The call raises exactly this type, names the op, says ``message``, and changes no array it was given."""
+    """Assert that the call raises exactly this type, names the op, says ``message``, and changes no argument."""
     named = {**one.arrays, **one.options}
     arrays = [x for value in named.values() for x in (value if isinstance(value, tuple) else (value,))]
     before = [(x, x.tobytes()) for x in arrays if isinstance(x, np.ndarray)]
@@ -237,12 +237,12 @@ def refused(one: Call, error: type[Exception], message: str) -> str:
 
 
 def with_result(one: Call, outs: list[Any], i: int, x: Any) -> Call:
-    """The call with ``x`` in place of the result ``i``."""
+    """Call with ``x`` in place of the result ``i``."""
     return one.having(**given_out(one, [*outs[:i], x, *outs[i + 1 :]]))
 
 
 def sharing(x: Any, out: Any) -> tuple[Any, Any]:
-    """The two arrays in one block of memory: the last element of x lies in the first one of out."""
+    """Copy two arrays into one block of memory: the last element of x overlaps the first one of out."""
     start = (x.nbytes - 1) // out.itemsize * out.itemsize
     memory = np.zeros(start + out.nbytes, np.uint8)
     moved = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
@@ -254,7 +254,7 @@ def sharing(x: Any, out: Any) -> tuple[Any, Any]:
 
 
 def python_calls(function: Callable[[], Any]) -> int:
-    """How many functions of Python a call enters: the same on every machine."""
+    """Number of Python functions that a call enters, the same on every machine."""
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:

@@ -8,7 +8,7 @@ OFFSET = 0.5
 
 
 def scale_kernel(factor):
-    """``y[i] = x[i, 0] * factor + OFFSET``, with the factor in a closure and a device function in between."""
+    """Kernel ``y[i] = x[i, 0] * factor + OFFSET``, with the factor in a closure and a device function in between."""
     from numba import cuda
 
     @cuda.jit(device=True)
@@ -24,7 +24,7 @@ def scale_kernel(factor):
 
 
 def difference_kernel():
-    """``y[i] = x[i] * factor - x[0] * factor``, which is 0 for i = 0 unless one product is not rounded."""
+    """Kernel ``y[i] = x[i] * factor - x[0] * factor``, which is 0 for i = 0 unless one product is not rounded."""
     from numba import cuda
 
     def difference(x, y, total, factor):

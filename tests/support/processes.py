@@ -1,4 +1,4 @@
-"""Other processes of a test: a fresh interpreter, a forked child. Nothing waits for them for ever."""
+"""Other processes of a test: a fresh interpreter, a forked child. All waits for them are limited."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 600  # seconds: not even a machine with much else to do takes so long
+PATIENCE = 600  # seconds: not even a busy machine takes this long
 
 
 def python(*arguments: object, status: int = 0, **variables: str) -> str:
-    """What ``python arguments`` prints, from the repository root; it must exit with ``status``."""
+    """Output of ``python arguments``, run from the repository root; it must exit with ``status``."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -31,7 +31,7 @@ def python(*arguments: object, status: int = 0, **variables: str) -> str:
 
 
 def in_background(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-    """Start ``python arguments`` as a shell does in the background, with SIGINT ignored; a session by itself."""
+    """Start ``python arguments`` as a shell does in the background, with SIGINT ignored, in a separate session."""
     return subprocess.Popen(
         ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -44,7 +44,7 @@ def in_background(*arguments: object, **variables: str) -> subprocess.Popen[str]
 
 
 def ends_with_all_it_started(process: subprocess.Popen[str]) -> bool:
-    """Terminate a process of :func:`in_background`; whether all processes that it started end as well."""
+    """Terminate a process of :func:`in_background`. True if all processes that it started end as well."""
     process.terminate()
     process.communicate(timeout=PATIENCE)  # reads until none of them has the pipes
     end = time.monotonic() + PATIENCE
@@ -59,7 +59,7 @@ def ends_with_all_it_started(process: subprocess.Popen[str]) -> bool:
 
 
 def exit_code(child: int) -> int:
-    """Of a forked child, which is killed if it hangs."""
+    """Exit code of a forked child, which is killed if it hangs."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -14,7 +14,7 @@ def profiled(name, grid, block, args, **options):
 
 
 def line_of(text):
-    """The number of the only line of SOURCE with this text."""
+    """Number of the only line of SOURCE with this text."""
     (found,) = [n for n, line in enumerate(SOURCE.splitlines(), 1) if text in line]
     return found
 
@@ -29,6 +29,6 @@ def named(x, y):
 
 
 def only(profile, form):
-    """The profile of the only instruction of this form."""
+    """Profile of the only instruction of this form."""
     (found,) = [i for i in profile.instructions if i.form.startswith(form)]
     return found

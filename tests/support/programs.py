@@ -1,4 +1,4 @@
-"""Lowers a call and runs its program on the emulator, without the checks of the public functions."""
+"""Helpers that lower a call and run its program on the emulator, without the checks of the public functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_program(
     results: tuple[str, ...] = ("out", "lse"),
     device: EmulatorDevice | None = None,
 ) -> dict[str, np.ndarray]:
-    """All arrays by name, workspaces included. ``results``: those that the program writes."""
+    """Run a program; return all arrays by name, workspaces included. ``results``: arrays that the program writes."""
     device = EmulatorDevice() if device is None else device
     layouts = {name: layout_of(x) for name, x in arrays.items()}
     spec = Spec(op, tuple(layouts.items()), tuple(options.items()))
@@ -38,9 +38,9 @@ def run_part(
     device: EmulatorDevice | None = None,
     **values: Any,
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    """What ``launch(builder, *tensors, *more)`` returns, and all arrays by name after its launches have run.
+    """Result of ``launch(builder, *tensors, *more)``, and all arrays by name after its launches have run.
 
-    ``values``: those of ``Dynamic`` arguments.
+    ``values``: values of ``Dynamic`` arguments.
     """
     device = EmulatorDevice() if device is None else device
     on = Builder(device.limits)
@@ -67,7 +67,7 @@ def layout_of(x: np.ndarray) -> Layout:
 
 
 def device_with(sms: int | None = None, **arrays: np.ndarray) -> EmulatorDevice:
-    """An emulated GPU, with fewer SMs if given, that knows its arrays by name."""
+    """Emulated GPU, with fewer SMs if given, that knows its arrays by name."""
     device = EmulatorDevice()
     device.limits = replace(device.limits, sms=sms or device.limits.sms)
     for name, array in arrays.items():
@@ -76,7 +76,7 @@ def device_with(sms: int | None = None, **arrays: np.ndarray) -> EmulatorDevice:
 
 
 def run_raw(device: EmulatorDevice, op: str, options: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """The CUDA C++ kernels of an op over arrays that the device knows; those that are None are left out."""
+    """Run the CUDA C++ kernels of an op over arrays that the device knows; None arrays are left out."""
     views = {name: x for name, x in arrays.items() if x is not None}
     layouts = tuple((name, layout_of(x)) for name, x in views.items())
     program, _ = lower(Spec(op, layouts, tuple(options.items())), "raw", device.limits)

@@ -35,7 +35,7 @@ INTERNAL = {
     "FlatParams",
 }
 
-# What a valid call alone is told: it takes a second rank, a state or a file that is not there.
+# Arguments that only a valid call gets: they take a second rank, a state or a missing file.
 TOLD = {
     "distributed.Comm.send": "is this rank itself",
     "distributed.Comm.recv": "is this rank itself",
@@ -53,7 +53,7 @@ TOLD = {
 
 @cache
 def public() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """``package.name`` or ``package.Class.method``: the class or "", and the function."""
+    """Class or "", and function, by ``package.name`` or ``package.Class.method``."""
     found = {}
     for package in PACKAGES:
         module = importlib.import_module(f"gpu_ops.{package}")
@@ -105,14 +105,14 @@ INSTANCES: dict[str, Callable[[Parts], Any]] = {
 
 
 def parameters(label: str) -> list[str]:
-    """The parameters of a public call that can be given a wrong value."""
+    """Parameters of a public call that can be given a wrong value."""
     of, function = public()[label]
     listed = [*inspect.signature(function).parameters.values()][bool(of) :]
     return [p.name for p in listed if p.kind is not p.VAR_KEYWORD]
 
 
 def run(label: str, parts: Parts, changes: dict[str, Any] | None = None) -> Any:
-    """Call a public function with valid arguments, but for ``changes``."""
+    """Call a public function with valid arguments except ``changes``."""
     of, function = public()[label]
     changes = changes or {}
     listed = [*inspect.signature(function).parameters.values()]

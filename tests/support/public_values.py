@@ -1,4 +1,4 @@
-"""Valid arguments of what lies above the ops, by the names of parameters."""
+"""Valid arguments of functions above the ops, by the names of parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_ops.distributed.single import Single
 
 
 def cache_for_all(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What no call changes is made once, not once per call."""
+    """Cache a value that no call changes, so that it is made only once."""
     made: list[Any] = []
 
     def get(self: Any) -> Any:
@@ -28,7 +28,7 @@ def cache_for_all(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Parts:
-    """What calls take, each made when it is first named. ``folder``: an empty one."""
+    """Arguments of calls, each made at its first use. ``folder``: an empty folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -153,7 +153,7 @@ _BACKWARD = ("", "_backward")
 FLAT = [f"{op}{way}" for op in ("Sequences.attention", "gathered_attention_varlen") for way in _BACKWARD]
 Q, KV = _x(1, 4, 2, 8), _x(1, 4, 1, 8)
 
-# By "package.name.parameter", "name.parameter" or "parameter": the longest that is there.
+# By "package.name.parameter", "name.parameter" or "parameter": the longest key that exists.
 VALUES: dict[str, Callable[[Parts], Any]] = {
     "adapters": lambda p: p.adapters,
     "arrays": lambda p: p.arrays,

@@ -1,7 +1,7 @@
-"""A pytest plugin, ``-p tests.support.report_log``: results as they come, and the few tests that tell the most.
+"""Pytest plugin, ``-p tests.support.report_log``: results as they arrive, and a selection of the most useful tests.
 
-``GPU_OPS_TEST_LOG``: a file that gets a JSON line per test, so that a run that is cut off keeps what it found.
-``GPU_OPS_TEST_FIRST=1``: of each file one test per backend; of test_gpu.py and test_gpu_models.py all.
+``GPU_OPS_TEST_LOG``: a file that gets a JSON line per test, so that an interrupted run keeps its results.
+``GPU_OPS_TEST_FIRST=1``: one test per backend of each file; all of test_gpu.py and test_gpu_models.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ BACKENDS = ("cuda-raw", "cuda-numba")
 
 def pytest_configure(config):
     path = os.environ.get("GPU_OPS_TEST_LOG")
-    if path and not hasattr(config, "workerinput"):  # with xdist: in the process that hears of all tests
+    if path and not hasattr(
+        config, "workerinput"
+    ):  # with xdist: in the process that gets the reports of all tests
         config.pluginmanager.register(_Log(path))
 
 

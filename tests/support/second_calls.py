@@ -51,7 +51,7 @@ def swapped(x: Array) -> Array:
 
 
 def repeated(x: Array) -> Array:
-    """All rows are the first one: strides of 0."""
+    """View in which all rows are the first one, with strides of 0."""
     return np.broadcast_to(x[:1], x.shape) if x.ndim else x
 
 
@@ -68,7 +68,7 @@ def masked(x: Array) -> Array:
 
 
 def mapped(x: Array) -> Array:
-    view = np.ndarray.__new__(np.memmap, x.shape, x.dtype)  # what np.memmap(file) gives, in memory
+    view = np.ndarray.__new__(np.memmap, x.shape, x.dtype)  # like np.memmap(file), but in memory
     view[...] = x
     return view
 
@@ -78,7 +78,7 @@ def owned(x: Array) -> Array:
 
 
 def reversed_within(x: Array) -> Array:
-    """Rows in the other order, in the same memory."""
+    """View with rows in reverse order, in the same memory."""
     return x[::-1] if x.ndim else x
 
 
@@ -112,7 +112,7 @@ OUT_KINDS: tuple[Callable[[Array], Any], ...] = (
 
 
 def values(x: Array, rng: Rng) -> Array:
-    """One number is another one: a length, page or position out of range, an odd trit, NaN."""
+    """Change one number: a length, page or position out of range, an invalid trit, NaN."""
     x = x.copy()
     if x.size and x.dtype.isnative:
         odd = [-1, 0, 1, 2, 3, 7, 100, 2**31 - 1] if x.dtype.kind == "i" else [0, 1]
@@ -151,7 +151,7 @@ def other_values(one: Call, rng: Rng) -> Call:
 
 
 def one_array_twice(one: Call, rng: Rng) -> Call:
-    """An argument is another one, or a view of it."""
+    """Replace an argument by another one, or by a view of it."""
     names = array_names(one)
     if not names:
         return one
@@ -163,7 +163,7 @@ def one_array_twice(one: Call, rng: Rng) -> Call:
 
 
 def neighbours(one: Call, rng: Rng) -> Call:
-    """Two arrays of one block of memory, apart or with an element in common."""
+    """Move two arrays into one block of memory, separate or with an element in common."""
     names = array_names(one)
     if len(names) < 2:
         return one
@@ -183,7 +183,7 @@ def neighbours(one: Call, rng: Rng) -> Call:
 
 
 def outs_of(one: Call, found: Any) -> list[Any]:
-    """The arrays that the call is given for its results, or new ones."""
+    """Arrays that the call is given for its results, or new ones."""
     given = one.options.get(OUT[one.op][0])
     new = outs_like(one, found, filled)
     if takes_one(one):
@@ -196,7 +196,7 @@ def sound_out(one: Call, found: Any) -> Call:
 
 
 def with_out(one: Call, rng: Rng, found: Any) -> Call:
-    """Results into arrays given: sound ones, of other kinds, inputs, arrays that share memory."""
+    """Pass arrays for the results: valid ones, other kinds, inputs, arrays that share memory."""
     if one.op not in OUT:
         return one
     outs, keyword = outs_of(one, found), OUT[one.op][0]
@@ -223,7 +223,7 @@ def with_out(one: Call, rng: Rng, found: Any) -> Call:
 
 
 def over_what_is_held(one: Call, rng: Rng, out: Array) -> tuple[Call, Array]:
-    """``out`` in the memory of a mask, or of packed weights."""
+    """Put ``out`` into the memory of a mask, or of packed weights."""
     for name, x in named(one).items():
         if isinstance(x, gpu_ops.BlockMask):
             moved, over = sharing(np.asarray(x.visible), out)
@@ -235,7 +235,7 @@ def over_what_is_held(one: Call, rng: Rng, out: Array) -> tuple[Call, Array]:
 
 
 def within(x: Array, out: Array) -> Array:
-    """An array like ``out`` in the memory of ``x``, where it fits."""
+    """Array like ``out`` in the memory of ``x``, if it fits."""
     if (
         not isinstance(x, np.ndarray)
         or not x.flags.c_contiguous
@@ -257,7 +257,7 @@ def other_option(one: Call, rng: Rng) -> Call:
 
 
 def equal_options(one: Call, rng: Rng) -> tuple[Call, Call]:
-    """The default of an option, and what is equal to it in Python and of another type."""
+    """Set an option to its default, or to a value of another type that equals it in Python."""
     parameters = inspect.signature(getattr(gpu_ops, one.op)).parameters
     name = pick(rng, [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n not in SETTINGS])
     value = pick(rng, (parameters[name].default, 0, 1))
@@ -281,7 +281,7 @@ def equal_options(one: Call, rng: Rng) -> tuple[Call, Call]:
 
 
 def pair(one: Call, rng: Rng, found: Any) -> tuple[Call, Call]:
-    """A call that is likely to be valid, and one that differs from it in little."""
+    """Pair of a call that is likely to be valid, and one that differs from it slightly."""
     first = sound_out(one, found) if rng.random() < 0.5 else one
     how = rng.random()
     if how < 0.1:
@@ -297,7 +297,7 @@ def other_setting(one: Call, rng: Rng) -> Call:
 
 
 def other_way(one: Call, rng: Rng) -> Call:
-    """An array by keyword, a word for an option that there is not, an array too few."""
+    """Pass an array by keyword, an unknown option, or one array too few."""
     if not one.arrays:
         return one
     last = list(one.arrays)[-1]
@@ -309,7 +309,7 @@ def other_way(one: Call, rng: Rng) -> Call:
 
 
 def optional_array(one: Call, rng: Rng) -> Call:
-    """A further array like the first: a residual, a bias, a gradient."""
+    """Add an array like the first: a residual, a bias, a gradient."""
     parameters = inspect.signature(getattr(gpu_ops, one.op)).parameters
     names = [n for n in OPTIONAL if n in parameters and n not in one.options]
     arrays = array_names(one)
@@ -338,7 +338,7 @@ def change(one: Call, rng: Rng, found: Any) -> Call:
 
 
 def all_arrays(one: Call) -> list[Array]:
-    """Every NumPy array of a call, those within tuples and other objects included."""
+    """All NumPy arrays of a call, including those within tuples and other objects."""
     found: list[Array] = []
     for value in named(one).values():
         inside = getattr(value, "call_arrays", value if isinstance(value, (tuple, list)) else (value,))

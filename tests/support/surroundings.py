@@ -1,4 +1,4 @@
-"""Makes tests independent of how and where they were started, and keeps the last words of a test process that dies.
+"""Makes tests independent of their start and surroundings, and keeps the last output of a test process that dies.
 
 A shell's background jobs ignore Ctrl-C, and so do all of their children; a loaded machine draws examples slowly.
 """
@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, settings
 
 
 def restore_signals() -> None:
-    """Set the handlers that Python starts with, and block no signal: a child inherits what is ignored or blocked."""
+    """Set the handlers that Python starts with, and block no signal: a child inherits ignored and blocked signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGQUIT", "SIGALRM", "SIGCHLD"):  # not SIGHUP: nohup means it
+    for name in ("SIGTERM", "SIGQUIT", "SIGALRM", "SIGCHLD"):  # not SIGHUP: nohup ignores it on purpose
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
@@ -30,16 +30,16 @@ def restore_signals() -> None:
 
 
 def load_hypothesis_profile() -> None:
-    """No limit on the time of an example or of drawing one. A CI run repeats the same examples, so that a failure is
-    the change's; runs by hand explore new ones."""
+    """Set no time limit for an example or for drawing one. A CI run repeats the same examples, so that a failure
+    comes from the change; manual runs explore new ones."""
     settings.register_profile("gpu_ops", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("ci", settings.get_profile("gpu_ops"), derandomize=True)
     settings.load_profile("ci" if os.environ.get("CI") else "gpu_ops")
 
 
 class LastWords:
-    """The plugin of a worker of pytest-xdist: stacks at a crash or a timeout, and each test with the peak memory
-    before it, go to files, which outlive the process."""
+    """Plugin of a pytest-xdist worker: writes stacks at a crash or a timeout, and each test with the peak memory
+    before it, to files, which outlive the process."""
 
     def __init__(self, config: pytest.Config, folder: Path, worker: str) -> None:
         stacks, exit_at_once = config.stash[fault_handler_stderr_fd_key], os._exit
@@ -47,7 +47,7 @@ class LastWords:
             os.dup2(file.fileno(), stacks)
 
         def exit_with_stacks(status: int, process: int = os.getpid()) -> None:
-            if os.getpid() == process:  # no fork's: execnet ends a worker this way when it loses its pipe
+            if os.getpid() == process:  # not in a fork; execnet ends a worker this way when it loses its pipe
                 faulthandler.dump_traceback(stacks)
             exit_at_once(status)
 
@@ -61,7 +61,7 @@ class LastWords:
 
 
 class Deaths:
-    """The plugin of the process that starts the workers: reports how each one that died came to its end."""
+    """Plugin of the process that starts the workers: reports how each dead worker ended."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="gpu_ops_tests_"))
@@ -94,7 +94,7 @@ class Deaths:
 def _end_of(node) -> str:
     process = getattr(getattr(node.gateway, "_io", None), "popen", None)
     status = None
-    with contextlib.suppress(Exception):  # it may not have been waited for in time
+    with contextlib.suppress(Exception):  # its exit status may not be available in time
         status = process.wait(timeout=60)
     if status is None:
         return "an unknown end"
@@ -105,7 +105,7 @@ def _end_of(node) -> str:
 
 
 def keep_last_words(config: pytest.Config) -> None:
-    """Register the plugin of this process, if tests are distributed over several."""
+    """Register the plugin of this process if tests are distributed over several processes."""
     if hasattr(config, "workerinput"):
         folder, worker = (config.workerinput[key] for key in ("last_words", "workerid"))
         config.pluginmanager.register(LastWords(config, Path(folder), worker))
