@@ -84,9 +84,9 @@ def test_kernels_of_several_processes_run_in_one(tmp_path):
     code = CALL.replace("y, want =", "for a in {}: y, want =").replace("(x, x", "(x, x, activation=a")
     code = code.replace("\nassert", "; assert")
     for names in (["silu"], ["gelu"], ["silu", "gelu"], ["gelu", "silu"]):
-        found, _ = finish(start(tmp_path, code.format(names)))
+        out, _ = finish(start(tmp_path, code.format(names)))
         where = "compiled" if len(names) == 1 else "loaded"
-        assert found.splitlines() == [f"swiglu_forward_{name}-float32 {where}" for name in names]
+        assert out.splitlines() == [f"swiglu_forward_{name}-float32 {where}" for name in names]
 
 
 def test_a_kernel_shows_nothing_but_its_entry(tmp_path, monkeypatch):
@@ -274,8 +274,8 @@ def test_warmup_knows_every_variant_that_runs(dtype, monkeypatch):
     monkeypatch.setattr(Kernel, "__getitem__", ask)
     monkeypatch.setattr(np, "empty", np.ones)  # in place of the kernels' results; 1 is valid
     with np.errstate(all="ignore"):
-        for one in calls:
-            one()
+        for case in calls:
+            case()
     assert len(asked) > 15
     assert asked <= listed
 

@@ -114,8 +114,8 @@ def test_what_others_may_have_written_is_not_read(top, monkeypatch, change, wher
     cache.publish(ENTRY, *NAME)
     path = top / where
     change(path, monkeypatch)
-    found, lines = said(cache.read_entry, *NAME)
-    assert found is None
+    entry, lines = said(cache.read_entry, *NAME)
+    assert entry is None
     assert len(lines) == 1
     assert (
         str(path) in lines[0] or change is give_away
@@ -154,8 +154,8 @@ def test_what_is_no_file_is_not_read(top, tmp_path, kind):
     before = other.read_bytes()
     make = {"link": lambda: path.symlink_to(other), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}
     make[kind]()
-    found, lines = said(cache.read_entry, *NAME)
-    assert found is None
+    entry, lines = said(cache.read_entry, *NAME)
+    assert entry is None
     assert [line.partition(":")[0] for line in lines] == ["gpu_ops"]
     _, lines = said(cache.publish, ENTRY, *NAME)
     assert other.read_bytes() == before
@@ -182,8 +182,8 @@ def test_a_linked_folder_within_the_cache_is_not_followed(top, tmp_path):
 def test_an_entry_under_another_name_is_not_used(top):
     cache.publish(ENTRY, *NAME)
     top.joinpath(*NAME).rename(top / "cuda" / "other.jit")
-    found, lines = said(cache.read_entry, "cuda", "other.jit")
-    assert found is None
+    entry, lines = said(cache.read_entry, "cuda", "other.jit")
+    assert entry is None
     assert "it is the entry cuda/kernel.jit" in lines[0]
 
 
@@ -196,8 +196,8 @@ def test_a_torn_entry_is_not_used(top):
     torn += [whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :] for n in range(len(whole))]
     for content in [*torn, whole + b"\0"]:
         path.write_bytes(content)
-        found, lines = said(cache.read_entry, *NAME)
-        assert found is None
+        entry, lines = said(cache.read_entry, *NAME)
+        assert entry is None
         assert len(lines) == 1
 
 
@@ -235,8 +235,8 @@ def rows(capsys):
     """Printed lines of numbers, by kind."""
     out = capsys.readouterr().out
     kinds = ("CPU kernels", "emulator", "GPU kernels", "measured choices", "left over")
-    found = {kind: line for kind in kinds for line in out.splitlines() if line.strip().startswith(kind)}
-    return {kind: [int(word) for word in line.split() if word.isdigit()] for kind, line in found.items()}
+    numbers = {label: line for label in kinds for line in out.splitlines() if line.strip().startswith(label)}
+    return {label: [int(word) for word in line.split() if word.isdigit()] for label, line in numbers.items()}
 
 
 @pytest.mark.parametrize("looks", [1, 2])

@@ -55,8 +55,8 @@ def test_resources_are_what_ptxas_says(arch):
     assert unit.cubin is not None
     assert cubin.architecture(unit.cubin) == int(arch.rstrip("a")[3:])
     assert sorted(cubin.kernel_names(unit.cubin)) == sorted(unit.entries)
-    found = {name: cubin.resources(unit.cubin, name, unit.log) for name in unit.entries}
-    for name, needs in found.items():
+    resources = {name: cubin.resources(unit.cubin, name, unit.log) for name in unit.entries}
+    for name, needs in resources.items():
         properties, used = re.findall(
             rf"Function properties for {name}\n.*?(\d+ bytes stack.*)\n.*?(Used.*)", unit.log
         )[0]
@@ -67,14 +67,14 @@ def test_resources_are_what_ptxas_says(arch):
         assert needs.static_shared_bytes == (int(smem.group(1)) if smem else 0)
         assert f"Used {needs.registers} registers" in used
         assert f"used {needs.barriers} barriers" in used
-    assert found["plain"].max_threads == 96
-    assert found["two_barriers"].max_threads is None
-    assert found["two_barriers"].barriers == 3  # the highest id in use, plus one
-    assert found["two_barriers"].static_shared_bytes == 2560
-    assert found["dynamic_only"].static_shared_bytes == 0
-    assert found["spilling"].spill_bytes > 0
-    assert found["local_array"].local_bytes >= 200
-    assert found["local_array"].spill_bytes == 0
+    assert resources["plain"].max_threads == 96
+    assert resources["two_barriers"].max_threads is None
+    assert resources["two_barriers"].barriers == 3  # the highest id in use, plus one
+    assert resources["two_barriers"].static_shared_bytes == 2560
+    assert resources["dynamic_only"].static_shared_bytes == 0
+    assert resources["spilling"].spill_bytes > 0
+    assert resources["local_array"].local_bytes >= 200
+    assert resources["local_array"].spill_bytes == 0
 
 
 @needs_nvrtc

@@ -30,8 +30,8 @@ def powers(dtype, emit):
                 b.gep(context.make_array(t)(context, b, a).data, [args[2]])
                 for t, a in zip(sig.args, args[:2], strict=False)
             )
-            kind = ir.FloatType() if dtype == np.float32 else ir.DoubleType()
-            lanes = ir.VectorType(kind, VECTOR_BYTES // np.dtype(dtype).itemsize)
+            element = ir.FloatType() if dtype == np.float32 else ir.DoubleType()
+            lanes = ir.VectorType(element, VECTOR_BYTES // np.dtype(dtype).itemsize)
             store_vector(b, emit(b, load_vector(b, x_, lanes)), y_)
             return context.get_dummy_value()
 
@@ -110,9 +110,9 @@ def test_tanh_and_its_slope(dtype):
 
     def both(x):
         x = np.asarray(x, dtype)
-        found = np.empty_like(x), np.empty_like(x)
-        every(*found, x)
-        return found
+        outputs = np.empty_like(x), np.empty_like(x)
+        every(*outputs, x)
+        return outputs
 
     x = np.concatenate([np.linspace(-40, 40, 100_003), np.linspace(-1, 1, 50_000), np.logspace(-30, 0, 1000)])
     x = x.astype(dtype)

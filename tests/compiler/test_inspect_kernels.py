@@ -48,14 +48,14 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
     tree = scale_tree(tmp_path / "cuda")
     write(tree, "faulty.cu", FAULTY)
-    found = [
+    variants = [
         jit.Variant(scale(tree), 256),
         jit.Variant(jit.CudaKernel("faulty", "shared", (), tree), 128, 96 * 1024),
         jit.Variant(numba_kernels.scale_kernel(2.0), 128),
     ]
-    monkeypatch.setattr(jit, "all_variants", lambda arch: iter(found))
+    monkeypatch.setattr(jit, "all_variants", lambda arch: iter(variants))
     jit.forget()
-    yield found
+    yield variants
     jit.forget()
 
 

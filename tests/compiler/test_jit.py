@@ -80,7 +80,7 @@ def test_sm_90a_keeps_its_instructions():
 
 @needs_nvrtc
 def test_macros_specialise(tree):
-    kernels = [scale(tree, kind=kind, factor=f) for kind in ("float", "double") for f in (2, 3)]
+    kernels = [scale(tree, kind=element, factor=f) for element in ("float", "double") for f in (2, 3)]
     assert len({jit.compile_kernel(k, "sm_80").ptx for k in kernels}) == 4
     assert kernels[0].label == "scale[ELEMENT=float,FACTOR=2]"
     assert jit.CudaKernel("scale", "scale").label == "scale"

@@ -40,5 +40,5 @@ def test_kernels_of_the_ops_have_short_labels_of_their_own(arch):
     labels = {v.kernel.label for v in jit.all_variants(arch) if isinstance(v.kernel, CudaKernel)}
     short = {short_label(label) for label in labels}
     assert len(short) == len(labels) > 300
-    assert not any("=" in one for one in short)
+    assert not any("=" in text for text in short)
     assert max(map(len, short)) < 110

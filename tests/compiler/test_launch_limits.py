@@ -65,15 +65,15 @@ def claimed(shape, dtype):
 
 def sizes_for(rng):
     """Sizes by name; few are large at a time."""
-    found = {name: values[int(rng.integers(min(4, len(values))))] for name, values in SIZES.items()}
+    sizes = {name: values[int(rng.integers(min(4, len(values))))] for name, values in SIZES.items()}
     for name in rng.choice(list(SIZES), 3, replace=False):
-        found[name] = SIZES[name][int(rng.integers(len(SIZES[name])))]
-    found["nheads"] = found["nheads_kv"] * found.pop("group")
-    found["packed"], found["pages"] = 2 * found["cols"], -(-found["max_seqlen"] // found["page_size"])
-    found["gate_up"] = 2 * found["ffn"]
-    found["num_pages"] = found["batch"] * found["pages"]
-    found["seqlen_new"] = min(found["seqlen_new"], found["max_seqlen"])
-    return found
+        sizes[name] = SIZES[name][int(rng.integers(len(SIZES[name])))]
+    sizes["nheads"] = sizes["nheads_kv"] * sizes.pop("group")
+    sizes["packed"], sizes["pages"] = 2 * sizes["cols"], -(-sizes["max_seqlen"] // sizes["page_size"])
+    sizes["gate_up"] = 2 * sizes["ffn"]
+    sizes["num_pages"] = sizes["batch"] * sizes["pages"]
+    sizes["seqlen_new"] = min(sizes["seqlen_new"], sizes["max_seqlen"])
+    return sizes
 
 
 def values_of(name, shape, sizes):
@@ -91,12 +91,12 @@ def values_of(name, shape, sizes):
     return np.zeros(shape, np.int64)
 
 
-def enlarged(one, sizes):
+def enlarged(case, sizes):
     """Call with arrays of these sizes; None if they have too many integers to allocate, or too many bytes."""
-    heads = ("batch", "nheads", "seqlen_q") if "batch" in one.axes.get("q", ()) else ("nheads", "total")
-    axes = {"lse": heads, "out": one.axes.get("q", ()), **one.axes}
+    heads = ("batch", "nheads", "seqlen_q") if "batch" in case.axes.get("q", ()) else ("nheads", "total")
+    axes = {"lse": heads, "out": case.axes.get("q", ()), **case.axes}
     changes = {}
-    for name, x in {**one.arrays, **one.options}.items():
+    for name, x in {**case.arrays, **case.options}.items():
         if isinstance(x, TernaryMatrix):
             changes[name] = claimed_matrix(x, sizes["rows" if name == "x" else "N"], sizes["K"])
             if changes[name] is None:
@@ -113,7 +113,7 @@ def enlarged(one, sizes):
                 changes[name] = claimed(shape, x.dtype)
             if changes.get(name) is None:
                 return None
-    return one.having(**changes)
+    return case.having(**changes)
 
 
 def claimed_matrix(w, n, k):
@@ -124,10 +124,10 @@ def claimed_matrix(w, n, k):
     return TernaryMatrix._trusted(codes, np.ones(group, np.float32), (n, k), "w2")
 
 
-def programs(one, backend):
+def programs(case, backend):
     """Programs that would run on each card."""
-    op = getattr(gpu_ops, one.op).op
-    args, kwargs = tuple(one.arrays.values()), {**one.options, "device": "emulator", "backend": backend}
+    op = getattr(gpu_ops, case.op).op
+    args, kwargs = tuple(case.arrays.values()), {**case.options, "device": "emulator", "backend": backend}
     bound = op.bind(args, kwargs)
     made = Prepared(bound, op.parameters, args, kwargs)
     values = bound.look(made.views(bound, args, kwargs), made.backend)[0] if bound.look else {}
@@ -135,12 +135,12 @@ def programs(one, backend):
         yield card, made.program(values, card_limits(card))
 
 
-def attempt(one, kernels):
+def attempt(case, kernels):
     """Launches with their cards, or the refusal that names the op."""
     try:
-        found = programs(one, kernels)
+        lowered = programs(case, kernels)
         return [
-            (card, step) for card, program in found for step in program.steps if isinstance(step, Launch)
+            (card, step) for card, program in lowered for step in program.steps if isinstance(step, Launch)
         ], ""
     except GpuOpsError as error:
         return [], str(error)
@@ -149,9 +149,9 @@ def attempt(one, kernels):
 def check(launch, card):
     """Check one launch against the limits of cuLaunchKernel."""
     grid, block = (*launch.grid, 1, 1)[:3], (*launch.block, 1, 1)[:3]
-    assert all(1 <= n <= most for n, most in zip(block, MAX_BLOCK, strict=True)), launch
+    assert all(1 <= n <= limit for n, limit in zip(block, MAX_BLOCK, strict=True)), launch
     assert math.prod(block) <= MAX_THREADS, launch
-    assert all(1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)), launch
+    assert all(1 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)), launch
     assert launch.shared <= card.arch.smem_per_block_optin, launch
     if launch.cooperative:
         shared = card.arch.smem_per_sm // (launch.shared + RESERVED)
@@ -186,14 +186,14 @@ def test_launches(name, kernels):
             sizes["seqlen"] = min(sizes["seqlen"], MOST_INTEGERS)
         if "mlp" in name:  # one launch per chunk of rows
             sizes |= {axis: min(sizes[axis], 1000) for axis in ("batch", "rows", "ffn", "hidden")}
-        one = enlarged(call(name, DTYPES[i % (3 if kernels == "raw" else 4)]), sizes)
-        if one is None:
+        case = enlarged(call(name, DTYPES[i % (3 if kernels == "raw" else 4)]), sizes)
+        if case is None:
             continue
-        found, refusal = attempt(one, kernels)
-        for card, step in found:
+        launched, refusal = attempt(case, kernels)
+        for card, step in launched:
             check(step, card)
-        launches += len(found)
-        assert TOO_LARGE not in refusal or max(x.size for x in one.inputs.values()) > 2**33, refusal
+        launches += len(launched)
+        assert TOO_LARGE not in refusal or max(x.size for x in case.inputs.values()) > 2**33, refusal
     assert launches
 
 

@@ -112,12 +112,12 @@ def arena_arrays(n):
 
 def test_arena_arrays_fit_the_counted_size():
     n = 7
-    first, second, past_line, apart, counted_bytes, size = arena_arrays(n)
+    first, second, past_line, distance, counted_bytes, size = arena_arrays(n)
     assert (first, second) == (1.5 * 3 * n, 2 * n)
     assert past_line == 0
-    assert apart >= n * 3 * 8
-    assert apart % LINE_BYTES == 0
-    assert counted_bytes >= apart + n * 4
+    assert distance >= n * 3 * 8
+    assert distance % LINE_BYTES == 0
+    assert counted_bytes >= distance + n * 4
     assert size == counted_bytes + LINE_BYTES
 
 

@@ -24,13 +24,13 @@ from tests.support.laws import filled, given_out, outcome, outs_like, refused
     [pytest.param(op, e, m, c, id=f"{op}: {what}") for op, what, e, m, c in CASES],
 )
 def test_mistake(op, error, message, changes):
-    one = call(op)
-    made = {n: c.change(one.arrays[n]) if isinstance(c, On) else c for n, c in changes.items()}
-    made = {n: c.view(one.arrays[c.name]) if isinstance(c, Of) else c for n, c in made.items()}
-    keyword, _ = OUT.get(one.op, (None, 0))
+    case = call(op)
+    made = {n: c.change(case.arrays[n]) if isinstance(c, On) else c for n, c in changes.items()}
+    made = {n: c.view(case.arrays[c.name]) if isinstance(c, Of) else c for n, c in made.items()}
+    keyword, _ = OUT.get(case.op, (None, 0))
     if keyword and keyword not in made:
-        made |= given_out(one, outs_like(one, outcome(one), filled))
-    refused(one.having(**made), error, message)
+        made |= given_out(case, outs_like(case, outcome(case), filled))
+    refused(case.having(**made), error, message)
 
 
 def test_there_are_enough_cases_and_every_op_has_some():

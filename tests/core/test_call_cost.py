@@ -125,6 +125,6 @@ def test_on_the_cpu(op, monkeypatch):
 @pytest.mark.parametrize("op", [op for op in OPS if has_cuda_kernels(op)])
 def test_on_a_gpu(op, cupy, monkeypatch):
     monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", NoKernel)
-    one = call(op)
-    arrays = {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
-    check(one.having(**{n: FakeArray(x) for n, x in arrays.items()}), MOST[op][1])
+    case = call(op)
+    arrays = {n: x for n, x in {**case.arrays, **case.options}.items() if isinstance(x, np.ndarray)}
+    check(case.having(**{n: FakeArray(x) for n, x in arrays.items()}), MOST[op][1])

@@ -25,17 +25,17 @@ def on_device(x):
 
 @pytest.mark.parametrize(("op", "form", "kernels"), CAPTURED, ids=map(case_id, CAPTURED))
 def test_a_captured_call_replays(cupy, op, form, kernels):
-    one = call(op)
-    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options, **form}.items()})
-    state = {n: x.host.copy() for n, x in {**one.arrays, **one.options}.items() if isinstance(x, FakeArray)}
-    eager = results(one(backend=kernels))
+    case = call(op)
+    case = case.having(**{n: on_device(x) for n, x in {**case.arrays, **case.options, **form}.items()})
+    state = {n: x.host.copy() for n, x in {**case.arrays, **case.options}.items() if isinstance(x, FakeArray)}
+    eager = results(case(backend=kernels))
     want = [x.host.copy() for x in eager]
-    named = {**one.arrays, **one.options}
+    named = {**case.arrays, **case.options}
     changed = {n: named[n].host.copy() for n in state}
     outs = tuple(FakeArray(np.zeros_like(x.host)) for x in eager)
     keyword = OUT[op][0] if op in OUT else ADDED.get(op, ("",))[0]
-    given = {keyword: outs if len(outs) > 1 else outs[0]} if outs else {}
-    size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
+    out = {keyword: outs if len(outs) > 1 else outs[0]} if outs else {}
+    size = gpu_ops.workspace_size(op, *case.arrays.values(), **case.options, backend=kernels)
     workspace = FakeArray(np.full(size, 0xFF, np.uint8))
 
     def restore():
@@ -44,7 +44,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
 
     restore()
     with cupy.capture():
-        one(backend=kernels, workspace=workspace, **given)
+        case(backend=kernels, workspace=workspace, **out)
     for _ in range(2):
         restore()
         workspace.host[:] = 0xFF  # clears data that a kernel does not write itself
@@ -60,21 +60,21 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
 @pytest.mark.parametrize("op", sorted(ADDED))
 def test_a_captured_call_adds_at_every_replay(cupy, op, kernels):
-    one = call(f"{op} added")
-    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options}.items()})
-    sums = [one.options[name] for name in one.added]
+    case = call(f"{op} added")
+    case = case.having(**{n: on_device(x) for n, x in {**case.arrays, **case.options}.items()})
+    sums = [case.options[name] for name in case.added]
     before = [x.host.copy() for x in sums]
-    first = results(one(backend=kernels))[0]
+    first = results(case(backend=kernels))[0]
     once = [x.host.copy() for x in sums]
-    one(backend=kernels)
+    case(backend=kernels)
     twice = [x.host.copy() for x in sums]
     out = {"out": FakeArray(np.zeros_like(first.host))} if op in OUT else {}
-    size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
+    size = gpu_ops.workspace_size(op, *case.arrays.values(), **case.options, backend=kernels)
     workspace = FakeArray(
         np.zeros(size, np.uint8)
     )  # the graph holds the addresses of this and of the results
     with cupy.capture():
-        held = one(backend=kernels, workspace=workspace, **out)
+        held = case(backend=kernels, workspace=workspace, **out)
     for x, start in zip(sums, before, strict=True):
         x.host[...] = start
     for wants in (once, twice):

@@ -67,12 +67,12 @@ def test_no_rows(cupy, x, weight):
 
 
 def test_out_is_written_and_returned(cupy, x, weight):
-    wide = np.full((ROWS, COLS + 8), 7, np.float32)
-    out = FakeArray(wide)[:, 4:-4]
+    buffer = np.full((ROWS, COLS + 8), 7, np.float32)
+    out = FakeArray(buffer)[:, 4:-4]
     assert gpu_ops.rmsnorm(FakeArray(x), FakeArray(weight), out=out) is out
     assert out.host.tobytes() == emulated(x, weight).tobytes()
-    assert (wide[:, :4] == 7).all()
-    assert (wide[:, -4:] == 7).all()
+    assert (buffer[:, :4] == 7).all()
+    assert (buffer[:, -4:] == 7).all()
     mine = FakeArray(x.copy())
     assert gpu_ops.rmsnorm(mine, FakeArray(weight), out=mine) is mine
     assert mine.host.tobytes() == out.host.tobytes()
@@ -87,8 +87,8 @@ def test_views_that_no_kernel_takes_are_copied_on_the_device(cupy, x, weight):
 @pytest.mark.parametrize("make", [ForeignArray, ForeignDLPack])
 def test_arrays_of_other_libraries_come_in_without_a_copy(cupy, make, x, weight):
     out = np.zeros_like(x)
-    given = make(out)
-    assert gpu_ops.rmsnorm(make(x), make(weight), out=given) is given
+    foreign = make(out)
+    assert gpu_ops.rmsnorm(make(x), make(weight), out=foreign) is foreign
     assert out.tobytes() == emulated(x, weight).tobytes()
     assert isinstance(gpu_ops.rmsnorm(make(x), make(weight)), FakeArray)
 
@@ -125,11 +125,11 @@ def test_numpy_arrays_are_copied_there_and_back(cupy, x, weight):
 def test_numpy_results_go_where_the_caller_wants_them(cupy, x, weight, dtype):
     x, weight = x.astype(dtype), weight.astype(dtype)
     want = emulated(x, weight)
-    wide = np.zeros((ROWS, 2 * COLS), dtype)
-    out = wide[:, :COLS]
+    buffer = np.zeros((ROWS, 2 * COLS), dtype)
+    out = buffer[:, :COLS]
     assert gpu_ops.rmsnorm(x, weight, out=out, device="cuda") is out
     assert out.tobytes() == want.tobytes()
-    assert not wide[:, COLS:].any()
+    assert not buffer[:, COLS:].any()
     assert gpu_ops.rmsnorm(x, weight, out=x, device="cuda") is x
     assert x.tobytes() == want.tobytes()
 
@@ -163,12 +163,12 @@ def test_cuda_arrays_are_not_moved_to_the_host(cupy, x, weight, device):
 def test_an_op_without_cuda_kernels_says_so(cupy):
     without = [name for name in OPS if not dispatch.has_cuda_kernels(name) and name != "ternary_unpack"]
     for op in without:
-        one = call(op)
-        name = next(iter(one.arrays))
+        case = call(op)
+        name = next(iter(case.arrays))
         with pytest.raises(
             DeviceError, match=f"^{op}: {name} is on a CUDA device, but this op has no CUDA kernels"
         ):
-            one.having(**{name: FakeArray(np.ones((3, 16), np.float32))})()
+            case.having(**{name: FakeArray(np.ones((3, 16), np.float32))})()
 
 
 def test_overlaps_are_found_by_device_address(cupy, x, weight):
@@ -230,12 +230,12 @@ def test_casts_of_bfloat16_are_those_of_numpy(cupy):
     """Casts, which CuPy lacks: every bfloat16, the numbers halfway between two, and NaN of any bits."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     every = np.arange(1 << 16, dtype=np.uint16).view(bfloat16)
-    wide = cast(FakeArray(every), np.float32).host
-    np.testing.assert_array_equal(wide.view(np.uint32), every.view(np.uint16).astype(np.uint32) << 16)
+    converted = cast(FakeArray(every), np.float32).host
+    np.testing.assert_array_equal(converted.view(np.uint32), every.view(np.uint16).astype(np.uint32) << 16)
     bits = np.arange(0, 1 << 32, (1 << 15) - 7, dtype=np.uint64).astype(np.uint32)
     more = np.concatenate([bits, [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x3F808000, 0x3F818000, 0x7F7FFFFF]])
-    x = np.concatenate([more.astype(np.uint32).view(np.float32), wide])
+    x = np.concatenate([more.astype(np.uint32).view(np.float32), converted])
     with np.errstate(invalid="ignore"):
         expected = x.astype(bfloat16)
-    found = cast(FakeArray(x), bfloat16).host
-    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+    actual = cast(FakeArray(x), bfloat16).host
+    np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))

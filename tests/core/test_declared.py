@@ -57,16 +57,16 @@ def test_wrong_arguments_are_typed_errors(label, kinds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # "no" is a path of some calls
     bare = []
     for name in parameters(label):
-        for kind in kinds:
-            value = WRONG[kind]
-            folder = tmp_path / f"{name} {kind}"
+        for key in kinds:
+            value = WRONG[key]
+            folder = tmp_path / f"{name} {key}"
             folder.mkdir()
             try:
                 run(label, Parts(folder), {name: value})
             except GpuOpsError:
                 pass
             except Exception as error:
-                bare.append(f"{name}={kind}: {type(error).__name__}: {error}")
+                bare.append(f"{name}={key}: {type(error).__name__}: {error}")
     assert not bare, "\n".join(bare)
 
 

@@ -155,17 +155,17 @@ def test_what_a_driver_refuses_the_emulator_refuses(kernels, monkeypatch):
 def test_blocks_of_a_cooperative_launch_run_together_or_not_at_all(kernels, monkeypatch):
     """The grid is 32 blocks of a warp on each of the 56 SMs of an A30, more than the emulator groups by default."""
     monkeypatch.setenv("GPU_OPS_SANITIZE", "0")
-    device, most = EmulatorDevice(), 32 * 56
+    device, limit = EmulatorDevice(), 32 * 56
     kernel = replace(kernels("wait_for_next"), cooperative=True)
-    y = device.empty((most,), np.int32, "workspace")
-    launch(device, kernel, (most,), (32,), [zeros(device, most), y])
+    y = device.empty((limit,), np.int32, "workspace")
+    launch(device, kernel, (limit,), (32,), [zeros(device, limit), y])
     assert (y == 1).all()
     with pytest.raises(
         EmulatorError, match=r"a cooperative grid of .* 32 run at the same time on each of 56 SMs"
     ):
-        launch(device, kernel, (most + 1,), (32,), [y, y])
+        launch(device, kernel, (limit + 1,), (32,), [y, y])
     with pytest.raises(SanitizerError, match="polling memory that nobody changes"):
-        launch(device, kernels("wait_for_next"), (most,), (32,), [zeros(device, most), y])
+        launch(device, kernels("wait_for_next"), (limit,), (32,), [zeros(device, limit), y])
 
 
 def test_an_empty_grid_launches_nothing(kernels):

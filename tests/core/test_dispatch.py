@@ -189,11 +189,11 @@ def test_explain_tells_what_would_run_and_runs_nothing(op):
 @pytest.mark.parametrize("op", OPS)
 def test_explain_takes_the_function_too(op):
     example = call(op)
-    given = [
+    plans = [
         str(gpu_ops.explain(f, *example.arrays.values(), **example.options))
         for f in (getattr(gpu_ops, op), op)
     ]
-    assert given[0] == given[1]
+    assert plans[0] == plans[1]
 
 
 def test_explain_does_not_write_out():

@@ -29,11 +29,11 @@ odd = pytest.mark.parametrize("value", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("setting", ["device", "backend"])
 @pytest.mark.parametrize("op", OPS)
 def test_devices_and_backends_that_are_no_words(op, setting, value):
-    one = call(op)
-    refused(one.having(**{setting: value}), OptionError, f"{setting}=")
-    one()
-    refused(one.having(**{setting: value}), OptionError, f"{setting}=")
-    both = one.having(**{setting: value, "device" if setting == "backend" else "backend": "cpu"})
+    case = call(op)
+    refused(case.having(**{setting: value}), OptionError, f"{setting}=")
+    case()
+    refused(case.having(**{setting: value}), OptionError, f"{setting}=")
+    both = case.having(**{setting: value, "device" if setting == "backend" else "backend": "cpu"})
     refused(both, OptionError, "=")
 
 
@@ -63,9 +63,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_shapes_that_are_no_pair_of_integers(shape):
-    one = call("ternary_unpack").having(shape=shape)
+    case = call("ternary_unpack").having(shape=shape)
     with pytest.raises((ShapeError, OptionError), match=r"^ternary_unpack: shape "):
-        one()
+        case()
     with pytest.raises((ShapeError, OptionError), match=r"^TernaryMatrix: shape "):
         gpu_ops.TernaryMatrix(np.zeros((4, 1), np.uint8), 1.0, shape, "w2")
 
@@ -126,8 +126,8 @@ def raises(*_, **__):
 
 
 def claims(device, capsule=raises, **more):
-    kind = type("Claims", (), {"__dlpack_device__": lambda self: device(), "__dlpack__": capsule, **more})
-    return kind()
+    claiming = type("Claims", (), {"__dlpack_device__": lambda self: device(), "__dlpack__": capsule, **more})
+    return claiming()
 
 
 class AnswersNothing:
@@ -189,14 +189,14 @@ HOSTILE = {
 @pytest.mark.parametrize("op", OPS)
 def test_objects_that_claim_to_be_arrays(op, thing, error):
     """The object replaces each array, before and after a valid call."""
-    one = call(op)
-    names = [name for name, x in one.arrays.items() if isinstance(x, np.ndarray)]
-    names += [name for name in ("out", "residual", "positions", "bias") if name in one.options]
+    case = call(op)
+    names = [name for name, x in case.arrays.items() if isinstance(x, np.ndarray)]
+    names += [name for name in ("out", "residual", "positions", "bias") if name in case.options]
     for name in names:
         for _ in range(2):
             with pytest.raises(error, match=rf"^{op}: "):
-                one.having(**{name: thing})()
-            one()
+                case.having(**{name: thing})()
+            case()
 
 
 @pytest.mark.parametrize("thing", [thing for thing, _ in HOSTILE.values()], ids=HOSTILE)
@@ -225,7 +225,7 @@ def test_a_nested_tensor_is_told_of_cu_seqlens():
 def test_objects_in_place_of_options():
     for thing in (AnswersAll(), np.ma.masked):
         for op in OPS:
-            one = call(op)
-            one()
+            case = call(op)
+            case()
             with pytest.raises(GpuOpsError, match=rf"^{op}: "):
-                one.having(device=thing)()
+                case.having(device=thing)()

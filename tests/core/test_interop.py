@@ -17,18 +17,18 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_OPS = [op for op in OPS if op not in ("ternary_pack", "ternary_unpack")]
 
 
-def plain_arrays(one):
+def plain_arrays(case):
     """NumPy arrays among a call's arguments and options that the op only reads."""
-    arrays = {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
-    return {n: x for n, x in arrays.items() if n not in WRITTEN.get(one.op, ())}
+    arrays = {n: x for n, x in {**case.arrays, **case.options}.items() if isinstance(x, np.ndarray)}
+    return {n: x for n, x in arrays.items() if n not in WRITTEN.get(case.op, ())}
 
 
-def every_array(one, change):
-    return one.having(**{name: change(x) for name, x in plain_arrays(one).items()})
+def every_array(case, change):
+    return case.having(**{name: change(x) for name, x in plain_arrays(case).items()})
 
 
-def assert_same(found, expected):
-    for f, e in zip(results(found), results(expected), strict=True):
+def assert_same(actual, expected):
+    for f, e in zip(results(actual), results(expected), strict=True):
         assert np.array_equal(np.asarray(f), np.asarray(e))
 
 
@@ -48,19 +48,19 @@ class DLPackOnly:
 @pytest.mark.parametrize("op", [op for op in OPS if op != "ternary_matmul"])
 def test_objects_that_only_speak_dlpack(op):
     """They are taken without a copy; results are NumPy arrays, since the library is unknown."""
-    one = call(op)
-    found = every_array(one, DLPackOnly)()
-    assert_same(found, one())
-    assert all(isinstance(r, np.ndarray) for r in results(found))
+    case = call(op)
+    result = every_array(case, DLPackOnly)()
+    assert_same(result, case())
+    assert all(isinstance(r, np.ndarray) for r in results(result))
 
 
 def test_dlpack_shares_memory():
     """``out=`` through DLPack is written in place, so no copy can have been made."""
-    one = call("rmsnorm")
+    case = call("rmsnorm")
     buffer = np.zeros((3, 16), np.float32)
     out = DLPackOnly(buffer)
-    assert one(out=out) is out
-    assert np.array_equal(buffer, one())
+    assert case(out=out) is out
+    assert np.array_equal(buffer, case())
 
 
 class OnCuda:
@@ -77,10 +77,10 @@ ELSEWHERE = (OnCuda(), DLPackOnly(None, device=(2, 0)), DLPackOnly(None, device=
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "ternary_unpack"])
 def test_arrays_on_other_devices_are_refused_unread(op):
-    one = call(op)
+    case = call(op)
     for array in ELSEWHERE:
         with pytest.raises(errors.DeviceError, match=f"^{op}: .* is on "):
-            one.having(**{next(iter(one.arrays)): array})()
+            case.having(**{next(iter(case.arrays)): array})()
 
 
 NOT_ARRAYS = (
@@ -97,28 +97,28 @@ NOT_ARRAYS = (
 
 @pytest.mark.parametrize("op", OPS)
 def test_things_that_are_no_arrays_are_refused(op):
-    one = call(op)
+    case = call(op)
     for thing, says in NOT_ARRAYS:
         with pytest.raises(errors.DTypeError, match=says):
-            one.having(**{next(iter(one.arrays)): thing})()
+            case.having(**{next(iter(case.arrays)): thing})()
 
 
 @pytest.mark.parametrize("op", FLOAT_OPS)  # one byte has no order
 def test_swapped_bytes_are_refused_with_the_remedy(op):
-    one = call(op)
-    name, x = next(iter(one.arrays.items()))
+    case = call(op)
+    name, x = next(iter(case.arrays.items()))
     with pytest.raises(errors.DTypeError, match="byte-swapped") as caught:
-        one.having(**{name: x.astype(x.dtype.newbyteorder(">"))})()
+        case.having(**{name: x.astype(x.dtype.newbyteorder(">"))})()
     assert "newbyteorder" in str(caught.value)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_dtypes_without_a_meaning_are_refused(op):
-    one = call(op)
-    name, x = next(iter(one.arrays.items()))
+    case = call(op)
+    name, x = next(iter(case.arrays.items()))
     for wrong in (np.complex64, bool, object, "U3", "M8[s]", [("a", np.float32)], np.longdouble):
         with pytest.raises(errors.DTypeError, match=op):
-            one.having(**{name: np.zeros(x.shape, wrong)})()
+            case.having(**{name: np.zeros(x.shape, wrong)})()
 
 
 # torch and JAX pass and get arrays of their type, sharing memory.
@@ -145,9 +145,9 @@ def torch_numpy(t):
 @pytest.mark.parametrize("op", [op for op in FLOAT_OPS if not op.startswith("ternary")])
 def test_torch_in_torch_out(op, dtype):
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call(op, dtype)
-    found = every_array(one, torch_tensor)()
-    for f, e in zip(results(found), results(one()), strict=True):
+    case = call(op, dtype)
+    result = every_array(case, torch_tensor)()
+    for f, e in zip(results(result), results(case()), strict=True):
         assert isinstance(f, torch.Tensor)
         assert np.array_equal(torch_numpy(f), e)
         assert torch_numpy(f).dtype == e.dtype
@@ -160,19 +160,19 @@ def test_a_subclass_is_of_the_same_library():
     class Named(torch.Tensor):
         pass
 
-    one = call("rmsnorm", BFLOAT16)
-    found = every_array(one, lambda x: torch_tensor(x).as_subclass(Named))()
-    assert isinstance(found, torch.Tensor)
-    assert np.array_equal(torch_numpy(found), one())
+    case = call("rmsnorm", BFLOAT16)
+    result = every_array(case, lambda x: torch_tensor(x).as_subclass(Named))()
+    assert isinstance(result, torch.Tensor)
+    assert np.array_equal(torch_numpy(result), case())
 
 
 @pytest.mark.peers
 def test_torch_out_is_written_in_place():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call("rmsnorm", BFLOAT16)
+    case = call("rmsnorm", BFLOAT16)
     out = torch.zeros(3, 16, dtype=torch.bfloat16)
-    assert every_array(one, torch_tensor)(out=out) is out
-    assert np.array_equal(torch_numpy(out), one())
+    assert every_array(case, torch_tensor)(out=out) is out
+    assert np.array_equal(torch_numpy(out), case())
 
 
 @pytest.mark.peers
@@ -187,11 +187,11 @@ def test_torch_views():
 def test_torch_that_requires_grad_is_refused_with_the_remedy():
     """Detaching silently would cut the graph without notice."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call("rmsnorm")
+    case = call("rmsnorm")
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(3, 16, dtype=dtype, requires_grad=True)
         with pytest.raises(errors.DTypeError, match=r"x\.detach\(\)"):
-            one.having(x=x, weight=torch.ones(16, dtype=dtype))()
+            case.having(x=x, weight=torch.ones(16, dtype=dtype))()
 
 
 @pytest.mark.peers
@@ -199,10 +199,10 @@ def test_torch_that_requires_grad_is_refused_with_the_remedy():
 def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
     """This covers forward passes under no_grad, results, and autograd.Function; also later calls."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    kind = getattr(torch, dtype)
-    x, weight = torch.randn(3, 16, dtype=kind), torch.nn.Parameter(torch.randn(16, dtype=kind))
+    torch_dtype = getattr(torch, dtype)
+    x, weight = torch.randn(3, 16, dtype=torch_dtype), torch.nn.Parameter(torch.randn(16, dtype=torch_dtype))
     want = call("rmsnorm").having(x=x, weight=weight.detach())()
-    leaf, out = x.clone().requires_grad_(), torch.nn.Parameter(torch.zeros(3, 16, dtype=kind))
+    leaf, out = x.clone().requires_grad_(), torch.nn.Parameter(torch.zeros(3, 16, dtype=torch_dtype))
     for _ in range(2):
         with torch.no_grad():
             assert torch.equal(call("rmsnorm").having(x=leaf, weight=weight)(), want)
@@ -234,50 +234,50 @@ def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
         call("rmsnorm").having(x=x, weight=weight.detach())(return_rstd=True)[1],
     )
     assert torch.equal(leaf.grad, dx)
-    assert torch.equal(weight.grad, dweight.to(kind))
+    assert torch.equal(weight.grad, dweight.to(torch_dtype))
 
 
 @pytest.mark.peers
 def test_torch_that_is_negated_lazily_is_refused_with_the_remedy():
     """It is refused because its memory holds the opposite sign."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call("rmsnorm")
-    x, weight = (torch_tensor(given) for given in one.arrays.values())
+    case = call("rmsnorm")
+    x, weight = (torch_tensor(array) for array in case.arrays.values())
     for negated in (x._neg_view(), torch.complex(x, x).conj().imag, x.bfloat16()._neg_view()):
         with pytest.raises(errors.DTypeError, match=r"x cannot be shared .* first: x\.resolve_neg\(\)"):
-            one.having(x=negated, weight=weight.to(negated.dtype))()
+            case.having(x=negated, weight=weight.to(negated.dtype))()
     with pytest.raises(errors.DTypeError, match=r"out\.resolve_neg\(\)"):
-        one.having(x=x, weight=weight, out=torch.zeros(3, 16)._neg_view())()
-    assert np.array_equal(one.having(x=x._neg_view().resolve_neg(), weight=weight)().numpy(), -one())
+        case.having(x=x, weight=weight, out=torch.zeros(3, 16)._neg_view())()
+    assert np.array_equal(case.having(x=x._neg_view().resolve_neg(), weight=weight)().numpy(), -case())
 
 
 @pytest.mark.peers
 def test_torch_meta_and_sparse_tensors_are_refused():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call("rmsnorm")
+    case = call("rmsnorm")
     with pytest.raises(errors.GpuOpsError):
-        one.having(x=torch.ones(3, 16, device="meta"))()
+        case.having(x=torch.ones(3, 16, device="meta"))()
     with pytest.raises(errors.GpuOpsError):
-        one.having(x=torch.ones(3, 16).to_sparse())()
+        case.having(x=torch.ones(3, 16).to_sparse())()
 
 
 @pytest.mark.peers
 def test_libraries_mix_and_the_first_array_decides():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call("rmsnorm")
-    x, weight = one.arrays.values()
-    assert isinstance(one.having(weight=torch_tensor(weight))(), np.ndarray)
-    assert isinstance(one.having(x=torch_tensor(x))(), torch.Tensor)
+    case = call("rmsnorm")
+    x, weight = case.arrays.values()
+    assert isinstance(case.having(weight=torch_tensor(weight))(), np.ndarray)
+    assert isinstance(case.having(x=torch_tensor(x))(), torch.Tensor)
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=lambda d: np.dtype(d).name)
 def test_jax_in_jax_out(dtype):
     jax = pytest.importorskip("jax", reason="needs JAX (pip install jax)")
-    one = call("rmsnorm", dtype)
-    found = every_array(one, jax.numpy.asarray)()
-    assert isinstance(found, jax.Array)
-    assert np.array_equal(np.asarray(found), one())
+    case = call("rmsnorm", dtype)
+    result = every_array(case, jax.numpy.asarray)()
+    assert isinstance(result, jax.Array)
+    assert np.array_equal(np.asarray(result), case())
 
 
 @pytest.mark.parametrize("op", ["attention", "rmsnorm", "swiglu", "swiglu_mlp", "ternary_matmul"])
@@ -285,12 +285,12 @@ def test_no_memory_for_a_result_is_a_typed_error(op, monkeypatch):
     def refuse(shape, dtype):
         raise MemoryError
 
-    one = call(op)
-    one()  # compiled and cached before memory runs out
+    case = call(op)
+    case()  # compiled and cached before memory runs out
     with monkeypatch.context() as patch:
         patch.setattr("gpu_ops.core.arrays.np.empty", refuse)
         with pytest.raises(errors.OutOfMemoryError, match=f"{op}: no memory for a result of shape") as caught:
-            one()
+            case()
     assert caught.value.required > 0
 
 

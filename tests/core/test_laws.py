@@ -48,26 +48,26 @@ INTEGERS_ARE_APART = [n for n in NAMES if n.startswith(("attention_varlen", "rop
 @each_dtype
 def test_any_strides(name, dtype, backend):
     """Every view gives the bits of the contiguous array, and no input is written to."""
-    one = law_call(name, dtype)
-    want = outcome(one, **backend)
+    case = law_call(name, dtype)
+    expected = outcome(case, **backend)
     if name not in INTEGERS_ARE_APART:
-        repeated = {key: np.broadcast_to(x[:1], x.shape) for key, x in one.inputs.items() if x.ndim}
-        repeated = one.having(**repeated)
-        copied = one.having(**{key: x.copy() for key, x in repeated.inputs.items()})
+        repeated = {key: np.broadcast_to(x[:1], x.shape) for key, x in case.inputs.items() if x.ndim}
+        repeated = case.having(**repeated)
+        copied = case.having(**{key: x.copy() for key, x in repeated.inputs.items()})
         assert_same(outcome(repeated, **backend), outcome(copied, **backend), "zero strides")
     for view in VIEWS:
         if view is unaligned and backend["device"] != "cpu":
             continue  # GPUs have no such arrays
-        changed = viewed(one, view)
+        changed = viewed(case, view)
         try:
-            found = outcome(changed, **backend)
+            actual = outcome(changed, **backend)
         except DeviceError as error:
             if backend["backend"] != "raw" or "are not all multiples of 16 bytes" not in str(error):
                 raise
             continue
-        assert_same(found, want, view.__name__)
+        assert_same(actual, expected, view.__name__)
         for key, x in changed.inputs.items():
-            assert np.array_equal(x, one.inputs[key]), f"{view.__name__}: {key} was written to"
+            assert np.array_equal(x, case.inputs[key]), f"{view.__name__}: {key} was written to"
 
 
 def reordered(name, backend):
@@ -81,70 +81,70 @@ def reordered(name, backend):
 @each_dtype
 def test_out(name, dtype, backend):
     """Results go into the given arrays, whole ones and columns of wider ones, and nowhere else."""
-    one = law_call(name, dtype)
-    want = outcome(one, **backend)
+    case = law_call(name, dtype)
+    expected = outcome(case, **backend)
     for place in (filled, lambda x: apart(filled(x), 8, 8)):
-        outs = outs_like(one, want, place)
-        found = outcome(one, **given_out(one, outs), **backend)
-        assert_same(found, want, ulps=reordered(name, backend))
-        assert all(f is x for f, x in zip(found, outs, strict=False)), "out is returned"
+        outs = outs_like(case, expected, place)
+        actual = outcome(case, **given_out(case, outs), **backend)
+        assert_same(actual, expected, ulps=reordered(name, backend))
+        assert all(f is x for f, x in zip(actual, outs, strict=False)), "out is returned"
         for x in outs:
             if x.base is not None:
                 x[...] = SENTINEL
                 assert (x.base == SENTINEL).all(), "written beside out"
-    outs = outs_like(one, want)
+    outs = outs_like(case, expected)
     shapes = [x.shape for x in outs if x.ndim]
     if len(shapes) == 2 and shapes[0][:-1] == shapes[1][:-1]:  # the two halves of one array
         halves = np.concatenate(outs, axis=-1)
         outs = np.split(halves, [outs[0].shape[-1]], axis=-1)
-        assert_same(outcome(one, **given_out(one, outs), **backend), want)
-        assert_same(outs, want)
+        assert_same(outcome(case, **given_out(case, outs), **backend), expected)
+        assert_same(outs, expected)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.split()[0] in IN_PLACE and n not in OPTIONAL])
 @each_dtype
 def test_in_place(name, dtype, backend):
     """``out`` may be the input itself or another view of it, or columns of a wider array; nothing else changes."""
-    one = law_call(name, dtype)
-    want = outcome(one, **backend)
-    shared = [key for key in IN_PLACE[one.op] if key in one.arrays]
+    case = law_call(name, dtype)
+    expected = outcome(case, **backend)
+    shared = [key for key in IN_PLACE[case.op] if key in case.arrays]
     columns = partial(apart, before=8, after=8)
     for place, view in ((np.copy, lambda x: x), (np.copy, lambda x: x[:]), (columns, lambda x: x)):
-        mine = one.having(**{key: place(one.arrays[key]) for key in shared})
+        mine = case.having(**{key: place(case.arrays[key]) for key in shared})
         outs = [view(mine.arrays[key]) for key in shared]
-        found = outcome(mine, **given_out(one, outs), **backend)
-        assert_same(found, want, "in place", ulps=reordered(name, backend) * (place is columns))
-        assert_same(outs, found[: len(outs)])
+        actual = outcome(mine, **given_out(case, outs), **backend)
+        assert_same(actual, expected, "in place", ulps=reordered(name, backend) * (place is columns))
+        assert_same(outs, actual[: len(outs)])
         if place is columns:
             for x in outs:
                 x[...] = SENTINEL
                 assert (x.base == SENTINEL).all(), "written beside it"
-        if takes_one(one):
+        if takes_one(case):
             continue
-        mine = one.having(**{key: place(one.arrays[key]) for key in shared})
-        fresh = outs_like(one, want)
-        outcome(mine, **given_out(one, [view(mine.arrays[shared[0]]), *fresh[1:]]), **backend)
-        assert_same([mine.arrays[shared[0]], *fresh[1:]], want, "the first in place")
+        mine = case.having(**{key: place(case.arrays[key]) for key in shared})
+        fresh = outs_like(case, expected)
+        outcome(mine, **given_out(case, [view(mine.arrays[shared[0]]), *fresh[1:]]), **backend)
+        assert_same([mine.arrays[shared[0]], *fresh[1:]], expected, "the first in place")
         for key, x in mine.inputs.items():
-            assert key == shared[0] or np.array_equal(x, one.inputs[key]), f"{key} was written to"
+            assert key == shared[0] or np.array_equal(x, case.inputs[key]), f"{key} was written to"
 
 
 @each_name
 @each_dtype
 def test_a_strict_error_state(name, dtype, backend):
     """Overflow gives inf and underflow 0 in any error state of NumPy: a call that starts also completes."""
-    one = law_call(name, dtype)
-    floats = {key: x for key, x in one.inputs.items() if x.dtype.kind not in "iub"}
+    case = law_call(name, dtype)
+    floats = {key: x for key, x in case.inputs.items() if x.dtype.kind not in "iub"}
     for extreme in ("max", "smallest_normal"):
         size = {key: getattr(ml_dtypes.finfo(x.dtype), extreme) for key, x in floats.items()}
-        changed = one.having(**{key: np.sign(x) * size[key] for key, x in floats.items()})
+        changed = case.having(**{key: np.sign(x) * size[key] for key, x in floats.items()})
         try:
-            want = outcome(changed, **backend)
+            expected = outcome(changed, **backend)
         except GpuOpsError:
             continue  # a scale of 3e38, say
         with np.errstate(all="raise"):
-            found = outcome(changed, **backend)
-        assert [x.tobytes() for x in found] == [x.tobytes() for x in want], extreme
+            actual = outcome(changed, **backend)
+        assert [x.tobytes() for x in actual] == [x.tobytes() for x in expected], extreme
 
 
 NORM = ("batch", "rows")
@@ -202,14 +202,14 @@ def test_empty(name, dtype, backend):
     if getattr(full.arrays.get("w"), "group_size", None):
         axes.remove("K")  # no groups of nothing
     for empty in (*((axis,) for axis in axes), axes):
-        one = law_call(name, dtype, **dict.fromkeys(empty, 0))
-        found, want = outcome(one, **backend), outcome(one, backend="reference")
-        for f, w in zip(found, want, strict=True):
+        case = law_call(name, dtype, **dict.fromkeys(empty, 0))
+        actual, expected = outcome(case, **backend), outcome(case, backend="reference")
+        for f, w in zip(actual, expected, strict=True):
             assert (f.dtype, f.shape) == (w.dtype, w.shape), empty
-        assert_same(found[len(found) - len(one.written) :], list(one.written.values()))
+        assert_same(actual[len(actual) - len(case.written) :], list(case.written.values()))
         if "nheads" in empty or "scores" in name or (name.endswith("keep") and empty == ("hidden_out",)):
             continue  # k is rotated; a sink is a separate logit; gate and up have other axes
-        for x in found[: len(found) - len(one.written)]:
+        for x in actual[: len(actual) - len(case.written)]:
             assert ((x == 0) | (x == -np.inf)).all(), empty
 
 
@@ -236,19 +236,19 @@ SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in WHOLE]
 @each_dtype
 def test_nan_stays_in_its_slice(name, dtype, backend):
     """A NaN in a sequence of the batch or in a row appears there, and changes no bit elsewhere."""
-    one = law_call(name, dtype)
-    axis = next(iter(one.axes.values()))[0]
-    clean = outcome(one, **backend)
+    case = law_call(name, dtype)
+    axis = next(iter(case.axes.values()))[0]
+    clean = outcome(case, **backend)
     poisoned = {}
-    for key, x in one.arrays.items():
-        if one.axes.get(key, ("",))[:1] == (axis,) and x.dtype.kind != "i":
+    for key, x in case.arrays.items():
+        if case.axes.get(key, ("",))[:1] == (axis,) and x.dtype.kind != "i":
             poisoned[key] = x.copy()
             poisoned[key][(1, *(n // 2 for n in x.shape[1:]))] = np.nan
     with np.errstate(invalid="ignore"):
-        found = outcome(one.having(**poisoned), **backend)
-    sliced = [r for r in range(len(clean))][: SLICED.get(one.op, len(clean))]
+        actual = outcome(case.having(**poisoned), **backend)
+    sliced = [r for r in range(len(clean))][: SLICED.get(case.op, len(clean))]
     for r in sliced:
         others = [i for i in range(len(clean[r])) if i != 1]
-        np.testing.assert_array_equal(found[r][others], clean[r][others], err_msg=f"result {r}")
-    floats = [found[r] for r in sliced if found[r].dtype.kind not in "iu"]
+        np.testing.assert_array_equal(actual[r][others], clean[r][others], err_msg=f"result {r}")
+    floats = [actual[r] for r in sliced if actual[r].dtype.kind not in "iu"]
     assert any(np.isnan(x[1].astype(np.float64)).any() for x in floats), "the NaN is lost"

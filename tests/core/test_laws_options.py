@@ -23,10 +23,10 @@ def flags_of(name):
     return [p.name for p in parameters if isinstance(p.default, bool)]
 
 
-def judged(one):
+def judged(case):
     """Bytes of the results, or the text of the error."""
     try:
-        return [x.tobytes() for x in outcome(one)]
+        return [x.tobytes() for x in outcome(case)]
     except errors.GpuOpsError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -38,32 +38,32 @@ FLOAT_OPTIONS = {
 EXTREMES = (1e39, -1e39, 1e-50, 1e-40, float("nan"), float("inf"))
 
 
-def numbers_of(one):
+def numbers_of(case):
     """Options of a call that may be non-integers, each with an allowed value."""
-    arrays = {name for name, x in one.arrays.items() if not isinstance(x, (float, np.ndarray)) or np.ndim(x)}
-    arrays |= {"workspace", *WRITTEN.get(one.op, ()), *ADDED.get(one.op, ())}
-    for option in PARAMETERS[one.op]:
+    arrays = {name for name, x in case.arrays.items() if not isinstance(x, (float, np.ndarray)) or np.ndim(x)}
+    arrays |= {"workspace", *WRITTEN.get(case.op, ()), *ADDED.get(case.op, ())}
+    for option in PARAMETERS[case.op]:
         if option in arrays:
             continue
         for number in (0.5, 1.5):
             with contextlib.suppress(errors.GpuOpsError):
-                outcome(one.having(**{option: number}))
+                outcome(case.having(**{option: number}))
                 yield option, number
                 break
 
 
-def check_extreme(one, option, number, value):
+def check_extreme(case, option, number, value):
     """Check that it is refused by name, in a second call as in a first, or that the result is the reference's."""
-    extreme = one.having(**{option: value})
+    extreme = case.having(**{option: value})
     forget_calls()
     first = judged(extreme)
-    outcome(one.having(**{option: number}))
+    outcome(case.having(**{option: number}))
     assert judged(extreme) == first
     if isinstance(first, str):
         assert option in first
         return
     assert np.isfinite(value), option
-    if "out" in one.arrays:
+    if "out" in case.arrays:
         return  # of attention with another value of the option: there is no right gradient
     for x, want in zip(outcome(extreme), outcome(extreme.having(backend="reference")), strict=True):
         x, want = x.astype(np.float64), want.astype(np.float64)
@@ -79,14 +79,14 @@ def test_numbers_that_the_computing_dtype_cannot_hold(op, dtype):
     """Every option that may be a float, found by trying, is refused by name or gives the reference's result."""
     options = set()
     for name in (n for n in NAMES if n.split()[0] == op):
-        one = law_call(name, dtype)
+        case = law_call(name, dtype)
         if "seed" in PARAMETERS[op]:
-            one = one.having(seed=3)
-        for option, number in numbers_of(one):
+            case = case.having(seed=3)
+        for option, number in numbers_of(case):
             if option not in options:
                 options.add(option)
                 for value in EXTREMES:
-                    check_extreme(one, option, number, value)
+                    check_extreme(case, option, number, value)
     assert FLOAT_OPTIONS[op] <= options
 
 
@@ -157,9 +157,9 @@ def test_every_keyword_of_another_library_has_an_op_that_answers():
 
 def test_packed_weights_in_place_of_an_array_are_told_how_to_unpack():
     w = gpu_ops.ternary_quantize(np.eye(4, dtype=np.float32))
-    for given in ((w,), (w, (4, 4), "w2")):
+    for arguments in ((w,), (w, (4, 4), "w2")):
         with pytest.raises(DTypeError, match=r"packed is TernaryMatrix.*w\.dequantize\(\), w\.trits\(\)"):
-            gpu_ops.ternary_unpack(*given)
+            gpu_ops.ternary_unpack(*arguments)
     with pytest.raises(DTypeError, match=r"x is TernaryMatrix.*w\.dequantize\(\)"):
         gpu_ops.softmax(w)
 
@@ -180,10 +180,10 @@ FLAGGED = [(name, option) for name in FIRST_OF_OPS for option in flags_of(name)]
 @pytest.mark.parametrize(("name", "option"), FLAGGED, ids=[" ".join(pair) for pair in FLAGGED])
 def test_a_bool_of_numpy_is_a_bool(name, option):
     """It has the outcome of a bool, result or error, in a first call and in a repeated one."""
-    one = law_call(name)
+    case = law_call(name)
     for value in (True, False):
         for form in (bool, np.bool_, bool):
-            found = judged(one.having(**{option: form(value)}))
+            actual = judged(case.having(**{option: form(value)}))
             if form is bool:
-                want = found
-            assert found == want
+                expected = actual
+            assert actual == expected

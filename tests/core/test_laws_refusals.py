@@ -33,55 +33,55 @@ with_out = pytest.mark.parametrize("name", WITH_OUT)
 
 def results_of(name):
     """Call, and arrays that its results fit into."""
-    one = law_call(name)
-    return one, outs_like(one, outcome(one), filled)
+    case = law_call(name)
+    return case, outs_like(case, outcome(case), filled)
 
 
 @with_out
 def test_out_shares_memory_with_an_input(name):
     """One shared element of any input and any result is enough. An input is allowed only as ``out`` itself."""
-    one, outs = results_of(name)
+    case, outs = results_of(name)
     for i, out in enumerate(outs):
-        for key, x in one.inputs.items():
+        for key, x in case.inputs.items():
             moved, overlapping = sharing(x, out)
-            wrong = with_result(one.having(**{key: moved}), outs, i, overlapping)
+            wrong = with_result(case.having(**{key: moved}), outs, i, overlapping)
             refused(wrong, ShapeError, f"shares memory with {key}")
 
 
 @with_out
 def test_out_is_an_input_that_is_still_read(name):
-    one, outs = results_of(name)
-    allowed = IN_PLACE.get(one.op, ()) if name != "swiglu packed" else ()
+    case, outs = results_of(name)
+    allowed = IN_PLACE.get(case.op, ()) if name != "swiglu packed" else ()
     for i, out in enumerate(outs):
-        for key, x in one.inputs.items():
+        for key, x in case.inputs.items():
             fits = (x.shape, x.dtype) == (out.shape, out.dtype)
             if fits and (key not in allowed or allowed.index(key) != i):
-                refused(with_result(one, outs, i, x), ShapeError, f"shares memory with {key}")
+                refused(with_result(case, outs, i, x), ShapeError, f"shares memory with {key}")
 
 
 @pytest.mark.parametrize("name", [n for n in WITH_OUT if n.split()[0] in IN_PLACE and n not in OPTIONAL])
 def test_in_place_is_the_same_elements_in_the_same_order(name):
-    one, outs = results_of(name)
-    keys = [key for key in IN_PLACE[one.op] if key in one.arrays]
+    case, outs = results_of(name)
+    keys = [key for key in IN_PLACE[case.op] if key in case.arrays]
     for i, key in enumerate(keys):
-        x = one.arrays[key]
+        x = case.arrays[key]
         memory = np.concatenate([x, x[:1]])
-        shifted = with_result(one.having(**{key: memory[:-1]}), outs, i, memory[1:])
+        shifted = with_result(case.having(**{key: memory[:-1]}), outs, i, memory[1:])
         refused(shifted, ShapeError, "shares memory with")
         if x.ndim in (2, 4):  # the rows of others must be adjacent
-            refused(with_result(one, outs, i, x[::-1]), ShapeError, "shares memory with")
+            refused(with_result(case, outs, i, x[::-1]), ShapeError, "shares memory with")
 
 
 @with_out
 def test_results_share_memory_with_each_other(name):
-    one, outs = results_of(name)
+    case, outs = results_of(name)
     for i in range(1, len(outs)):
         if (outs[i].shape, outs[i].dtype) == (outs[i - 1].shape, outs[i - 1].dtype):
-            twice = with_result(one, outs, i, outs[i - 1])
+            twice = with_result(case, outs, i, outs[i - 1])
             refused(twice, ShapeError, "shares memory with")
         first, second = sharing(outs[i - 1], outs[i])
         refused(
-            with_result(with_result(one, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
+            with_result(with_result(case, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
             ShapeError,
             "shares memory with",
         )
@@ -90,16 +90,16 @@ def test_results_share_memory_with_each_other(name):
 @with_out
 def test_out_overlaps_itself(name):
     """Rows share elements, as in a broadcast array: only the last one written would remain."""
-    one, outs = results_of(name)
+    case, outs = results_of(name)
     rows = [i for i, x in enumerate(outs) if x.ndim > 1]
     for i in rows:
         shared = as_strided(outs[i], outs[i].shape, (0, *outs[i].strides[1:]))
-        refused(with_result(one, outs, i, shared), ShapeError, "share memory with each other")
+        refused(with_result(case, outs, i, shared), ShapeError, "share memory with each other")
 
 
 @with_out
 def test_out_is_read_only_unaligned_or_of_another_kind(name):
-    one, outs = results_of(name)
+    case, outs = results_of(name)
     for i, out in enumerate(outs):
         other = np.float16 if out.dtype == np.float64 else np.float64
         for wrong, error, message in (
@@ -116,7 +116,7 @@ def test_out_is_read_only_unaligned_or_of_another_kind(name):
         ):
             if out.itemsize == 1 and message == "is not aligned":
                 continue
-            refused(with_result(one, outs, i, wrong), error, message)
+            refused(with_result(case, outs, i, wrong), error, message)
 
 
 OF_ROWS = {
@@ -132,51 +132,51 @@ def test_places_for_numbers_of_rows_have_gaps(op):
     """Gaps are refused, because kernels write them contiguously."""
     arrays = {"cross_entropy": ((2, 3, 8), None), "layernorm": ((2, 3, 8), (8,), (8,))}
     shapes = arrays.get(op, ((2, 3, 8), (8,)))
-    given = [np.zeros((2, 3), np.int64) if s is None else np.ones(s, np.float32) for s in shapes]
-    one = Call(op, dict(zip("abc", given, strict=False)), OF_ROWS[op])
-    outs = [np.empty_like(x) for x in one()]
+    inputs = [np.zeros((2, 3), np.int64) if s is None else np.ones(s, np.float32) for s in shapes]
+    case = Call(op, dict(zip("abc", inputs, strict=False)), OF_ROWS[op])
+    outs = [np.empty_like(x) for x in case()]
     for i, x in enumerate(outs):
         if x.ndim == 2:
             gaps = np.zeros((2, 6), x.dtype)[:, :3]
-            refused(one.having(out=(*outs[:i], gaps, *outs[i + 1 :])), ShapeError, "must be C-contiguous")
+            refused(case.having(out=(*outs[:i], gaps, *outs[i + 1 :])), ShapeError, "must be C-contiguous")
 
 
 @with_out
 def test_out_is_no_array(name):
-    one, outs = results_of(name)
-    keyword, _ = OUT[one.op]
+    case, outs = results_of(name)
+    keyword, _ = OUT[case.op]
     for mistake in (3, "out", 2.5, object()):
-        if takes_one(one):
-            refused(one.having(**{keyword: mistake}), DTypeError, "not an array")
+        if takes_one(case):
+            refused(case.having(**{keyword: mistake}), DTypeError, "not an array")
         else:
-            refused(one.having(**{keyword: mistake}), OptionError, f"{keyword} must be")
-            refused(one.having(**{keyword: (mistake,) * len(outs)}), DTypeError, "not an array")
-    if not takes_one(one):
-        refused(one.having(**{keyword: outs[0]}), OptionError, "; got ndarray")
-        refused(one.having(**{keyword: tuple(outs[:-1])}), OptionError, f"got tuple of {len(outs) - 1}")
-        refused(one.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
+            refused(case.having(**{keyword: mistake}), OptionError, f"{keyword} must be")
+            refused(case.having(**{keyword: (mistake,) * len(outs)}), DTypeError, "not an array")
+    if not takes_one(case):
+        refused(case.having(**{keyword: outs[0]}), OptionError, "; got ndarray")
+        refused(case.having(**{keyword: tuple(outs[:-1])}), OptionError, f"got tuple of {len(outs) - 1}")
+        refused(case.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
 
 
 @pytest.mark.parametrize("name", [*sorted(WRITTEN), *(f"{op} added" for op in ADDED)])
 def test_arguments_that_are_written_are_checked_like_out(name):
-    one = law_call(name)
-    for key, x in one.written.items():
+    case = law_call(name)
+    for key, x in case.written.items():
         for wrong, message in (
             (read_only(x), f"{key} is read-only"),
             (unaligned(x), "aligned"),
             (x[:-1], "shape"),
         ):
-            refused(one.having(**{key: wrong}), ShapeError, message)
-    for (first, x), (second, y) in itertools.combinations(one.written.items(), 2):
+            refused(case.having(**{key: wrong}), ShapeError, message)
+    for (first, x), (second, y) in itertools.combinations(case.written.items(), 2):
         if x.shape == y.shape:
             for changed in ({first: y}, {second: x}):
-                refused(one.having(**changed), ShapeError, f"{second} shares memory with {first}")
-    for key, x in one.written.items():
-        for source, given in one.inputs.items():
-            if given.dtype != x.dtype:
+                refused(case.having(**changed), ShapeError, f"{second} shares memory with {first}")
+    for key, x in case.written.items():
+        for source, input_array in case.inputs.items():
+            if input_array.dtype != x.dtype:
                 continue  # integers that place tokens are not compared with the caches
-            moved, overlapping = sharing(given, x)
-            refused(one.having(**{source: moved, key: overlapping}), ShapeError, "shares memory with")
+            moved, overlapping = sharing(input_array, x)
+            refused(case.having(**{source: moved, key: overlapping}), ShapeError, "shares memory with")
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------------
@@ -194,20 +194,20 @@ SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o =
 @pytest.mark.parametrize(("op", "name"), SEVERAL)
 def test_any_array_of_another_float_dtype(op, name):
     """There is no silent promotion, for any argument of another dtype."""
-    one = law_call(op)
+    case = law_call(op)
     odd = np.dtype(
         np.float16 if name.startswith("lse") else np.float64
     )  # lse may be float64 with any other dtype
-    refused(one.having(**{name: one.arrays[name].astype(odd)}), DTypeError, f"{name} is {odd}")
+    refused(case.having(**{name: case.arrays[name].astype(odd)}), DTypeError, f"{name} is {odd}")
 
 
-@pytest.mark.parametrize(("op", "name"), [one for one in FLOATS if one[0] != "global_norm"])
+@pytest.mark.parametrize(("op", "name"), [case for case in FLOATS if case[0] != "global_norm"])
 def test_any_array_with_an_axis_too_many(op, name):
     """An extra axis is never broadcast away; where leading axes are free, ``out`` must have them too."""
-    one = call(op)
+    case = call(op)
     if op in OUT:
-        one = one.having(**given_out(one, outs_like(one, outcome(one), filled)))
-    refused(one.having(**{name: one.arrays[name][None, None]}), ShapeError, "shape")
+        case = case.having(**given_out(case, outs_like(case, outcome(case), filled)))
+    refused(case.having(**{name: case.arrays[name][None, None]}), ShapeError, "shape")
 
 
 def test_the_table_of_outs_is_complete():

@@ -38,23 +38,23 @@ def refused(run, *args, **kwargs):
 # On the CPU NumPy makes its codes.
 @pytest.mark.parametrize("op", [op for op in OPS if op != "ternary_quantize"])
 def test_a_call_takes_what_its_trace_says_and_no_less(op):
-    one = call(op)
+    case = call(op)
     with memory.Trace() as trace:
-        result = one()
+        result = case()
         del result
-    written = {name: x.copy() for name, x in one.arrays.items() if name in WRITTEN.get(op, ())}
+    written = {name: x.copy() for name, x in case.arrays.items() if name in WRITTEN.get(op, ())}
     need = trace.peak_bytes
     if need:
         forget_calls()
         for _ in range(2):  # the first call and a later one
             with memory.limit(need - 1) as pool:
-                error = refused(one)
+                error = refused(case)
             assert error.required > error.available
             assert str(error).startswith(op)
             assert pool.current == 0
-        assert all(np.array_equal(one.arrays[name], x) for name, x in written.items())
+        assert all(np.array_equal(case.arrays[name], x) for name, x in written.items())
     with memory.limit(need) as pool:
-        result = one()
+        result = case()
     del result
     assert (pool.peak, pool.current, pool.holders) == (need, 0, {})
 
@@ -280,7 +280,7 @@ def test_all_that_cupy_allocates_counts(cupy, kernels):
     with memory.Pool("1 MiB", device="cuda") as pool, memory.limit(0):
         y, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, backend=kernels)
         assert pool.holders == {"rmsnorm: y": X.nbytes, "rmsnorm: rstd": 512}
-        own = cupy.empty((10,), np.float32)
+        extra = cupy.empty((10,), np.float32)
         assert pool.holders["array"] == 512
         assert pool.current == pool._memory.used == X.nbytes + 1024
         with memory.limit(X.nbytes - 1, device="cuda"):
@@ -289,7 +289,7 @@ def test_all_that_cupy_allocates_counts(cupy, kernels):
         assert pool.current == pool._memory.used == X.nbytes + 1024
     np.testing.assert_allclose(gpu_ops.softmax(x, backend=kernels).host, gpu_ops.softmax(X), rtol=1e-5)
     assert pool.current == X.nbytes + 1024  # they live on
-    del y, rstd, own
+    del y, rstd, extra
     assert (pool.current, pool._memory.used, pool.holders) == (0, 0, {})
 
 

@@ -19,13 +19,13 @@ def quick_on_emulator(raw):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_misaligned_inputs(name, dtype, backend):
     """The first call and a later one are right, also after a call with aligned arrays. No input is written to."""
-    one = law_call(name, dtype)
-    moved = one.having(**{key: unaligned(x) for key, x in one.inputs.items()})
+    case = law_call(name, dtype)
+    moved = case.having(**{key: unaligned(x) for key, x in case.inputs.items()})
     # sums of BLAS depend on alignment, on some CPUs
-    blas = one.op.startswith(("linear", "swiglu_mlp")) and backend["backend"] == "reference"
-    want = outcome(one, **backend)
+    blas = case.op.startswith(("linear", "swiglu_mlp")) and backend["backend"] == "reference"
+    expected = outcome(case, **backend)
     for _ in range(2):
-        assert_same(outcome(moved, **backend), want, ulps=16 if blas else 0)
+        assert_same(outcome(moved, **backend), expected, ulps=16 if blas else 0)
     for key, x in moved.inputs.items():
         assert x.itemsize == 1 or not x.flags.aligned
-        np.testing.assert_array_equal(x, one.inputs[key])
+        np.testing.assert_array_equal(x, case.inputs[key])

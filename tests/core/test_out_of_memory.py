@@ -34,17 +34,17 @@ def no_memory():
 
 def enlarged(name):
     """Call with arrays that repeat their first row HUGE times: they take no memory, but results and copies do."""
-    one = call(name)
-    named = {"lse": (*("batch",) * (one.op == "attention_backward"), "nheads", "seqlen_q"), **one.axes}
+    case = call(name)
+    named = {"lse": (*("batch",) * (case.op == "attention_backward"), "nheads", "seqlen_q"), **case.axes}
     for axis in AXES:
-        holders = [n for n, axes in named.items() if axis in axes and n in {**one.arrays, **one.options}]
-        arrays = {n: {**one.arrays, **one.options}[n] for n in holders}
+        holders = [n for n, axes in named.items() if axis in axes and n in {**case.arrays, **case.options}]
+        arrays = {n: {**case.arrays, **case.options}[n] for n in holders}
         if holders and all(isinstance(x, np.ndarray) and x.dtype.kind in "fV" for x in arrays.values()):
             for n, x in arrays.items():
                 i = named[n].index(axis)
                 shape = (*x.shape[:i], HUGE, *x.shape[i + 1 :])
                 arrays[n] = np.broadcast_to(x.take([0], axis=i), shape)
-            return one.having(**arrays)
+            return case.having(**arrays)
     return None
 
 
@@ -55,9 +55,9 @@ LARGE = {n: one for n in NAMES if "mask" not in n and n not in SAME and (one := 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_results_and_copies_that_do_not_fit(name, backend):
-    one = LARGE[name]
-    with pytest.raises(OutOfMemoryError, match=rf"^{one.op}: no memory for .*GiB") as caught:
-        one(**backend)
+    case = LARGE[name]
+    with pytest.raises(OutOfMemoryError, match=rf"^{case.op}: no memory for .*GiB") as caught:
+        case(**backend)
     assert caught.value.required >= HUGE
     if sys.platform == "linux":
         assert 0 < caught.value.available < HUGE
@@ -78,7 +78,7 @@ def test_most_ops_have_such_calls():
 @pytest.mark.parametrize("op", OPS)
 def test_scratch_that_does_not_fit(op, monkeypatch):
     """Scratch memory runs out in the middle of a call, the first and a later one."""
-    one = call(op)
+    case = call(op)
 
     def fails(self, views, workspace=None):
         raise no_memory()
@@ -86,14 +86,14 @@ def test_scratch_that_does_not_fit(op, monkeypatch):
     for first in (True, False):
         forget_calls()
         if not first:
-            one()
+            case()
         with monkeypatch.context() as patched:
             patched.setattr(Linked, "__call__", fails)
             with pytest.raises(OutOfMemoryError, match=rf"^{op}: no memory for scratch") as caught:
-                one()
+                case()
         assert caught.value.required == HUGE * 16
         assert isinstance(caught.value.__cause__, MemoryError)
-    one()
+    case()
 
 
 def test_a_strided_input_whose_copy_does_not_fit():
@@ -131,9 +131,9 @@ def test_a_mask_that_does_not_fit_when_expanded():
 
 def test_what_gpus_say():
     """The size comes from CuPy's error, and the free memory from the device."""
-    found = out_of_memory("softmax", type("OutOfMemoryError", (MemoryError,), {"_size": 3 << 30})())
-    assert found.required == 3 << 30
-    assert "3.0 GiB" in str(found)
+    error = out_of_memory("softmax", type("OutOfMemoryError", (MemoryError,), {"_size": 3 << 30})())
+    assert error.required == 3 << 30
+    assert "3.0 GiB" in str(error)
 
 
 def test_typed_once():

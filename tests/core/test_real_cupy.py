@@ -76,8 +76,8 @@ OTHERS = [
 ]
 
 
-def of(one):
-    return one.having(**{name: moved(x) for name, x in {**one.arrays, **one.options}.items()})
+def of(case):
+    return case.having(**{name: moved(x) for name, x in {**case.arrays, **case.options}.items()})
 
 
 def moved(x):
@@ -92,9 +92,9 @@ def results(x):
 
 @pytest.mark.parametrize(("op", "form", "kernels"), CASES, ids=map(case_id, CASES))
 def test_calls_reach_the_driver(driverless, op, form, kernels):
-    one = of(call(op).having(**form))
-    first = results(one(backend=kernels))
-    again = results(one(backend=kernels))  # the path of the call key
+    case = of(call(op).having(**form))
+    first = results(case(backend=kernels))
+    again = results(case(backend=kernels))  # the path of the call key
     assert kernels == "numba" or driverless.launches
     for x, y in zip(first, again, strict=True):
         if isinstance(x, cupy.ndarray):
@@ -102,20 +102,20 @@ def test_calls_reach_the_driver(driverless, op, form, kernels):
     if op in NO_CAPTURE or op not in OUT:
         return
     outs = tuple(cupy.ndarray(x.shape, x.dtype, allocate(x.nbytes)) for x in first)
-    given = {OUT[op][0]: outs if len(outs) > 1 else outs[0]}
-    size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
+    out = {OUT[op][0]: outs if len(outs) > 1 else outs[0]}
+    size = gpu_ops.workspace_size(op, *case.arrays.values(), **case.options, backend=kernels)
     workspace = cupy.empty(size, np.uint8)
     driverless.capturing = True
-    got = results(one(backend=kernels, workspace=workspace, **given))
+    got = results(case(backend=kernels, workspace=workspace, **out))
     assert all(g is o for g, o in zip(got, outs, strict=True))
-    assert str(gpu_ops.explain(op, *one.arrays.values(), **one.options, backend=kernels))
+    assert str(gpu_ops.explain(op, *case.arrays.values(), **case.options, backend=kernels))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_options_of_the_table_reach_the_driver(driverless, name):
-    one = of(call(name))
+    case = of(call(name))
     for _ in range(2):
-        one(backend="raw")
+        case(backend="raw")
     assert driverless.launches
 
 
@@ -192,11 +192,11 @@ def attributes():
 
 @pytest.mark.parametrize("name", sorted({name for _, name in attributes()}))
 def test_cupy_has_what_is_used_of_it(name):
-    found = cupy
+    value = cupy
     for word in name.split("."):
-        found = getattr(found, word, None)
-        assert found is not None, f"CuPy {cupy.__version__} has no {name}"
-        if not (inspect.ismodule(found) or inspect.isclass(found)):
+        value = getattr(value, word, None)
+        assert value is not None, f"CuPy {cupy.__version__} has no {name}"
+        if not (inspect.ismodule(value) or inspect.isclass(value)):
             return  # calls show the attributes of an object
 
 
@@ -220,13 +220,13 @@ def test_a_pool_counts_what_cupy_allocates(driverless):
     x = on_device(np.ones((64, 512), np.float32))
     with memory.Pool(2 * x.nbytes, device="cuda") as pool:
         y = gpu_ops.softmax(x)
-        own = cupy.empty(10, np.float32)
+        extra = cupy.empty(10, np.float32)
         assert pool.holders == {"softmax: y": x.nbytes, "array": 512}
         with pytest.raises(OutOfMemoryError) as refused:
             gpu_ops.softmax(x)
         assert (refused.value.required, refused.value.available) == (x.nbytes, x.nbytes - 512)
     part = y[3:5]
-    del y, own
+    del y, extra
     assert pool.current == x.nbytes
     del part
     assert pool.current == 0

@@ -56,51 +56,51 @@ def sized(name, n, dtype=np.float32, seed=7):
     return call(name, dtype, seed, **dict.fromkeys(AXES, n), max_seqlen=28)
 
 
-def same_memory_order(found, want):
-    return [x.strides for x in found] == [x.strides for x in want]
+def same_memory_order(actual, expected):
+    return [x.strides for x in actual] == [x.strides for x in expected]
 
 
 @each_name
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
     """Results agree with the same numbers, with others, and through a view."""
-    one, other = sized(name, 13, dtype), sized(name, 13, dtype, seed=8)
-    first = outcome(one, **backend)
+    case, other = sized(name, 13, dtype), sized(name, 13, dtype, seed=8)
+    first = outcome(case, **backend)
     later = outcome(other, **backend)
-    again = outcome(one, **backend)
+    again = outcome(case, **backend)
     assert_same(again, first)
     assert same_memory_order(again, first)
     moved = (
-        [outcome(viewed(x, apart), **backend) for x in (one, other)] if backend["backend"] != "raw" else []
+        [outcome(viewed(x, apart), **backend) for x in (case, other)] if backend["backend"] != "raw" else []
     )
     for name_, value in backend.items():  # with another choice, a call is again a first one
         monkeypatch.setenv(f"GPU_OPS_{name_.upper()}", value)
     fresh = outcome(other)
     assert_same(later, fresh)
     assert same_memory_order(later, fresh)
-    for found, want in zip(moved, (first, fresh), strict=False):
-        assert_same(found, want, "behind a view")
+    for actual, expected in zip(moved, (first, fresh), strict=False):
+        assert_same(actual, expected, "behind a view")
 
 
 @each_name
 def test_a_later_call_does_less(name):
     """Validation and planning are not repeated. The minimum counts, as an import or a collection may interfere."""
     sized(name, 6)()  # imports and compiles
-    one = sized(name, 17)
+    case = sized(name, 17)
     forget_calls()  # two names can be one call in float32
-    first = python_calls(one)
-    later = min(python_calls(one) for _ in range(3))
+    first = python_calls(case)
+    later = min(python_calls(case) for _ in range(3))
     assert later <= 0.7 * first
 
 
 @each_name
 def test_arrays_are_let_go(name):
-    one = sized(name, 18)
-    arrays = (*one.inputs.values(), *one.written.values())
+    case = sized(name, 18)
+    arrays = (*case.inputs.values(), *case.written.values())
     alive = [weakref.ref(x) for x in arrays]
-    one()
-    one()
-    del one, arrays
+    case()
+    case()
+    del case, arrays
     if any(x() is not None for x in alive):  # in a cycle, perhaps: a collection takes a second here
         gc.collect()
     assert not [x for x in alive if x() is not None]
@@ -155,34 +155,34 @@ VALUES = [
     ("name", "key", "change", "error"), VALUES, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_values_are_judged_every_time(name, key, change, error):
-    one = sized(name, 14)
-    given = one.arrays.get(key, one.options.get(key))
-    wrong = one.having(**{key: change(given)})
+    case = sized(name, 14)
+    argument = case.arrays.get(key, case.options.get(key))
+    wrong = case.having(**{key: change(argument)})
     first = refused(wrong, error, key if key.endswith(("k", "q")) else "")
     for _ in range(2):
-        one()
+        case()
         assert refused(wrong, error, "") == first
 
 
 @pytest.mark.parametrize("name", WITH_OUT)
 def test_out_is_judged_every_time(name):
     """A mistake, a valid call, and the mistake again: the error is the same."""
-    one = sized(name, 15)
-    outs = outs_like(one, outcome(sized(name, 15), backend="reference"), filled)
-    wrongs = [(with_result(one, outs, 0, read_only(outs[0])), ShapeError)]
+    case = sized(name, 15)
+    outs = outs_like(case, outcome(sized(name, 15), backend="reference"), filled)
+    wrongs = [(with_result(case, outs, 0, read_only(outs[0])), ShapeError)]
     if outs[0].itemsize > 1:
-        wrongs.append((with_result(one, outs, 0, unaligned(outs[0])), ShapeError))
-    wrongs.append((with_result(one, outs, 0, outs[0].astype(np.uint32)), DTypeError))
-    for key, x in one.written.items():
-        others = [y for other, y in one.written.items() if other != key]
+        wrongs.append((with_result(case, outs, 0, unaligned(outs[0])), ShapeError))
+    wrongs.append((with_result(case, outs, 0, outs[0].astype(np.uint32)), DTypeError))
+    for key, x in case.written.items():
+        others = [y for other, y in case.written.items() if other != key]
         taken = [y for y in others if (y.dtype, y.shape) == (x.dtype, x.shape)]
         for bad in (read_only(x), *taken, *(y[::-1] for y in taken)):
-            wrongs.append((one.having(**{key: bad}), ShapeError))
-    for key, x in one.inputs.items():
+            wrongs.append((case.having(**{key: bad}), ShapeError))
+    for key, x in case.inputs.items():
         moved, overlapping = sharing(x, outs[0])
-        wrongs.append((with_result(one.having(**{key: moved}), outs, 0, overlapping), ShapeError))
+        wrongs.append((with_result(case.having(**{key: moved}), outs, 0, overlapping), ShapeError))
     for wrong, error in wrongs:
         first = refused(wrong, error, "")
         for _ in range(2):
-            one.having(**given_out(one, outs))()
+            case.having(**given_out(case, outs))()
             assert refused(wrong, error, "") == first

@@ -73,12 +73,12 @@ def test_numbers_of_other_types_are_told_apart(rng):
     ],
 )
 def test_options_that_compare_equal_are_told_apart(name, option, right, wrongs):
-    one = call(name)
+    case = call(name)
     for _ in range(2):
-        one(**{option: right})
+        case(**{option: right})
         for wrong in wrongs:
             with pytest.raises(OptionError, match=option):
-                one(**{option: wrong})
+                case(**{option: wrong})
 
 
 def test_positional_and_named_arguments_are_told_apart(rng):
@@ -110,24 +110,24 @@ def mapped(x, folder, mode="r"):
 
 def test_memory_maps_are_arrays(rng, tmp_path):
     x, w = normal(rng, 3, 28), normal(rng, 28)
-    want, weight = gpu_ops.rmsnorm(x, w), mapped(w, tmp_path)
+    expected, weight = gpu_ops.rmsnorm(x, w), mapped(w, tmp_path)
     for function in (lambda: gpu_ops.rmsnorm(x, weight), lambda: gpu_ops.rmsnorm(x, weight=weight)):
         first = python_calls(function)
-        found = function()
+        actual = function()
         assert min(python_calls(function) for _ in range(3)) <= 0.7 * first
-        assert type(found) is np.ndarray
-        np.testing.assert_array_equal(found, want)
+        assert type(actual) is np.ndarray
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_mapped_cache_is_written(tmp_path):
-    one = call("rope_append_kv")
-    q, k_cache = one.arrays["q"], one.arrays["k_cache"]
+    case = call("rope_append_kv")
+    q, k_cache = case.arrays["q"], case.arrays["k_cache"]
     cache = mapped(k_cache, tmp_path, "r+")
-    *_, want, _ = outcome(one)
+    *_, expected, _ = outcome(case)
     for _ in range(2):
         cache[...] = k_cache
-        one.having(k_cache=cache, v_cache=one.arrays["v_cache"].copy())()
-        np.testing.assert_array_equal(cache, want)
+        case.having(k_cache=cache, v_cache=case.arrays["v_cache"].copy())()
+        np.testing.assert_array_equal(cache, expected)
     out = mapped(q, tmp_path, "r+")
     for _ in range(2):
         assert gpu_ops.rope(q, out=out) is out
@@ -181,58 +181,60 @@ def test_from_many_threads(rng):
 # ---- values ----------------------------------------------------------------------------------------------------
 
 
-def close_to_the_reference(one, atol=1e-5):
-    for found, want in zip(outcome(one), outcome(one, backend="reference"), strict=True):
-        np.testing.assert_allclose(found, want, atol=atol)
+def close_to_the_reference(case, atol=1e-5):
+    for actual, expected in zip(outcome(case), outcome(case, backend="reference"), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=atol)
 
 
 def test_a_mask_changed_in_place():
     visible = np.ones((3, 3), np.bool_)
-    one = call("attention", seqlen_q=9, seqlen_k=11)
-    one = one.having(block_mask=BlockMask(visible, block_q=4, block_k=4), causal=False)
+    case = call("attention", seqlen_q=9, seqlen_k=11)
+    case = case.having(block_mask=BlockMask(visible, block_q=4, block_k=4), causal=False)
     for hidden in ((0, 2), (2, 0), (1, 1)):
         visible[hidden] = False  # the mask is the same object
-        close_to_the_reference(one)
+        close_to_the_reference(case)
     for other in (BlockMask(visible, block_q=5, block_k=4), BlockMask(visible[:2], block_q=4, block_k=4)):
         with pytest.raises(ShapeError, match="block_mask"):
-            one(block_mask=other)
-    close_to_the_reference(one.having(block_mask=BlockMask(visible.T, block_q=4, block_k=4)))
+            case(block_mask=other)
+    close_to_the_reference(case.having(block_mask=BlockMask(visible.T, block_q=4, block_k=4)))
 
 
 def test_other_lengths():
-    one = call("attention_varlen lse", total=9)
-    one()
+    case = call("attention_varlen lse", total=9)
+    case()
     for offsets in ([0, 9, 9, 9, 9], [0, 0, 4, 4, 9]):
-        close_to_the_reference(one.having(cu_seqlens_q=np.array(offsets, np.int32)))
+        close_to_the_reference(case.having(cu_seqlens_q=np.array(offsets, np.int32)))
     for wrong in ([0, 3, 2, 9, 9], [1, 2, 2, 9, 9], [0, 2, 2, 2, 8]):
         with pytest.raises(OptionError, match="cu_seqlens_q must start at 0"):
-            one.having(cu_seqlens_q=np.array(wrong, np.int32))()
-    one = call("attention_varlen_backward")
-    longest = int(np.diff(one.arrays["cu_seqlens_k"]).max())
-    one(max_seqlen_k=longest)
+            case.having(cu_seqlens_q=np.array(wrong, np.int32))()
+    case = call("attention_varlen_backward")
+    longest = int(np.diff(case.arrays["cu_seqlens_k"]).max())
+    case(max_seqlen_k=longest)
     with pytest.raises(OptionError, match="longest sequence has 11"):
-        one.having(cu_seqlens_k=np.array([0, 1, 12], np.int32))(max_seqlen_k=longest)
-    one = call("attention_decode paged")
-    one()
-    table = one.options["block_table"]
+        case.having(cu_seqlens_k=np.array([0, 1, 12], np.int32))(max_seqlen_k=longest)
+    case = call("attention_decode paged")
+    case()
+    table = case.options["block_table"]
     moved = {"block_table": table[:, ::-1].copy(), "seqused_k": np.array([0, 16], np.int32)}
     moved["block_table"][1] = [2, 0, 3, 1]
-    close_to_the_reference(one.having(**moved))
+    close_to_the_reference(case.having(**moved))
 
 
 def test_two_tokens_of_one_slot():
-    one = call("rope_append_kv slots", total=6)
-    one()
+    case = call("rope_append_kv slots", total=6)
+    case()
     padding = np.array([-1, -7, -1, 4, 20, -1])  # tokens in no slot may share
-    one.having(slot_mapping=padding)()
+    case.having(slot_mapping=padding)()
     for slots in ([3, 3, 0, 1, 2, 4], [31, -1, 5, -1, 4, 31], [16, 0, 1, 17, 18, 0]):
         twice = next(s for s in slots if s >= 0 and slots.count(s) == 2)
         i, j = (n for n, s in enumerate(slots) if s == twice)
-        before = [x.copy() for x in one.arrays.values()]
+        before = [x.copy() for x in case.arrays.values()]
         with pytest.raises(OptionError, match=rf"\[{i}\] and slot_mapping\[{j}\] are both {twice};"):
-            one.having(slot_mapping=np.array(slots))()
-        assert_same(list(one.arrays.values()), before)
-    one = call("rope_append_kv pages", max_seqlen=8, page_size=4)  # five pages of four rows, two per sequence
+            case.having(slot_mapping=np.array(slots))()
+        assert_same(list(case.arrays.values()), before)
+    case = call(
+        "rope_append_kv pages", max_seqlen=8, page_size=4
+    )  # five pages of four rows, two per sequence
     for table, used, clash in (
         ([[0, 4], [1, 4]], (2, 2), True),  # separate rows 2, 3, then row 0 of page 4
         ([[2, 2], [1, 1]], (3, 5), False),  # one page twice, and other rows of it
@@ -240,21 +242,21 @@ def test_two_tokens_of_one_slot():
         ([[0, 3], [3, 4]], (5, 0), True),
         ([[2, 4], [4, 1]], (4, 3), False),
     ):
-        given = {"block_table": np.array(table, np.int32), "seqused_k": np.array(used, np.int32)}
+        changes = {"block_table": np.array(table, np.int32), "seqused_k": np.array(used, np.int32)}
         if not clash:
-            one.having(**given)()
+            case.having(**changes)()
             continue
         with pytest.raises(OptionError, match=r"of sequence 0 and token \d of sequence 1 both go to row"):
-            one.having(**given)()
+            case.having(**changes)()
 
 
 def test_other_positions(rng):
     q = normal(rng, 1, 5, 2, 8)
     for scaling in (None, SHORT):
         for positions in (np.arange(5), np.array([3, 99, -2, 0, 7])):
-            given = {"positions": positions, "scaling": scaling}
-            want = gpu_ops.rope(q, **given, backend="reference")
-            np.testing.assert_allclose(gpu_ops.rope(q, **given), want, atol=1e-5)
+            options = {"positions": positions, "scaling": scaling}
+            expected = gpu_ops.rope(q, **options, backend="reference")
+            np.testing.assert_allclose(gpu_ops.rope(q, **options), expected, atol=1e-5)
     with pytest.raises(OptionError, match=r"2\*\*53"):
         gpu_ops.rope(q, positions=np.array([0, 0, 0, 0, 2**60]))
 
@@ -283,12 +285,12 @@ def test_another_first_position(rng, scaling):
 @pytest.mark.parametrize("scaling", [SHORT, LONG], ids=["dynamic", "longrope"])
 def test_another_length_of_the_cache(scaling):
     """The frequencies of these scalings depend on it."""
-    one = call("rope_append_kv", nheads=5).having(scaling=scaling)
+    case = call("rope_append_kv", nheads=5).having(scaling=scaling)
     lengths = [np.array(used, np.int32) for used in ([0, 0], [3, 1], [2, 9], [0, 2])]
-    found = [outcome(one.having(seqused_k=used)) for used in lengths]
-    for used, rotated in zip(lengths, found, strict=True):
-        fresh = outcome(one.having(seqused_k=used), backend="numba")
+    outcomes = [outcome(case.having(seqused_k=used)) for used in lengths]
+    for used, rotated in zip(lengths, outcomes, strict=True):
+        fresh = outcome(case.having(seqused_k=used), backend="numba")
         assert_same(rotated, fresh)
-        want, *_ = outcome(one.having(seqused_k=used), backend="reference")
-        np.testing.assert_allclose(rotated[0], want, atol=1e-5)
-    assert not np.array_equal(found[1][0], found[2][0])
+        expected, *_ = outcome(case.having(seqused_k=used), backend="reference")
+        np.testing.assert_allclose(rotated[0], expected, atol=1e-5)
+    assert not np.array_equal(outcomes[1][0], outcomes[2][0])

@@ -22,13 +22,13 @@ from tests.support.second_calls import ENVIRONMENT, all_arrays, pair, pick
 SIGNATURE = re.compile(r"(missing|takes|multiple values|required positional)")
 
 
-def answer(one, held, environment, monkeypatch):
+def answer(case, held, environment, monkeypatch):
     """Bits of a call's results, or its error, and its arrays' contents after. ``held``: their contents before."""
     for x, then in held:
         if x.flags.writeable:
             x[...] = then
-    given = all_arrays(one)
-    value, error = attempt(one, environment, monkeypatch)
+    arguments = all_arrays(case)
+    value, error = attempt(case, environment, monkeypatch)
     if error is not None:
         for x, then in held:
             assert x.tobytes() == then.tobytes(), f"written to, then {error!r}"
@@ -36,18 +36,18 @@ def answer(one, held, environment, monkeypatch):
         assert signature or isinstance(error, GpuOpsError), repr(error)
         return type(error), str(error)
     arrays = results(tuple(value) if isinstance(value, list) else value)
-    own = [i for r in arrays for i, x in enumerate(all_arrays(one)) if r is x]
-    found = [(type(x), x.dtype, x.shape, x.strides, x.tobytes()) for x in map(np.asanyarray, arrays)]
-    return type(value), found, own, [x.tobytes() for x in given]
+    aliases = [i for r in arrays for i, x in enumerate(all_arrays(case)) if r is x]
+    contents = [(type(x), x.dtype, x.shape, x.strides, x.tobytes()) for x in map(np.asanyarray, arrays)]
+    return type(value), contents, aliases, [x.tobytes() for x in arguments]
 
 
-def attempt(one, environment, monkeypatch):
+def attempt(case, environment, monkeypatch):
     """Result or error of a call."""
     with np.errstate(all="ignore"), monkeypatch.context() as variables:
         for name, setting in environment.items():
             variables.setenv(name, setting)
         try:
-            return one(), None
+            return case(), None
         except Exception as error:
             return None, error
 
@@ -66,11 +66,11 @@ def run_pairs(count, seed, monkeypatch):
     for i in range(count):
         rng = np.random.default_rng((seed, i))
         name, dtype = NAMES[i % len(NAMES)], pick(rng, DTYPES) if rng.random() < 0.3 else DTYPES[0]
-        one = call(name, dtype, seed=3)
+        case = call(name, dtype, seed=3)
         backend = "reference" if dtype != DTYPES[0] or rng.random() < 0.6 else pick(rng, ("numba", None))
-        one = one.having(backend=backend) if backend else one
+        case = case.having(backend=backend) if backend else case
         with np.errstate(all="ignore"):
-            first, second = pair(one, rng, results_of(name, dtype))
+            first, second = pair(case, rng, results_of(name, dtype))
         variables = pick(rng, ENVIRONMENT), pick(rng, ENVIRONMENT)
         if rng.random() < 0.8:
             variables = variables[1], variables[1]

@@ -28,8 +28,8 @@ def there(x, ordinal=0):
     return FakeArray(x.copy(), ordinal) if isinstance(x, np.ndarray) else x
 
 
-def of(one):
-    return one.having(**{name: there(x) for name, x in {**one.arrays, **one.options}.items()})
+def of(case):
+    return case.having(**{name: there(x) for name, x in {**case.arrays, **case.options}.items()})
 
 
 def uploads(device):
@@ -42,11 +42,11 @@ def uploads(device):
 )
 def test_the_host_waits_for_nothing_that_is_queued(cupy, case):
     op, form, kernels = case
-    one = of(call(op).having(**form, **WITHOUT_CHECKS.get(op, {})))
-    one(backend=kernels)
+    prepared = of(call(op).having(**form, **WITHOUT_CHECKS.get(op, {})))
+    prepared(backend=kernels)
     assert {stream for _, stream in cupy.waits} <= {uploads(devices.cuda_device(0))}
     cupy.waits.clear()
-    one(backend=kernels)
+    prepared(backend=kernels)
     assert cupy.waits == []
 
 
@@ -81,13 +81,13 @@ def test_arrays_of_numba_come_and_go_without_a_wait(cupy, rng, monkeypatch):
     class NumbaArray(ForeignArray):
         __module__ = "numba.cuda"
 
-    given = []
-    cuda = SimpleNamespace(as_cuda_array=lambda x, sync=True: given.append(sync) or x)
+    waits = []
+    cuda = SimpleNamespace(as_cuda_array=lambda x, sync=True: waits.append(sync) or x)
     monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(cuda=cuda))
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64,)))
     for _ in range(2):
         gpu_ops.rmsnorm(NumbaArray(x, stream=77), NumbaArray(weight, stream=77), backend="raw")
-    assert given == [False, False]
+    assert waits == [False, False]
     assert cupy.waits == []
 
 

@@ -34,11 +34,11 @@ print(parallel.thread_count())
 def test_far_too_many_threads_are_not_started(monkeypatch):
     """100000 once started 22330, as many as the system allows."""
     cpus = parallel.config.NUMBA_DEFAULT_NUM_THREADS
-    count, most = parallel.thread_count.__wrapped__, 16 * cpus
-    monkeypatch.setattr(parallel.config, "NUMBA_NUM_THREADS", most)
-    assert count() == most
+    count, limit = parallel.thread_count.__wrapped__, 16 * cpus
+    monkeypatch.setattr(parallel.config, "NUMBA_NUM_THREADS", limit)
+    assert count() == limit
     monkeypatch.setattr(parallel.config, "NUMBA_NUM_THREADS", 100_000)
     with pytest.warns(
-        UserWarning, match=f"NUMBA_NUM_THREADS=100000, .* {cpus} CPUs; {most} threads are used"
+        UserWarning, match=f"NUMBA_NUM_THREADS=100000, .* {cpus} CPUs; {limit} threads are used"
     ):
-        assert count() == most
+        assert count() == limit

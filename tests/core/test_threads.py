@@ -18,21 +18,21 @@ from tests.support.processes import PATIENCE, python
 THREADS, ROUNDS = 8, 20
 
 
-def same(found, expected):
-    return all(np.array_equal(f, e) for f, e in zip(results(found), results(expected), strict=True))
+def same(actual, expected):
+    return all(np.array_equal(f, e) for f, e in zip(results(actual), results(expected), strict=True))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_eight_threads_at_once(op):
     """Every thread's results are bit-equal to those computed in a single thread."""
-    one = call(op)
-    expected = one()
+    case = call(op)
+    expected = case()
     barrier, wrong = threading.Barrier(THREADS), []
 
     def work():
         barrier.wait()
         for _ in range(ROUNDS):
-            if not same(one(), expected):
+            if not same(case(), expected):
                 wrong.append(op)
 
     threads = [threading.Thread(target=work) for _ in range(THREADS)]
@@ -106,7 +106,7 @@ def test_an_exception_ends_the_call(who):
 def test_different_ops_at_once():
     """Ops interleave: a pool thread that helps one call must not disturb another."""
     calls = [call(op) for op in OPS]
-    expected = [one() for one in calls]
+    expected = [case() for case in calls]
     wrong = []
 
     def work(first):

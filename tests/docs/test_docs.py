@@ -86,8 +86,8 @@ def test_every_drawing_is_on_a_page():
 
 
 def test_pages_have_no_broken_links(tmp_path):
-    found = stage.stage(tmp_path / "pages", run=False)
-    assert found == []
+    faults = stage.stage(tmp_path / "pages", run=False)
+    assert faults == []
     assert "<!-- generated" not in (tmp_path / "pages" / "kernels" / "norm.md").read_text(encoding="utf-8")
 
 

@@ -111,10 +111,10 @@ def test_simple_attention_notices_a_wrong_result(example, monkeypatch, capsys, r
     right = module.attend
 
     def wrong(*inputs, backend=None, **where):
-        found = right(*inputs, backend=backend, **where)
+        results = right(*inputs, backend=backend, **where)
         if backend is None:
-            found[result].flat[0] += 1e-3
-        return found
+            results[result].flat[0] += 1e-3
+        return results
 
     monkeypatch.setattr(module, "attend", wrong)
     monkeypatch.setattr(module, "compiler_missing", lambda backend: "not asked")
@@ -167,7 +167,7 @@ def test_memory_optimization_notices_another_loss(example, monkeypatch, capsys):
 
 def test_finetuning_goes_on_where_it_stopped(example, monkeypatch, capsys, tmp_path):
     module, curves = example("finetuning"), []
-    monkeypatch.setattr(module, "plot", lambda path, found: curves.append(list(found.values())))
+    monkeypatch.setattr(module, "plot", lambda path, losses: curves.append(list(losses.values())))
 
     def run(folder, steps):
         sizes = ["--lora-steps", "3", "--batch", "2", "--seqlen", "32", "--vocab", "300"]

@@ -159,8 +159,8 @@ class Driverless:
         shape, dtype = interface["shape"], np.dtype(interface["typestr"])
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), interface["strides"])
 
-    def _module(self, **given):
-        module = _RawModule(**given)
+    def _module(self, **options):
+        module = _RawModule(**options)
         return SimpleNamespace(get_function=through(module.get_function, lambda name: _Kernel(self, name)))
 
 

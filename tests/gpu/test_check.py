@@ -159,7 +159,7 @@ MACHINE = {
 
 
 def row(op, name, shape, dtype, microseconds, **more):
-    found = {
+    cells = {
         "op": op,
         "name": name,
         "shape": shape,
@@ -168,8 +168,8 @@ def row(op, name, shape, dtype, microseconds, **more):
         "bytes": 3.35e9,
         "passed": 1,
     }
-    found |= {"key": " | ".join((op, name, shape, dtype)), "share_of_limit": 0.8, "limited_by": "copy"}
-    return found | {"ours_median": 1e-6 * microseconds, "limit_seconds": 0.8e-6 * microseconds} | more
+    cells |= {"key": " | ".join((op, name, shape, dtype)), "share_of_limit": 0.8, "limited_by": "copy"}
+    return cells | {"ours_median": 1e-6 * microseconds, "limit_seconds": 0.8e-6 * microseconds} | more
 
 
 @pytest.fixture

@@ -89,10 +89,10 @@ def test_the_emulator_and_the_gpu_agree_to_the_last_bits(
     allowed = dict.fromkeys(("y", "s", "rstd", "dx", "dweight"), 0)
     if name == "raw":
         allowed |= {"rstd": 2, "y": 2 if x.dtype.itemsize == 2 else 5}
-    for (what, most), a, b in zip(allowed.items(), gpu, emulated, strict=True):
+    for (what, limit), a, b in zip(allowed.items(), gpu, emulated, strict=True):
         distance, equal = ulps(a, b)
         record_property(what, f"{distance} units at most, {100 * equal:.2f} % equal")
-        assert distance <= most, f"{what}: {distance} units apart, {100 * equal:.2f} % equal"
+        assert distance <= limit, f"{what}: {distance} units apart, {100 * equal:.2f} % equal"
 
 
 def test_cupy_arrays(cupy, operands, name):
@@ -107,8 +107,8 @@ def test_cupy_arrays(cupy, operands, name):
     out = to_cupy(np.zeros_like(x))
     assert gpu_ops.rmsnorm(to_cupy(x), to_cupy(weight), out=out, backend=name) is out
     assert to_numpy(out).tobytes() == gpu_ops.rmsnorm(x, weight, device="cuda", backend=name).tobytes()
-    wide = to_cupy(np.concatenate([x, residual], axis=1))
-    strided = gpu_ops.rmsnorm(wide[:, :COLS], to_cupy(weight), backend=name)
+    joined = to_cupy(np.concatenate([x, residual], axis=1))
+    strided = gpu_ops.rmsnorm(joined[:, :COLS], to_cupy(weight), backend=name)
     assert to_numpy(strided).tobytes() == to_numpy(out).tobytes()
 
 
@@ -209,10 +209,10 @@ def test_states_are_saved_from_the_gpu_and_loaded_to_it(dtype, cupy, tmp_path, r
     host["zero"] = host["w"][0, 0].reshape(())
     training.save_state(tmp_path / "s", {name: to_cupy(x) for name, x in host.items()})
     like = {name: to_cupy(np.zeros_like(x)) for name, x in host.items()}
-    for found, _ in (
+    for loaded, _ in (
         training.load_state(tmp_path / "s", device="cuda"),
         training.load_state(tmp_path / "s", like=like),
     ):
         for name, x in host.items():
-            assert isinstance(found[name], cupy.ndarray)
-            np.testing.assert_array_equal(to_numpy(found[name]), x)
+            assert isinstance(loaded[name], cupy.ndarray)
+            np.testing.assert_array_equal(to_numpy(loaded[name]), x)

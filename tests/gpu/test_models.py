@@ -40,29 +40,29 @@ def model(of=lambda x: x, dtype=np.float32):
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-5), ("bfloat16", 4e-2), ("float16", 5e-3)])
 def test_logits(cupy, on_cpu, kernels, dtype, error):
-    kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
-    found = to_numpy(models.logits(to_cupy(IDS), model(to_cupy, kind), CONFIG)).astype(np.float32)
-    assert np.abs(found - on_cpu.logits).max() <= error * np.abs(on_cpu.logits).max()
+    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    logits = to_numpy(models.logits(to_cupy(IDS), model(to_cupy, numpy_dtype), CONFIG)).astype(np.float32)
+    assert np.abs(logits - on_cpu.logits).max() <= error * np.abs(on_cpu.logits).max()
 
 
 def losses(device, place, steps=4):
     flat = training.FlatParams.from_shapes(CONFIG.shapes(), dtype="float32", device=device)
     flat.assign(models.initial_weights(CONFIG))
     weights, grads = models.Llama.of(flat.params, CONFIG), models.Llama.of(flat.grads, CONFIG)
-    found = []
+    results_of_steps = []
     for ids, targets in map(training.Batches(np.arange(4096) % 256, 4, 32).at, range(steps)):
         flat.zero_grad()
         options = {"grads": grads, "policy": "layer"}
-        found.append(models.loss_and_grads(place(ids), place(targets), weights, CONFIG, **options))
+        results_of_steps.append(models.loss_and_grads(place(ids), place(targets), weights, CONFIG, **options))
         norm, found_inf = gpu_ops.global_norm(flat.buffers["grads"])
         flat.step(lr=3e-3, grad_scale=training.clip_coefficient(norm, 1.0), skip=found_inf)
-    return [float(x) for x in found]
+    return [float(x) for x in results_of_steps]
 
 
 def test_training_steps(cupy, on_cpu, kernels):
-    found = losses("cuda", to_cupy)
-    np.testing.assert_allclose(found, on_cpu.losses, rtol=1e-4)
-    assert found[-1] < found[0]
+    actual = losses("cuda", to_cupy)
+    np.testing.assert_allclose(actual, on_cpu.losses, rtol=1e-4)
+    assert actual[-1] < actual[0]
 
 
 def tokens_of(weights, **options):
@@ -72,10 +72,10 @@ def tokens_of(weights, **options):
     for i, prompt in enumerate(PROMPTS):
         drawn = Sampling(temperature=float(i == 1), seed=3)
         engine.submit(prompt, max_new_tokens=MOST[i], sampling=drawn)
-    found = [[] for _ in PROMPTS]
+    tokens = [[] for _ in PROMPTS]
     for token in engine.run():
-        found[token.request].append(token.token)
-    return found, engine
+        tokens[token.request].append(token.token)
+    return tokens, engine
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def tokens_of(weights, **options):
     ids=["graphs", "no graphs", "drafts"],
 )
 def test_tokens_are_those_of_the_cpu(cupy, on_cpu, kernels, options):
-    found, engine = tokens_of(model(to_cupy), **options)
-    assert found == on_cpu.tokens
+    tokens, engine = tokens_of(model(to_cupy), **options)
+    assert tokens == on_cpu.tokens
     if options == {"capture": True}:
         assert len(engine._graphs._kept) > 0  # sizes that were captured
 
@@ -98,8 +98,8 @@ def last_logits(weights, codes):
 
 @pytest.mark.parametrize("codes", CODES)
 def test_a_quantized_cache(cupy, on_cpu, kernels, codes):
-    want, found = on_cpu.of_codes[codes], to_numpy(last_logits(model(to_cupy), codes))
-    assert np.abs(found - want).max() <= 2e-2 * np.abs(want).max()
+    expected, actual = on_cpu.of_codes[codes], to_numpy(last_logits(model(to_cupy), codes))
+    assert np.abs(actual - expected).max() <= 2e-2 * np.abs(expected).max()
 
 
 @pytest.fixture(scope="module")
@@ -117,31 +117,31 @@ def on_cpu():
 @pytest.mark.parametrize(("op", "form", "names"), CAPTURED, ids=map(case_id, CAPTURED))
 def test_a_captured_call_replays(cupy, op, form, names):
     """The graph of a call gives the same bits as the call, each time."""
-    one = call(op)
+    case = call(op)
     placed = {
         n: to_cupy(x) if isinstance(x, np.ndarray) else x
-        for n, x in (one.arrays | one.options | form).items()
+        for n, x in (case.arrays | case.options | form).items()
     }
-    one = one.having(**placed)
-    state = {n: x.copy() for n, x in (one.arrays | one.options).items() if isinstance(x, cupy.ndarray)}
-    want = [to_numpy(x).tobytes() for x in results(one(backend=names))]
+    case = case.having(**placed)
+    state = {n: x.copy() for n, x in (case.arrays | case.options).items() if isinstance(x, cupy.ndarray)}
+    expected = [to_numpy(x).tobytes() for x in results(case(backend=names))]
 
     def restore():
         for name, x in state.items():
-            (one.arrays | one.options)[name][...] = x
+            (case.arrays | case.options)[name][...] = x
 
     restore()
-    outs = tuple(cupy.zeros_like(x) for x in results(one(backend=names)))
+    outs = tuple(cupy.zeros_like(x) for x in results(case(backend=names)))
     keyword = OUT[op][0] if op in OUT else ADDED.get(op, ("",))[0]
-    given = {keyword: outs if len(outs) > 1 else outs[0]} if outs and keyword else {}
-    size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=names)
+    out = {keyword: outs if len(outs) > 1 else outs[0]} if outs and keyword else {}
+    size = gpu_ops.workspace_size(op, *case.arrays.values(), **case.options, backend=names)
     workspace = cupy.full(size, 0xFF, np.uint8)
     stream = cupy.cuda.Stream(non_blocking=True)
     restore()
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        one(backend=names, workspace=workspace, **given)
+        case(backend=names, workspace=workspace, **out)
         graph = stream.end_capture()
     for _ in range(2):
         restore()
@@ -150,8 +150,8 @@ def test_a_captured_call_replays(cupy, op, form, names):
         cupy.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        if given:
-            assert [to_numpy(x).tobytes() for x in outs] == want
+        if out:
+            assert [to_numpy(x).tobytes() for x in outs] == expected
 
 
 @pytest.mark.parametrize("policy", ["none", "layer"])
@@ -175,5 +175,5 @@ def test_an_estimate_is_the_peak_of_cupys_pool(cupy, policy):
             models.loss_and_grads(ids, ids, weights, config, grads=grads, policy=policy)
             gpu_ops.global_norm(flat.buffers["grads"])
             flat.step(lr=1e-3)
-    found = peak.bytes - before
-    assert abs(found - memory.estimate(config, **options, device="cuda").peak) <= 0.02 * found
+    actual = peak.bytes - before
+    assert abs(actual - memory.estimate(config, **options, device="cuda").peak) <= 0.02 * actual

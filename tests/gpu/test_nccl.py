@@ -49,28 +49,28 @@ def test_every_collective_of_one_rank_is_a_copy(cupy, transport, dtype):
         "shift": lambda a, b: transport.shift([a], [b], 0, 0).join(),
     }
     for name, run in calls.items():
-        given, found = to_cupy(x), to_cupy(np.zeros_like(x))
-        run(given, found)
-        np.testing.assert_array_equal(to_numpy(found).view(np.uint8), x.view(np.uint8), err_msg=name)
-        np.testing.assert_array_equal(to_numpy(given).view(np.uint8), x.view(np.uint8), err_msg=name)
-    given = to_cupy(x)
-    transport.broadcast(given, 0)
-    np.testing.assert_array_equal(to_numpy(given).view(np.uint8), x.view(np.uint8))
+        source, target = to_cupy(x), to_cupy(np.zeros_like(x))
+        run(source, target)
+        np.testing.assert_array_equal(to_numpy(target).view(np.uint8), x.view(np.uint8), err_msg=name)
+        np.testing.assert_array_equal(to_numpy(source).view(np.uint8), x.view(np.uint8), err_msg=name)
+    source = to_cupy(x)
+    transport.broadcast(source, 0)
+    np.testing.assert_array_equal(to_numpy(source).view(np.uint8), x.view(np.uint8))
 
 
 def test_a_captured_sum_follows_its_input(cupy, transport):
-    x, found = to_cupy(numbers("float32")), to_cupy(np.zeros((1, 3, 5), np.float32))
-    transport.all_reduce(x, found, "sum", "a call")  # the first call makes the communicator
+    x, total = to_cupy(numbers("float32")), to_cupy(np.zeros((1, 3, 5), np.float32))
+    transport.all_reduce(x, total, "sum", "a call")  # the first call makes the communicator
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        transport.all_reduce(x, found, "sum", "a call")
+        transport.all_reduce(x, total, "sum", "a call")
         graph = stream.end_capture()
     x += 1
     cupy.cuda.Device().synchronize()
     graph.launch(stream)
     stream.synchronize()
-    np.testing.assert_array_equal(to_numpy(found), numbers("float32") + 1)
+    np.testing.assert_array_equal(to_numpy(total), numbers("float32") + 1)
 
 
 def test_a_world_of_one_takes_cupys_arrays(cupy):

@@ -68,12 +68,12 @@ def nvml(monkeypatch):
 
 def test_a_known_card_gets_its_preset(nvml):
     fake = nvml()
-    found = env.environment()
-    (card,) = found.cuda_devices
+    facts = env.environment()
+    (card,) = facts.cuda_devices
     assert (card.name, card.compute_capability, card.preset) == (fake.name, (8, 6), "RTX 3090 Ti")
-    assert found.preset == "RTX 3090 Ti"
-    assert found.driver == "570.86 (CUDA 12.8)"
-    assert found.cuda_missing is None
+    assert facts.preset == "RTX 3090 Ti"
+    assert facts.driver == "570.86 (CUDA 12.8)"
+    assert facts.cuda_missing is None
     assert fake.shut_down
 
 
@@ -84,9 +84,9 @@ def test_an_unknown_card_gets_its_architectures_preset(nvml):
 
 def test_a_card_older_than_any_preset_gets_none(nvml):
     nvml(name="Tesla P100-PCIE-16GB", capability=(6, 0))
-    found = env.environment()
-    assert found.preset is None
-    assert "6.0 is older than any preset" in found.preset_reason
+    facts = env.environment()
+    assert facts.preset is None
+    assert "6.0 is older than any preset" in facts.preset_reason
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_a_card_older_than_any_preset_gets_none(nvml):
 )
 def test_no_device_comes_with_the_reason(nvml, fails, says):
     nvml(fails=fails)
-    found = env.environment()
-    assert found.cuda_devices == ()
-    assert says in found.cuda_missing
-    assert "GPU_OPS_ARCH=sm_86" in found.preset_reason
+    facts = env.environment()
+    assert facts.cuda_devices == ()
+    assert says in facts.cuda_missing
+    assert "GPU_OPS_ARCH=sm_86" in facts.preset_reason
 
 
 def test_the_variable_selects_a_preset_and_tells_when_it_is_wrong(nvml, monkeypatch):
@@ -106,18 +106,18 @@ def test_the_variable_selects_a_preset_and_tells_when_it_is_wrong(nvml, monkeypa
     monkeypatch.setenv("GPU_OPS_ARCH", "H200")
     assert env.environment().preset == "H200"
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_1")
-    found = env.environment()
-    assert found.preset is None
-    assert "GPU_OPS_ARCH: no preset for" in found.preset_reason
-    assert found.variables["GPU_OPS_ARCH"] == "sm_1"
+    facts = env.environment()
+    assert facts.preset is None
+    assert "GPU_OPS_ARCH: no preset for" in facts.preset_reason
+    assert facts.variables["GPU_OPS_ARCH"] == "sm_1"
 
 
 def test_a_missing_backend_says_why(monkeypatch):
     monkeypatch.setattr(env, "unavailable", lambda device, backend: f"no {backend} here")
     monkeypatch.setattr(env, "cache_folder", lambda: pytest.fail("Numba is imported"))
-    found = env.environment()
-    assert all(row.missing for row in found.backends)
-    assert found.caches["gpu_ops, CPU kernels"] == "nowhere: no numba here"
+    facts = env.environment()
+    assert all(row.missing for row in facts.backends)
+    assert facts.caches["gpu_ops, CPU kernels"] == "nowhere: no numba here"
 
 
 def test_json_is_the_environment():

@@ -28,9 +28,9 @@ def swiglu_trials(count=MANY):
 
 def test_a_case_follows_from_its_seed_and_number():
     for number in range(20):
-        one, other = (kinds.build((5, number)) for _ in range(2))
-        assert one.words() == other.words()
-        assert [x.tobytes() for x in one.draw.buffers] == [x.tobytes() for x in other.draw.buffers]
+        trial, other = (kinds.build((5, number)) for _ in range(2))
+        assert trial.words() == other.words()
+        assert [x.tobytes() for x in trial.draw.buffers] == [x.tobytes() for x in other.draw.buffers]
     assert kinds.build((5, 0)).words() != kinds.build((6, 0)).words()
 
 
@@ -90,8 +90,8 @@ def test_an_accepted_mistake_is_found(monkeypatch):
             return arguments[0]
 
     monkeypatch.setattr(gpu_ops, "swiglu", lenient)
-    found = [judge_mistake(Draw((2, i)), trial)[0] for i, trial in enumerate(swiglu_trials())]
-    assert all(found)
+    faults = [judge_mistake(Draw((2, i)), trial)[0] for i, trial in enumerate(swiglu_trials())]
+    assert all(faults)
 
 
 def test_a_mistake_with_an_untyped_error_is_found(monkeypatch):
@@ -119,8 +119,8 @@ def test_a_call_that_remembers_too_much_is_found(monkeypatch):
     monkeypatch.setattr(kinds, "forget_calls", known.clear)
     monkeypatch.setattr(kinds, "build", lambda seed: gated.swiglu(Draw(seed)))
     numbers = (n for n in range(2 * MANY) if gated.swiglu(Draw((3, n))).op == "swiglu")
-    found = (kinds.check_pair(Draw((3, n, 9)), kinds.build((3, n)), (3, n))[0] for n in numbers)
-    assert any(one and "after a similar call" in one for one in found)
+    faults = (kinds.check_pair(Draw((3, n, 9)), kinds.build((3, n)), (3, n))[0] for n in numbers)
+    assert any(fault and "after a similar call" in fault for fault in faults)
 
 
 def test_an_untyped_error_of_a_damaged_file_is_found(monkeypatch):
@@ -133,8 +133,8 @@ def test_an_untyped_error_of_a_damaged_file_is_found(monkeypatch):
             raise KeyError("codes") from error
 
     monkeypatch.setattr(gpu_ops.TernaryMatrix, "load", brittle)
-    found = [judge_files(Draw((4, i))) for i in range(12)]
-    assert any(one and "KeyError" in one for one in found)
+    faults = [judge_files(Draw((4, i))) for i in range(12)]
+    assert any(fault and "KeyError" in fault for fault in faults)
 
 
 def test_a_call_that_an_interrupt_breaks_is_found(monkeypatch):

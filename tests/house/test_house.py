@@ -34,20 +34,20 @@ LAYERS = (
 @cache
 def modules() -> dict[str, Path]:
     """File of every module. ``os.walk`` does not follow the links gpu_ops/kernels and gpu_ops/reference."""
-    found = {}
+    files = {}
     for folder, package in FOLDERS.items():
         for directory, _, names in os.walk(ROOT / folder):
             for path in (Path(directory, name) for name in names if name.endswith(".py")):
                 parts = path.relative_to(ROOT / folder).with_suffix("").parts
                 parts = parts[:-1] if parts[-1] == "__init__" else parts
-                found[".".join((package, *parts))] = path
-    return found
+                files[".".join((package, *parts))] = path
+    return files
 
 
 @cache
 def imports(name: str) -> set[tuple[str, bool]]:
     """Imports of our modules, as (module, True if for types only)."""
-    found = set()
+    result = set()
     tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
     for_types = {
         id(inside)
@@ -66,8 +66,8 @@ def imports(name: str) -> set[tuple[str, bool]]:
             continue
         for target in targets:
             if target in modules() and target != name:
-                found.add((target, id(node) in for_types))
-    return found
+                result.add((target, id(node) in for_types))
+    return result
 
 
 def absolute(name: str, node: ast.ImportFrom) -> str:
@@ -93,7 +93,7 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    components = []
 
     def visit(node: str) -> None:
         index[node] = lowest[node] = len(index)
@@ -109,12 +109,12 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
             component = set(stack[position:])
             del stack[position:]
             if len(component) > 1:
-                found.append(component)
+                components.append(component)
 
     for node in graph:
         if node not in index:
             visit(node)
-    return found
+    return components
 
 
 def test_no_module_imports_itself_through_others():

@@ -261,10 +261,10 @@ def test_interrupts_at_random_times(tmp_path):
 
 
 def interrupted(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    found = []
+    reports = []
     for process in processes:
         out, err = process.communicate(timeout=4 * PATIENCE)
         assert process.returncode == 0, err
         assert not {"ignored", "Traceback", "Warning"} & set(err.split()), err
-        found.append(json.loads(out))
-    return found
+        reports.append(json.loads(out))
+    return reports

@@ -233,10 +233,10 @@ WITH_EXAMPLES = [
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples_in_docstrings_run(module):
-    found = importlib.import_module(module)
+    imported = importlib.import_module(module)
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-    for test in finder.find(found, module):
+    for test in finder.find(imported, module):
         test.globs.setdefault("np", np)
         report = []
         runner.run(test, out=report.append)

@@ -40,13 +40,13 @@ def test_the_stub_names_what_is_public():
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_stub_has_the_parameters_of_the_function(op):
-    own = inspect.signature(getattr(gpu_ops, op)).parameters.values()
+    parameters = inspect.signature(getattr(gpu_ops, op)).parameters.values()
     *overloads, last = DEFINITIONS[op]
     for node in (*overloads, last):
         a = node.args
-        assert [x.arg for x in a.args] == [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert [x.arg for x in a.kwonlyargs] == [p.name for p in own if p.kind is p.KEYWORD_ONLY]
-    assert defaults(last) == {p.name: p.default for p in own if p.default is not p.empty}
+        assert [x.arg for x in a.args] == [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert [x.arg for x in a.kwonlyargs] == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert defaults(last) == {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def defaults(node):
@@ -62,9 +62,9 @@ def test_results_are_what_the_stub_says(op):
     like, cases = stubs.RETURNS[op]
     tried = set()
     for name in VARIANTS:
-        one = call(name, np.float16)
-        for options, kinds in cases.items() if one.op == op else ():
-            arguments = with_options(op, {**one.arrays, **one.options}, options)
+        case = call(name, np.float16)
+        for options, kinds in cases.items() if case.op == op else ():
+            arguments = with_options(op, {**case.arrays, **case.options}, options)
             if arguments is not None:
                 tried.add(options)
                 check(getattr(gpu_ops, op)(**arguments, backend="reference"), kinds, arguments[like])
@@ -98,16 +98,16 @@ def check(result, kinds, like):
     kinds = kinds.split(", ")
     results = result if isinstance(result, tuple) else (result,)
     assert len(results) == len(kinds)
-    for x, kind in zip(results, kinds, strict=True):
-        if kind == "like":
+    for x, expected in zip(results, kinds, strict=True):
+        if expected == "like":
             assert (type(x), x.dtype, x.ndim) == (type(like), like.dtype, like.ndim)
-        elif kind == "extra":
+        elif expected == "extra":
             assert all(isinstance(gradient, np.ndarray) for gradient in x.values())
-        elif kind[0].islower():
+        elif expected[0].islower():
             assert isinstance(x, np.ndarray)
-            assert kind in ("any", x.dtype.name)
+            assert expected in ("any", x.dtype.name)
         else:
-            assert type(x).__name__ in (kind, f"{kind}Type")
+            assert type(x).__name__ in (expected, f"{expected}Type")
 
 
 def test_a_type_checker_knows_the_results_of_calls():

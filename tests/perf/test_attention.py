@@ -39,15 +39,15 @@ def problems(name):
 
 
 def test_the_fields_grid():
-    found = problems("field")
-    assert all(p.shape.batch * p.shape.seqlen_q == 16384 for p in found)
-    assert all(p.shape.nheads * p.shape.head_dim == 2048 for p in found)
-    assert all(p.shape.nheads == p.shape.nheads_kv and p.shape.seqlen_q == p.shape.seqlen_k for p in found)
+    listed = problems("field")
+    assert all(p.shape.batch * p.shape.seqlen_q == 16384 for p in listed)
+    assert all(p.shape.nheads * p.shape.head_dim == 2048 for p in listed)
+    assert all(p.shape.nheads == p.shape.nheads_kv and p.shape.seqlen_q == p.shape.seqlen_k for p in listed)
     for dtype in ("bfloat16", "float16"):
-        cells = {(p.shape.head_dim, p.shape.seqlen_q, p.causal) for p in found if p.dtype == dtype}
+        cells = {(p.shape.head_dim, p.shape.seqlen_q, p.causal) for p in listed if p.dtype == dtype}
         lengths = (512, 1024, 2048, 4096, 8192, 16384)
         assert cells == {(d, s, c) for d in (64, 128, 256) for s in lengths for c in (False, True)}
-    assert {p.shape.seqlen_q for p in found if p.dtype == "float32"} == {512, 1024, 2048, 4096}
+    assert {p.shape.seqlen_q for p in listed if p.dtype == "float32"} == {512, 1024, 2048, 4096}
 
 
 def test_the_grids_of_grouped_heads():
@@ -61,10 +61,10 @@ def test_the_grids_of_grouped_heads():
 
 @pytest.mark.parametrize("name", attention_grids.GRIDS)
 def test_a_grid_becomes_cases(name):
-    found = grid(name)
-    assert len({c.key for c in found}) == len(found) == len(problems(name))
-    assert all(c.numba is not None and c.naive is not None and c.torch is not None for c in found)
-    assert {tuple(c.peers) for c in found} == {
+    cases = grid(name)
+    assert len({c.key for c in cases}) == len(cases) == len(problems(name))
+    assert all(c.numba is not None and c.naive is not None and c.torch is not None for c in cases)
+    assert {tuple(c.peers) for c in cases} == {
         ("torch flash", "torch cudnn", "torch efficient", "torch math")
     }
     assert {c.dtype for c in grid(name, dtypes=("float16",))} == {"float16"}
@@ -86,17 +86,17 @@ def test_operations_and_bytes():
 
 def test_decoding_is_told_in_bytes_of_the_copy_bandwidth():
     """This includes a single key head, where there are many operations per byte."""
-    found = grid("decode", dtypes=("bfloat16",))
-    assert not any(c.in_flops for c in found)
-    assert {c.bandwidth for c in found} == {"copy"}
-    largest = max(found, key=lambda c: c.bytes)
+    cases = grid("decode", dtypes=("bfloat16",))
+    assert not any(c.in_flops for c in cases)
+    assert {c.bandwidth for c in cases} == {"copy"}
+    largest = max(cases, key=lambda c: c.bytes)
     assert largest.bytes == 2 * (128 * 65536 * 8 * 128 * 2 + 2 * 128 * 64 * 128)
 
 
 def test_a_mixed_batch_counts_what_each_sequence_sees():
-    one = attention_paged.mixed(attention_paged.Batch(3, 2, 8, 4, 2, 16), "bfloat16", "cpu")
-    assert one.flops == 4 * 4 * 16 * ((6 + 7 + 8) + 2 * 8)
-    assert one.bytes == 2 * 16 * (2 * (3 + 2) * 4 + 2 * 3 * 8 * 2)
+    mixed = attention_paged.mixed(attention_paged.Batch(3, 2, 8, 4, 2, 16), "bfloat16", "cpu")
+    assert mixed.flops == 4 * 4 * 16 * ((6 + 7 + 8) + 2 * 8)
+    assert mixed.bytes == 2 * 16 * (2 * (3 + 2) * 4 + 2 * 3 * 8 * 2)
 
 
 def test_quantized_pages_count_a_byte_per_element_and_their_scales():
@@ -166,8 +166,8 @@ def close(got, exact, naive, dtype):
 def test_torchs_backends(name):
     pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
     x = attention_options.data(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
-    one = next(c for c in bench_attention.cases(Config()) if c.name == "forward causal")
-    got = one.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
+    forward = next(c for c in bench_attention.cases(Config()) if c.name == "forward causal")
+    got = forward.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
     np.testing.assert_allclose(got, reference_attention(x["q"], x["k"], x["v"], causal=True), atol=1e-5)
 
 
@@ -205,8 +205,8 @@ def test_a_contender_that_cannot_run_is_left_out_and_told(small):
     def too_large():
         raise MemoryError("17 GiB")
 
-    one = replace(small, numba=no_kernel, naive=lambda inputs: too_large)
-    result = harness.run_case(one, Config(device="cuda", use_torch=False), LIMITS, effort=FAST)
+    broken = replace(small, numba=no_kernel, naive=lambda inputs: too_large)
+    result = harness.run_case(broken, Config(device="cuda", use_torch=False), LIMITS, effort=FAST)
     assert set(result.timings) == {"ours"}
     assert result.left_out == {"numba": "RuntimeError: no kernel for float32", "naive": "MemoryError: 17 GiB"}
     assert not result.failure
@@ -242,14 +242,16 @@ def test_peers_are_timed_measured_and_shown(small, monkeypatch):
             return memory.Growth(10, 5)
 
     monkeypatch.setattr(harness, "have_torch", lambda: True)
-    one = replace(small, torch=small.naive, peers={"torch math": small.naive, "torch flash": small.naive})
+    with_peers = replace(
+        small, torch=small.naive, peers={"torch math": small.naive, "torch flash": small.naive}
+    )
     probe = Probe()
-    result = harness.run_case(one, Config(device="cuda"), LIMITS, probe, FAST)
+    result = harness.run_case(with_peers, Config(device="cuda"), LIMITS, probe, FAST)
     assert set(result.timings) == {"ours", "numba", "naive", "torch", "torch math", "torch flash"}
     assert probe.asked == ("ours", "naive", "torch math")
     headings = [str(column.header) for column in report.table("attention", [result]).columns]
     assert headings[-6:] == ["x naive", "x torch", "x numba", "x torch math", "x torch flash", "error"]
-    on_cpu = harness.prepare_contenders(one, one.make(np.random.default_rng(0)), Config())
+    on_cpu = harness.prepare_contenders(with_peers, with_peers.make(np.random.default_rng(0)), Config())
     assert {c.name for c in on_cpu} == {"ours", "naive", "torch"}
 
 
@@ -280,7 +282,7 @@ def test_the_command_line_knows_the_grids(capsys):
 def test_a_tiny_grid_runs_on_the_cpu(name, monkeypatch):
     monkeypatch.setattr(attention_grids, "TOKENS", 64)
     config = Config(grid=name, seqlens=(32,), dtypes=("float32",), use_torch=False)
-    for one in bench_attention.cases(config)[:2]:
-        result = harness.run_case(one, config, LIMITS, effort=FAST)
-        assert result.passed, (one.key, result.failure or result.error)
+    for entry in bench_attention.cases(config)[:2]:
+        result = harness.run_case(entry, config, LIMITS, effort=FAST)
+        assert result.passed, (entry.key, result.failure or result.error)
         assert set(result.timings) == {"ours", "naive"}

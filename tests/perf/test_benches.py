@@ -54,15 +54,15 @@ def test_bench_smoke(op, monkeypatch):
     """Every quick case runs at a tiny size, is within tolerance, and its naive formula is right too."""
     monkeypatch.setattr(harness, "MAX_SETS", 2)  # copies of a table of 130 MB
     config = Config(quick=True, seqlens=(TINY[op],), use_torch=False)
-    for one in cli.bench(op).cases(config):
-        if one.name == "mlp":
+    for entry in cli.bench(op).cases(config):
+        if entry.name == "mlp":
             # the weights take 700 MB for any number of tokens, so only the small problem is run
-            assert accuracy.check(one, {}, config).ok
+            assert accuracy.check(entry, {}, config).ok
             continue
-        result = harness.run_case(one, config, LIMITS, effort=FAST)
-        assert result.passed, (one.key, result.failure or result.error)
+        result = harness.run_case(entry, config, LIMITS, effort=FAST)
+        assert result.passed, (entry.key, result.failure or result.error)
         assert "ours" in result.timings
-        assert one.naive is None or "naive" in result.timings
+        assert entry.naive is None or "naive" in result.timings
 
 
 @pytest.mark.parametrize("op", sorted(TINY))
@@ -74,15 +74,15 @@ def test_the_baselines_compute_the_same(op, dtype, who):
         pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
     tolerance = 1e-3 if dtype == "float32" else 0.05
     seen = set()
-    for one in cli.bench(op).cases(Config(seqlens=(TINY[op],), dtypes=(dtype,))):
-        if one.name in seen:
+    for entry in cli.bench(op).cases(Config(seqlens=(TINY[op],), dtypes=(dtype,))):
+        if entry.name in seen:
             continue
-        seen.add(one.name)
-        inputs = one.make_small(np.random.default_rng(0))
-        exact = [np.asarray(r) for r in case.results(one.reference(inputs, "float64"))]
+        seen.add(entry.name)
+        inputs = entry.make_small(np.random.default_rng(0))
+        exact = [np.asarray(r) for r in case.results(entry.reference(inputs, "float64"))]
         # int8 activations are an approximation that the dense baselines do not make
-        allowed = 0.05 if "int8" in one.name else tolerance
-        prepare = getattr(one, who)
+        allowed = 0.05 if "int8" in entry.name else tolerance
+        prepare = getattr(entry, who)
         if prepare is None:
             continue
         got = [to_array(r) for r in case.results(prepare(copy.deepcopy(inputs))())]
@@ -91,7 +91,7 @@ def test_the_baselines_compute_the_same(op, dtype, who):
             if op == "dropout":  # masks differ; elements that both keep do not
                 assert abs(np.mean(have == 0) - inputs["p"]) < 0.02
                 have, want = (x * ((have != 0) & (want != 0)) for x in (have, want))
-            assert np.abs(align(have, want.shape) - want).max() <= allowed * np.abs(want).max(), one.key
+            assert np.abs(align(have, want.shape) - want).max() <= allowed * np.abs(want).max(), entry.key
 
 
 def to_array(result) -> np.ndarray:

@@ -39,13 +39,13 @@ def test_no_latency_is_below_zero():
 @needs_mpi
 def test_a_short_run(tmp_path, capsys):
     assert cli.main(None, ["--op", "comm", "--quick", "--save", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "comm-2.json").read_text())
-    assert (found["world"], found["ranks"]) == ("Mpi", 2)
+    report = json.loads((tmp_path / "comm-2.json").read_text())
+    assert (report["world"], report["ranks"]) == ("Mpi", 2)
     names = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "shift", "memcpy"]
-    assert list(found["times"]) == list(found["fits"]) == names
-    assert all(list(map(int, line)) == SIZES[:6] for line in found["times"].values())
-    assert all(t > 0 for line in found["times"].values() for t in line.values())
-    assert found["sent"] == {
+    assert list(report["times"]) == list(report["fits"]) == names
+    assert all(list(map(int, line)) == SIZES[:6] for line in report["times"].values())
+    assert all(t > 0 for line in report["times"].values() for t in line.values())
+    assert report["sent"] == {
         **{"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 1.0, "all_to_all": 0.5},
         **{"broadcast": 1.0, "shift": 1.0, "memcpy": 1.0},
     }

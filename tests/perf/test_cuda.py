@@ -100,9 +100,9 @@ def test_nvml_follows_the_current_device(cupy, nvml, monkeypatch):
 
 def test_energy_and_clocks_of_a_call(cuda, nvml, log, monkeypatch):
     monkeypatch.setattr(cuda, "nvml_device", lambda: (nvml, "device"))
-    found = cuda.power(lambda: log.append("call"), 4)
+    power = cuda.power(lambda: log.append("call"), 4)
     calls = log.count("call") - 1  # the first is not measured
     assert calls == 3 * cuda._BATCH
-    assert found == Power(200 / calls, 200 / 5, 1500, 9000)
+    assert power == Power(200 / calls, 200 / 5, 1500, 9000)
     monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", lambda device: 1 / 0)
     assert cuda.power(lambda: None, 4) is None

@@ -59,8 +59,8 @@ def printed(planned):
 def test_traffic_against_the_least():
     (copy,) = emulate.launches(case("copy", strided))
     assert copy.once == copy.uncached == 1
-    (apart,) = emulate.launches(case("every other", partial(strided, stride=2)))
-    assert apart.once == 0.75  # all sectors of x, half of those of y
+    (strided_launch,) = emulate.launches(case("every other", partial(strided, stride=2)))
+    assert strided_launch.once == 0.75  # all sectors of x, half of those of y
     (twice,) = emulate.launches(case("two passes", two_passes))
     weight = 1 / (2 * ROWS)
     assert twice.once == 1 + weight

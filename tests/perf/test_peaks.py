@@ -46,12 +46,12 @@ def test_peaks_are_the_work_of_their_loops_over_time(monkeypatch):
         return 0.5 / repetitions
 
     monkeypatch.setattr(peaks, "best", best)
-    found = peaks.measure(32 << 20, repetitions=2)
-    assert found.multiply_add == peaks.arithmetic(np.dtype(np.float32)).amount / 0.25 > 1e9
-    assert (found.dot_bfloat16 is not None) == DOT_BFLOAT16
-    if found.dot_bfloat16 is not None:
-        assert found.dot_bfloat16 > found.multiply_add
-    assert found.read == found.copy == found.copy_non_temporal == (32 << 20) / 0.25
+    measured = peaks.measure(32 << 20, repetitions=2)
+    assert measured.multiply_add == peaks.arithmetic(np.dtype(np.float32)).amount / 0.25 > 1e9
+    assert (measured.dot_bfloat16 is not None) == DOT_BFLOAT16
+    if measured.dot_bfloat16 is not None:
+        assert measured.dot_bfloat16 > measured.multiply_add
+    assert measured.read == measured.copy == measured.copy_non_temporal == (32 << 20) / 0.25
 
 
 @pytest.mark.parametrize("ours", [1.0, 9.0])
@@ -61,10 +61,10 @@ def test_the_larger_measurement_is_the_limit(ours, monkeypatch):
     monkeypatch.setattr(
         peaks, "measure", lambda *args, **options: peaks.Peaks(ours, 2 * ours, ours, ours - 1, ours)
     )
-    found = limits.measure(quick=True, use_torch=False)
-    assert (found.copy, found.read, found.matmul) == (max(ours, 5.0), max(ours, 6.0), max(ours, 7.0))
-    assert found.matmul_half == 2 * ours
-    assert asdict(found).keys() == {
+    measured = limits.measure(quick=True, use_torch=False)
+    assert (measured.copy, measured.read, measured.matmul) == (max(ours, 5.0), max(ours, 6.0), max(ours, 7.0))
+    assert measured.matmul_half == 2 * ours
+    assert asdict(measured).keys() == {
         "copy",
         "read",
         "matmul",
@@ -90,7 +90,7 @@ def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatc
         return next(seconds)
 
     monkeypatch.setattr(harness, "timer_for", lambda config: timer)
-    found = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
+    bounds = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
     case = Case(
         *("square", "forward", "64 x 32", "float32", flops, 16384.0),
         make=lambda rng: {"x": rng.standard_normal((64, 32), np.float32)},
@@ -99,7 +99,7 @@ def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatc
         reference=lambda inputs, precision: inputs["x"] ** 2,
     )
     effort = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-    result = harness.run_case(case, Config(use_torch=False), found, effort=effort)
+    result = harness.run_case(case, Config(use_torch=False), bounds, effort=effort)
     assert wanted == [(kind, False)]
     assert set(result.timings) == {"ours"}
     # ours takes 1 and 2 s, the limit 3 and 4 s; then one round of both. First calls do not count.

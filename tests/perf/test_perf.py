@@ -67,15 +67,17 @@ def test_cache_sizes_parse(text, count):
 
 
 def test_inputs_are_never_zeros_and_repeat_exactly():
-    one, two = (build.normal(np.random.default_rng(3), (5000, 1000), np.dtype(np.float32)) for _ in range(2))
-    np.testing.assert_array_equal(one, two)
-    assert one.std() == pytest.approx(1.0, abs=0.01)
-    assert (one[-1] != 0).mean() > 0.99  # beyond the block that large arrays repeat
+    first, second = (
+        build.normal(np.random.default_rng(3), (5000, 1000), np.dtype(np.float32)) for _ in range(2)
+    )
+    np.testing.assert_array_equal(first, second)
+    assert first.std() == pytest.approx(1.0, abs=0.01)
+    assert (first[-1] != 0).mean() > 0.99  # beyond the block that large arrays repeat
 
 
 def test_a_process_that_makes_the_inputs_again_gets_the_same():
-    one, two = (case.make_inputs(square_case(), Config()) for _ in range(2))
-    np.testing.assert_array_equal(one["x"], two["x"])
+    first, second = (case.make_inputs(square_case(), Config()) for _ in range(2))
+    np.testing.assert_array_equal(first["x"], second["x"])
 
 
 def test_memory_bound_cases_rotate_past_the_cache_and_others_do_not():
@@ -274,11 +276,11 @@ def test_working_memory_leaves_the_results_out():
 
 def test_the_worker_measures_a_case_and_survives_a_failure():
     config = Config(seqlens=(64,), dtypes=("float32",), use_torch=False)
-    found = next(c for c in cli.bench("rmsnorm").cases(config) if c.name == "forward")
+    forward = next(c for c in cli.bench("rmsnorm").cases(config) if c.name == "forward")
     with memory.Probe() as probe:
         with pytest.raises(RuntimeError, match=r"KeyError: 'rmsnorm \| forward \| 64 x 32"):
             probe.growth(square_case(op="rmsnorm"), config, "ours")
-        growth = probe.growth(found, config, "naive")
+        growth = probe.growth(forward, config, "naive")
     result = 64 * 4096 * 4
     assert growth.results == result
     assert result <= growth.peak < 8 * result + (4 << 20)

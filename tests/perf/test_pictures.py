@@ -56,9 +56,9 @@ def texts(svg: str) -> list[str]:
 def test_a_picture_names_machine_date_and_commit(folder):
     machine = MACHINES[folder]
     for name, canvas in drawn(folder).items():
-        found = texts(saved(folder, name))
-        assert canvas.title in found
-        (origin,) = [text for text in found if "commit" in text]
+        labels_shown = texts(saved(folder, name))
+        assert canvas.title in labels_shown
+        (origin,) = [text for text in labels_shown if "commit" in text]
         assert machine.name in origin
         for run in machine.runs:
             assert run.facts["created"][:10] in origin
@@ -82,14 +82,14 @@ def check_layout(canvas: Canvas, boxes: Placed) -> None:
         assert top >= 0, text
         assert right <= 72 * canvas.width, text
         assert bottom <= 72 * canvas.height, text
-    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+    for (label, a), (other, b) in itertools.combinations(boxes, 2):
         across, down = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-        assert across < 1 or down < 1, f"{one!r} and {other!r}"
+        assert across < 1 or down < 1, f"{label!r} and {other!r}"
 
 
 def upright(svg: str) -> Placed:
     """Boxes of text that is not rotated, in the widest font it may have."""
-    found = []
+    boxes = []
     for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
         style, text = element.get("style", ""), element.text or ""
         if not element.get("transform", "rotate(-0").startswith("rotate(-0") or not text:
@@ -99,15 +99,15 @@ def upright(svg: str) -> Placed:
         width = 72 * text_width(text, size, mono=mono, bold=bold)
         x, y = float(element.get("x", "nan")), float(element.get("y", "nan"))
         x -= {"start": 0.0, "middle": width / 2, "end": width}[re.search("text-anchor: ([a-z]+)", style)[1]]
-        found.append((text, (x, y - 0.75 * size, x + width, y + 0.2 * size)))
-    return found
+        boxes.append((text, (x, y - 0.75 * size, x + width, y + 0.2 * size)))
+    return boxes
 
 
 @pytest.mark.parametrize("folder", sorted(MACHINES))
 def test_every_case_has_its_values(folder):
     machine = MACHINES[folder]
     for dtype in data.dtypes(machine.rows()):
-        found = texts(saved(folder, f"speed_{dtype}"))
+        shown = texts(saved(folder, f"speed_{dtype}"))
         rows = [row for row in machine.rows() if row["dtype"] == dtype]
         assert rows
         for row in rows:
@@ -115,7 +115,7 @@ def test_every_case_has_its_values(folder):
             for who, seconds in times.items():
                 value = data.rate(row, seconds) if machine.on_gpu else data.time_text(seconds)
                 ratio = "" if who == "ours_median" else " · " + data.ratio_text(seconds / row["ours_median"])
-                assert value + ratio in found, (row["key"], who)
+                assert value + ratio in shown, (row["key"], who)
 
 
 @pytest.mark.parametrize("folder", sorted(MACHINES))
@@ -198,13 +198,13 @@ def test_lines_against_length(tmp_path):
         ((name, canvas),) = lengths.pictures(machine)
         svg = canvas.save(tmp_path / "x.svg").read_text()
     check_layout(canvas, upright(svg))
-    found = texts(svg)
+    shown = texts(svg)
     assert name == "attention_bf16_h16_d128"
     assert {"forward", "forward: memory", "512", "1k", "16k", "sequence length", "TFLOPS", "GiB"} <= set(
-        found
+        shown
     )
-    assert "torch, math" in found
-    assert "8.00 GiB" in found, "the value at the end of a line"
+    assert "torch, math" in shown
+    assert "8.00 GiB" in shown, "the value at the end of a line"
     assert speed_names(machine).isdisjoint({"speed_grid"}), "the same cases are not drawn twice"
 
 
@@ -302,7 +302,7 @@ def test_labels_are_spread():
 def test_labels_lie_beside_their_points():
     rng = np.random.default_rng(0)
     points = [tuple(point) for point in rng.uniform(1, 4, (12, 2))]
-    found = labels.beside(points, [(0.8, 0.12)] * 12, (0, 0, 6, 5), np.zeros((0, 4)))
+    boxes = labels.beside(points, [(0.8, 0.12)] * 12, (0, 0, 6, 5), np.zeros((0, 4)))
     dots = np.array([(x, y, x, y) for x, y in points])
-    assert np.all(labels.hits(found, found) == 1), "each overlaps only itself"
-    assert np.all(labels.hits(found, dots) == 0)
+    assert np.all(labels.hits(boxes, boxes) == 1), "each overlaps only itself"
+    assert np.all(labels.hits(boxes, dots) == 0)

@@ -103,8 +103,10 @@ def test_time_by_hand():
     longest = (
         8 * 8192 / 8 * (6 * job.layer_weights + 3 * job.attention_flops) / peak
     )  # 126 layers are 7.9 a stage
-    one = longest + (plan.seconds["TP"] + plan.seconds["PP"]) / 32
-    assert plan.seconds["bubble"] == pytest.approx(15 / 8 * one + 32 * longest - plan.seconds["compute"])
+    microbatch = longest + (plan.seconds["TP"] + plan.seconds["PP"]) / 32
+    assert plan.seconds["bubble"] == pytest.approx(
+        15 / 8 * microbatch + 32 * longest - plan.seconds["compute"]
+    )
     assert plan.seconds["recompute"] == plan.seconds["CP"] == 0
     assert plan.mfu == pytest.approx(plan.seconds["compute"] / plan.step * 0.57)
 
@@ -143,37 +145,37 @@ def test_data_parallel_messages_by_stage():
 @pytest.mark.parametrize("policy", ["none", "mlp", "norms", "attention", "layer"])
 def test_memory_is_that_of_the_programs_own_plan(policy):
     """They agree on one GPU, except that the model recomputes everything at once, which the program does not need."""
-    found = plan_step.memory(Job(SMALL, replace(H100, count=1), 2048, 4), Layout(micro=4, policy=policy))
-    own = memory.estimate(SMALL, batch=4, seqlen=2048, dtype="bfloat16", policy=policy).parts
-    assert {name: found[name] for name in ("weights", "gradients", "optimizer")} == {
-        name: own[name] for name in ("weights", "gradients", "optimizer")
+    modelled = plan_step.memory(Job(SMALL, replace(H100, count=1), 2048, 4), Layout(micro=4, policy=policy))
+    planned = memory.estimate(SMALL, batch=4, seqlen=2048, dtype="bfloat16", policy=policy).parts
+    assert {name: modelled[name] for name in ("weights", "gradients", "optimizer")} == {
+        name: planned[name] for name in ("weights", "gradients", "optimizer")
     }
-    assert found["activations"] + found["buffers"] == pytest.approx(own["activations"], rel=0.15)
+    assert modelled["activations"] + modelled["buffers"] == pytest.approx(planned["activations"], rel=0.15)
 
 
 def test_memory_by_hand():
     job = Job(LLAMA405, Cluster.parse("h100x8192"), 8192, 2048)
     layer, kept = job.layer_weights, job.kept["none"] * 8192 / 8
-    found = plan_step.memory(job, Layout(8, 1, 16, 8, 64))
+    parts = plan_step.memory(job, Layout(8, 1, 16, 8, 64))
     assert (
-        found["weights"] == 2 * 8 * layer / 8
+        parts["weights"] == 2 * 8 * layer / 8
     )  # the ends have seven layers, and a table smaller than a layer
-    assert found["gradients"] == 4 * 8 * layer / 8
-    assert found["optimizer"] == 12 * 8 * layer / 8 / 64
-    assert found["activations"] == pytest.approx(126 * (1 + 15 / 128) * kept)
+    assert parts["gradients"] == 4 * 8 * layer / 8
+    assert parts["optimizer"] == 12 * 8 * layer / 8 / 64
+    assert parts["activations"] == pytest.approx(126 * (1 + 15 / 128) * kept)
     plain = plan_step.memory(job, Layout(8, 1, 16, 1, 64))
     assert plain["activations"] == 128 * kept
-    one = plan_step.memory(replace(job, sequences=64), Layout(8, 1, 16, 1, 64))
-    assert one["activations"] == 8 * kept  # one microbatch
-    one, two, three = (
+    first = plan_step.memory(replace(job, sequences=64), Layout(8, 1, 16, 1, 64))
+    assert first["activations"] == 8 * kept  # one microbatch
+    first, second, third = (
         plan_step.memory(Job(LLAMA8, H100, 8192, 64), Layout(dp=64, zero=z)) for z in (1, 2, 3)
     )
-    for found, numbers in ((one, 6 + 12 / 64), (two, 2 + 16 / 64), (three, 18 / 64)):
-        state = sum(found[name] for name in ("weights", "gradients", "optimizer"))
+    for parts, numbers in ((first, 6 + 12 / 64), (second, 2 + 16 / 64), (third, 18 / 64)):
+        state = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
         assert state == pytest.approx(numbers * LLAMA8.parameters)
     # Two tables, which are larger than two layers.
-    assert two["buffers"] - one["buffers"] == 2 * 4 * 128256 * 4096
-    assert three["buffers"] - one["buffers"] == 2 * 6 * 128256 * 4096
+    assert second["buffers"] - first["buffers"] == 2 * 4 * 128256 * 4096
+    assert third["buffers"] - first["buffers"] == 2 * 6 * 128256 * 4096
 
 
 def test_a_model_without_layers_and_cards_without_the_dtype():

@@ -53,16 +53,16 @@ def test_layouts_divide_evenly(job):
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_plans_fit_and_are_in_order(job):
-    found = search(job)
-    assert found.plans
-    assert len({plan_search._sizes(plan.layout) for plan in found.plans}) == len(found.plans)
-    steps = [plan.step for plan in found.plans]
+    result = search(job)
+    assert result.plans
+    assert len({plan_search._sizes(plan.layout) for plan in result.plans}) == len(result.plans)
+    steps = [plan.step for plan in result.plans]
     assert steps == sorted(steps)
-    for plan in found.plans:
+    for plan in result.plans:
         assert plan.layout.zero < 3 or plan.layout.pp == 1
         assert plan.nbytes <= room(job) == pytest.approx(0.9e9 * job.cluster.card.memory_gb)
         assert min(plan.seconds.values()) >= 0
-        assert found.limit(plan) in {"memory", *plan.seconds}
+        assert result.limit(plan) in {"memory", *plan.seconds}
         assert 0 < plan.mfu < plan_step.EFFICIENCY
 
 
@@ -114,9 +114,9 @@ def test_better_hardware_is_never_slower(room, link, network, memory_speed, name
 )
 def test_a_search_compares_few_layouts(config, cluster, sequences):
     """A layout takes about 0.2 ms, so a search ends in two seconds."""
-    found = search(Job(config, Cluster.parse(cluster), 8192, sequences))
-    assert found.plans
-    assert found.compared < 5000
+    result = search(Job(config, Cluster.parse(cluster), 8192, sequences))
+    assert result.plans
+    assert result.compared < 5000
 
 
 def test_what_limits():
@@ -124,8 +124,8 @@ def test_what_limits():
     alone = search(Job(SMALL, replace(H100, count=1, node=1), 2048, 512))
     assert alone.limit(alone.plans[0]) == "compute"
     slow = replace(H100, count=8, node=8, link=replace(H100.link, gbps=1.0))
-    wide = search(Job(LLAMA8, slow, 8192, 8))
-    limits = {plan_search._sizes(plan.layout): wide.limit(plan) for plan in wide.plans}
+    result = search(Job(LLAMA8, slow, 8192, 8))
+    limits = {plan_search._sizes(plan.layout): result.limit(plan) for plan in result.plans}
     assert limits[8, 1, 1, 1] == "TP"
 
 
@@ -216,5 +216,5 @@ def test_a_mistake_is_a_line_on_stderr(arguments, words, capsys):
 
 @pytest.mark.parametrize("module", [plan_command, plan_cluster, plan_search], ids=lambda m: m.__name__)
 def test_examples_run(module):
-    found = doctest.testmod(module)
-    assert (found.failed, found.attempted > 0) == (0, True)
+    result = doctest.testmod(module)
+    assert (result.failed, result.attempted > 0) == (0, True)

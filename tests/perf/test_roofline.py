@@ -60,9 +60,9 @@ def test_the_work_of_a_tile_by_hand(tile, head_dim, itemsize, flops, clocks):
     ],
 )
 def test_bounds_by_hand(card, dtype, head_dim, tflops, limit):
-    found = bound(PRESETS[card], Shape(1, 16384, 16384, 2048 // head_dim, 2048 // head_dim, head_dim), dtype)
-    assert found.limit == limit
-    assert found.tflops == pytest.approx(tflops, rel=1e-9)
+    actual = bound(PRESETS[card], Shape(1, 16384, 16384, 2048 // head_dim, 2048 // head_dim, head_dim), dtype)
+    assert actual.limit == limit
+    assert actual.tflops == pytest.approx(tflops, rel=1e-9)
 
 
 def test_tiles_of_a_triangle():
@@ -109,9 +109,9 @@ def test_the_emulator_counts_the_same():
 def test_no_bound_is_above_the_peak(card):
     for dtype in ("float16", "bfloat16", "float32"):
         for head_dim, causal in ((64, False), (128, True), (256, False)):
-            found = bound(card, Shape(2, 1000, 3000, 8, 2, head_dim), dtype, causal=causal)
-            assert tuple(found.seconds) == UNITS
-            assert 0 < found.tflops * 1e12 <= roofline.peak(card, dtype)
+            actual = bound(card, Shape(2, 1000, 3000, 8, 2, head_dim), dtype, causal=causal)
+            assert tuple(actual.seconds) == UNITS
+            assert 0 < actual.tflops * 1e12 <= roofline.peak(card, dtype)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)

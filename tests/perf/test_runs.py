@@ -47,38 +47,42 @@ def test_a_saved_run_is_a_plain_table_below_its_facts(tmp_path):
     ]
     again = runs.load(path)
     assert again.facts == run.facts
-    assert [row.items() >= one.items() for row, one in zip(again.rows, run.rows, strict=True)] == [True, True]
+    assert [row.items() >= original.items() for row, original in zip(again.rows, run.rows, strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_planted_regression_is_flagged(tmp_path):
-    found = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.5))
-    assert found.exit_code == 1
-    assert found.regressions[0].ratio == pytest.approx(1.5)
-    assert "1.50x" in found.summary()
+    comparison = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.5))
+    assert comparison.exit_code == 1
+    assert comparison.regressions[0].ratio == pytest.approx(1.5)
+    assert "1.50x" in comparison.summary()
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.05])
 def test_no_regression_is_no_regression(tmp_path, factor):
-    found = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=factor))
-    assert found.exit_code == 0
-    assert "no regression" in found.summary()
+    comparison = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=factor))
+    assert comparison.exit_code == 0
+    assert "no regression" in comparison.summary()
 
 
 def test_a_slow_median_within_the_old_spread_is_noise_unless_no_call_was_fast(tmp_path):
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.2)
     old.rows[0]["ours_p80"] = 2e-3
-    found = compare.compare(old, new)
-    assert found.exit_code == 1
-    assert found.changes[0].verdict == "REGRESSED: the fastest call too, 1.20x"
+    comparison = compare.compare(old, new)
+    assert comparison.exit_code == 1
+    assert comparison.changes[0].verdict == "REGRESSED: the fastest call too, 1.20x"
     new.rows[0]["ours_fastest"] = 0.9e-3
-    found = compare.compare(old, new)
-    assert found.exit_code == 0
-    assert found.changes[0].verdict == "noise: fastest call 1.00x, new p20 1.140 ms, old p80 2.000 ms"
+    comparison = compare.compare(old, new)
+    assert comparison.exit_code == 0
+    assert comparison.changes[0].verdict == "noise: fastest call 1.00x, new p20 1.140 ms, old p80 2.000 ms"
     old.rows[0]["ours_p80"] = 1.05e-3
-    found = compare.compare(old, new)
-    assert found.exit_code == 1
+    comparison = compare.compare(old, new)
+    assert comparison.exit_code == 1
     assert (
-        found.changes[0].verdict == "REGRESSED: the spreads do not meet, new p20 1.140 ms, old p80 1.050 ms"
+        comparison.changes[0].verdict
+        == "REGRESSED: the spreads do not meet, new p20 1.140 ms, old p80 1.050 ms"
     )
 
 
@@ -86,10 +90,10 @@ def test_what_noise_explains_is_not_said_to_be_within_the_threshold(tmp_path, ca
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.26)
     old.rows[0]["ours_p80"] = 2e-3
     new.rows[0]["ours_fastest"] = 0.9e-3
-    found = compare.compare(old, new)
-    assert "0 of 1 case within 1.10x" in found.summary()
-    assert "1 above it, up to 1.26x" in found.summary()
-    report.print_comparison(make_console(), found)
+    comparison = compare.compare(old, new)
+    assert "0 of 1 case within 1.10x" in comparison.summary()
+    assert "1 above it, up to 1.26x" in comparison.summary()
+    report.print_comparison(make_console(), comparison)
     shown = capsys.readouterr().out
     assert "1.26" in shown
     assert "noise: fastest call 1.00x" in shown
@@ -112,8 +116,8 @@ def test_a_run_that_was_not_saved_compares_like_one_that_was(tmp_path):
 
 
 def test_another_machine_is_a_warning(tmp_path):
-    found = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", cpu="y"))
-    assert any("cpu differs: x then, y now" in warning for warning in found.warnings)
+    comparison = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", cpu="y"))
+    assert any("cpu differs: x then, y now" in warning for warning in comparison.warnings)
 
 
 @pytest.mark.parametrize(

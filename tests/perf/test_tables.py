@@ -167,10 +167,10 @@ def test_the_last_words(error):
     assert lines[4].startswith(within)
     assert "--all" in lines[5]
     assert "perf/pictures" in lines[5]
-    one = tour.last_words(results[:1], {**MACHINE, "threads": 1}, 98.4, Config(tour=True))
-    assert one[0] == "Ran 1 case of 1 op in 98 s on a processor, 1 thread."
-    assert "(1 case)" in one[1]
-    assert one[-2].startswith("1 of 1 case within tolerance")
+    single = tour.last_words(results[:1], {**MACHINE, "threads": 1}, 98.4, Config(tour=True))
+    assert single[0] == "Ran 1 case of 1 op in 98 s on a processor, 1 thread."
+    assert "(1 case)" in single[1]
+    assert single[-2].startswith("1 of 1 case within tolerance")
 
 
 def test_the_time_left():

@@ -11,8 +11,8 @@ from tests.support.call_maker import Maker
 
 def step(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     """AdamW step; 16-bit parameters have a master copy."""
-    wide = np.float64 if new.dtype == np.float64 else np.float32
-    arrays = {**new.normal(params="cols", grads="cols"), **new.normal(wide, m="cols", v="cols")}
+    state_dtype = np.float64 if new.dtype == np.float64 else np.float32
+    arrays = {**new.normal(params="cols", grads="cols"), **new.normal(state_dtype, m="cols", v="cols")}
     arrays["v"] *= arrays["v"]
     options = {"step": 3, "lr": 0.01, "weight_decay": 0.1}
     if new.dtype.itemsize == 2:

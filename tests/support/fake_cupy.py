@@ -101,9 +101,9 @@ class FakeArray:
     def max(self):
         """Maximum. CuPy runs a kernel; reading the number waits for that kernel."""
         cupy = sys.modules["cupy"]
-        found = cupy.empty((), self.dtype)
-        cupy.run(lambda: np.copyto(found.host, self.host.max()))
-        return found
+        result = cupy.empty((), self.dtype)
+        cupy.run(lambda: np.copyto(result.host, self.host.max()))
+        return result
 
     def astype(self, dtype, order="K", copy=True):
         bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -111,15 +111,15 @@ class FakeArray:
             return self
         assert bfloat16 not in (self.dtype, np.dtype(dtype)), "goes as bits"
         cupy = sys.modules["cupy"]
-        found = cupy.empty(self.shape, dtype)
-        cupy.run(lambda: np.copyto(found.host, self.host, casting="unsafe"))
-        return found
+        result = cupy.empty(self.shape, dtype)
+        cupy.run(lambda: np.copyto(result.host, self.host, casting="unsafe"))
+        return result
 
     def sum(self, axis):
         cupy = sys.modules["cupy"]
-        found = cupy.empty(tuple(n for i, n in enumerate(self.shape) if i != axis % self.ndim), self.dtype)
-        cupy.run(lambda: np.sum(self.host, axis, out=found.host))
-        return found
+        result = cupy.empty(tuple(n for i, n in enumerate(self.shape) if i != axis % self.ndim), self.dtype)
+        cupy.run(lambda: np.sum(self.host, axis, out=result.host))
+        return result
 
     def __len__(self):
         return len(self.host)
@@ -161,9 +161,9 @@ def _operator(function, in_place=False):
         )
         like = function(*(x[..., :0] if getattr(x, "ndim", 0) else x for x in inputs))
         shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
-        found = self if in_place else cupy.empty(shape, like.dtype)
-        cupy.run(lambda: function(*inputs, out=found.host))
-        return found
+        result = self if in_place else cupy.empty(shape, like.dtype)
+        cupy.run(lambda: function(*inputs, out=result.host))
+        return result
 
     return apply
 

@@ -125,8 +125,8 @@ class FakeDriver:
         if self.capturing:
             host = [_at_the_address(a) if isinstance(a, np.ndarray) and a.ndim else a for a in host]
         host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
-        one = Launch(kernel, grid, block, tuple(host), shared)
-        self.run(lambda: EmulatorDevice().link(one)({}))
+        launched = Launch(kernel, grid, block, tuple(host), shared)
+        self.run(lambda: EmulatorDevice().link(launched)({}))
 
 
 def _at_the_address(a):
@@ -143,8 +143,8 @@ class FakeKernel:
         self.kernel = SimpleNamespace(ptr=self)
 
     def __call__(self, grid, block, args, *, shared_mem=0):
-        for name, size, most in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
-            if any(n < 1 or n > m for n, m in zip(size, most, strict=False)):
+        for name, size, limit in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
+            if any(n < 1 or n > m for n, m in zip(size, limit, strict=False)):
                 raise DriverError(f"cudaErrorInvalidValue: {name} {size}")
         threads = math.prod(block)
         if threads > MAX_THREADS or shared_mem > self.max_dynamic_shared_size_bytes:
@@ -152,8 +152,8 @@ class FakeKernel:
                 f"cudaErrorInvalidValue: {threads} threads, {shared_mem} bytes of shared memory"
             )
         if self.described.cooperative:
-            most = self.driver.occupancy(self, threads, shared_mem) * self.driver.sms
-            assert math.prod(grid) <= most, f"CuPy shrinks {grid} to {most} blocks, which wait for ever"
+            limit = self.driver.occupancy(self, threads, shared_mem) * self.driver.sms
+            assert math.prod(grid) <= limit, f"CuPy shrinks {grid} to {limit} blocks, which wait for ever"
         self.driver.launch(self.described, grid, block, args, shared_mem)
 
 

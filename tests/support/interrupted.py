@@ -22,9 +22,9 @@ def main(seed: int, mean: float, ops: list[str]) -> None:
     chance = random.Random(seed)
     # a timer of the system: it interrupts anywhere, as a user does; the handler is the one of Ctrl-C
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    digests, late, most = {}, [], 0
+    digests, late, largest = {}, [], 0
     for op in chance.sample(ops, len(ops)):
-        one, count = call(op), 0
+        case, count = call(op), 0
         while True:
             due = np.inf
             try:
@@ -33,18 +33,18 @@ def main(seed: int, mean: float, ops: list[str]) -> None:
                         delay = chance.expovariate(1 / mean) + 1e-6
                         due = time.perf_counter() + delay
                         signal.setitimer(signal.ITIMER_REAL, delay)
-                    found = one()
+                    value = case()
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 break
             except KeyboardInterrupt:
                 late.append(time.perf_counter() - due)
                 count += 1
-        most = max(most, count)
+        largest = max(largest, count)
         digests[op] = [
-            hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16] for x in results(found)
+            hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16] for x in results(value)
         ]
-    print(json.dumps({"digests": digests, "late": late, "most of one op": most}))
+    print(json.dumps({"digests": digests, "late": late, "most of one op": largest}))
 
 
 if __name__ == "__main__":

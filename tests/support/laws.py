@@ -75,8 +75,8 @@ def outcome(one: Call, **more: Any) -> tuple[np.ndarray[Any, Any], ...]:
     """All outputs of a call: its results, and the arrays that it changes in place."""
     one = one.having(**{name: x.copy() for name, x in one.written.items()})
     written = tuple(one.written.values())
-    found = [x for x in results(one(**more)) if not any(x is w for w in written)]
-    return (*map(np.asarray, found), *written)
+    returned = [x for x in results(one(**more)) if not any(x is w for w in written)]
+    return (*map(np.asarray, returned), *written)
 
 
 def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
@@ -84,10 +84,10 @@ def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
     for i, (f, w) in enumerate(zip(found, want, strict=True)):
         assert (f.dtype, f.shape) == (w.dtype, w.shape), f"{what}: result {i}"
         if ulps and f.dtype.kind not in "iu":
-            wide = w.astype(np.float64)
-            largest = np.abs(wide[np.isfinite(wide)]).max(initial=1)
+            reference = w.astype(np.float64)
+            largest = np.abs(reference[np.isfinite(reference)]).max(initial=1)
             close = ulps * float(ml_dtypes.finfo(f.dtype).eps) * largest
-            np.testing.assert_allclose(f.astype(np.float64), wide, rtol=0, atol=close, err_msg=what)
+            np.testing.assert_allclose(f.astype(np.float64), reference, rtol=0, atol=close, err_msg=what)
         else:
             np.testing.assert_array_equal(f, w, err_msg=f"{what}: result {i}")
 
@@ -99,18 +99,18 @@ def apart(x: np.ndarray[Any, Any], before: int = 1, after: int = 3) -> np.ndarra
     """Middle columns of an array of other numbers: rows are not adjacent, and start off 16-byte boundaries."""
     if not x.ndim:
         return x
-    wide = np.full((*x.shape[:-1], before + x.shape[-1] + after), SENTINEL, x.dtype)
-    wide[..., before : before + x.shape[-1]] = x
-    return wide[..., before : before + x.shape[-1]]
+    buffer = np.full((*x.shape[:-1], before + x.shape[-1] + after), SENTINEL, x.dtype)
+    buffer[..., before : before + x.shape[-1]] = x
+    return buffer[..., before : before + x.shape[-1]]
 
 
 def beside(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """View as one of three arrays side by side along the second axis from the end, like q, k and v."""
     if x.ndim < 2:
         return x
-    wide = np.full((*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]), SENTINEL, x.dtype)
-    wide[..., x.shape[-2] : 2 * x.shape[-2], :] = x
-    return wide[..., x.shape[-2] : 2 * x.shape[-2], :]
+    buffer = np.full((*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]), SENTINEL, x.dtype)
+    buffer[..., x.shape[-2] : 2 * x.shape[-2], :] = x
+    return buffer[..., x.shape[-2] : 2 * x.shape[-2], :]
 
 
 def every_other(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -15,13 +15,13 @@ def profiled(name, grid, block, args, **options):
 
 def line_of(text):
     """Number of the only line of SOURCE with this text."""
-    (found,) = [n for n, line in enumerate(SOURCE.splitlines(), 1) if text in line]
-    return found
+    (number,) = [n for n, line in enumerate(SOURCE.splitlines(), 1) if text in line]
+    return number
 
 
 def buffer(profile, name):
-    (found,) = [b for b in profile.buffers if b.name == name]
-    return found
+    (match,) = [b for b in profile.buffers if b.name == name]
+    return match
 
 
 def named(x, y):
@@ -30,5 +30,5 @@ def named(x, y):
 
 def only(profile, form):
     """Profile of the only instruction of this form."""
-    (found,) = [i for i in profile.instructions if i.form.startswith(form)]
-    return found
+    (match,) = [i for i in profile.instructions if i.form.startswith(form)]
+    return match

@@ -54,23 +54,23 @@ TOLD = {
 @cache
 def public() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Class or "", and function, by ``package.name`` or ``package.Class.method``."""
-    found = {}
+    calls = {}
     for package in PACKAGES:
         module = importlib.import_module(f"gpu_ops.{package}")
         for name in module.__all__:
             value = getattr(module, name)
             if inspect.isfunction(value):
-                found[f"{package}.{name}"] = ("", value)
+                calls[f"{package}.{name}"] = ("", value)
             if not inspect.isclass(value) or name in RECORDS:
                 continue
             if not (is_dataclass(value) and not hasattr(value, "__post_init__")) and name != "Comm":
-                found[f"{package}.{name}"] = ("", value)
+                calls[f"{package}.{name}"] = ("", value)
             for method, held in vars(value).items():
                 plain = held.__func__ if isinstance(held, (classmethod, staticmethod)) else held
                 if not method.startswith("_") and inspect.isfunction(plain):
                     bound = isinstance(held, (classmethod, staticmethod))
-                    found[f"{package}.{name}.{method}"] = ("" if bound else name, getattr(value, method))
-    return {label: call for label, call in found.items() if label.partition(".")[2] not in INTERNAL}
+                    calls[f"{package}.{name}.{method}"] = ("" if bound else name, getattr(value, method))
+    return {label: call for label, call in calls.items() if label.partition(".")[2] not in INTERNAL}
 
 
 INSTANCES: dict[str, Callable[[Parts], Any]] = {
@@ -127,13 +127,13 @@ def run(label: str, parts: Parts, changes: dict[str, Any] | None = None) -> Any:
             continue
         if p.name not in changes and value is None:
             raise LookupError(f"no value for {name}: add it to VALUES in tests/support/public_values.py")
-        given = changes[p.name] if p.name in changes else value(parts)
+        argument = changes[p.name] if p.name in changes else value(parts)
         if p.kind is p.VAR_POSITIONAL:
-            args += given if isinstance(given, tuple) else [given]
+            args += argument if isinstance(argument, tuple) else [argument]
         elif p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
-            kwargs[p.name] = given
+            kwargs[p.name] = argument
         else:
-            args.append(given)
+            args.append(argument)
     try:
         return function(*args, **kwargs)
     finally:

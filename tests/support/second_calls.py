@@ -184,11 +184,11 @@ def neighbours(one: Call, rng: Rng) -> Call:
 
 def outs_of(one: Call, found: Any) -> list[Any]:
     """Arrays that the call is given for its results, or new ones."""
-    given = one.options.get(OUT[one.op][0])
+    out = one.options.get(OUT[one.op][0])
     new = outs_like(one, found, filled)
     if takes_one(one):
-        return [given] if isinstance(given, np.ndarray) else new
-    return list(given) if isinstance(given, tuple) and len(given) == len(new) else new
+        return [out] if isinstance(out, np.ndarray) else new
+    return list(out) if isinstance(out, tuple) and len(out) == len(new) else new
 
 
 def sound_out(one: Call, found: Any) -> Call:
@@ -339,8 +339,8 @@ def change(one: Call, rng: Rng, found: Any) -> Call:
 
 def all_arrays(one: Call) -> list[Array]:
     """All NumPy arrays of a call, including those within tuples and other objects."""
-    found: list[Array] = []
+    arrays: list[Array] = []
     for value in named(one).values():
         inside = getattr(value, "call_arrays", value if isinstance(value, (tuple, list)) else (value,))
-        found += [np.asarray(x) for x in inside if isinstance(x, np.ndarray)]
-    return found
+        arrays += [np.asarray(x) for x in inside if isinstance(x, np.ndarray)]
+    return arrays

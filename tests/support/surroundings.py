@@ -74,7 +74,7 @@ class Deaths:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node, error: object) -> None:
         worker = node.gateway.id
-        files = {kind: self._folder / f"{worker}.{kind}" for kind in ("tests", "stacks")}
+        files = {suffix: self._folder / f"{worker}.{suffix}" for suffix in ("tests", "stacks")}
         if error and files["tests"].exists():
             tests, stacks = (file.read_text(errors="replace") for file in files.values())
             last = "".join(tests.splitlines(keepends=True)[-3:])
