@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Runs everything that needs a GPU, on a machine that may have no network, and reports. Installs nothing: the packages
-# must be there, gpu_ops is taken from this checkout.
+# must be installed already; gpu_ops is taken from this checkout.
 #
 #   scripts/gpu_check.sh OUTDIR [--part N/4]...       default: all parts, in this order
 #
-#     1  what the machine is; one GPU test of every file and backend, and the emulator against the GPU; one case per op
+#     1  facts of the machine; one GPU test of every file and backend, and the emulator against the GPU; one case per op
 #     2  attention: benchmarks, and the tiles that autotune prefers
 #     3  benchmarks of the other ops
 #     4  all tests marked `gpu`
 #
-# A part takes at most 8 minutes: what is not done by then is cut off, and told. Everything lands in OUTDIR as it comes:
+# A part takes at most 8 minutes: unfinished work is stopped then, and reported. All output goes to OUTDIR as it is produced:
 # logs, tests*.jsonl, perf/*.csv, tune.jsonl, summary.txt, and after each part report.md with its pictures.
 #
 #   GPU_OPS_PYTHON          the interpreter (default: python3)
@@ -18,7 +18,7 @@
 #   GPU_OPS_CHECK_TESTS     test files (default: all)
 #   GPU_OPS_CHECK_DRY=1     no GPU needed: lists the tests and benchmarks instead of running them
 #
-# Every step is attempted whatever became of the others; the exit code is 1 when one failed.
+# Every step is attempted even if others fail; the exit code is 1 if one failed.
 # shellcheck disable=SC2329  # the steps are functions that `step` calls by name
 set -uo pipefail
 
@@ -49,7 +49,7 @@ deadline=0
 
 say() { printf '%s\n' "$*" | tee -a "$out/summary.txt"; }
 
-# step NAME: runs the function of that name, in a shell of its own, into NAME.log and notes how it ended.
+# step NAME: runs the function of that name in a separate shell, with output to NAME.log, and notes how it ended.
 step() {
     local name=$1 start=$SECONDS code
     if ((SECONDS >= deadline)); then
@@ -69,7 +69,7 @@ step() {
     fi
 }
 
-# limited COMMAND...: for as long as the part may take.
+# limited COMMAND...: runs it within the time limit of the part.
 limited() { timeout --signal=INT --kill-after=10 "$((deadline - SECONDS))" "$@"; }
 
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }

@@ -3,7 +3,7 @@
 #
 #   scripts/launch.sh N [--restarts R] COMMAND...     e.g. scripts/launch.sh 4 python train.py
 #
-# --restarts R: start again, at most R times, when a rank has failed; the program loads its last checkpoint.
+# --restarts R: start again, at most R times, if a rank has failed; the program loads its last checkpoint.
 # .venv/bin comes first in PATH. Set NUMBA_NUM_THREADS or OPENBLAS_NUM_THREADS to choose threads yourself.
 set -euo pipefail
 

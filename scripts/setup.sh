@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository root and installs gpu_ops into it, editable, with the CUDA extra the driver calls for.
+# Makes .venv at the repository root and installs gpu_ops into it, editable, with the CUDA extra that the driver requires.
 #
 #   scripts/setup.sh [EXTRA...]        e.g. `scripts/setup.sh dev plot`; no extra: what `python -m perf` needs
 #
-# Safe to repeat: when nothing changed it returns in well under a second.
+# Safe to repeat: if nothing changed it returns in well under a second.
 #   GPU_OPS_PYTHON  the interpreter to build .venv from (default: the first Python >= 3.11 found)
 #   GPU_OPS_CUDA    none, 12 or 13: which CUDA extra to install, instead of asking the driver
 set -euo pipefail
@@ -73,7 +73,7 @@ case $cuda in
 esac
 list=$(IFS=,; echo "${extras[*]-}")
 
-# What an up-to-date environment was built from: the declared dependencies, the extras, the place (editable installs
+# Inputs of an up-to-date environment: the declared dependencies, the extras, the place (editable installs
 # and the scripts in .venv/bin hold absolute paths).
 state="$(pwd) [$list] $(cksum <pyproject.toml)"
 stamp=.venv/.setup-${list//,/-}

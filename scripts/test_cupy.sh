@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what a user of a GPU gets, the extras cuda12 and cuda13 alone, each into an environment of its own
+# Installs what a user of a GPU gets, only the extras cuda12 and cuda13, each into a separate environment
 # (.venv-cupy12, .venv-cupy13; 2 GB each), and runs the host's code up to a launch with the real CuPy. No driver is needed.
 #
 #   scripts/test_cupy.sh [12|13...]        default: both
@@ -17,7 +17,7 @@ status=0
 for major in "$@"; do
     venv=.venv-cupy$major
     if ! "$venv/bin/python" -c '' 2>/dev/null; then "$python" -m venv --clear "$venv"; fi
-    # Installed again when the declared dependencies or the place have changed.
+    # Installed again if the declared dependencies or the place have changed.
     state="$(pwd) ${tools[*]} $(cksum <pyproject.toml)"
     if [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$state" ]]; then
         echo "test_cupy: installing gpu_ops[cuda$major] into $venv"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what users of several GPUs get, the extra nccl13 (or nccl12) with mpi, into an environment of its own
+# Installs what users of several GPUs get, the extra nccl13 (or nccl12) with mpi, into a separate environment
 # (.venv-nccl13; 510 MB), and runs the host's code up to libnccl with the real nccl4py. No driver is needed.
 #
 #   scripts/test_nccl.sh [12|13]        default: 13
@@ -15,7 +15,7 @@ python=${GPU_OPS_PYTHON:-.venv/bin/python}
 major=${1:-13}
 venv=.venv-nccl$major
 if ! "$venv/bin/python" -c '' 2>/dev/null; then "$python" -m venv --clear "$venv"; fi
-# Installed again when the declared dependencies or the place have changed.
+# Installed again if the declared dependencies or the place have changed.
 state="$(pwd) ${tools[*]} $(cksum <pyproject.toml)"
 if [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$state" ]]; then
     echo "test_nccl: installing gpu_ops[mpi,nccl$major] into $venv"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests marked `peers`: they compare with torch, transformers and JAX, or take their arrays. They have an
-# environment of their own, .venv-peers, so that the default tests prove that gpu_ops needs none of these packages.
+# Runs the tests marked `peers`: they compare with torch, transformers and JAX, or take their arrays. They have a
+# separate environment, .venv-peers, so that the default tests prove that gpu_ops needs none of these packages.
 #
 #   scripts/test_peers.sh [PYTEST ARGUMENTS...]
 #
@@ -19,7 +19,7 @@ if ! .venv-peers/bin/python -c '' 2>/dev/null; then
     "$python" -m venv --clear .venv-peers
 fi
 
-# Installed again when this list, the declared dependencies or the place has changed.
+# Installed again if this list, the declared dependencies or the place has changed.
 state="$(pwd) ${packages[*]} ${weights[*]} $(cksum <pyproject.toml)"
 stamp=.venv-peers/.installed
 if [[ ! -f $stamp || $(<"$stamp") != "$state" ]]; then
