@@ -59,11 +59,11 @@ def compare(
 
 
 def _error(name: str, ours: Any, exact: np.ndarray, naive: np.ndarray, case: Case, sampled: str) -> Error:
-    got = to_float64(ours)
-    if got.shape != exact.shape:
-        raise AssertionError(f"{case.key}, {name}: shape {got.shape}, the reference gives {exact.shape}")
+    actual = to_float64(ours)
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{case.key}, {name}: shape {actual.shape}, the reference gives {exact.shape}")
     with np.errstate(invalid="ignore"):
-        difference = np.where(got == exact, 0.0, np.abs(got - exact))  # equal infinities have no error
+        difference = np.where(actual == exact, 0.0, np.abs(actual - exact))  # equal infinities have no error
     difference[np.isnan(difference)] = np.inf
     # a result's own dtype: lse and dweight are float32 whatever the inputs are
     dtype = DTYPES.get(str(ours.dtype), DTYPES[case.dtype])
@@ -79,7 +79,7 @@ def _error(name: str, ours: Any, exact: np.ndarray, naive: np.ndarray, case: Cas
         mean=mean,
         tolerance=float(allowed),
         naive_largest=float(np.abs(naive - exact).max(initial=0.0)),
-        worst=f"{name} at {tuple(int(i) for i in at)}: {got[at]:.9g}, reference {exact[at]:.9g}",
+        worst=f"{name} at {tuple(int(i) for i in at)}: {actual[at]:.9g}, reference {exact[at]:.9g}",
         ok=bool(ok),
         sampled=sampled,
     )

@@ -57,8 +57,8 @@ def pack(draw: Draw) -> Trial:
     arguments = {"trits": draw.place(t.astype(draw.pick(np.int8, np.int8, np.int64))), "format": format}
 
     def check(found: list[Any]) -> str | None:
-        want = packed_bytes(t, format)
-        if want is not None and found[0].tobytes() != want:
+        expected = packed_bytes(t, format)
+        if expected is not None and found[0].tobytes() != expected:
             return "other bytes than the formula's"
         back = gpu_ops.ternary_unpack(found[0], t.shape, format)
         return None if np.array_equal(back, t) else "unpacked trits differ from those packed"
@@ -115,11 +115,11 @@ def quantize(draw: Draw) -> Trial:
         size_of, scale = np.abs(x), made.scale.astype(np.float64).reshape(-1, 1)
         mean = size_of.mean(1, keepdims=True)
         if method == "absmean":
-            want = np.maximum(mean, 1e-5)
+            expected = np.maximum(mean, 1e-5)
             edge = scale / 2
         else:
             kept = t != 0
-            want = np.where(kept.any(1), (size_of * kept).sum(1) / np.maximum(kept.sum(1), 1), 1)[:, None]
+            expected = np.where(kept.any(1), (size_of * kept).sum(1) / np.maximum(kept.sum(1), 1), 1)[:, None]
             edge = {
                 "absmax": lambda: threshold * size_of.max(1, keepdims=True),
                 "twn": lambda: threshold * mean,
@@ -127,8 +127,8 @@ def quantize(draw: Draw) -> Trial:
                 "meanstd": lambda: mean + threshold * size_of.std(1, keepdims=True),
                 "manual": lambda: np.full_like(mean, threshold),
             }[method]()
-        if not np.allclose(scale, want, rtol=2e-6, atol=0):
-            return f"scale {scale.ravel()[:3]}, expected {want.ravel()[:3]}"
+        if not np.allclose(scale, expected, rtol=2e-6, atol=0):
+            return f"scale {scale.ravel()[:3]}, expected {expected.ravel()[:3]}"
         certain = np.abs(size_of - edge) > 1e-5 * edge  # float32 may put others on the other side
         wrong = certain & (t != np.sign(x) * (size_of > edge))
         return f"{wrong.sum()} trits differ, first {np.argwhere(wrong)[0]}" if wrong.any() else None
@@ -215,11 +215,11 @@ def matmul_given(draw: Draw) -> Trial:
     room = room + np.abs(exact) * 2.0 ** {2: -7, 4: -20, 8: -40}[dtype.itemsize]
 
     def check(found: list[Any]) -> str | None:
-        got = found[0]
-        if got.dtype != dtype or got.shape != exact.shape:
-            return f"{got.dtype} {got.shape}, expected {dtype} {exact.shape}"
+        actual = found[0]
+        if actual.dtype != dtype or actual.shape != exact.shape:
+            return f"{actual.dtype} {actual.shape}, expected {dtype} {exact.shape}"
         over = np.abs(exact) > float(ml_dtypes.finfo(dtype).max)  # infinite in float16
-        off = np.where(over, 0, np.abs(got.astype(np.float64) - exact) - room)
+        off = np.where(over, 0, np.abs(actual.astype(np.float64) - exact) - room)
         return f"off by more than allowed, by {off.max():.3g}" if off.size and not off.max() <= 0 else None
 
     return Trial("ternary_matmul", arguments, draw, dtype, check=check, linked=(("x", -1),))
@@ -254,12 +254,12 @@ def product(draw: Draw) -> Trial:
     exact = (x * x_scale.astype(np.float64)) @ (t * scale.astype(np.float64)[..., None]).T
 
     def check(found: list[Any]) -> str | None:
-        got = found[0]
-        if got.dtype != np.float32 or got.shape != exact.shape:
-            return f"{got.dtype} {got.shape}, expected float32 {exact.shape}"
+        actual = found[0]
+        if actual.dtype != np.float32 or actual.shape != exact.shape:
+            return f"{actual.dtype} {actual.shape}, expected float32 {exact.shape}"
         scales = np.abs(x_scale).max(initial=0) * np.abs(scale).max(initial=0)
         room = 4e-6 * scales * x.shape[1] + 1e-6 * np.abs(exact)
-        off = np.abs(got - exact) - room
+        off = np.abs(actual - exact) - room
         return f"off by more than allowed, by {off.max():.3g}" if off.size and off.max() > 0 else None
 
     return Trial("ternary_matmul", {"x": left, "w": right}, draw, FLOAT32, check=check)

@@ -132,10 +132,10 @@ def against_formula(trial: Trial, found: list[Any], variants: int) -> str | None
     exact, errors = expected(trial.formula, trial.dtype, variants)
     if len(found) < len(exact) or len(exact) != len(trial.results):
         return f"{len(found)} results, expected {len(trial.results)}"
-    for i, (got, want, error, dtype) in enumerate(zip(found, exact, errors, trial.results, strict=False)):
-        if got.dtype != dtype:
-            return f"result {i} is {got.dtype}, expected {dtype}"
+    for i, (actual, want, error, dtype) in enumerate(zip(found, exact, errors, trial.results, strict=False)):
+        if actual.dtype != dtype:
+            return f"result {i} is {actual.dtype}, expected {dtype}"
         bound = allowed(want, error, np.dtype(dtype), trial.factor)
-        if wrong := fault(got, want, bound):
+        if wrong := fault(actual, want, bound):
             return f"result {i}: {wrong}"
     return None

@@ -65,8 +65,8 @@ def test_powers(form, name):
         [np.linspace(lowest, 2, 100_003)[1:], -np.logspace(-30, 2, 1000), np.arange(lowest + 1, 3)]
     )
     x = x.astype(dtype)
-    want = np.exp2(x.astype(np.longdouble))
-    assert np.abs(power(x) / want - 1).max() <= error
+    expected = np.exp2(x.astype(np.longdouble))
+    assert np.abs(power(x) / expected - 1).max() <= error
     assert power([0.0, -0.0]).tolist() == [1, 1]
     assert np.isnan(power([np.nan, -np.nan])).all()
     assert power([-np.inf, np.finfo(dtype).min, 3.0 * lowest]).tolist() == [0, 0, 0]
@@ -117,8 +117,8 @@ def test_tanh_and_its_slope(dtype):
     x = np.concatenate([np.linspace(-40, 40, 100_003), np.linspace(-1, 1, 50_000), np.logspace(-30, 0, 1000)])
     x = x.astype(dtype)
     y, slope = both(x)
-    want = np.tanh(x.astype(np.longdouble))
-    assert (np.abs(y - want) <= 1.5 * np.spacing(np.abs(want).astype(dtype))).all()
+    expected = np.tanh(x.astype(np.longdouble))
+    assert (np.abs(y - expected) <= 1.5 * np.spacing(np.abs(expected).astype(dtype))).all()
     assert np.abs(slope * np.cosh(x.astype(np.longdouble)) ** 2 - 1).max() <= 2.5 * np.finfo(dtype).eps
     y, slope = both([0.0, np.inf, -np.inf, 1e30, np.nan])
     assert y[:4].tolist() == [0, 1, -1, 1]

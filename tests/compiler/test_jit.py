@@ -151,7 +151,7 @@ def test_many_threads_compile_one_kernel_once(tree, monkeypatch):
 @needs_nvrtc
 def test_many_threads_compile_different_kernels(tree):
     kernels = [scale(tree, factor=f) for f in range(8)]
-    want = [jit.compile_kernel(k, "sm_80").ptx for k in kernels]
+    expected = [jit.compile_kernel(k, "sm_80").ptx for k in kernels]
     jit.forget()
     results = {}
     threads = [
@@ -162,7 +162,7 @@ def test_many_threads_compile_different_kernels(tree):
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert [results[k].replace("sm_86", "sm_80") for k in kernels] == want
+    assert [results[k].replace("sm_86", "sm_80") for k in kernels] == expected
 
 
 @needs_nvrtc

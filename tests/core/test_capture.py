@@ -77,10 +77,10 @@ def test_a_captured_call_adds_at_every_replay(cupy, op, kernels):
         held = case(backend=kernels, workspace=workspace, **out)
     for x, start in zip(sums, before, strict=True):
         x.host[...] = start
-    for wants in (once, twice):
+    for state in (once, twice):
         cupy.replay()
-        for x, want in zip(sums, wants, strict=True):
-            assert x.host.tobytes() == want.tobytes()
+        for x, expected in zip(sums, state, strict=True):
+            assert x.host.tobytes() == expected.tobytes()
     del held
 
 

@@ -41,10 +41,10 @@ def test_cupy_arrays_run_on_their_device_and_come_back(cupy, x, weight):
     y, s, rstd = gpu_ops.rmsnorm(
         FakeArray(x, 1), FakeArray(weight, 1), residual=FakeArray(x, 1), return_rstd=True
     )
-    for got, want in zip((y, s, rstd), emulated(x, weight, residual=x, return_rstd=True), strict=True):
-        assert isinstance(got, FakeArray)
-        assert got.device.id == 1
-        assert got.host.tobytes() == want.tobytes()
+    for actual, expected in zip((y, s, rstd), emulated(x, weight, residual=x, return_rstd=True), strict=True):
+        assert isinstance(actual, FakeArray)
+        assert actual.device.id == 1
+        assert actual.host.tobytes() == expected.tobytes()
     ((label, ordinal, stream),) = cupy.launched
     assert label.startswith("rmsnorm_forward[")
     assert (ordinal, stream) == (1, None)
@@ -53,9 +53,9 @@ def test_cupy_arrays_run_on_their_device_and_come_back(cupy, x, weight):
 
 def test_backward(cupy, x, weight):
     _, rstd = emulated(x, weight, return_rstd=True)
-    want = gpu_ops.rmsnorm_backward(x, x, weight, rstd, device="emulator")
-    got = gpu_ops.rmsnorm_backward(*map(FakeArray, (x, x, weight, rstd)))
-    assert [g.host.tobytes() for g in got] == [w.tobytes() for w in want]
+    expected = gpu_ops.rmsnorm_backward(x, x, weight, rstd, device="emulator")
+    actual = gpu_ops.rmsnorm_backward(*map(FakeArray, (x, x, weight, rstd)))
+    assert [g.host.tobytes() for g in actual] == [w.tobytes() for w in expected]
 
 
 def test_no_rows(cupy, x, weight):
@@ -80,8 +80,8 @@ def test_out_is_written_and_returned(cupy, x, weight):
 
 def test_views_that_no_kernel_takes_are_copied_on_the_device(cupy, x, weight):
     turned = FakeArray(np.asfortranarray(x), 1)
-    got = gpu_ops.rmsnorm(turned, FakeArray(weight, 1))
-    assert got.host.tobytes() == emulated(x, weight).tobytes()
+    actual = gpu_ops.rmsnorm(turned, FakeArray(weight, 1))
+    assert actual.host.tobytes() == emulated(x, weight).tobytes()
 
 
 @pytest.mark.parametrize("make", [ForeignArray, ForeignDLPack])
@@ -95,9 +95,9 @@ def test_arrays_of_other_libraries_come_in_without_a_copy(cupy, make, x, weight)
 
 def test_bfloat16_by_the_name_that_numpy_has_for_it(cupy, x, weight):
     x, weight = x.astype(BFLOAT16), weight.astype(BFLOAT16)
-    got = gpu_ops.rmsnorm(ForeignArray(x, typestr="<V2"), ForeignArray(weight, typestr="<V2"))
-    assert got.dtype == BFLOAT16
-    assert got.host.tobytes() == emulated(x, weight).tobytes()
+    actual = gpu_ops.rmsnorm(ForeignArray(x, typestr="<V2"), ForeignArray(weight, typestr="<V2"))
+    assert actual.dtype == BFLOAT16
+    assert actual.host.tobytes() == emulated(x, weight).tobytes()
 
 
 @pytest.mark.parametrize(("number", "runs_on"), [(None, None), (1, 0), (2, 2), (77, 77)])
@@ -110,9 +110,9 @@ def test_the_call_runs_on_the_stream_that_the_first_array_names(cupy, x, weight,
 def test_numpy_arrays_are_copied_there_and_back(cupy, x, weight):
     before = x.copy()
     y, s = gpu_ops.rmsnorm(x, weight, residual=x, device="cuda")
-    for got, want in zip((y, s), emulated(x, weight, residual=x), strict=True):
-        assert isinstance(got, np.ndarray)
-        assert got.tobytes() == want.tobytes()
+    for actual, expected in zip((y, s), emulated(x, weight, residual=x), strict=True):
+        assert isinstance(actual, np.ndarray)
+        assert actual.tobytes() == expected.tobytes()
     assert len(cupy.launched) == 1
     assert np.array_equal(x, before)
     plan = gpu_ops.explain("rmsnorm", x, weight, device="cuda")
@@ -124,14 +124,14 @@ def test_numpy_arrays_are_copied_there_and_back(cupy, x, weight):
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_numpy_results_go_where_the_caller_wants_them(cupy, x, weight, dtype):
     x, weight = x.astype(dtype), weight.astype(dtype)
-    want = emulated(x, weight)
+    expected = emulated(x, weight)
     buffer = np.zeros((ROWS, 2 * COLS), dtype)
     out = buffer[:, :COLS]
     assert gpu_ops.rmsnorm(x, weight, out=out, device="cuda") is out
-    assert out.tobytes() == want.tobytes()
+    assert out.tobytes() == expected.tobytes()
     assert not buffer[:, COLS:].any()
     assert gpu_ops.rmsnorm(x, weight, out=x, device="cuda") is x
-    assert x.tobytes() == want.tobytes()
+    assert x.tobytes() == expected.tobytes()
 
 
 def test_numpy_arrays_stay_on_the_cpu_unless_asked(cupy, x, weight):

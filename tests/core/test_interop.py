@@ -201,13 +201,13 @@ def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     torch_dtype = getattr(torch, dtype)
     x, weight = torch.randn(3, 16, dtype=torch_dtype), torch.nn.Parameter(torch.randn(16, dtype=torch_dtype))
-    want = call("rmsnorm").having(x=x, weight=weight.detach())()
+    expected = call("rmsnorm").having(x=x, weight=weight.detach())()
     leaf, out = x.clone().requires_grad_(), torch.nn.Parameter(torch.zeros(3, 16, dtype=torch_dtype))
     for _ in range(2):
         with torch.no_grad():
-            assert torch.equal(call("rmsnorm").having(x=leaf, weight=weight)(), want)
+            assert torch.equal(call("rmsnorm").having(x=leaf, weight=weight)(), expected)
             assert call("rmsnorm").having(x=leaf, weight=weight)(out=out) is out
-            assert torch.equal(out, want)
+            assert torch.equal(out, expected)
         with pytest.raises(errors.DTypeError, match=r"weight\.detach\(\), or compute under torch\.no_grad"):
             call("rmsnorm").having(x=x, weight=weight)()
         with pytest.raises(errors.DTypeError, match=r"out\.detach\(\)"):
@@ -225,10 +225,10 @@ def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
             return gpu_ops.rmsnorm_backward(dy, *ctx.saved_tensors)
 
     y = Norm.apply(leaf, weight)
-    assert torch.equal(y, want)
+    assert torch.equal(y, expected)
     y.sum().backward()
     dx, dweight = gpu_ops.rmsnorm_backward(
-        torch.ones_like(want),
+        torch.ones_like(expected),
         x,
         weight.detach(),
         call("rmsnorm").having(x=x, weight=weight.detach())(return_rstd=True)[1],

@@ -65,12 +65,12 @@ def check_extreme(case, option, number, value):
     assert np.isfinite(value), option
     if "out" in case.arrays:
         return  # of attention with another value of the option: there is no right gradient
-    for x, want in zip(outcome(extreme), outcome(extreme.having(backend="reference")), strict=True):
-        x, want = x.astype(np.float64), want.astype(np.float64)
-        assert not np.isnan(want).any(), (option, value)
-        size = np.abs(want[np.isfinite(want)]).max(initial=0)
+    for x, expected in zip(outcome(extreme), outcome(extreme.having(backend="reference")), strict=True):
+        x, expected = x.astype(np.float64), expected.astype(np.float64)
+        assert not np.isnan(expected).any(), (option, value)
+        size = np.abs(expected[np.isfinite(expected)]).max(initial=0)
         tolerance = 1e-5 * size + 1e-42  # below float32's normal numbers
-        np.testing.assert_allclose(x, want, rtol=1e-5, atol=tolerance, err_msg=f"{option}={value}")
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=tolerance, err_msg=f"{option}={value}")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])

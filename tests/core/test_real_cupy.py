@@ -106,8 +106,8 @@ def test_calls_reach_the_driver(driverless, op, form, kernels):
     size = gpu_ops.workspace_size(op, *case.arrays.values(), **case.options, backend=kernels)
     workspace = cupy.empty(size, np.uint8)
     driverless.capturing = True
-    got = results(case(backend=kernels, workspace=workspace, **out))
-    assert all(g is o for g, o in zip(got, outs, strict=True))
+    actual = results(case(backend=kernels, workspace=workspace, **out))
+    assert all(g is o for g, o in zip(actual, outs, strict=True))
     assert str(gpu_ops.explain(op, *case.arrays.values(), **case.options, backend=kernels))
 
 

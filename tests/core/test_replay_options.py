@@ -136,12 +136,12 @@ def test_a_mapped_cache_is_written(tmp_path):
 
 def test_other_kinds_of_arrays_are_looked_at():
     x = np.ones((2, 3))
-    want = gpu_ops.swiglu(x, x)
+    expected = gpu_ops.swiglu(x, x)
     for _ in range(2):
         with pytest.raises(DTypeError, match="masked array"):
             gpu_ops.swiglu(np.ma.array(x), np.ma.array(x))
         mine = x.view(type("Mine", (np.ndarray,), {}))
-        np.testing.assert_array_equal(gpu_ops.swiglu(mine, mine), want)
+        np.testing.assert_array_equal(gpu_ops.swiglu(mine, mine), expected)
 
 
 def test_in_place_of_one_is_not_in_place_of_another(rng):
@@ -162,8 +162,8 @@ def test_in_place_of_one_is_not_in_place_of_another(rng):
 
 def test_more_kinds_of_calls_than_are_remembered(rng):
     xs = [normal(rng, 1, n, 1, 2) for n in range(1, 1100)]
-    want = [gpu_ops.rope(x) for x in xs]
-    for x, y in zip(xs[::50], want[::50], strict=True):
+    expected = [gpu_ops.rope(x) for x in xs]
+    for x, y in zip(xs[::50], expected[::50], strict=True):
         np.testing.assert_array_equal(gpu_ops.rope(x), y)
 
 
@@ -266,9 +266,9 @@ def test_another_first_position(rng, scaling):
     """A decoding step is replayed for any step number, and the number is checked."""
     q = normal(rng, 2, 3, 2, 8)
     values = (-3, 0, 2, np.int32(5), np.uint8(7), 99)
-    want = [gpu_ops.rope(q, positions=int(at) + np.arange(3), scaling=scaling) for at in values]
+    expected = [gpu_ops.rope(q, positions=int(at) + np.arange(3), scaling=scaling) for at in values]
     first = python_calls(lambda: gpu_ops.rope(q, positions=1, scaling=scaling))
-    for at, y in zip(values, want, strict=True):
+    for at, y in zip(values, expected, strict=True):
         np.testing.assert_array_equal(gpu_ops.rope(q, positions=at, scaling=scaling), y)
     assert python_calls(lambda: gpu_ops.rope(q, positions=98, scaling=scaling)) <= 0.7 * first
     for wrong, error in (

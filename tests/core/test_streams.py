@@ -99,7 +99,7 @@ def late(cupy, stream, array, values):
 
 def test_a_call_follows_the_streams_that_its_arrays_name(cupy, rng):
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64,)))
-    want = gpu_ops.rmsnorm(x, weight, device="emulator")
+    expected = gpu_ops.rmsnorm(x, weight, device="emulator")
     for _ in range(2):  # the path of the call key too
         a, b = np.zeros_like(x), np.zeros_like(weight)
         cupy.deferred = True
@@ -108,14 +108,14 @@ def test_a_call_follows_the_streams_that_its_arrays_name(cupy, rng):
         y = gpu_ops.rmsnorm(ForeignArray(a, stream=77), ForeignArray(b, stream=5), backend="raw")
         assert cupy.waits == []
         cupy.wait("the test", 77)
-        np.testing.assert_array_equal(y.host, want)
+        np.testing.assert_array_equal(y.host, expected)
         cupy.deferred = False
         cupy.waits.clear()
 
 
 def test_constants_are_there_for_every_stream(cupy, rng):
     q = rng.standard_normal((1, 5, 2, 8), np.float32)
-    want = gpu_ops.rope(q, device="emulator", **ROPE)
+    expected = gpu_ops.rope(q, device="emulator", **ROPE)
     cupy.deferred = True
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     results = []
@@ -123,7 +123,7 @@ def test_constants_are_there_for_every_stream(cupy, rng):
         with stream:
             results.append(gpu_ops.rope(there(q), **ROPE))
     cupy.wait("the test", streams[1].ptr)  # the first stream, which needed the constant first, is not done
-    np.testing.assert_array_equal(results[1].host, want)
+    np.testing.assert_array_equal(results[1].host, expected)
 
 
 def test_a_team_of_blocks_that_does_not_fit_is_refused(cupy, rng):

@@ -97,11 +97,11 @@ def test_the_emulator_and_the_gpu_agree_to_the_last_bits(
 
 def test_cupy_arrays(cupy, operands, name):
     x, residual, weight = operands
-    want = gpu_ops.rmsnorm(x, weight, residual=residual, return_rstd=True, device="cuda", backend=name)
-    got = gpu_ops.rmsnorm(
+    expected = gpu_ops.rmsnorm(x, weight, residual=residual, return_rstd=True, device="cuda", backend=name)
+    actual = gpu_ops.rmsnorm(
         to_cupy(x), to_cupy(weight), residual=to_cupy(residual), return_rstd=True, backend=name
     )
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(actual, expected, strict=True):
         assert isinstance(g, cupy.ndarray)
         assert to_numpy(g).tobytes() == w.tobytes()
     out = to_cupy(np.zeros_like(x))
@@ -164,17 +164,17 @@ def test_torch_tensors(torch, operands, name):
     def bits(t):
         return t.view(torch.int16 if t.dtype.itemsize == 2 else torch.int32).cpu().numpy().tobytes()
 
-    want = gpu_ops.rmsnorm(x, weight, device="cuda", backend=name)
-    got = gpu_ops.rmsnorm(tensor(x), tensor(weight), backend=name)
-    assert isinstance(got, torch.Tensor)
-    assert got.is_cuda
-    assert bits(got) == want.tobytes()
+    expected = gpu_ops.rmsnorm(x, weight, device="cuda", backend=name)
+    actual = gpu_ops.rmsnorm(tensor(x), tensor(weight), backend=name)
+    assert isinstance(actual, torch.Tensor)
+    assert actual.is_cuda
+    assert bits(actual) == expected.tobytes()
     out = torch.zeros_like(tensor(x))
     assert gpu_ops.rmsnorm(tensor(x), tensor(weight), out=out, backend=name) is out
-    assert bits(out) == want.tobytes()
+    assert bits(out) == expected.tobytes()
     with torch.cuda.stream(torch.cuda.Stream()):
         y = gpu_ops.rmsnorm(tensor(x), tensor(weight), backend=name)
-        assert bits(y) == want.tobytes()
+        assert bits(y) == expected.tobytes()
     leaf = tensor(x).requires_grad_()
     with pytest.raises(DTypeError, match=r"x\.detach\(\)"):
         gpu_ops.rmsnorm(leaf, tensor(weight))

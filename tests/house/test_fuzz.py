@@ -175,5 +175,5 @@ def test_the_command_line(monkeypatch, capsys):
 def test_bfloat16_is_rounded_once():
     """The number is slightly above the middle of two numbers: float32 would lose the difference."""
     x = np.array([1 + 2.0**-8 + 2.0**-40, -1 - 2.0**-8 - 2.0**-40, 1 + 2.0**-8, np.inf, np.nan, 1e39])
-    got = maths.nearest(x, maths.BFLOAT16).astype(np.float64)
-    np.testing.assert_array_equal(got, [1 + 2.0**-7, -1 - 2.0**-7, 1.0, np.inf, np.nan, np.inf])
+    actual = maths.nearest(x, maths.BFLOAT16).astype(np.float64)
+    np.testing.assert_array_equal(actual, [1 + 2.0**-7, -1 - 2.0**-7, 1.0, np.inf, np.nan, np.inf])

@@ -167,8 +167,8 @@ def test_torchs_backends(name):
     pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
     x = attention_options.data(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
     forward = next(c for c in bench_attention.cases(Config()) if c.name == "forward causal")
-    got = forward.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
-    np.testing.assert_allclose(got, reference_attention(x["q"], x["k"], x["v"], causal=True), atol=1e-5)
+    actual = forward.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(actual, reference_attention(x["q"], x["k"], x["v"], causal=True), atol=1e-5)
 
 
 def test_a_large_cache_is_checked_in_part(monkeypatch):

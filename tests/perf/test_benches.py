@@ -85,13 +85,15 @@ def test_the_baselines_compute_the_same(op, dtype, who):
         prepare = getattr(entry, who)
         if prepare is None:
             continue
-        got = [to_array(r) for r in case.results(prepare(copy.deepcopy(inputs))())]
-        assert len(got) == len(exact)
-        for have, want in zip(got, exact, strict=True):
+        actual = [to_array(r) for r in case.results(prepare(copy.deepcopy(inputs))())]
+        assert len(actual) == len(exact)
+        for have, expected in zip(actual, exact, strict=True):
             if op == "dropout":  # masks differ; elements that both keep do not
                 assert abs(np.mean(have == 0) - inputs["p"]) < 0.02
-                have, want = (x * ((have != 0) & (want != 0)) for x in (have, want))
-            assert np.abs(align(have, want.shape) - want).max() <= allowed * np.abs(want).max(), entry.key
+                have, expected = (x * ((have != 0) & (expected != 0)) for x in (have, expected))
+            assert np.abs(align(have, expected.shape) - expected).max() <= allowed * np.abs(expected).max(), (
+                entry.key
+            )
 
 
 def to_array(result) -> np.ndarray:

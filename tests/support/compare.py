@@ -23,11 +23,11 @@ def assert_close(actual, reference, naive, dtype, factor=FORWARD, what="result")
     problem = error_report(actual, reference, tolerance(reference, naive, dtype, factor))
     assert problem is None, f"{what}: {problem}"
     if np.dtype(dtype) == np.float32 and factor == FORWARD and actual.size:
-        want = np.asarray(reference, np.float64)
-        finite = np.isfinite(want)
+        expected = np.asarray(reference, np.float64)
+        finite = np.isfinite(expected)
         if finite.any():
-            error = np.abs(actual.astype(np.float64)[finite] - want[finite])
-            scale = max(1.0, float(np.abs(want[finite]).max()))  # 1e-5 applies to values of order one
+            error = np.abs(actual.astype(np.float64)[finite] - expected[finite])
+            scale = max(1.0, float(np.abs(expected[finite]).max()))  # 1e-5 applies to values of order one
             assert error.mean() < 1e-5 * scale, f"{what}: mean absolute error {error.mean():.3g}"
 
 
