@@ -65,7 +65,7 @@ def _error(name: str, ours: Any, exact: np.ndarray, naive: np.ndarray, case: Cas
     with np.errstate(invalid="ignore"):
         difference = np.where(actual == exact, 0.0, np.abs(actual - exact))  # equal infinities have no error
     difference[np.isnan(difference)] = np.inf
-    # a result's own dtype: lse and dweight are float32 whatever the inputs are
+    # a result's own dtype: lse and dweight are float32 for any inputs
     dtype = DTYPES.get(str(ours.dtype), DTYPES[case.dtype])
     allowed = tolerance(exact, naive, dtype, GRADIENT if case.backward else FORWARD)
     at = np.unravel_index(int(difference.argmax()), difference.shape) if difference.size else ()

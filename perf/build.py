@@ -79,7 +79,7 @@ def torch_view(array: Any) -> Any:
     """torch tensor on the same memory, without a copy."""
     import torch
 
-    if str(array.dtype) == "bfloat16":  # neither NumPy nor DLPack hands bfloat16 over
+    if str(array.dtype) == "bfloat16":  # neither NumPy nor DLPack passes bfloat16 on
         return torch_view(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
 

@@ -186,7 +186,7 @@ def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
 def prepare_contenders(
     case: Case, inputs: Any, config: Config, left_out: dict[str, str] | None = None
 ) -> list[Contender]:
-    """Contenders, ours first. On CUDA one that cannot run goes into ``left_out``: a library may have no kernel for
+    """Contenders, ours first. On CUDA one that cannot run is put into ``left_out``: a library may have no kernel for
     a dtype, and all scores at once may not fit."""
     on_cuda = config.device == "cuda"  # its timer leaves the caches cold
     cold_bytes = 0 if on_cuda else min(buffer_size(config.quick), memory_available() // 8)

@@ -40,7 +40,7 @@ from scripts import issue_gate
 
 PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
-# Machine instructions worth a look: wide accesses, asynchronous copies, tensor cores, local memory.
+# Machine instructions to highlight: wide accesses, asynchronous copies, tensor cores, local memory.
 HIGHLIGHTS = {
     "LDG.128": r"LDG\.\S*128",
     "LDG": r"LDG\b(?!\S*128)",

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP as ``/v1/completions``, with the standard library alone.
+"""Serve a model over HTTP as ``/v1/completions``, with only the standard library.
 
     python scripts/examples/server.py --model FOLDER           then
     curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 32, "stream": true}'

@@ -72,7 +72,7 @@ def test_sm_90a_keeps_its_instructions():
     """The suffix must reach the assembler: without it wgmma compiles in NVRTC and fails in ptxas."""
     source = 'extern "C" __global__ void k() { asm volatile("wgmma.fence.sync.aligned;"); }'
     unit = jit.compile_text(source, "sm_90a")
-    if nvrtc.version() < (13, 0):  # in this ABI the flags tell 90a from 90
+    if nvrtc.version() < (13, 0):  # in this ABI the flags distinguish 90a from 90
         assert int.from_bytes(unit.cubin[0x30:0x34], "little") == 0x5A0D5A
     with pytest.raises(KernelCompileError, match=r"wgmma.*sm_90a|sm_90a.*wgmma|not supported.*sm_90"):
         jit.compile_text(source, "sm_90")
@@ -264,7 +264,7 @@ def test_a_compilation_leaves_no_target_data_as_garbage():
     from llvmlite.binding import TargetData
 
     def alive():
-        return sum(type(x) is TargetData for x in gc.get_objects())  # isinstance would ask dead proxies
+        return sum(type(x) is TargetData for x in gc.get_objects())  # isinstance would query dead proxies
 
     jit.compile_kernel(numba_kernels.scale_kernel(5.0), "sm_80")
     gc.collect()

@@ -120,7 +120,7 @@ def claimed_matrix(w, n, k):
     group = {0: (), 1: (n,), 2: (n, k // 64)}[w.scale.ndim]
     if math.prod(group) > MOST_INTEGERS:
         return None
-    codes = claimed(FORMATS["w2"].packed_shape((n, k)), np.uint8)  # what kernels read as it is
+    codes = claimed(FORMATS["w2"].packed_shape((n, k)), np.uint8)  # kernels read it unchanged
     return TernaryMatrix._trusted(codes, np.ones(group, np.float32), (n, k), "w2")
 
 

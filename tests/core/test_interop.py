@@ -178,9 +178,9 @@ def test_torch_out_is_written_in_place():
 @pytest.mark.peers
 def test_torch_views():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
-    one = call("attention")
-    swapped = {n: torch.from_numpy(x.swapaxes(1, 2).copy()).transpose(1, 2) for n, x in one.arrays.items()}
-    assert np.array_equal(one.having(**swapped)().numpy(), one())
+    case = call("attention")
+    swapped = {n: torch.from_numpy(x.swapaxes(1, 2).copy()).transpose(1, 2) for n, x in case.arrays.items()}
+    assert np.array_equal(case.having(**swapped)().numpy(), case())
 
 
 @pytest.mark.peers

@@ -19,12 +19,12 @@ from tests.support.laws import (
     assert_same,
     filled,
     given_out,
-    is_slow,  # noqa: F401 - conftest.py asks it
+    is_slow,  # noqa: F401 - conftest.py calls it
     law_call,
     outcome,
     outs_like,
     quick,
-    runs,  # noqa: F401 - conftest.py asks it
+    runs,  # noqa: F401 - conftest.py calls it
     takes_one,
     unaligned,
     viewed,

@@ -151,7 +151,7 @@ def test_dlpack_is_asked_for_as_cupy_takes_it(driverless):
 
 
 def test_cublas_is_there_and_takes_the_call(driverless):
-    """On sm_90 its functions stop at the driver after CuPy has accepted their arguments."""
+    """cuBLAS functions on sm_90 stop at the driver after CuPy has accepted their arguments."""
     shapes = (136, 144), (288, 144), (288, 144), (128, 288)
     arrays = [cupy.empty(shape, np.float16) for shape in shapes]
     plan = str(gpu_ops.explain("swiglu_mlp", *arrays))

@@ -29,7 +29,7 @@ from tests.support.laws import (
     quick,
     read_only,
     refused,
-    runs,  # noqa: F401 - conftest.py asks it
+    runs,  # noqa: F401 - conftest.py calls it
     sharing,
     unaligned,
     viewed,

@@ -21,7 +21,7 @@ def normal(rng, *shape):
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-# ---- options: replayed whatever plain type they have, and told apart by it ------------------------------------
+# ---- options: replayed for any plain type, and distinguished by it --------------------------------------------
 
 OPTIONS = [
     ("attention_decode", {"softmax_scale": 1 / np.sqrt(64)}, {"softmax_scale": 0.125}),

@@ -163,7 +163,7 @@ def test_a_failing_block_fails_its_page(tmp_path, monkeypatch):
     text, problem = stage.page_text(bad, run=True)
     assert "ZeroDivisionError" in problem
     assert problem.startswith("bad.md:6: ")
-    assert ":class: output\n\nfirst\n" in text  # the rest of the page is there
+    assert ":class: output\n\nfirst\n" in text  # the rest of the page is present
     assert "print(1 / 0)" in text
     assert stage.page_text(bad, run=False)[1] == ""
 
