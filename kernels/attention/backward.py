@@ -1,6 +1,6 @@
-"""How each backend computes the gradients of attention; here, the arguments of ``cpu/backward.py``.
+"""Launch of the attention gradients: arguments of the CPU kernels in ``cpu/backward.py``.
 
-:mod:`.backward_raw` launches the CUDA C++ kernels for GPUs, :mod:`.backward_numba` their twins.
+:mod:`.backward_raw` launches the CUDA C++ kernels for GPUs; :mod:`.backward_numba` launches their twins.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def backward(spec: Spec, on: Builder) -> None:
             dout = round_rows(dout, views["rounded dout"])
         delta = deltas(dout, as_bshd(views["out"], layout)) if delta is None else delta.reshape(lse.shape)
         lse, delta = np.asarray(lse, np.float64), np.asarray(delta, np.float64)
-        dbias, given = views.get("dbias"), optional_arrays(a, views) if has_options else {}
+        dbias, options = views.get("dbias"), optional_arrays(a, views) if has_options else {}
         sums = None if dbias is None else np.zeros(dbias.shape, computing)
-        differentiate.run(dout, q, k, v, lse, delta, dq, dk, dv, views["sequences"], given, sums)
+        differentiate.run(dout, q, k, v, lse, delta, dq, dk, dv, views["sequences"], options, sums)
         if dbias is not None:
             dbias[...] = sums
         if "dsinks" in views:
-            views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta, computing)
+            views["dsinks"][...] = sinks_gradient(options["sinks"], lse, delta, computing)
 
     shape = *inputs, a.batch, a.seqlen_q, a.seqlen_k
     dbias, delta, rows = spec.get("dbias"), spec.get("delta"), spec.tensor("lse").size
-    beside = 0 if dbias is None else dbias.size * computing.itemsize
+    scratch_bytes = 0 if dbias is None else dbias.size * computing.itemsize
     for x in (spec.tensor("lse"), delta):  # in float64 for the kernels
-        beside += 8 * rows if x is None or x.dtype != np.float64 else 0
-    on.call(run, str(kernels.config_of(*shape)), lambda: beside + differentiate.scratch())
+        scratch_bytes += 8 * rows if x is None or x.dtype != np.float64 else 0
+    on.call(run, str(kernels.config_of(*shape)), lambda: scratch_bytes + differentiate.scratch())
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The commonest of the kernels."""
+    """Most commonly used kernels."""
     yield from attention_backward_numba.numba_variants()

@@ -1,8 +1,8 @@
 """Tiles of the tensor-core attention backward kernel. Pure Python, needs no GPU.
 
-A block owns ``rows`` (keys, or queries in the pass that forms dq in a fixed order), and tiles of ``columns`` pass by.
-Tiles are in order of preference; :func:`select_tile` takes the first of those that fit with which an SM runs at
-least ``_ENOUGH_WARPS`` warps: fewer leave the tensor cores idle while others compute exponentials.
+A block owns ``rows`` (keys, or queries in the pass that forms dq in a fixed order) and walks tiles of ``columns``.
+Tiles are in order of preference. :func:`select_tile` takes the first that fits and lets an SM run at
+least ``_ENOUGH_WARPS`` warps: with fewer, the tensor cores idle while warps compute exponentials.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 MAX_HEAD_DIM = 256
 PAD = 64  # kPad of backward_shape.cuh: sequences of the padded arrays are whole PAD rows
 _ENOUGH_WARPS = 8
-# Registers of dk, dv, S and dP, by itemsize: with 60 to 90 others, fewer than the 255 that there are.
+# Registers of dk, dv, S and dP, by itemsize: with 60 to 90 others, below the limit of 255.
 # 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 144}
 # 63 others are enough with one option at most, or none if a warp has P and dS of all columns.
 _MAX_ACCUMULATORS_LEAN = 192
 _OTHER_REGISTERS = 50
-_MIN_TILES_TO_DIVIDE = 32  # 2 us each on an A100: fewer, and two more launches cost what they save
+_MIN_TILES_TO_DIVIDE = 32  # 2 us each on an A100: below that, two more launches cost what they save
 
 
 @dataclass(frozen=True)
 class Tile:
-    """ROWS of a block on WARPS_R warps, times WARPS_D that share them; COLUMNS of a tile, STRIP at a time."""
+    """ROWS of a block on WARPS_R warps, shared by WARPS_D; COLUMNS of a tile, STRIP at a time."""
 
     rows: int
     columns: int
@@ -99,7 +99,7 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def shared_bytes(
     tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, keys: bool, wide_lse: bool = False
 ) -> int:
-    """Dynamic shared memory of a block; head_dim and head_dim_v are HEAD_DIM and HEAD_DIM_V. keys: it owns them."""
+    """Dynamic shared memory of a block; head_dim and head_dim_v are HEAD_DIM and HEAD_DIM_V. keys: it owns keys."""
     operands = (tile.rows + tile.stages * tile.columns) * (head_dim + head_dim_v)
     weights = tile.rows * tile.columns * (2 if keys and tile.warps_d > 1 else 1)
     statistics = 16 if wide_lse else 8
@@ -118,29 +118,29 @@ def select_tile(
 ) -> Tile:
     """The tile for the kernel's HEAD_DIM and HEAD_DIM_V.
 
-    ``options``: how many there are of ALiBi, bias, block mask, and sequences that lie end to end. Each takes
+    ``options``: number of ALiBi, bias, block mask and packed sequences that the call uses. Each takes
     registers.
 
     Raises
     ------
     LookupError
-        None fits.
+        No tile fits.
     """
     sizes = itemsize, head_dim, head_dim_v, smem_per_block_optin
-    found = list(legal_tiles(*sizes, options=options, wide_lse=wide_lse))
-    if not found:
+    tiles = list(legal_tiles(*sizes, options=options, wide_lse=wide_lse))
+    if not tiles:
         raise LookupError(f"no tile for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
-    for tile, warps in found:
+    for tile, warps in tiles:
         if warps >= _ENOUGH_WARPS:
             return tile
-    return max(found, key=lambda pair: pair[1])[0]
+    return max(tiles, key=lambda pair: pair[1])[0]
 
 
 def head_parts(blocks: int, group: int, tiles: int, sms: int, *, causal: bool) -> int:
-    """Into how many parts to divide the ``group`` query heads of a key head, so that ``blocks`` keep ``sms`` busy.
+    """Number of parts for the ``group`` query heads of a key head, so that ``blocks`` keep ``sms`` busy.
 
     A block goes through ``tiles`` per head. Parts are written in float32 and read again: 8 % of the work for each.
-    Causal blocks have half the work on average, and the longest come first.
+    Causal blocks have half the work on average, and the longest start first.
     """
 
     def time(parts: int) -> float:
@@ -163,15 +163,15 @@ def legal_tiles(
     options: int = 0,
     wide_lse: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
-    """Tiles that a block has the registers and the shared memory for, and how many warps an SM then runs."""
+    """Tiles that fit in a block's registers and shared memory, each with the number of warps that an SM then runs."""
     unit = 32 // itemsize
     for tile in _TILES[itemsize]:
         lean = itemsize == 2 and options <= (1 if tile.warps_d > 1 else 0)
-        most = _MAX_ACCUMULATORS_LEAN if lean else _MAX_ACCUMULATORS[itemsize]
+        limit = _MAX_ACCUMULATORS_LEAN if lean else _MAX_ACCUMULATORS[itemsize]
         shared = shared_bytes(tile, itemsize, head_dim, head_dim_v, keys=True, wide_lse=wide_lse)
         registers = _accumulators(tile, head_dim, head_dim_v)
         divided = head_dim % (unit * tile.warps_d) == head_dim_v % (unit * tile.warps_d) == 0
-        if shared > smem_per_block_optin or registers > most or not divided:
+        if shared > smem_per_block_optin or registers > limit or not divided:
             continue
         if not _divides_dq(tile, head_dim // unit):
             continue
@@ -185,7 +185,7 @@ def legal_tiles(
 
 
 def select_bias_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int) -> Tile:
-    """Of the kernel for the gradient of bias: queries are its rows."""
+    """Tile of the kernel for the gradient of bias, whose rows are queries."""
     for tile in _BIAS_TILES[itemsize]:
         if bias_shared_bytes(tile, itemsize, head_dim, head_dim_v) <= smem_per_block_optin:
             return tile
@@ -193,7 +193,7 @@ def select_bias_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_blo
 
 
 def bias_shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
-    """Dynamic shared memory of that kernel: operands, then the sums in float."""
+    """Dynamic shared memory of the bias kernel: operands, then the sums in float."""
     operands = itemsize * (tile.rows + tile.columns) * (head_dim + head_dim_v)
     return max(operands, 4 * tile.rows * (tile.columns + 1))
 

@@ -68,17 +68,17 @@ def rows_kernel(what: str, **macros: str | int) -> CudaKernel:
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The commonest of the kernels; all options would be thousands."""
+    """Most commonly used kernels; all combinations of options would be thousands."""
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
-    most = smem_per_block_optin(arch)
+    smem_limit = smem_per_block_optin(arch)
     cases: tuple[tuple[str, int, str, dict[str, str | int]], ...] = (
         ("bf16", 64, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1, "PARTS": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "DROPOUT": 1}),
-        ("bf16", 128, "kCausal", {}),  # dq of the deterministic way
+        ("bf16", 128, "kCausal", {}),  # dq of the deterministic pass
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "BIAS": "kSame"}),
         ("f16", 128, "kNone", {"ADD_DQ": 1}),
         ("bf16", 256, "kNone", {"ADD_DQ": 1}),
@@ -87,10 +87,10 @@ def variants(arch: str) -> Iterator[Variant]:
     )
     for dtype, head_dim, mask, macros in cases:
         itemsize, dims, keys = 4 if dtype == "f32" else 2, (head_dim, head_dim), "ADD_DQ" in macros
-        tile = select_tile(itemsize, *dims, most, options=int("VARLEN" in macros or "BIAS" in macros))
+        tile = select_tile(itemsize, *dims, smem_limit, options=int("VARLEN" in macros or "BIAS" in macros))
         kernel = main_kernel(dtype, tile, dims, mask, keys=keys, **macros)
         yield Variant(kernel, tile.threads, shared_bytes(tile, itemsize, *dims, keys=keys))
-    tile = select_bias_tile(2, 128, 128, most)
+    tile = select_bias_tile(2, 128, 128, smem_limit)
     kernel = bias_kernel("bf16", tile, (128, 128), "kCausal", BIAS="kSame")
     yield Variant(kernel, tile.threads, bias_shared_bytes(tile, 2, 128, 128))
     rows = (rows_kernel(what, DTYPE="bf16", COLUMNS=128) for what in ("rows", "sinks"))

@@ -1,6 +1,6 @@
 """Gradients of attention by the Numba kernels for GPUs: statistics of the rows, dq, dk and dv, then those of options.
 
-Each sum is one block's in a fixed order, so ``deterministic=True`` costs nothing.
+One block computes each sum in a fixed order, so ``deterministic=True`` costs nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def backward(spec: Spec, on: Builder) -> None:
     left, right = a.window(UNLIMITED)
     masked = left < UNLIMITED or right < UNLIMITED
     problem = Problem(a.q.dtype.name, a.features(sinks=False), masked)
-    wide = np.float64 if problem.itemsize == 8 else np.float32
-    statistics = on.empty((3, *a.lse_shape), wide, "statistics of rows")
+    dtype = np.float64 if problem.itemsize == 8 else np.float32
+    statistics = on.empty((3, *a.lse_shape), dtype, "statistics of rows")
     sequences = sequences_of(a, on)
     _, slopes, _, bias, visible, seed = score_arrays(a, with_sinks=False)
     scale, *numbers = a.numbers.values()
@@ -52,8 +52,8 @@ def backward(spec: Spec, on: Builder) -> None:
     lse, delta = spec.tensor("lse"), spec.get("delta")
     dtypes = lse.dtype.name, a.out.dtype.name
     rows = rows_kernel(problem, a.sinks is not None, *dtypes, delta_given=delta is not None)
-    given = 0 if delta is None else delta if delta.ndim == 3 else delta[None]
-    per_row = given, 0 if a.sinks is None else a.sinks
+    delta_argument = 0 if delta is None else delta if delta.ndim == 3 else delta[None]
+    per_row = delta_argument, 0 if a.sinks is None else a.sinks
     on.launch(rows, grid, (THREADS,), (dout, a.q, a.k, a.out, a.lse, *per_row, *common))
 
     def tiles(owned: str, length: int, dim: int) -> tuple[Any, tuple[int]]:
@@ -98,7 +98,7 @@ def _bias(
 
 
 def numba_variants() -> Iterator[Variant]:
-    """The commonest of the kernels."""
+    """Most commonly used kernels."""
     from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
     from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, select_config
     from gpu_ops.kernels.attention.numba_cuda.backward_rows import rows_kernel

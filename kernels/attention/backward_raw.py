@@ -1,9 +1,9 @@
-"""How the CUDA C++ kernels run attention backward.
+"""Launch of the CUDA C++ kernels of attention backward.
 
 Three launches: statistics of the rows, all gradients with dq in float32 by atomics, and dq from it; or, with
 ``deterministic``, dk and dv, then dq by a second pass over the keys, in a fixed order. The gradients of sinks and
-bias are one more launch each; their sums always have a fixed order. The kernels are ``backward_sm80.cu``,
-``_statistics.cu``, ``_rows.cu`` and ``_bias.cu``; :mod:`.backward_config` says which tiles.
+bias take one more launch each; their sums always have a fixed order. The kernels are ``backward_sm80.cu``,
+``_statistics.cu``, ``_rows.cu`` and ``_bias.cu``; :mod:`.backward_config` chooses tiles.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _MAX_GRID_YZ = 65535
 
 @dataclass(frozen=True)
 class _Call:
-    """A call's arrays as (batch, seqlen, nheads, head_dim), and what its launches share."""
+    """A call's arrays as (batch, seqlen, nheads, head_dim), and values that its launches share."""
 
     a: Attention
     rows: dict[str, Tensor]  # by the names of BACKWARD_ROWS, dout in q's dtype
-    wide_dout: Tensor | None  # dout as given, if that is in float32 beside a 16-bit q
+    wide_dout: Tensor | None  # the caller's dout, if it is float32 while q has 16 bits
     lse: Tensor
     statistics: Tensor
     rests: Tensor | np.uint64  # of a float32 lse, where that is coarse
@@ -63,20 +63,20 @@ class _Call:
 
     @property
     def starts(self) -> tuple[Tensor | np.uint64, Tensor | np.uint64]:
-        """Of q's and of k's sequences, if they lie end to end."""
+        """Starts of q's and k's sequences, if they are packed."""
         return tuple(self.a.cu_seqlens) if self.a.packed else (_NULL, _NULL)  # type: ignore[return-value]
 
     @property
     def rows_of_keys(self) -> int:
-        """Of the padded arrays."""
+        """Rows of keys in the padded arrays."""
         return self.a.k.shape[0] * self.a.nheads_kv * int(self.shape["padded_head_k"])
 
     @property
     def options(self) -> tuple[Tensor | np.uint64, ...]:
         """alibi_slopes, bias, block_mask, seed."""
         visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
-        given = (self.a.alibi_slopes, self.a.bias, visible, self.a.seed)
-        return tuple(_NULL if x is None else x for x in given)
+        arrays = (self.a.alibi_slopes, self.a.bias, visible, self.a.seed)
+        return tuple(_NULL if x is None else x for x in arrays)
 
     @property
     def dtype(self) -> str:
@@ -87,7 +87,7 @@ _NULL = np.uint64(0)
 
 
 def backward(spec: Spec, on: Builder) -> None:
-    """Gradients of q, k and v, and of bias and sinks where there are arrays for them."""
+    """Gradients of q, k and v, and of bias and sinks if arrays for them are passed."""
     a = Attention.of(spec)
     call = _prepare(spec, a, on)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
@@ -111,7 +111,7 @@ def backward(spec: Spec, on: Builder) -> None:
 
 
 def _gradients_of_keys(call: _Call, on: Builder, tile: Tile, dq_sum: Tensor | None) -> None:
-    """dk and dv, and what they add to dq; with few blocks in parts of the query heads, which are added up."""
+    """dk, dv and their share of dq. With few blocks, the query heads are divided into parts whose sums are added."""
     a = call.a
     blocks, tiles = -(-a.seqlen_k // tile.rows) * a.nheads_kv * a.batch, -(-a.seqlen_q // tile.columns)
     parts = head_parts(blocks, a.nheads // a.nheads_kv, tiles, on.sms, causal=a.window(UNLIMITED)[1] == 0)
@@ -130,7 +130,7 @@ def _gradients_of_keys(call: _Call, on: Builder, tile: Tile, dq_sum: Tensor | No
 
 
 def raw_unsupported(spec: Spec) -> str | None:
-    """Why the CUDA C++ kernels cannot run this call; None when they can."""
+    """Reason why the CUDA C++ kernels cannot run this call; None when they can."""
     a = Attention.of(spec)
     dims = (a.head_dim, a.head_dim_v)
     if a.q.dtype.name not in DTYPES:
@@ -149,7 +149,7 @@ def raw_unsupported(spec: Spec) -> str | None:
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
-    out = "dout" if spec.get("out") is None else "out"  # with delta out is not read
+    out = "dout" if spec.get("out") is None else "out"  # with delta, out is not read
     return {n: as_bshd(spec.tensor(out if n == "out" else n), spec["layout"]) for n in BACKWARD_ROWS}
 
 
@@ -181,9 +181,9 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     statistics = on.empty((a.q.shape[0] * a.nheads * per_head, numbers_per_row), np.float32, "lse and delta")
     rests = _NULL if wide_lse else on.empty(statistics.shape[:1], np.float32, "what a coarse lse leaves out")
     shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
-    for name, given in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
-        if given is not None:
-            shape[name] = strides_of(four_axes(given))
+    for name, array in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
+        if array is not None:
+            shape[name] = strides_of(four_axes(array))
     if a.bias is not None:
         shape["bias_shape"] = four_axes(a.bias).shape
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
@@ -210,7 +210,7 @@ def _launch(
     dq_sum: Tensor | None = None,
     sums: list[Tensor] | None = None,
 ) -> None:
-    """A pass over all scores. ``sums``: of dk and dv, in parts."""
+    """A pass over all scores. ``sums``: sums of dk and dv, in parts."""
     a, rows = call.a, call.rows
     seqlen, heads = (a.seqlen_k, a.nheads_kv * int(call.shape["parts"])) if keys else (a.seqlen_q, a.nheads)
     macros = {**_features(a), "ADD_DQ": int(dq_sum is not None), "PARTS": int(sums is not None)}
@@ -235,10 +235,10 @@ def _launch(
 
 def _launch_statistics(call: _Call, on: Builder, delta: Any, grid: tuple[int, int, int]) -> None:
     a, rows = call.a, call.rows
-    given = tuple(_NULL if x is None else x for x in (delta, call.wide_dout))
+    arrays = tuple(_NULL if x is None else x for x in (delta, call.wide_dout))
     alibi_slopes, bias, visible, _ = call.options
     arguments = (
-        *(rows["out"], rows["dout"], call.lse, *given, rows["q"], rows["k"]),
+        *(rows["out"], rows["dout"], call.lse, *arrays, rows["q"], rows["k"]),
         *(_NULL if a.sinks is None else a.sinks, *call.starts, alibi_slopes, bias, visible),
         *(call.statistics, call.rests, call.shape[()]),
     )

@@ -1,12 +1,12 @@
-"""How the tensor-core attention kernel cuts a problem: tile, rows, parts of the keys. Pure Python, needs no GPU.
+"""Partition of a problem by the tensor-core attention kernel: tile, rows, parts of the keys. Pure Python, needs no GPU.
 
 ``select_config`` takes every tile of ``_TILES`` that the device can run and orders them by :func:`_cost`. The model
-knows what decides between tiles, not what a tile takes in microseconds:
+ranks tiles; it does not predict microseconds:
 
 ===================  ==================================================================================
 work of a block      BLOCK_M times the keys of whole tiles, padding included; or its bytes, if more
 blocks per SM        those that run together on it, the fullest SM: that is the time (waves)
-1 + 4 / warps        warps that share an SM: the softmax of one runs under the multiplications of others
+1 + 4 / warps        warps that share an SM: the softmax of one overlaps the multiplications of others
 1 + 8 / warp's rows  a fragment of K and V read from shared memory serves 16 or 32 rows
 1 + 8 / BLOCK_N      two barriers and the addresses of a tile, for BLOCK_N keys; 12 for three barriers
 ===================  ==================================================================================
@@ -27,27 +27,27 @@ __all__ = ["Config", "DeviceLimits", "Problem", "Tile", "configs", "legal_tiles"
 
 Mask = Literal["kNone", "kCausal", "kLocal"]
 
-# By itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all.
+# By itemsize. float32 beyond 256: no tile of Q and K fits in 99 KB.
 MAX_HEAD_DIM = {2: 512, 4: 256}
-# Registers of S, O and Q, by itemsize: with 45 to 95 others, fewer than the 255 that there are. 3 x TF32 needs more.
+# Registers of S, O and Q, by itemsize: with 45 to 95 others, below the limit of 255. 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 128}
-# With rows of K and V alike, and scores that are only scaled, 63 others are enough: see Forward in the kernel. With
-# 128 keys they are not quite (pages spill, as does sm_120): autotune measures such tiles.
+# If K and V have rows of one size and scores are only scaled, 63 others are enough: see Forward in the kernel. With
+# 128 keys they are not always (pages spill, as does sm_120): autotune measures such tiles.
 _MAX_ACCUMULATORS_LEAN, _MAX_BLOCK_N_LEAN = 192, 64
 _MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 registers
-_OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
+_OTHER_REGISTERS = 70  # in addition to those, as ptxas counts on sm_80
 # Bytes of K and V that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
-# 3 instructions for a code of K or V, of 256 that an SM issues meanwhile.
+# 3 instructions for a code of K or V, of the 256 that an SM issues in that time.
 _CODES_PER_PRODUCT = 85
 _SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
-_MIN_KEYS_PER_SPLIT = 256  # less, and the partial results weigh as much as the keys
+_MIN_KEYS_PER_SPLIT = 256  # with fewer, the partial results are as large as the keys
 _MAX_SPLITS = 128
 
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M rows by BLOCK_N keys, on WARPS_M x WARPS_N warps; with one buffer for K, or two."""
+    """BLOCK_M rows by BLOCK_N keys on WARPS_M x WARPS_N warps, with one or two buffers for K."""
 
     block_m: int
     block_n: int
@@ -89,7 +89,7 @@ _TILES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What of a call decides. ``seqlen_q``, ``seqlen_k``: of the longest sequence, or bounds."""
+    """Properties of a call that decide its tile. ``seqlen_q``, ``seqlen_k``: the longest sequence, or bounds."""
 
     itemsize: int
     batch: int
@@ -106,7 +106,7 @@ class Problem:
     varlen: bool = False
     paged: bool = False
     quantized: bool = False  # keys and values of one byte
-    lean: bool = True  # plain scores, and no window over sequences of their own lengths
+    lean: bool = True  # plain scores, and no window over sequences of different lengths
     num_splits: int = 0  # 0: choose
     wide_out: bool = False  # float32 results of 16-bit inputs
 
@@ -117,7 +117,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """A launch: the kernel's size macros, and how many blocks it gets."""
+    """A launch: the kernel's size macros, and its number of blocks."""
 
     tile: Tile
     head_dim: int  # HEAD_DIM, as head_dim_v and value_parts
@@ -134,7 +134,7 @@ class Config:
 
 
 def head_dims(itemsize: int, head_dim: int, head_dim_v: int) -> tuple[int, int, int]:
-    """HEAD_DIM, HEAD_DIM_V and VALUE_PARTS: whole 32 columns, and no more of O than registers hold."""
+    """HEAD_DIM, HEAD_DIM_V and VALUE_PARTS: multiples of 32 columns, and no more of O than registers hold."""
     parts = -(-head_dim_v // _MAX_COLUMNS[itemsize])
     return _round_up(head_dim, 32), _round_up(-(-head_dim_v // parts), 32), parts
 
@@ -151,12 +151,12 @@ def legal_tiles(
     lean: bool = False,
     measured: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
-    """Tiles for ``rows`` rows per head that a block has the registers and the shared memory for, with the latter.
+    """Tiles for ``rows`` rows per head that fit in a block's registers and shared memory, each with the latter.
 
-    ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V. ``measured``: also tiles that leave so few
-    registers that only a measurement tells whether they are faster.
+    ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V. ``measured``: include tiles that leave so few
+    registers that only a measurement shows whether they are faster.
     """
-    most = _MAX_ACCUMULATORS[itemsize]
+    limit = _MAX_ACCUMULATORS[itemsize]
 
     def blocks(shared: int) -> int:
         return _blocks_by_shared(shared, smem_per_block_optin)
@@ -173,7 +173,7 @@ def legal_tiles(
         few_left = tile.block_n > _MAX_BLOCK_N_LEAN and not (measured and blocks(shared) > 1)
         roomy = lean and itemsize == 2 and head_dim == head_dim_v and not few_left
         accumulators = _accumulators(tile, itemsize, head_dim, head_dim_v)
-        if shared <= smem_per_block_optin and accumulators <= (_MAX_ACCUMULATORS_LEAN if roomy else most):
+        if shared <= smem_per_block_optin and accumulators <= (_MAX_ACCUMULATORS_LEAN if roomy else limit):
             yield tile, shared
 
 
@@ -182,7 +182,7 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     """The cheapest way to run a problem, by the model above.
 
     GQA heads are packed into rows where that pads fewer of them or reads keys less often. Keys are divided where
-    blocks are too few for the SMs, into as many parts as run at a time: more parts, in a
+    blocks are too few for the SMs, into as many parts as can run at once. More parts, in a
     second wave, cost more than an SM left partly idle.
 
     Raises
@@ -190,24 +190,24 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     LookupError
         No tile fits; see ``MAX_HEAD_DIM``.
     """
-    found = list(configs(problem, device))
-    if not found:
+    ways = list(configs(problem, device))
+    if not ways:
         sizes = f"{problem.head_dim}/{problem.head_dim_v}"
         raise LookupError(f"no tile for head_dim {sizes} in {device.smem_per_block_optin} bytes")
     if problem.num_splits > 1:
-        most = max(config.num_splits for _, config in found)
-        found = [(cost, config) for cost, config in found if config.num_splits == most]
-    least = min(cost for cost, _ in found)
+        max_splits = max(config.num_splits for _, config in ways)
+        ways = [(cost, config) for cost, config in ways if config.num_splits == max_splits]
+    least = min(cost for cost, _ in ways)
     # 2 %: less than the model can tell apart
-    return next(config for cost, config in found if cost <= 1.02 * least)
+    return next(config for cost, config in ways if cost <= 1.02 * least)
 
 
 def configs(p: Problem, device: DeviceLimits, *, measured: bool = False) -> Iterator[tuple[float, Config]]:
     """Every legal way to run a problem, with its cost. ``measured``: as in :func:`legal_tiles`."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     packings = (False, True) if p.group > 1 and not (p.block_mask or p.dropout) else (False,)
-    # At the same cost: one block reads the keys of a group, not one per head. Beside long sequences over pages there
-    # are those that add one query.
+    # At the same cost: one block reads the keys of a group, not one per head. A batch of long sequences over pages
+    # may also hold sequences that add one query.
     if p.seqlen_q * p.group <= max(tile.block_m for tile in _TILES) or (p.varlen and p.paged):
         packings = packings[::-1]
     splittings = (False,) if p.num_splits == 1 else (False, True)
@@ -276,7 +276,7 @@ def _max_splits(p: Problem, tile: Tile) -> int:
 
 
 def _accumulators(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
-    """Registers per thread that hold S, O and, where it lies there, Q."""
+    """Registers per thread that hold S, O and, if it is in registers, Q."""
     sizes = (tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
     steps = head_dim * itemsize // 32 if q_in_registers(itemsize, *sizes) else 0
     return tile.warp_rows // 4 * (tile.block_n // tile.warps_n // 8 + head_dim_v // 8 + steps)
@@ -285,7 +285,7 @@ def _accumulators(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> 
 def _resident(
     tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, shared: int, device: DeviceLimits
 ) -> int:
-    """Blocks that an SM holds at a time."""
+    """Blocks that are resident on an SM at a time."""
     registers = min(255, _accumulators(tile, itemsize, head_dim, head_dim_v) + _OTHER_REGISTERS)
     by_registers = REGISTERS_PER_SM // (32 * tile.warps * _round_up(registers, 8))
     by_shared = _blocks_by_shared(shared, device.smem_per_block_optin)
@@ -293,7 +293,7 @@ def _resident(
 
 
 def _blocks_by_shared(shared: int, smem_per_block_optin: int) -> int:
-    """An SM has what the largest block may take, and what is reserved for that block."""
+    """Blocks that fit in the shared memory of an SM: that of the largest block, plus its reserved part."""
     return (smem_per_block_optin + RESERVED) // (shared + RESERVED)
 
 

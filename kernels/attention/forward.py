@@ -1,9 +1,9 @@
-"""How each backend runs attention forward; here, the launch of the CUDA C++ kernels.
+"""Launch of the CUDA C++ kernels of attention forward.
 
-Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous; sequences laid end to
-end have one batch entry. :mod:`.config` says which tiles; the kernels are ``forward_sm80.cu``
+Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous; packed sequences (end to
+end) have one batch entry. :mod:`.config` chooses tiles; the kernels are ``forward_sm80.cu``
 and ``combine.cu``.
-:mod:`.forward_numba` launches their twins, :mod:`.lower_cpu` runs on the CPU.
+:mod:`.forward_numba` launches their twins; :mod:`.lower_cpu` runs attention on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
 
-_ALIGNMENT = 16  # bytes: of every address and stride; cp.async copies so many, or 8 or 4 of quantized pages
+_ALIGNMENT = 16  # bytes: of every address and stride; a cp.async copies 16, or 8 or 4 of quantized pages
 _MAX_GRID_YZ = 65535
 _COMBINE_ROWS = 4  # per block, a warp each
 
@@ -52,7 +52,7 @@ for _op in ("attention", "attention_varlen", "attention_decode"):
 @lowers("attention_varlen", "raw")
 @lowers("attention_decode", "raw")
 def forward(spec: Spec, on: Builder) -> None:
-    """One launch, or two where the keys are divided: the parts, and what combines them."""
+    """One launch, or two where the keys are divided: the parts, then the kernel that combines them."""
     a = Attention.of(spec)
     if a.batch * a.seqlen_q == 0:
         return
@@ -80,7 +80,7 @@ def forward(spec: Spec, on: Builder) -> None:
 
 
 def raw_unsupported(spec: Spec) -> str | None:
-    """Why the CUDA C++ kernels cannot run this call; None when they can.
+    """Reason why the CUDA C++ kernels cannot run this call; None when they can.
 
     Arrays that are not aligned are refused and not copied: a cache may be most of the device's memory.
     """
@@ -88,9 +88,9 @@ def raw_unsupported(spec: Spec) -> str | None:
     itemsize, dims = a.q.itemsize, (a.head_dim, a.head_dim_v)
     if a.q.dtype.name not in DTYPES:
         return f"{a.q.dtype.name} has Numba kernels only"
-    most = MAX_HEAD_DIM[itemsize]
-    if max(dims) > most or any(d % 8 for d in dims):
-        return f"head_dim {dims[0]}/{dims[1]}: {a.q.dtype.name} wants multiples of 8 up to {most}"
+    limit = MAX_HEAD_DIM[itemsize]
+    if max(dims) > limit or any(d % 8 for d in dims):
+        return f"head_dim {dims[0]}/{dims[1]}: {a.q.dtype.name} wants multiples of 8 up to {limit}"
     for name, x in (("q", a.q), ("k", a.k), ("v", a.v), ("out", a.out)):
         if not x.size:
             continue
@@ -104,7 +104,7 @@ def raw_unsupported(spec: Spec) -> str | None:
 
 
 def tile_problem(a: Attention) -> Problem:
-    """What decides between tiles."""
+    """Properties of the call that decide its tile."""
     left, right = a.window(UNLIMITED)
     mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
     own_lengths = a.packed or a.block_table is not None
@@ -131,7 +131,7 @@ def tile_problem(a: Attention) -> Problem:
 
 
 def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.ndarray[Any, Any]:
-    """The kernel's structure, for these arrays of results: the call's or those of the parts."""
+    """The kernel's structure for the result arrays: the call's or those of the parts."""
     shape = np.zeros((), ATTENTION_SHAPE)
     for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
         shape[name] = strides_of(x)[:3]
@@ -158,7 +158,7 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
 
 
 def _reads(a: Attention, config: Config) -> dict[str, str | int]:
-    """Macros of the kernel: how it finds the sequences and their keys, and what those are."""
+    """Macros of the kernel: how it locates sequences and keys, and the type of the keys."""
     whole_tiles = a.k.shape[1] > 0 and a.k.shape[1] % config.tile.block_n == 0
     return {
         "PAGE_DTYPE": CODES[a.codes] if a.codes else DTYPES[a.q.dtype.name],
@@ -212,7 +212,7 @@ def _combine(dtype: str, sinks: bool, wide_lse: int = 0) -> CudaKernel:
 
 
 def _place(shape: Any, out: Tensor, lse: Tensor | None, split: bool) -> None:
-    """Where out and lse lie: parts (num_splits, batch, nheads, seqlen_q), of lse two, or those of the caller."""
+    """Strides of out and lse: parts (num_splits, batch, nheads, seqlen_q), two for lse, or the caller's arrays."""
     strides = strides_of(out)
     if split:
         shape["out_split"], batch, head, row = strides[:4]
@@ -225,9 +225,9 @@ def _place(shape: Any, out: Tensor, lse: Tensor | None, split: bool) -> None:
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The commonest of the kernels, decoding from pages among them, then of their Numba twins.
+    """Most commonly used kernels, including decoding from pages, then their Numba twins.
 
-    All tiles and options would be thousands; each takes one to five seconds, and a call compiles what it needs.
+    All tiles and options would be thousands of kernels. Each compiles in one to five seconds; calls compile lazily.
     """
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async

@@ -14,7 +14,7 @@ from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor
 
 __all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
 
-UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three lengths still fit in 31 bits
+UNLIMITED = 1 << 29  # side of a window that hides nothing: sums of three lengths still fit in 31 bits
 
 
 def forward(spec: Spec, on: Builder) -> None:
@@ -54,10 +54,10 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
     )
     target, target_lse = a.out, lse
     if config.split:
-        wide = np.float64 if config.itemsize == 8 else np.float32
+        dtype = np.float64 if config.itemsize == 8 else np.float32
         entries, *rows_of_out = a.out.shape  # packed sequences: one
-        target = on.empty((parts * entries, *rows_of_out), wide, "parts of out")
-        target_lse = on.empty((2 * parts * entries, *lse.shape[1:]), wide, "maxima and sums of parts")
+        target = on.empty((parts * entries, *rows_of_out), dtype, "parts of out")
+        target_lse = on.empty((2 * parts * entries, *lse.shape[1:]), dtype, "maxima and sums of parts")
     scales = [0 if x is None else x for x in (a.k_scale, a.v_scale)]
     arrays = (a.q, a.k, a.v, target, target_lse, sequences, *scales, *score_arrays(a, config.scores.sinks))
     scale = scale if config.in_powers_of_e else scale * LOG2E
@@ -80,15 +80,15 @@ def sequences_of(a: Attention, on: Builder) -> Tensor:
     grid = (-(-a.batch // THREADS),)
     if a.packed:
         kernel = packed_kernel(paged=a.block_table is not None, used=a.seqused_k is not None)
-        given = (*(*a.cu_seqlens, 0)[:2], 0 if a.seqused_k is None else a.seqused_k)
-        on.launch(kernel, grid, (THREADS,), (*given, table))
+        lengths = (*(*a.cu_seqlens, 0)[:2], 0 if a.seqused_k is None else a.seqused_k)
+        on.launch(kernel, grid, (THREADS,), (*lengths, table))
     else:
         on.launch(used_kernel(), grid, (THREADS,), (a.seqused_k, a.seqlen_q, table))
     return table
 
 
 def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | Dynamic | int]:
-    """Block table, slopes, sinks, bias, visible blocks, written out by strides of 0, and seed; 0: there is none."""
+    """Block table, slopes, sinks, bias, visible blocks (broadcast by strides of 0) and seed; 0 where absent."""
     slopes, bias, visible = a.alibi_slopes, a.bias, a.visible
     if slopes is not None:
         slopes = slopes.broadcast_to((a.batch, a.nheads))
@@ -102,13 +102,13 @@ def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | Dynamic | int]
 
 
 def numba_variants() -> Iterator[Variant]:
-    """The commonest of the kernels."""
+    """Most commonly used kernels."""
     from gpu_ops.kernels.attention.numba_cuda.combine import combine_kernel
     from gpu_ops.kernels.attention.numba_cuda.config import THREADS, select_config
     from gpu_ops.kernels.attention.numba_cuda.forward import forward_kernel
 
     for config in (
-        select_config("bfloat16", 128, 128, rows=4096, masked=True),  # 254 registers: none has more
+        select_config("bfloat16", 128, 128, rows=4096, masked=True),  # 254 registers, the most of all
         select_config("float16", 128, 128, rows=4, paged=True, split=True),
         select_config("bfloat16", 128, 128, rows=4096, masked=True, paged=True, codes="uint8"),
     ):

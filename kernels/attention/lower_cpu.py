@@ -59,12 +59,12 @@ def forward(spec: Spec, on: Builder) -> None:
 
 
 def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Any:
-    """``prepare`` of the forward or the backward kernels, for this call: ``run`` and ``scratch``."""
+    """Call ``prepare`` of the forward or backward kernels for this call. Its result has ``run`` and ``scratch``."""
     from gpu_ops.kernels.attention.cpu.tile import UNLIMITED
 
     left, right = a.window(UNLIMITED)
     return prepare(
-        a.q,  # of which only shape and dtype are read, as of all arrays
+        a.q,  # only shape and dtype of the arrays are read
         a.k,
         a.v,
         a.batch,
@@ -82,38 +82,38 @@ def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Any:
 
 
 def optional_tensors(a: Attention) -> dict[str, Any]:
-    """The arrays that a call has beside q, k and v, by the names of the CPU's kernels."""
+    """Arrays of a call in addition to q, k and v, by the names of the CPU kernels."""
     from gpu_ops.kernels.attention.cpu.config import OPTIONAL
 
     return {name: x for name in OPTIONAL if (x := getattr(a, name)) is not None}
 
 
 def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
-    """The same arrays of one call, as those kernels take them."""
-    given = {}
+    """Optional arrays of one call, in the form that the CPU kernels take."""
+    arrays = {}
     if a.block_table is not None:
-        given["block_table"] = views["block_table"]
+        arrays["block_table"] = views["block_table"]
     if a.k_scale is not None:
-        given["k_scale"], given["v_scale"] = views["k_scale"], views["v_scale"]
+        arrays["k_scale"], arrays["v_scale"] = views["k_scale"], views["v_scale"]
     if a.sinks is not None:
-        given["sinks"] = views["sinks"].astype(np.float64)
+        arrays["sinks"] = views["sinks"].astype(np.float64)
     if a.alibi_slopes is not None:
-        given["alibi_slopes"] = _broadcast(views["alibi_slopes"].astype(np.float64), (a.batch, a.nheads))
+        arrays["alibi_slopes"] = _broadcast(views["alibi_slopes"].astype(np.float64), (a.batch, a.nheads))
     if a.bias is not None:
         # Kernels need unit stride on the last axis: only that axis is written out, the others stay broadcast.
         bias = views["bias"] if a.bias.ndim else views["bias"][None]
         if bias.shape[-1] != a.seqlen_k or bias.strides[-1] != bias.itemsize:
             bias = np.ascontiguousarray(np.broadcast_to(bias, (*bias.shape[:-1], a.seqlen_k)))
-        given["bias"] = _broadcast(bias, (a.batch, a.nheads, a.seqlen_q, a.seqlen_k))
+        arrays["bias"] = _broadcast(bias, (a.batch, a.nheads, a.seqlen_q, a.seqlen_k))
     if a.visible is not None:
         blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
-        given["visible"] = _broadcast(views["block_mask.visible"], (a.batch, a.nheads, *blocks))
+        arrays["visible"] = _broadcast(views["block_mask.visible"], (a.batch, a.nheads, *blocks))
     if a.dropped:
-        given["dropout_seed"] = seed_on_host(views["seed"])
-    return given
+        arrays["dropout_seed"] = seed_on_host(views["seed"])
+    return arrays
 
 
 def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
-    """NumPy's function takes 2 us also where it only adds axes."""
+    """Broadcast ``x``. NumPy's function takes 2 us even where it only adds axes."""
     x = x[(None,) * (len(shape) - x.ndim)]
     return x if x.shape == shape else np.broadcast_to(x, shape)

@@ -1,4 +1,4 @@
-"""How each backend merges two results of attention: axes of the rows, threads per row, launches."""
+"""Launch of the kernels that merge two results of attention: axes of the rows, threads per row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 __all__ = ["variants"]
 
 _NAMES = ("out1", "lse1", "out2", "lse2", "out", "lse")
-_BLOCK, _TWIN_BLOCK, _TWIN_LANES = 256, 128, 16  # threads: of a block; lanes: of a row
+_BLOCK, _TWIN_BLOCK, _TWIN_LANES = 256, 128, 16  # threads of a block; lanes of a row
 _LSE = {"float32": "f32", "float64": "f64"}
 
 # MergeShape of merge.cu
@@ -70,7 +70,7 @@ def _arrays(spec: Spec) -> dict[str, Tensor]:
 
 
 def _by_rows(x: Any, name: str, layout: str) -> Any:
-    """A view (outer, middle, inner, cols), or of lse (outer, middle, inner), in the order of out's axes."""
+    """View (outer, middle, inner, cols), for lse (outer, middle, inner), in the order of out's axes."""
     if layout == "thd":
         x = x[None]
     return x.swapaxes(1, 2) if name.startswith("lse") and layout != "bhsd" else x

@@ -16,9 +16,9 @@ __all__ = ["Attention", "as_bshd", "sequence_table"]
 
 @dataclass(frozen=True)
 class Attention(Scores):
-    """One call of an attention function, forward or backward: what decides its scores, and its arrays.
+    """One call of an attention function, forward or backward: score options and arrays.
 
-    q, k, v and out are views of shape (batch, seqlen, nheads, head_dim) whatever the layout of the caller; of
+    q, k, v and out are views of shape (batch, seqlen, nheads, head_dim) whatever the layout of the caller;
     sequences that lie end to end ("thd") the batch axis has length 1. lse is (batch, nheads, seqlen_q).
     """
 
@@ -48,7 +48,9 @@ class Attention(Scores):
         options = dict(spec.options)
         layout = options["layout"]
         k, v = ("k", "v") if spec.get("k_cache") is None else ("k_cache", "v_cache")
-        out = "dout" if spec.get("out") is None else "out"  # alike: a backward with delta does not read out
+        out = (
+            "dout" if spec.get("out") is None else "out"
+        )  # same shape: a backward pass with delta does not read out
         q_, k_, v_, out_ = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, out))
         lse = spec.get("lse")
         cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]
@@ -88,7 +90,7 @@ class Attention(Scores):
 
     @property
     def codes(self) -> str:
-        """The dtype of quantized pages, or nothing."""
+        """Dtype of quantized pages, or an empty string."""
         return "" if self.k_scale is None else self.k.dtype.name
 
     @property
@@ -108,14 +110,14 @@ class Attention(Scores):
 
     @property
     def known_lengths(self) -> bool:
-        """Whether shapes alone say how long each sequence is."""
+        """Whether the shapes alone determine the length of each sequence."""
         return not self.cu_seqlens and self.seqused_k is None
 
     def window(self, unlimited: int) -> tuple[int, int]:
         """Keys visible to the left and to the right of the bottom-right diagonal; ``unlimited``: all.
 
-        Where the lengths are known, ``ahead`` is counted in, so that a side may be negative; it is unlimited where
-        it hides nothing, and no longer than it takes to hide everything.
+        Where the lengths are known, ``ahead`` is included, so that a side may be negative. A side is unlimited where
+        it hides nothing, and at most as long as needed to hide everything.
         """
         left, right = (unlimited if side < 0 else min(side, unlimited) for side in self.window_size)
         if self.causal:
@@ -133,7 +135,7 @@ class Attention(Scores):
         return left, right
 
     def raw_positions_unsupported(self, unlimited: int) -> str | None:
-        """Why the CUDA C++ kernels do not take these lengths and positions; None when they do."""
+        """Reason why the CUDA C++ kernels cannot take these lengths and positions; None when they can."""
         seqlen = max(self.seqlen_q, self.seqlen_k)
         if seqlen >= unlimited:
             return f"sequences of {seqlen}: at most {unlimited - 1} tokens"
@@ -167,7 +169,7 @@ def as_bshd(x: Any, layout: str) -> Any:
 
 
 def sequence_table(a: Attention) -> np.ndarray[Any, Any]:
-    """int64 (batch, 4): q start, q length, k start, k length of each sequence, where shapes say them."""
+    """int64 (batch, 4): q start, q length, k start, k length of each sequence, where the shapes determine them."""
     table = np.zeros((a.batch, 4), np.int64)
     table[:, 1], table[:, 3] = a.seqlen_q, a.seqlen_k
     return table

@@ -1,9 +1,9 @@
-"""The options that decide attention's scores, as all lowerings see them: :class:`Scores`.
+"""Options of attention's scores, shared by all lowerings: :class:`Scores`.
 
     s = softmax_scale * q.k,   then softcap * tanh(s / softcap),   + ALiBi + bias,   masks (-inf)
     weights = softmax(s),   then dropout
 
-A new option is a field here, and in :class:`Features` if kernels are compiled with or without it. The kernels' own
+A new option is a field here, and in :class:`Features` if kernels are compiled with or without it. The kernels'
 parts are ``scores.cuh``, ``numba_cuda/forward.py`` and ``cpu/tile.py``.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["CUDA_SCORES", "LOG2E", "PLAIN", "Features", "Scores", "score_options
 
 LOG2E = math.log2(math.e)
 _STEPS = 1 << 16  # of dropout_p: a weight has 16 random bits
-_SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the scale, and -inf times 0 is NaN
+_SMALLEST = 2.0**-126  # scale: a masked score is -inf times the scale, and -inf times 0 is NaN
 
 # AttentionScores of scores.cuh
 CUDA_SCORES = np.dtype(
@@ -44,7 +44,7 @@ CUDA_SCORES = np.dtype(
 
 @dataclass(frozen=True)
 class Features:
-    """Which options a kernel for GPUs is compiled with. One that is False costs nothing."""
+    """Options that a GPU kernel is compiled with. An option that is False costs nothing."""
 
     softcap: bool = False
     sinks: bool = False
@@ -65,7 +65,7 @@ class Features:
         return [field.name for field in fields(self) if getattr(self, field.name)]
 
     def macros(self, dtype: str) -> dict[str, str | int]:
-        """Of the CUDA C++ kernels. ``dtype``: that of q."""
+        """Macros of the CUDA C++ kernels. ``dtype``: the dtype of q."""
         return {
             "BIAS": "kNone" if not self.bias else "kSame" if self.bias == dtype else "kFloat",
             "SOFTCAP": int(self.softcap),
@@ -107,7 +107,7 @@ class Scores:
     """None with dropout: an integer of every call."""
 
     def features(self, *, sinks: bool = True) -> Features:
-        """``sinks``: False for a kernel that leaves them to the one that combines its parts."""
+        """Features of the kernel. ``sinks``: False if the kernel that combines the parts adds them."""
         return Features(
             softcap=self.softcap > 0,
             sinks=sinks and self.sinks is not None,
@@ -119,21 +119,21 @@ class Scores:
 
     @property
     def dropped(self) -> int:
-        """How many of the 2**16 values of a weight's bits drop it, the lowest. 1 / (1 - p) stays in float16."""
+        """Number of values of a weight's 16 bits that drop it, from 0 on. 1 / (1 - p) stays in float16's range."""
         return min(round(self.dropout_p * _STEPS), _STEPS - 2)
 
     @property
     def dropout_seed(self) -> Tensor | Dynamic | None:
-        """As an argument of kernels for GPUs, an array of one or a number; None without dropout."""
+        """Seed as an argument of GPU kernels: an array with one element, or a number; None without dropout."""
         return seed_argument(self.seed) if self.dropped else None
 
     def with_seed(self, shape: np.ndarray[Any, Any]) -> Any:
-        """A structure of a CUDA C++ kernel as its argument, which has the number that is the seed of each call."""
+        """Structure argument of a CUDA C++ kernel; it includes the seed of each call if that is a number."""
         return Dynamic("seed", shape.dtype, shape[()]) if self.dropped and self.seed is None else shape[()]
 
     @property
     def numbers(self) -> dict[str, float]:
-        """By the names of ``numba_cpu.attention_tile.Call``, and in the order of the Numba kernel's arguments."""
+        """Numbers by the names of ``numba_cpu.attention_tile.Call``, in the order of the Numba kernel's arguments."""
         return {
             "softmax_scale": float(self.softmax_scale),
             "softcap": float(self.softcap),
@@ -144,7 +144,7 @@ class Scores:
         }
 
     def cuda_numbers(self, *, signed: bool = False) -> np.ndarray[Any, Any]:
-        """Of CUDA_SCORES. ``signed``: a negative scale is in the factors, for kernels that do not negate q."""
+        """Fields of CUDA_SCORES. ``signed``: a negative scale is in the factors, for kernels that do not negate q."""
         scale = max(abs(self.softmax_scale), _SMALLEST)
         numbers = np.zeros((), CUDA_SCORES)
         numbers["scale_log2"] = float32(scale * LOG2E)
@@ -166,11 +166,11 @@ class Scores:
 
 def score_options(spec: Spec) -> dict[str, Any]:
     """The fields of :class:`Scores`, by name."""
-    found: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
-    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0, "dropout_p": 0.0}
-    found |= {"ahead": 0, "query0": 0, "key0": 0}
+    values: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
+    values |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0, "dropout_p": 0.0}
+    values |= {"ahead": 0, "query0": 0, "key0": 0}
     options = dict(spec.options)
     if "q_start" in options:
-        found["query0"], found["key0"] = query0, key0 = options["q_start"], options["k_start"]
-        found["ahead"] = query0 - key0 - (options["max_seqlen_k"] - options["max_seqlen_q"])
-    return found | {name: x for name, x in options.items() if name in found}
+        values["query0"], values["key0"] = query0, key0 = options["q_start"], options["k_start"]
+        values["ahead"] = query0 - key0 - (options["max_seqlen_k"] - options["max_seqlen_q"])
+    return values | {name: x for name, x in options.items() if name in values}

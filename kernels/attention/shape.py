@@ -1,4 +1,4 @@
-"""The by-value arguments of the attention kernels, forward and backward, and the shared memory of the former."""
+"""By-value arguments of the attention kernels, forward and backward; shared memory of the forward kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
     "shared_bytes",
 ]
 
-# Of a window's side: further than any sequence is long, and sums with lengths stay in int32.
+# Side of a window: longer than any sequence, and sums with lengths stay in int32.
 UNLIMITED = 1 << 30
 
 _ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
@@ -81,8 +81,8 @@ def shared_bytes(
 ) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V.
 
-    ``one_k``: K has one buffer. ``split``: sums leave in float, as they also do where out is float32.
-    ``quantized``: behind K and V lie their codes, a byte each, and the scales of the keys.
+    ``one_k``: K has one buffer. ``split``: sums are written in float, as they are where out is float32.
+    ``quantized``: K and V are followed by their codes, a byte each, and the scales of the keys.
     """
     q, k, v = (
         itemsize * rows * columns
@@ -93,6 +93,6 @@ def shared_bytes(
     if quantized:
         codes = (k + v) // itemsize + max(4 * block_n, 128)
         tiles = codes + (max(k + v, q) if in_registers else k + v + q)
-    partial = split or warps_n > 1  # sums leave in float, and the warps' with their row statistics
+    partial = split or warps_n > 1  # sums are written in float, those of warps with their row statistics
     out = block_m * head_dim_v * (4 * warps_n if partial else itemsize)
     return max(tiles, out + (8 * warps_n * block_m if partial else 0))

@@ -1,7 +1,7 @@
-"""What ``gpu_ops.autotune`` tries for the tensor-core attention kernel, and which problems share a result.
+"""Candidates of ``gpu_ops.autotune`` for the tensor-core attention kernel, and buckets of problems.
 
 A candidate is a tile, whether the heads of a group are packed, and how the keys are split: not at all, or into as
-many parts as the model chooses, half as many, or twice as many. Its label holds no number of parts, so that it means
+many parts as the model chooses, half as many, or twice as many. Its label omits the number of parts, so that it means
 the same for other lengths.
 """
 
@@ -23,12 +23,12 @@ _WORTH_MEASURING = 2.0  # times the least cost by the model; slower tiles are no
 
 @functools.lru_cache(maxsize=64)  # a search takes some milliseconds, and each measured call asks again
 def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
-    """By label, the model's choice first, then by what the model thinks of them."""
-    found = sorted(configs(problem, device, measured=True), key=lambda pair: pair[0])
-    if problem.num_splits > 1:  # given by the caller
-        most = max(config.num_splits for _, config in found)
-        found = [(cost, config) for cost, config in found if config.num_splits == most]
-    near = [config for cost, config in found if cost <= _WORTH_MEASURING * found[0][0]]
+    """Candidates by label: the model's choice first, then by modelled cost."""
+    ranked = sorted(configs(problem, device, measured=True), key=lambda pair: pair[0])
+    if problem.num_splits > 1:  # set by the caller
+        max_splits = max(config.num_splits for _, config in ranked)
+        ranked = [(cost, config) for cost, config in ranked if config.num_splits == max_splits]
+    near = [config for cost, config in ranked if cost <= _WORTH_MEASURING * ranked[0][0]]
     near = list(dict.fromkeys([select_config(problem, device), *near]))[:_MOST]
     ways = {label(config): config for config in near}
     for config in near:
@@ -41,7 +41,7 @@ def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
 
 
 def bucket(problem: Problem) -> str:
-    """Lengths, and sequences times key heads, rounded up to a power of two; everything else the model knows, exactly.
+    """Key of a problem: lengths and sequences times key heads rounded up to a power of two; other inputs exactly.
 
     What the model does not know, such as sinks or pages, changes the kernel but not the merits of a tile.
     """
@@ -66,7 +66,7 @@ def bucket(problem: Problem) -> str:
 
 
 def label(config: Config) -> str:
-    """Such as ``16 x 64 on 1 x 4 warps, packed, divided``."""
+    """Label such as ``16 x 64 on 1 x 4 warps, packed, divided``."""
     t = config.tile
     words = [f"{t.block_m} x {t.block_n} on {t.warps_m} x {t.warps_n} warps"]
     words += ["one K"] if t.one_k else []
@@ -79,7 +79,7 @@ SPACE = Space("attention", ("attention/forward_sm80", "attention/combine"), buck
 
 
 def _divided(problem: Problem, device: DeviceLimits, like: Config, parts: int) -> Config:
-    """The same tile with the keys in ``parts`` parts, as far as they go round."""
+    """Configuration with the tile of ``like`` and the keys in ``parts`` parts, or in as many as there can be."""
     for _, config in configs(replace(problem, num_splits=max(parts, 2)), device, measured=True):
         if (config.tile, config.pack_gqa) == (like.tile, like.pack_gqa) and config.num_splits > 1:
             return config
