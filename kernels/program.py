@@ -75,7 +75,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that a program needs beside the call's arrays, for its own duration."""
+    """Memory that a program needs in addition to the call's arrays while it runs."""
 
     name: str
     shape: tuple[int, ...]
@@ -193,9 +193,9 @@ class Program:
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
-        """What functions on the CPU allocate themselves; they run one after the other."""
-        found = (step.scratch for step in self.steps if isinstance(step, HostCall))
-        return max((n if isinstance(n, int) else n() for n in found), default=0)
+        """Bytes that CPU functions allocate themselves; the functions run one after the other."""
+        sizes = (step.scratch for step in self.steps if isinstance(step, HostCall))
+        return max((n if isinstance(n, int) else n() for n in sizes), default=0)
 
     def __str__(self) -> str:
         lines = [str(step) for step in self.steps if not isinstance(step, Memset)]
@@ -207,7 +207,7 @@ ALIGNMENT = 256  # of workspaces: what cudaMalloc gives, more than any kernel as
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may depend on of the device that runs it."""
+    """Properties of the device that a program may depend on."""
 
     arch: str = ""
     sms: int = 0
@@ -215,7 +215,7 @@ class Limits:
     card: str = ""
     """The name the driver reports; empty where nothing can be measured, as on the emulator."""
     preset: str = ""
-    """The row of ``gpu_ops.presets`` that stands for the device."""
+    """The row of ``gpu_ops.presets`` for the device."""
 
 
 class Builder:
@@ -270,7 +270,7 @@ class Builder:
         shared: int = 0,
     ) -> None:
         """A kernel launch; a grid without blocks launches nothing."""
-        if any(n > most for n, most in zip(grid, MAX_GRID, strict=False)):
+        if any(n > limit for n, limit in zip(grid, MAX_GRID, strict=False)):
             blocks = " x ".join(map(str, grid))
             raise LaunchTooLarge(
                 f"{kernel.label} would take {blocks} blocks, more than a GPU launches at once"

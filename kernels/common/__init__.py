@@ -1,1 +1,1 @@
-"""What the rooms share: arguments of launches, tuned tiles, headers and helpers of each backend."""
+"""Code shared by the rooms: arguments of launches, tuned tiles, headers and helpers of each backend."""

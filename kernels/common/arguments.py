@@ -1,4 +1,4 @@
-"""What lowering functions ask of arrays before they pick vector accesses, and what they hand to kernels."""
+"""Properties of arrays that decide vector accesses, and forms in which arrays are passed to kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "strides_of",
 ]
 
-# For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
+# For macros of the CUDA C++ kernels: the types of dtype.cuh (without float64) and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 CODES = {"int8": "s8", "uint8": "e4m3"}  # of quantized pages, after codes_of: the types of codes.cuh
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "relu2": "kRelu2"}
@@ -48,7 +48,7 @@ _BLOCK = 128  # threads of a block that has several rows
 
 
 def codes_of(pages: Tensor) -> Tensor:
-    """Pages of float8_e4m3fn as its bits, uint8, which kernels take; others as they are."""
+    """Pages of float8_e4m3fn as uint8 bits, which kernels take; other pages unchanged."""
     return pages.view(np.uint8) if pages.dtype.name == "float8_e4m3fn" else pages
 
 
@@ -62,29 +62,29 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def alignment(arrays: Sequence[Any], rows: int) -> int:
-    """Bytes, at most 16, that divide the address of every one of so many rows."""
+    """Bytes, at most 16, that divide the address of each of ``rows`` rows."""
     strides = [a.strides[0] for a in arrays] if rows > 1 else []
     return math.gcd(16, *map(address, arrays), *strides)
 
 
 def heads_alignment(arrays: Iterable[Any]) -> int:
     """Bytes, at most 16, that divide the address of every head of (batch, seqlen, heads, head_dim) arrays."""
-    found = 16
+    divisor = 16
     for x in arrays:
         if 0 not in x.shape:
             strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
-            found = math.gcd(found, address(x), *strides)
-    return found
+            divisor = math.gcd(divisor, address(x), *strides)
+    return divisor
 
 
 def strides_of(array: Any) -> tuple[int, ...]:
-    """In elements; 0 where an axis has one entry."""
+    """Strides in elements; 0 where an axis has one entry."""
     pairs = zip(array.shape, array.strides, strict=True)
     return tuple(stride // array.dtype.itemsize if n > 1 else 0 for n, stride in pairs)
 
 
 def four_axes(x: Tensor) -> Tensor:
-    """With axes of length 1 in front, such as of batch and heads."""
+    """``x`` with axes of length 1 in front, such as batch and heads."""
     return x[(None,) * (4 - x.ndim)]
 
 
@@ -94,7 +94,7 @@ def row_stride(array: Any) -> np.int64:
 
 
 def power_of_two(n: int) -> int:
-    """The least that is not below ``n``, and 1 for 0."""
+    """Least power of two that is not below ``n``; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -124,12 +124,12 @@ def as_line(x: Any) -> Any:
 
 
 def side_by_side(arrays: Sequence[Any]) -> bool:
-    """Whether nothing lies between the rows of these (rows, cols) arrays, so that they are one long row."""
+    """Whether the rows of these (rows, cols) arrays are contiguous, so that they form one long row."""
     return all(a.shape[0] == 1 or a.strides[0] == a.shape[1] * a.dtype.itemsize for a in arrays)
 
 
 def seed_argument(seed: Tensor | None) -> Tensor | Dynamic:
-    """A seed as kernels for GPUs take it: an array of one, or the number of each call."""
+    """Seed as GPU kernels take it: an array of one element, or the number of each call."""
     return Dynamic("seed", np.dtype(np.uint64)) if seed is None else seed.reshape(1).view(np.uint64)
 
 
@@ -139,11 +139,11 @@ def seed_on_host(seed: Any) -> Any:
 
 
 def float32(value: float) -> np.float32:
-    """Rounded; the largest float32 for what lies beyond."""
+    """``value`` rounded to float32; larger values become the largest float32."""
     largest = float(np.finfo(np.float32).max)
     return np.float32(min(max(value, -largest), largest))
 
 
 def epsilon(eps: float) -> np.float32:
-    """Rounded, but at least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros."""
+    """``eps`` rounded, but at least the smallest float32: with 1 / sqrt(0) a row of zeros would be NaN."""
     return float32(max(eps, 2.0**-149))

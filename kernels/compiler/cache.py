@@ -62,7 +62,7 @@ _warned: set[object] = set()
 
 @dataclass(frozen=True)
 class Entry:
-    """What is kept of one kernel: ``fields`` are what JSON holds, ``parts`` are bytes."""
+    """Stored data of one kernel: ``fields`` are values that JSON can hold, ``parts`` are bytes."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, bytes] = field(default_factory=dict)
@@ -129,10 +129,10 @@ def _check_folders(top: Path, parts: tuple[str, ...], *, make: bool = False) -> 
         if make:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder))
-        _check_owner(folder, found)
+        _check_owner(folder, status)
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
@@ -184,10 +184,10 @@ def _opened(path: Path) -> Iterator[Any]:
         os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
     with os.fdopen(os.open(path, flags), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        _check_owner(path, found)
+        _check_owner(path, status)
         yield file
 
 
@@ -273,7 +273,7 @@ def _unpack(content: bytes, key: str) -> Entry:
     at = _HEADER + int.from_bytes(content[start:_HEADER], "little")
     try:
         header = json.loads(content[_HEADER:at])
-        found, fields, sizes = str(header["key"]), dict(header["fields"]), dict(header["parts"])
+        actual, fields, sizes = str(header["key"]), dict(header["fields"]), dict(header["parts"])
         parts = {}
         for name, size in sizes.items():
             parts[name] = content[at : at + size]
@@ -282,8 +282,8 @@ def _unpack(content: bytes, key: str) -> Entry:
         raise ValueError(f"its header is wrong: {error!r}") from error
     if at != len(content):
         raise ValueError("its header does not fit its size")
-    if found != key:
-        raise ValueError(f"it is the entry {found}")
+    if actual != key:
+        raise ValueError(f"it is the entry {actual}")
     return Entry(fields, parts)
 
 

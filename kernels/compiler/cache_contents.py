@@ -35,7 +35,7 @@ def contents() -> list[File]:
 def clear(files: Iterable[File]) -> tuple[int, int]:
     """Remove files, and folders that are empty then: how many, and their bytes. What is gone already is not counted.
 
-    Safe beside processes that use the cache: they read whole files, and make folders that they miss.
+    Safe while other processes use the cache: they read whole files, and make folders that are missing.
     """
     count = nbytes = 0
     for file in files:
@@ -58,8 +58,8 @@ def _cpu_files(folder: Path) -> Iterator[File]:
         old = build.name.partition("-")[0] != cpu_sources()
         for path, size in _scan(build, stat.S_ISREG).items():
             if path.suffix == ".nbc":
-                kind = "emulator" if path.name.startswith("emulator-") else "CPU kernels"
-                yield File(path, kind, size, old)
+                category = "emulator" if path.name.startswith("emulator-") else "CPU kernels"
+                yield File(path, category, size, old)
             elif path.name.startswith("."):
                 yield File(path, "left over", size, True)
 

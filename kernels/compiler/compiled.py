@@ -81,8 +81,8 @@ def dump(unit: Compiled, name: str, arch: str) -> None:
         if folder.is_symlink():
             raise OSError(errno.ELOOP, "it is a link, name the folder itself", target)
         folder.mkdir(parents=True, exist_ok=True)
-        for kind, content in files.items():
-            write_whole(folder / f"{file_name(name)}.{arch}.{kind}", content)
+        for suffix, content in files.items():
+            write_whole(folder / f"{file_name(name)}.{arch}.{suffix}", content)
     except OSError as error:
         warn_once(("dump", target), f"gpu_ops: GPU_OPS_DUMP={target}: cannot write there: {error}")
 

@@ -97,10 +97,10 @@ def _sections(image: bytes) -> list[_Section]:
     headers = [struct.unpack_from("<IIQQQQIIQQ", image, table + i * entry_size) for i in range(count)]
     names = headers[names_index][4]
     sections = []
-    for name, kind, flags, _, offset, size, link, *_ in headers:
+    for name, section_type, flags, _, offset, size, link, *_ in headers:
         text = image[names + name : image.index(b"\0", names + name)].decode()
-        data = b"" if kind == 8 else image[offset : offset + size]  # 8: NOBITS, such as shared memory
-        sections.append(_Section(text, kind, flags, size, data, link))
+        data = b"" if section_type == 8 else image[offset : offset + size]  # 8: NOBITS, such as shared memory
+        sections.append(_Section(text, section_type, flags, size, data, link))
     return sections
 
 
@@ -108,9 +108,9 @@ def _records(data: bytes) -> Iterator[tuple[int, int, bytes]]:
     """(attribute, value, payload) of an ``.nv.info`` section."""
     at = 0
     while at + 4 <= len(data):
-        kind, attribute, value = struct.unpack_from("<BBH", data, at)
+        format, attribute, value = struct.unpack_from("<BBH", data, at)
         at += 4
-        payload = data[at : at + value] if kind == _SIZED else b""
+        payload = data[at : at + value] if format == _SIZED else b""
         at += len(payload)
         yield attribute, value, payload
 
@@ -119,11 +119,11 @@ def _symbols(sections: list[_Section]) -> list[str]:
     """Names by symbol index."""
     table = next(s for s in sections if s.kind == 2)  # SYMTAB
     strings = sections[table.link].data
-    found = []
+    names = []
     for at in range(0, len(table.data), 24):
         (name,) = struct.unpack_from("<I", table.data, at)
-        found.append(strings[name : strings.index(b"\0", name)].decode())
-    return found
+        names.append(strings[name : strings.index(b"\0", name)].decode())
+    return names
 
 
 def _named(sections: list[_Section], name: str) -> _Section | None:
@@ -193,12 +193,12 @@ def resources(image: bytes, kernel: str, log: str = "") -> Resources:
 
 
 def _spills(log: str, kernel: str) -> int | None:
-    found = re.search(
+    match = re.search(
         rf"Function properties for {re.escape(kernel)}\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads",
         log,
         re.DOTALL,
     )
-    return int(found.group(1)) + int(found.group(2)) if found else None
+    return int(match.group(1)) + int(match.group(2)) if match else None
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -1,4 +1,4 @@
-"""What of a GPU decides how its kernels cut a problem. Pure Python, needs no GPU."""
+"""Properties of a GPU that decide the partition of a problem. Pure Python, needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESERVED = 1024  # bytes of shared memory per block that the driver keeps, from 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What differs between cards."""
+    """Limits that differ between cards."""
 
     sms: int
     smem_per_block_optin: int

@@ -165,8 +165,8 @@ def all_variants(arch: str) -> Iterator[Variant]:
 
 def _once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
     """Call ``build()`` for the first caller of a key; other threads wait for it. Failures are not cached."""
-    found = _memory.get(key)
-    return _build_once(key, build) if found is None else found
+    kernel = _memory.get(key)
+    return _build_once(key, build) if kernel is None else kernel
 
 
 @uninterrupted  # an interrupt would leave half of what Numba fills in as it compiles
@@ -174,10 +174,10 @@ def _build_once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compi
     with _locks_lock:
         lock = _locks[key]
     with lock:
-        found = _memory.get(key)
-        if found is None:
-            found = _memory[key] = build()
-        return found
+        kernel = _memory.get(key)
+        if kernel is None:
+            kernel = _memory[key] = build()
+        return kernel
 
 
 def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
@@ -268,10 +268,10 @@ def _read_tree(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise KernelCompileError(f"cannot read the kernel source {path} and its headers: {error}") from error
     for line, name in enumerate(files[str(path)].splitlines(), 1):
-        found = re.match(r'\s*#\s*include\s*"([^"]+)"', name)
-        if found and not any(Path(file).name == found.group(1) for file in files):
+        match = re.match(r'\s*#\s*include\s*"([^"]+)"', name)
+        if match and not any(Path(file).name == match.group(1) for file in files):
             raise KernelCompileError(
-                f"{path}:{line}: {found.group(1)!r} is no header of {path.parent} or {CUDA_FOLDER}: kernels include "
+                f"{path}:{line}: {match.group(1)!r} is no header of {path.parent} or {CUDA_FOLDER}: kernels include "
                 "from there only, since the cache's key covers nothing else"
             )
     return files

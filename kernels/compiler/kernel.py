@@ -126,9 +126,9 @@ def _words(macros: dict[str, str]) -> list[str]:
         elif not value.isdigit():
             words += [] if value in _NOTHING else [value.removeprefix("k").lower()]
         elif key.startswith(("BLOCK_", "WARPS_")):
-            kind = key.partition("_")[0].lower()
-            sizes.setdefault(kind, []).append(value)
+            prefix = key.partition("_")[0].lower()
+            sizes.setdefault(prefix, []).append(value)
         elif int(value) > 1:
             numbers.append(f"{key.lower()}{value}")
-    blocks, warps = ("x".join(sizes.get(kind, [])) for kind in ("block", "warps"))
+    blocks, warps = ("x".join(sizes.get(prefix, [])) for prefix in ("block", "warps"))
     return words + [blocks] * bool(blocks) + [f"warps{warps}"] * bool(warps) + numbers

@@ -83,16 +83,16 @@ class CudaLauncher:
 
     def _check_resident(self, blocks: int, threads: int, shared: int) -> None:
         """CuPy would launch fewer blocks, with a warning, and those would wait for the others for ever."""
-        most = self._resident.get((threads, shared))
-        if most is None:
+        cap = self._resident.get((threads, shared))
+        if cap is None:
             cuda = _cupy().cuda
-            one = cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            per_sm = cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                 self._kernel.kernel.ptr, threads, shared
             )
-            most = self._resident[threads, shared] = one * cuda.Device().attributes["MultiProcessorCount"]
-        if blocks > most:
+            cap = self._resident[threads, shared] = per_sm * cuda.Device().attributes["MultiProcessorCount"]
+        if blocks > cap:
             raise DeviceError(
-                f"{self._entry}: its {blocks} blocks wait for each other, and this device runs {most} of them at the "
+                f"{self._entry}: its {blocks} blocks wait for each other, and this device runs {cap} of them at the "
                 "same time; pass backend='numba', whose kernels do not wait"
             )
 
@@ -139,7 +139,7 @@ class NumbaLauncher:
         self._dispatcher = self._cuda.jit(signature, lineinfo=True)(function)
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
-        """As they are."""
+        """Arguments, unchanged."""
         return list(args)
 
     def __call__(

@@ -36,7 +36,7 @@ def _import() -> None:
         _check_threads()
         import numba.core.ir
         import numba.core.registry  # the targets too
-        import numba.np.arrayobj  # what kernels import beside it
+        import numba.np.arrayobj  # kernels import it too
         import numpy.ma  # noqa: F401  # what the first call of a kernel imports
 
         if why := numba_disabled():
@@ -77,12 +77,12 @@ def name_files_without_a_folder(location: Any) -> None:
 
 def _check_threads() -> None:
     """Numba takes no notice of a word, and of 0 only in a message that does not name the variable."""
-    given = os.environ.get("NUMBA_NUM_THREADS", "1")
+    value = os.environ.get("NUMBA_NUM_THREADS", "1")
     try:
-        count = int(given)
+        count = int(value)
     except ValueError:
         count = 0
     if count < 1:
         raise OptionError(
-            f"NUMBA_NUM_THREADS={given!r} is not a number of threads; expected 1 or more, or unset it"
+            f"NUMBA_NUM_THREADS={value!r} is not a number of threads; expected 1 or more, or unset it"
         )

@@ -89,8 +89,8 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
 def numba_key(function: Callable[..., None], signature: str) -> str:
     """Hash of everything that shapes the PTX: all modules of this backend, what the function uses, versions."""
     digest = hashlib.sha256()
-    own = Path(function.__code__.co_filename)
-    files = [*python_sources(NUMBA_FOLDER), *([own] if own.is_file() else [])]
+    module = Path(function.__code__.co_filename)
+    files = [*python_sources(NUMBA_FOLDER), *([module] if module.is_file() else [])]
     for path in files:
         digest.update(f"{path}\0".encode() + path.read_bytes())
     for part in _parts(function, set()):

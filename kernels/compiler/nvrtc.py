@@ -52,7 +52,7 @@ def version() -> tuple[int, int]:
 
 
 def build_key() -> str:
-    """What shapes the output besides the source and its options."""
+    """Key of the compiler: everything that decides the output in addition to the source and its options."""
     headers = toolkit.headers(version()[0])
     return repr((version(), headers and toolkit.header_version(headers), OPTIONS))
 

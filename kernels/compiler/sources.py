@@ -25,7 +25,7 @@ CUDA_FOLDER, NUMBA_FOLDER, CPU_FOLDER = (KERNELS / "common" / name for name in (
 
 
 def cuda_headers(source: Path) -> list[Path]:
-    """Headers that a .cu file may include: those of its own folder and of ``common/cuda``."""
+    """Headers that a .cu file may include: those in the same folder and in ``common/cuda``."""
     folders = dict.fromkeys((source.parent, CUDA_FOLDER))
     return [
         path for folder in folders for path in sorted(folder.glob("[!.]*.cuh"))

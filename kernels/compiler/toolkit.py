@@ -21,7 +21,7 @@ _WHEEL_FOLDERS = ("cu13", "cuda_runtime", "cuda_nvcc")
 
 
 def install_hint() -> str:
-    """What to do where a compiler is missing."""
+    """Advice for a missing compiler."""
     return f"install the compilers: {install_command('emulator')}"
 
 
@@ -51,10 +51,10 @@ def headers(major: int) -> Path | None:
 def header_version(folder: Path) -> int:
     """``CUDA_VERSION`` of a folder of toolkit headers, such as 12090; 0 if unknown."""
     try:
-        found = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", (folder / "cuda.h").read_text(errors="replace"))
+        match = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", (folder / "cuda.h").read_text(errors="replace"))
     except OSError:
         return 0
-    return int(found.group(1)) if found else 0
+    return int(match.group(1)) if match else 0
 
 
 @cache
@@ -63,8 +63,8 @@ def tool(name: str) -> Path | None:
     for root in _roots():
         if (path := root / "bin" / name).is_file():
             return path
-    found = shutil.which(name)
-    return Path(found) if found else None
+    executable = shutil.which(name)
+    return Path(executable) if executable else None
 
 
 def assemble(ptx: str, arch: str) -> tuple[bytes, str]:

@@ -48,7 +48,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _in_a_thread(call: Callable[[], T]) -> T:
-    found: list[T] = []
+    results: list[T] = []
     errors: list[BaseException] = []
     ended = threading.Lock()
     ended.acquire()
@@ -56,7 +56,7 @@ def _in_a_thread(call: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            found.append(context.run(_section, call))
+            results.append(context.run(_section, call))
         except BaseException as error:  # raised again in the caller
             errors.append(error)
         finally:
@@ -71,7 +71,7 @@ def _in_a_thread(call: Callable[[], T]) -> T:
         pass
     if errors:
         raise errors.pop()
-    return found[0]
+    return results[0]
 
 
 def _section(call: Callable[[], T]) -> T:

@@ -131,7 +131,7 @@ def _adding(total: Tensor | None) -> Epilogue:
 
 
 def aligned(arrays: Iterable[Tensor], to: int = _ALIGNMENT) -> bool:
-    """Whether addresses, row strides and lengths of rows are all multiples of so many bytes."""
+    """Whether addresses, row strides and lengths of rows are all multiples of ``to`` bytes."""
     return all(
         math.gcd(to, x.address, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else to) == to
         for x in arrays

@@ -29,7 +29,7 @@ FEW = 16  # rows of x that gemv.cu takes: two tiles of mma's 8 columns
 # BLOCK_K in bytes: four steps of a tensor core between two barriers; two where three stages of four would not fit
 _ROW_BYTES = (128, 64)
 _MIN_STAGES, _MAX_STAGES = 3, 4  # two would wait for memory
-_MAX_ACCUMULATORS = {2: 128, 4: 64}  # per thread, by itemsize: floats are held split in two beside them
+_MAX_ACCUMULATORS = {2: 128, 4: 64}  # per thread, by itemsize:  floats are also held split in two
 _OTHER_REGISTERS = 80
 # Bytes that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
@@ -73,7 +73,7 @@ _TILES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What of a call decides. ``k`` is of all pairs whose products are summed up."""
+    """Properties of a call that decide its tile. ``k`` includes all pairs whose products are summed."""
 
     itemsize: int
     m: int
@@ -118,9 +118,9 @@ class FewConfig:
 @functools.lru_cache(maxsize=4096)
 def select_config(problem: Problem, device: DeviceLimits) -> Config:
     """The cheapest tile by the model above; of those within 2 %, which it cannot tell apart, the first."""
-    found = list(_configs(problem, device))
-    least = min(cost for cost, _ in found)
-    return next(config for cost, config in found if cost <= 1.02 * least)
+    ranked = list(_configs(problem, device))
+    least = min(cost for cost, _ in ranked)
+    return next(config for cost, config in ranked if cost <= 1.02 * least)
 
 
 def legal_tiles(
@@ -210,6 +210,6 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     # vectors under way per lane; floats are split in two besides
     unroll = (8 if itemsize == 2 else 4) // groups
     blocks = -(-n // rows)
-    turn = _FEW_WARPS * unroll * _VECTORS_BYTES // itemsize
-    splits = 1 if gated else max(1, min(4 * device.sms // blocks, -(-k // turn), _MAX_SPLITS))
+    elements = _FEW_WARPS * unroll * _VECTORS_BYTES // itemsize
+    splits = 1 if gated else max(1, min(4 * device.sms // blocks, -(-k // elements), _MAX_SPLITS))
     return FewConfig(rows, 8 if m <= 8 else 16, unroll, splits, blocks)

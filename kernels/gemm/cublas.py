@@ -73,7 +73,7 @@ def takes(on: Builder, g: Gemm) -> bool:
 
 
 def run(on: Builder, g: Gemm) -> None:
-    """The same results as ``gemm_sm80.cu``; sums are float32. A ``total`` is added to in place."""
+    """Compute the results of ``gemm_sm80.cu`` with float32 sums. A ``total`` is added to in place."""
     a, b, out, total = g.a, g.b, g.out, g.total
     on.note(f"cuBLAS multiplies {_LIBRARY[on.limits.preset][g.dtype.name]}")
     if g.epilogue in ("kGate", "kGateKeep"):

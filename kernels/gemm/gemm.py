@@ -170,8 +170,8 @@ _FEW_PRODUCTS = 64
 
 def _filled(arrays: Iterable[Tensor | None]) -> tuple[Tensor | np.uint64, ...]:
     """Three pointers; null where there is no array."""
-    found = (*(_NULL if x is None else x for x in arrays), _NULL, _NULL)
-    return found[:3]
+    pointers = (*(_NULL if x is None else x for x in arrays), _NULL, _NULL)
+    return pointers[:3]
 
 
 def _tiles_kernel(g: Gemm, config: Config, out: str) -> CudaKernel:
@@ -212,7 +212,7 @@ def _few_kernel(g: Gemm, config: FewConfig, out: str) -> CudaKernel:
 
 
 def _strides(arrays: Iterable[Tensor | None]) -> tuple[int, int]:
-    """Of two arrays, or of one twice."""
+    """Strides of two arrays, or of one twice."""
     found = [0 if array is None else stride(array) for array in arrays]
     return found[0], found[min(1, len(found) - 1)]
 

@@ -168,7 +168,7 @@ def launch_raw(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, 
 
 
 def launch_numba(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
-    """The same by the Numba twin."""
+    """Launch the Numba twin."""
     rows, cols = arrays[0].shape
     if rows * cols == 0:
         return

@@ -1,6 +1,6 @@
 """How each backend runs cross-entropy: the loss of rows, their sum, and the gradient.
 
-The factor of the gradient and the sum of class weights take a launch of their own before the gradient's, the mean one
+The factor of the gradient and the sum of class weights take a launch before the gradient's; the mean takes one
 after the losses: no value is read on the host.
 """
 
@@ -116,7 +116,7 @@ def options_cpu(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
 
 
 def factor_cpu(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
-    """What the sum over rows is multiplied by."""
+    """Factor of the sum over rows."""
     if spec["reduction"] != "mean":
         return 1.0
     count = views.get("denominator", spec["denominator"])
@@ -141,7 +141,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Total:
-    """What ``cross_entropy_total`` divides: arrays, or stand-ins for them; numbers, and the kinds of what counts."""
+    """Operands that ``cross_entropy_total`` divides: arrays or stand-ins, numbers, and the kinds that count."""
 
     above: Tensor
     below: Tensor
@@ -152,13 +152,13 @@ class Total:
 
     @classmethod
     def of(cls, spec: Spec, above: Tensor, above_kind: int, above_value: float = 0.0) -> Total:
-        array, value, kind = spec.get("denominator"), 1.0, KINDS[""]
+        array, value, below_kind = spec.get("denominator"), 1.0, KINDS[""]
         if array is not None:
-            kind = KINDS[array.dtype.name]
+            below_kind = KINDS[array.dtype.name]
         elif spec["reduction"] == "mean":
-            given = spec["denominator"]
-            value, kind = (0.0, _COUNT) if given is None else (given, kind)
-        return cls(above, above if array is None else array, above_value, value, above_kind, kind)
+            denominator = spec["denominator"]
+            value, below_kind = (0.0, _COUNT) if denominator is None else (denominator, below_kind)
+        return cls(above, above if array is None else array, above_value, value, above_kind, below_kind)
 
     @classmethod
     def of_losses(cls, spec: Spec, losses: Tensor) -> Total:
@@ -182,17 +182,17 @@ class Kernels:
 
 
 def factors(spec: Spec, on: Builder, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """What the gradients of rows are multiplied by: dloss of each row, or the first of the second array for all.
+    """Factors of the gradients of rows: dloss of each row, or the first entry of the second array for all rows.
 
-    That array, where a launch has to find it: this factor, and the sum of the class weights.
+    The second array, if a launch has to compute it: this factor, and the sum of the class weights.
     """
     dloss, weighted = spec.get("dloss"), spec.get("class_weight") is not None
     each = spec["reduction"] == "none" and dloss is not None
     needed = not each or (weighted and spec["label_smoothing"])
-    found = on.empty((2 if needed else 0,), _like_loss(spec).dtype, "factors")
+    result = on.empty((2 if needed else 0,), _like_loss(spec).dtype, "factors")
     if needed:
-        kernels.total(spec, on, Total.of_gradient(spec, found), found)
-    return found if dloss is None or not each else dloss.ravel(), found
+        kernels.total(spec, on, Total.of_gradient(spec, result), result)
+    return result if dloss is None or not each else dloss.ravel(), result
 
 
 def _forward(spec: Spec, on: Builder, kernels: Kernels) -> None:
@@ -297,9 +297,9 @@ for _backend, _kernels in (("raw", RAW), ("numba", NUMBA)):
 
 
 def _raw_options(spec: Spec) -> Any:
-    wide, weighted = spec.tensor("targets").itemsize == 8, spec.get("class_weight") is not None
+    int64_targets, weighted = spec.tensor("targets").itemsize == 8, spec.get("class_weight") is not None
     numbers = map(float32, (*_shares(spec), spec["z_loss"], spec["softcap"]))
-    return np.array((spec["ignore_index"], wide, weighted, *numbers), _OPTIONS)[()]
+    return np.array((spec["ignore_index"], int64_targets, weighted, *numbers), _OPTIONS)[()]
 
 
 def _numba_options(spec: Spec) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ def _numba_options(spec: Spec) -> tuple[Any, ...]:
 
 
 def _shares(spec: Spec) -> tuple[float, float]:
-    """Of the target's class, and of every class."""
+    """Label-smoothing shares of the target's class and of every class."""
     smoothing = spec["label_smoothing"]
     return 1.0 - smoothing, smoothing / max(spec["vocab"], 1)
 

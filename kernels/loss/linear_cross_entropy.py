@@ -25,7 +25,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 
 __all__ = ["chunks"]
 
-# Of logits: on the CPU what its last cache holds, on a GPU what its memory has to spare beside a model.
+# Logits: on the CPU as much as its last cache holds, on a GPU a size that fits in addition to a model.
 _CPU_BYTES, _GPU_BYTES = 16 << 20, 128 << 20
 # Rows: below the least the products, which read the weight once per chunk, wait for memory; 1024 rows fill a GPU.
 _CPU_ROWS, _GPU_ROWS = (64, 1024), (1024, 1 << 31)
@@ -68,15 +68,15 @@ def _cpu(spec: Spec, on: Builder) -> None:
     parts, options_of = list(chunks(spec, _CPU_BYTES, *_CPU_ROWS)), losses.options_cpu(spec)
     reduction = spec["reduction"]
     longest = max((c.stop - c.start for c in parts), default=0)
-    wide, grads, added = spec.tensor("loss").dtype, spec.get("dx") is not None, spec["added"]
+    sum_dtype, grads, added = spec.tensor("loss").dtype, spec.get("dx") is not None, spec["added"]
     has_logits = _has_logits(spec, on)
 
     def run(views: Mapping[str, Any]) -> None:
         x, targets = as_rows(views["x"]), as_line(views["targets"]).astype(np.int64, copy=False)
-        loss = as_line(views["loss"]) if reduction == "none" else np.empty(len(x), wide)
-        lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), wide)
+        loss = as_line(views["loss"]) if reduction == "none" else np.empty(len(x), sum_dtype)
+        lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
-        logits = aligned_empty((longest, spec["vocab"]), wide)
+        logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
         of = Chunks(views["weight"], views.get("bias"), logits, options_of(views))
         dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
         for c in parts:
@@ -92,7 +92,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
         if reduction != "none":
             views["loss"][...] = np.sum(loss, dtype=np.float64) * factor
 
-    kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": wide, "grads": grads}
+    kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": sum_dtype, "grads": grads}
     scratch = scratch_bytes(longest, *spec.tensor("weight").shape, **kinds)
     on.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
 
@@ -131,13 +131,13 @@ def _gpu(spec: Spec, on: Builder, by: _Backend) -> None:
 
 def _launch_chunks(spec: Spec, on: Builder, by: _Backend, rows: Rows, parts: list[slice]) -> None:
     weight, bias, dx, dbias = (spec.get(name) for name in ("weight", "bias", "dx", "dbias"))
-    x, wide, added = rows.logits, rows.loss.dtype, spec["added"]
+    x, sum_dtype, added = rows.logits, rows.loss.dtype, spec["added"]
     assert weight is not None
-    given = row = None if bias is None else bias[None]
-    if given is not None and given.dtype != wide:  # the sum of one row
-        row = on.empty(given.shape, wide, "wide bias")
-        by.sum_rows(on, given, row, False)
-    logits = on.empty((max(c.stop - c.start for c in parts), len(weight)), wide, "logits")
+    bias_row = row = None if bias is None else bias[None]
+    if bias_row is not None and bias_row.dtype != sum_dtype:  # the sum of one row
+        row = on.empty(bias_row.shape, sum_dtype, "wide bias")
+        by.sum_rows(on, bias_row, row, False)
+    logits = on.empty((max(c.stop - c.start for c in parts), len(weight)), sum_dtype, "logits")
     dloss, shared = losses.factors(spec, on, by.losses) if dx is not None else (rows.loss, rows.loss)
     for c in parts:
         loss, z = rows.loss[c], logits[: c.stop - c.start]

@@ -117,9 +117,9 @@ def select_forward(
         threads = {2: 576, 3: 384}[blocks]
         return RowConfig(vec, access, 0, -(-n_vecs // threads), threads, 1, 0, cols, grid, shared)
 
-    most = _team_room(smem_per_block_optin) // (_TEAM_THREADS * slot)  # vectors per thread
-    teams, team, block_vecs = _teams(rows, n_vecs, most * _TEAM_THREADS, sms)
-    shared_vecs = min(most, -(-block_vecs // _TEAM_THREADS))
+    max_vecs = _team_room(smem_per_block_optin) // (_TEAM_THREADS * slot)  # vectors per thread
+    teams, team, block_vecs = _teams(rows, n_vecs, max_vecs * _TEAM_THREADS, sms)
+    shared_vecs = min(max_vecs, -(-block_vecs // _TEAM_THREADS))
     return RowConfig(
         *(vec, access, 0, shared_vecs, _TEAM_THREADS, 1, team, block_vecs * vec, teams * team),
         shared_bytes=min(block_vecs, shared_vecs * _TEAM_THREADS) * slot,
@@ -129,7 +129,7 @@ def select_forward(
 def select_backward(
     rows: int, cols: int, itemsize: int, *, sums: int, alignment: int, sms: int, smem_per_block_optin: int
 ) -> BackwardConfig:
-    """As ``select_forward``. ``sums``: 1, of dweight, or 2, of dbias too."""
+    """Configuration of the backward kernel. ``sums``: 1 (dweight) or 2 (dbias too)."""
     vec, access, n_vecs = _vectors(cols, itemsize, alignment)
     for limit, threads_per_row, vecs in _BACKWARD[sums]:
         if n_vecs > limit:
@@ -150,9 +150,9 @@ def select_backward(
 
     vecs = _TEAM_SINGLES if vec == 1 else _TEAM_VECS
     column = 4 * vec * sums  # bytes
-    most = min(vecs * _TEAM_THREADS, _team_room(smem_per_block_optin) // column // _WARP * _WARP)
-    teams, team, block_vecs = _teams(rows, n_vecs, most, sms)
-    if block_vecs > most:
+    max_vecs = min(vecs * _TEAM_THREADS, _team_room(smem_per_block_optin) // column // _WARP * _WARP)
+    teams, team, block_vecs = _teams(rows, n_vecs, max_vecs, sms)
+    if block_vecs > max_vecs:
         vecs = 0
     shared = column * block_vecs if vecs else 0
     parts = _parts(rows, teams, _MAX_ROUNDINGS - 1)
@@ -164,7 +164,7 @@ def select_backward(
 def _teams(rows: int, n_vecs: int, most: int, sms: int) -> tuple[int, int, int]:
     """How many teams, of how many blocks, of how many vectors of a row.
 
-    As few blocks per row as can keep it, ``most`` vectors each, or so many more that all SMs have work. A row that
+    As few blocks per row as can keep it, ``most`` vectors each, or more so that all SMs have work. A row that
     is longer than the card can hold has all blocks.
     """
     resident = sms * _TEAM_BLOCKS
@@ -179,7 +179,7 @@ def _team_room(smem_per_block_optin: int) -> int:
 
 
 def _parts(tiles: int, at_a_time: int, longest: int) -> int:
-    """Parts of the rows: whole waves, of so many that none has more than ``longest`` tiles."""
+    """Number of parts of the rows: whole waves, enough that no part has more than ``longest`` tiles."""
     return min(tiles, -(-tiles // (longest * at_a_time)) * at_a_time)
 
 

@@ -2,7 +2,7 @@
 
 Arrays are (rows, cols) with unit stride on the last axis; weight and bias (cols,), mean and rstd (rows,) are
 contiguous. The CUDA C++ kernels are ``cuda/norm*.cu``, their readable twins ``numba_cuda/norm.py``; the two ops
-call ``rmsnorm.py`` and ``layernorm.py`` beside this.
+call ``rmsnorm.py`` and ``layernorm.py``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def forward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
 
 
 def forward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
-    """The same by the Numba twin, a block per row."""
+    """Launch the Numba twin of the forward pass, a block per row."""
     a = _Forward.of(spec)
     rows = a.x.shape[0]
     if rows == 0:
@@ -143,7 +143,7 @@ def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
 
 
 def backward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
-    """The same by the Numba twins."""
+    """Launch the Numba twins of the backward pass."""
     if without_rows(spec, on):
         return
     a = _Backward.of(spec)
@@ -270,7 +270,7 @@ def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
 
 
 def _limits(on: Builder, vectors: tuple[Tensor, ...], matrices: tuple[Tensor, ...]) -> dict[str, int]:
-    """What a choice depends on beside the shape."""
+    """Values that a choice depends on in addition to the shape."""
     rows = matrices[0].shape[0]
     return {
         "alignment": math.gcd(alignment(vectors, 1), alignment(matrices, rows)),

@@ -1,4 +1,4 @@
-"""How each backend runs RMSNorm with int8 codes: how rows lie on threads, and the launch.
+"""Launch of RMSNorm with int8 codes on each backend, and the assignment of rows to threads.
 
 Arrays are (rows, cols) with unit stride on the last axis; weight (cols,), scale and rowsum (rows,) are contiguous.
 The CUDA C++ kernel is ``rmsnorm_quant.cu``, its readable twin ``numba_cuda/rmsnorm_quant.py``.
@@ -23,7 +23,7 @@ __all__ = ["QuantConfig", "select_config", "variants"]
 _WARP = 32
 _MAX_GRID = 2**31 - 1
 
-# Rows of whole 16-byte vectors, up to so many of them | threads per row, None: as many warps as it takes | rows per
+# Limit of a row in 16-byte vectors | threads per row, None: as many warps as it takes | rows per
 # block | vectors per thread, kept as floats in registers; 0: rows are read again.
 _PLANS: tuple[tuple[float, int | None, int, int], ...] = (
     (64, _WARP, 4, 2),  # 512 columns of 16 bits: a warp per row, no barrier
@@ -116,7 +116,7 @@ def forward_raw(spec: Spec, on: Builder) -> None:
 
 @lowers("rmsnorm_quant_int8", "numba")
 def forward_numba(spec: Spec, on: Builder) -> None:
-    """The same by the Numba twin, a block per row."""
+    """Launch the Numba twin, a block per row."""
     arrays, has_residual = _arrays(spec)
     x = arrays[0]
     if len(x) == 0:

@@ -39,11 +39,11 @@ def turns(inv_freq: bytes) -> npt.NDArray[np.uint64]:
 
     A position times this, modulo 2^64, is the angle without its whole turns, off by ``position * 2^-65`` turns.
     """
-    found = []
+    values = []
     for numerator, denominator in map(float.as_integer_ratio, np.frombuffer(inv_freq).tolist()):
         scaled, unit = numerator * _TURNS_PER_RADIAN, denominator << (_BITS - 64)
-        found.append((scaled + unit // 2) // unit % 2**64)
-    result = np.array(found, np.uint64)
+        values.append((scaled + unit // 2) // unit % 2**64)
+    result = np.array(values, np.uint64)
     result.flags.writeable = False  # it is shared
     return result
 

@@ -114,9 +114,9 @@ def raw_cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, *, inter
         return f"{dtype} has Numba kernels only"
     itemsize = 4 if dtype == "float32" else 2
     vec, units, _ = _units(head_dim, rotary_dim, itemsize, interleaved)
-    most = _WARP if vec * itemsize == 16 else 2 * _WARP
-    if units > most:
-        return f"head_dim {head_dim} is {units} units of {dtype} for the threads of a warp, and {most} fit"
+    limit = _WARP if vec * itemsize == 16 else 2 * _WARP
+    if units > limit:
+        return f"head_dim {head_dim} is {units} units of {dtype} for the threads of a warp, and {limit} fit"
     return None if tokens < 2**31 else f"{tokens} tokens; its limit is 2**31 - 1"
 
 
@@ -167,7 +167,7 @@ class _Operands:
 
     @property
     def in_order(self) -> tuple[Tensor | None, ...]:
-        """As all kernels take them."""
+        """Tensors in the order that all kernels take."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property

@@ -90,7 +90,7 @@ def _numba(spec: Spec, on: Builder) -> None:
 
 
 def _arrays(spec: Spec) -> tuple[Tensor, ...]:
-    """What is read and what is written, as rows."""
+    """Inputs and outputs as rows."""
     arrays = tuple(rows_of(spec, name) for name in _names(spec))
     return tuple(a.reshape(1, a.size) for a in arrays) if arguments.side_by_side(arrays) else arrays
 

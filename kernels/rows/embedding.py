@@ -157,7 +157,7 @@ def _wide(spec: Spec) -> np.int32:
 
 
 def _threads(cols: int, each: int) -> int:
-    """Whole warps for a row of so many columns, ``each`` per thread."""
+    """Threads (whole warps) for a row of ``cols`` columns, ``each`` per thread."""
     return min(32 * -(-cols // (32 * each)), _BLOCK)
 
 

@@ -30,8 +30,8 @@ _MASK_AXES = np.dtype(
 def forward_cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import softmax
 
-    shape, given, parts = spec.tensor("x").shape, spec.get("mask"), _parts(spec)
-    mask_cols = given.shape[-1] if given is not None and given.ndim else 1
+    shape, mask_tensor, parts = spec.tensor("x").shape, spec.get("mask"), _parts(spec)
+    mask_cols = mask_tensor.shape[-1] if mask_tensor is not None and mask_tensor.ndim else 1
     mask = parts[0][1] if len(parts) == 1 else None
     axes = (
         (1, 1, math.prod(shape[:-1])) if mask is None else mask.shape[:3]
@@ -78,10 +78,16 @@ def forward_numba(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import softmax as twins
 
     for x, mask, y in _parts(spec):
-        kind = "" if mask is None else mask.dtype.name
-        seen = x.reshape(1, 1, *x.shape) if mask is None else mask.view(np.uint8) if kind == "bool" else mask
+        mask_dtype = "" if mask is None else mask.dtype.name
+        seen = (
+            x.reshape(1, 1, *x.shape)
+            if mask is None
+            else mask.view(np.uint8)
+            if mask_dtype == "bool"
+            else mask
+        )
         args = (x, seen, y, np.float64(spec["scale"]))
-        on.launch(twins.forward(x.dtype.name, kind), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
+        on.launch(twins.forward(x.dtype.name, mask_dtype), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 @lowers("softmax_backward", "numba")
@@ -94,7 +100,7 @@ def backward_numba(spec: Spec, on: Builder) -> None:
 
 
 def _parts(spec: Spec) -> list[Part]:
-    """What is launched: one part, unless the mask needs more than three axes beside that of the columns."""
+    """Parts to launch: one, unless the mask needs more than three axes in addition to the columns."""
     x = spec.tensor("x")
     return _split((rows_of(spec, "x"), spec.get("mask"), rows_of(spec, "y")), x.shape[:-1]) if x.size else []
 
@@ -104,15 +110,15 @@ def _split(part: Part, leading: tuple[int, ...]) -> list[Part]:
     x, mask, y = part
     if mask is None:
         return [part]
-    wide = mask.broadcast_to((*leading, mask.shape[-1] if mask.ndim else 1))
+    mask_view = mask.broadcast_to((*leading, mask.shape[-1] if mask.ndim else 1))
     for i, j in itertools.combinations_with_replacement(range(len(leading) + 1), 2):
         axes = map(math.prod, (leading[:i], leading[i:j], leading[j:]))
         try:
-            return [(x, wide.reshape(*axes, wide.shape[-1]), y)]
+            return [(x, mask_view.reshape(*axes, mask_view.shape[-1]), y)]
         except ValueError:  # these axes do not merge
             continue
     rows = itertools.pairwise(range(0, len(x) + 1, len(x) // leading[0]))
-    parts = [_split((x[a:b], wide[i], y[a:b]), leading[1:]) for i, (a, b) in enumerate(rows)]
+    parts = [_split((x[a:b], mask_view[i], y[a:b]), leading[1:]) for i, (a, b) in enumerate(rows)]
     return list(itertools.chain.from_iterable(parts))
 
 

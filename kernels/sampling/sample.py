@@ -44,7 +44,7 @@ EXP2 = {
 
 
 def _bits(vocab: int) -> int:
-    """Of the weight of the most likely token, so that those of a row add up to less than 2**63."""
+    """Bits of the weight of the most likely token, so that the weights of a row sum to less than 2**63."""
     return 63 - vocab.bit_length()
 
 
@@ -53,8 +53,8 @@ def _cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.sampling.cpu import sample
 
     rows, vocab = rows_of(spec, "logits").shape
-    kind = "float64" if spec.tensor("logits").dtype == np.float64 else "float32"
-    exp2 = np.array(EXP2[kind], kind)
+    number = "float64" if spec.tensor("logits").dtype == np.float64 else "float32"
+    exp2 = np.array(EXP2[number], number)
     names = ("bias", "counts")
 
     def run(views: Mapping[str, Any]) -> None:
@@ -62,10 +62,14 @@ def _cpu(spec: Spec, on: Builder) -> None:
         if not len(tokens):
             return
         options = [np.asarray(views[name]).astype(dtype, copy=False) for name, dtype in OPTIONS.items()]
-        given = [None if views.get(name) is None else as_rows(np.atleast_2d(views[name])) for name in names]
+        by_token = [
+            None if views.get(name) is None else as_rows(np.atleast_2d(views[name])) for name in names
+        ]
         logprob = as_line(views["logprob"]) if "logprob" in views else None
-        own = spec.get("seed") is not None
-        sample.sample(as_rows(views["logits"]), given, tokens, logprob, options, exp2, _bits(vocab), own)
+        row_seeds = spec.get("seed") is not None
+        sample.sample(
+            as_rows(views["logits"]), by_token, tokens, logprob, options, exp2, _bits(vocab), row_seeds
+        )
 
     on.call(run, sample.config(rows, vocab))
 
@@ -96,18 +100,18 @@ def _numba(spec: Spec, on: Builder) -> None:
     x, tokens, logprob = rows_of(spec, "logits"), spec.tensor("tokens"), spec.get("logprob")
     if not tokens.size:
         return
-    kind = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    nothing = tokens.ravel()[:0]  # stands in for what is not given
+    number = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+    stand_in = tokens.ravel()[:0]  # stands in for what is not given
     bias, counts = _by_token(spec, "bias"), _by_token(spec, "counts")
-    stand_ins = nothing.view(kind).reshape(1, 0), nothing.reshape(1, 0)
+    stand_ins = stand_in.view(number).reshape(1, 0), stand_in.reshape(1, 0)
     by_token = (s if a is None else a for a, s in zip((bias, counts), stand_ins, strict=True))
     arrays, values = [], []
     for (array, value), dtype in zip(_options(spec), OPTIONS.values(), strict=True):
-        arrays.append(nothing.view(dtype) if array is None else array)
+        arrays.append(stand_in.view(dtype) if array is None else array)
         values.append(value)
-    results = tokens.ravel(), nothing.view(kind) if logprob is None else logprob.ravel()
+    results = tokens.ravel(), stand_in.view(number) if logprob is None else logprob.ravel()
     args = (x, *by_token, *results, *arrays, *values, np.int32(_bits(x.shape[1])))
-    on.launch(twins.kernel(x.dtype.name, EXP2[kind.name]), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
+    on.launch(twins.kernel(x.dtype.name, EXP2[number.name]), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 def _by_token(spec: Spec, name: str) -> Tensor | None:
@@ -119,7 +123,7 @@ def _by_token(spec: Spec, name: str) -> Tensor | None:
 
 
 def _options(spec: Spec) -> Iterator[tuple[Tensor | None, Any]]:
-    """Each an array, or None; and the number of each call, which no kernel reads beside an array."""
+    """Options: each an array or None, and the number of each call, which no kernel reads if there is an array."""
     for name, dtype in OPTIONS.items():
         array = spec.get(name)
         if array is None:

@@ -106,7 +106,7 @@ class GemmConfig:
         return 32 * self.warps_n * self.warps_m * self.warps_k
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Of activations of ``itemsize`` bytes: the stages, gaps included, or the result that leaves through them."""
+        """Shared memory with activations of ``itemsize`` bytes: stages with gaps, or the result that uses them."""
         weights = self.units * self.block_n * 16 + 128
         activations = self.units * (self.block_m * UNIT * itemsize + 64)
         return max(self.stages * (weights + activations), self.block_m * (self.block_n + 4) * 4)
@@ -215,7 +215,7 @@ class BackwardTile:
         return 64 // itemsize
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Of the stages: gradients, codes and scales with their gaps."""
+        """Shared memory of the stages: gradients, codes and scales with their gaps."""
         block_n = self.block_n(itemsize)
         weights = self.warps_k * block_n * 16 + 128
         scales = block_n * 4 + (128 // self.warps_k - block_n * 4) % 128

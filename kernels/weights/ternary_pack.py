@@ -33,7 +33,7 @@ class Lines:
     columns: int  # of a unit
     packed_bytes: int  # of an access to packed
     rows: int = 1  # of a line
-    pad_units: int = 1  # lines are whole multiples of so many units
+    pad_units: int = 1  # lines are padded to multiples of this number of units
 
 
 LINES = {
@@ -204,13 +204,13 @@ def _tiles(t: _Task, on: Builder, most: int) -> None:
         ]
     parts = [part for part in parts if part[3]]
     warps = _TILE_THREADS // 32
-    chunks = [n // step * (wide // across) for _, _, _, wide, _, across, _ in parts]
+    chunks = [n // step * (width // across) for _, _, _, width, _, across, _ in parts]
     grids = [min(-(-count // (warps * part[-1])), most) for count, part in zip(chunks, parts, strict=True)]
     flags = on.empty((sum(grids),), np.int32, "flags")
-    for i, (what, of, first, wide, tile_columns, _, _) in enumerate(parts):
+    for i, (what, of, first, width, tile_columns, _, _) in enumerate(parts):
         mine = flags[sum(grids[:i]) : sum(grids[: i + 1])]
         arrays = (trits, of, mine) if t.which == "pack" else (of, trits, mine)
-        grid, across = (grids[i], 1, 1), wide // tile_columns
+        grid, across = (grids[i], 1, 1), width // tile_columns
         if t.twins:
             sizes = (first, rows, tile_columns, step, across)
             _twin(on, "ternary_pack_tiles", t.which, what, grid, (*arrays, *map(np.int64, sizes)))

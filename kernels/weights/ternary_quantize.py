@@ -132,7 +132,7 @@ def _select(
 
 
 def neighbours(size: int, percentile: float) -> tuple[int, float]:
-    """The rank below a percentile of so many numbers, and the share of the way to the next: as NumPy's ``linear``."""
+    """Rank below a percentile of ``size`` numbers, and the fraction of the way to the next, as NumPy's ``linear``."""
     at = (size - 1) * (percentile / 100)
     rank = min(int(at), size - 1)
     return rank, at - rank

@@ -34,7 +34,7 @@ from gpu_ops.reference.precision import Array, Precision, Steps, steps
 __all__ = ["attention_backward", "attention_varlen_backward"]
 
 _ULPS = 16  # an lse that differs from ours by less is ours, rounded
-_COARSE = 2.0**40  # |lse| from which no dtype holds the sum of a row beside its largest score
+_COARSE = 2.0**40  # |lse| from which no dtype holds the sum of a row next to its largest score
 
 
 @takes(DenseOptions)
@@ -72,18 +72,18 @@ def attention_backward(
 
     Queries that see no key have zero gradients and contribute none.
     """
-    given = DenseOptions(**options)
+    parsed = DenseOptions(**options)
     s = steps(precision, q.dtype)
     statistics = None if precision == "naive" or lse is None else (out, lse, delta)
-    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, statistics, given, s, layout)
+    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, statistics, parsed, s, layout)
     dq, dk, dv = (s.store(x) for x in (dq, dk, dv))
     if not return_extra:
         return dq, dk, dv
     extra = {}
-    if given.bias is not None:
-        dbias = _sum_to_shape(dscores, given.bias.shape)
-        extra["bias"] = dbias if precision == "float64" else dbias.astype(given.bias.dtype)
-    if given.sinks is not None:
+    if parsed.bias is not None:
+        dbias = _sum_to_shape(dscores, parsed.bias.shape)
+        extra["bias"] = dbias if precision == "float64" else dbias.astype(parsed.bias.dtype)
+    if parsed.sinks is not None:
         extra["sinks"] = s.store(dsinks, np.float32)
     return dq, dk, dv, extra
 
@@ -113,24 +113,24 @@ def attention_varlen_backward(
     dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
     extra : ``{"sinks": dsinks}`` if sinks are given, only with ``return_extra``
     """
-    given = WeightOptions(**options)
+    parsed = WeightOptions(**options)
     s = steps(precision, q.dtype)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dsinks = np.zeros(q.shape[1])
     for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        one = [x[None] for x in (dout[rows], q[rows], k[keys], v[keys])]
+        arrays = [x[None] for x in (dout[rows], q[rows], k[keys], v[keys])]
         statistics: Any = None
         if precision != "naive" and lse is not None:
             given_out = None if out is None else out[None, rows]
             statistics = given_out, lse[None, :, rows], None if delta is None else delta[None, :, rows]
-        one_options = given.of_sequence(b)
-        grads = _backward(one[0], one[1], one[2], one[3], statistics, one_options, s, sequence=b)
+        one_options = parsed.of_sequence(b)
+        grads = _backward(arrays[0], arrays[1], arrays[2], arrays[3], statistics, one_options, s, sequence=b)
         dq[rows], dk[keys], dv[keys] = grads[0][0], grads[1][0], grads[2][0]
         dsinks += grads[4]
     result = (s.store(dq), s.store(dk), s.store(dv))
     if not return_extra:
         return result
-    return *result, {} if given.sinks is None else {"sinks": s.store(dsinks, np.float32)}
+    return *result, {} if parsed.sinks is None else {"sinks": s.store(dsinks, np.float32)}
 
 
 def _backward(
@@ -157,12 +157,12 @@ def _backward(
         out = s.step(matmul_visible(s.step(rows.probs * rows.kept), v, rows.visible, s))
         delta = None
         if statistics is not None:
-            given, lse, delta = statistics
+            out_or_none, lse, delta = statistics
             factor = _weight(rows.lse, lse)
             probs = np.where(rows.visible, rows.probs * factor[..., None], 0.0)
             rows = replace(rows, probs=probs, sink_probs=rows.sink_probs * factor)
-            if given is not None:
-                out = np.where(factor[..., None] == 1.0, out, to_bhsd(s.load(given), layout))
+            if out_or_none is not None:
+                out = np.where(factor[..., None] == 1.0, out, to_bhsd(s.load(out_or_none), layout))
         delta = s.step((dout * out).sum(axis=-1)) if delta is None else s.load(delta)
         weights = s.step(rows.probs * rows.kept)
         dprobs = s.step(s.step(s.matmul(dout, v.swapaxes(-1, -2))) * rows.kept)
@@ -181,7 +181,7 @@ def _backward(
 
 
 def _weight(own: Array, lse: Array) -> Array:
-    """What probabilities relative to ``own`` weigh relative to ``lse``: 1 where the two differ by rounding alone."""
+    """Factor from weights relative to ``own`` to weights relative to ``lse``; 1 where they differ by rounding."""
     near = np.abs(own - lse) <= _ULPS * np.finfo(lse.dtype).eps * (1 + np.abs(lse))
     return np.asarray(np.exp(np.where(near | (own == lse) | (np.abs(lse) >= _COARSE), 0.0, own - lse)))
 

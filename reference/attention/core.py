@@ -94,11 +94,11 @@ def takes(options: type[Options]) -> Callable[[F], F]:
     """Decorate a function of ``**options``: its signature lists the fields of ``options``."""
 
     def decorate(function: F) -> F:
-        own = inspect.signature(function)
+        signature = inspect.signature(function)
         fields = inspect.signature(options).parameters.values()
         listed = [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
-        parameters = [*list(own.parameters.values())[:-1], *listed]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        parameters = [*list(signature.parameters.values())[:-1], *listed]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
     return decorate

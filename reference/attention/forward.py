@@ -75,9 +75,9 @@ def attention(
     >>> attention(q, k, v, causal=True).ravel()  # the first query sees one key, the second both
     array([2., 3.], dtype=float32)
     """
-    given = DenseOptions(**options)
+    parsed = DenseOptions(**options)
     s = steps(precision, q.dtype)
-    out, lse = _forward(q, k, v, given, s, layout)
+    out, lse = _forward(q, k, v, parsed, s, layout)
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
@@ -124,7 +124,7 @@ def attention_varlen(
     out : (total_q, nheads, head_dim_v)
     lse : (nheads, total_q), only with ``return_lse``
     """
-    given = WeightOptions(**options)
+    parsed = WeightOptions(**options)
     s = steps(precision, q.dtype)
     out = np.zeros((*q.shape[:2], v.shape[-1]))
     lse = np.full(q.shape[1::-1], -np.inf)
@@ -138,8 +138,8 @@ def attention_varlen(
             )
         else:
             k_b, v_b = (x[keys][:seqlen] for x in (k, v))
-        one = _forward(q[None, rows], k_b[None], v_b[None], given.of_sequence(b), s, sequence=b)
-        out[rows], lse[:, rows] = one[0][0], one[1][0]
+        result = _forward(q[None, rows], k_b[None], v_b[None], parsed.of_sequence(b), s, sequence=b)
+        out[rows], lse[:, rows] = result[0][0], result[1][0]
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
@@ -179,7 +179,7 @@ def attention_decode(
     out : (batch, seqlen_q, nheads, head_dim_v)
     lse : (batch, nheads, seqlen_q), only with ``return_lse``
     """
-    given = Options(**options)
+    parsed = Options(**options)
     s = steps(precision, q.dtype)
     batch, seqlen_q, nheads, _ = q.shape
     out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[3]))
@@ -189,8 +189,8 @@ def attention_decode(
             _used(cache, b, int(seqused_k[b]), block_table, scale)
             for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
-        one = _forward(q[b, None], k[None], v[None], given.of_sequence(b), s)
-        out[b], lse[b] = one[0][0], one[1][0]
+        result = _forward(q[b, None], k[None], v[None], parsed.of_sequence(b), s)
+        out[b], lse[b] = result[0][0], result[1][0]
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 

@@ -16,7 +16,7 @@ __all__ = ["BlockMaskLike", "alibi_bias", "distance", "expand_block_mask", "visi
 
 
 class BlockMaskLike(Protocol):
-    """What a block mask must provide (``gpu_ops.BlockMask`` does)."""
+    """Attributes that a block mask must provide (``gpu_ops.BlockMask`` does)."""
 
     @property
     def visible(self) -> Any: ...

@@ -65,9 +65,9 @@ def linear_backward(
     tokens = math.prod(x.shape[:-1])
     x2, dy2 = p.load(x).reshape(tokens, x.shape[-1]), p.load(dy).reshape(tokens, dy.shape[-1])
     dx = p.store(p.matmul(dy2, p.load(weight)).reshape(x.shape))
-    found = [(p.matmul(dy2.T, x2), dweight)]
+    totals = [(p.matmul(dy2.T, x2), dweight)]
     if has_bias:
-        found.append((p.matmul(np.ones((1, tokens)), dy2)[0], dbias))
-    sums = [p.store(total if given is None else p.load(given) + total, np.float32) for total, given in found]
+        totals.append((p.matmul(np.ones((1, tokens)), dy2)[0], dbias))
+    sums = [p.store(total if start is None else p.load(start) + total, np.float32) for total, start in totals]
     results = [dx] * (only != "weights") + sums * (only != "dx")
     return results[0] if len(results) == 1 else tuple(results)

@@ -205,4 +205,4 @@ def swiglu_mlp_backward(
         (p.matmul(dup.T, x2), dw_up),
         (p.matmul(dy2.T, p.step(act * up)), dw_down),
     )
-    return dx, *(p.store(w if given is None else p.load(given) + w, np.float32) for w, given in sums)
+    return dx, *(p.store(w if start is None else p.load(start) + w, np.float32) for w, start in sums)

@@ -57,8 +57,8 @@ def cross_entropy(
     rows = np.where(kept, loss, 0.0)
     if reduction != "none":
         rows = p.step(np.sum(rows) * _factor(reduction, denominator, w_y))
-    found = p.store(rows, np.float32)
-    return (found, p.store(np.where(kept, lse[..., 0], -np.inf), np.float32)) if return_lse else found
+    losses = p.store(rows, np.float32)
+    return (losses, p.store(np.where(kept, lse[..., 0], -np.inf), np.float32)) if return_lse else losses
 
 
 def cross_entropy_backward(
@@ -87,12 +87,13 @@ def cross_entropy_backward(
     with np.errstate(invalid="ignore"):  # inf - inf, 0 / 0
         _, weights, row_sum = _exponentials(p, u)
         share = p.step(weights / row_sum)
-        own, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
+        on_target, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
         du = p.step(
-            share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w
+            share * p.step(on_target + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None])
+            - others * w
         )
         hit = np.arange(len(w)) == np.where(kept, targets, -1)[..., None]
-        dlogits = p.step(p.step(du - own * hit) * slope)
+        dlogits = p.step(p.step(du - on_target * hit) * slope)
         factor = np.broadcast_to(p.load(dloss) * _factor(reduction, denominator, w_y), targets.shape)
         return p.store(np.where(kept[..., None], dlogits * factor[..., None], 0.0))
 
@@ -100,7 +101,7 @@ def cross_entropy_backward(
 def _weights(
     p: Steps, class_weight: Array | None, vocab: int, targets: Array, kept: Array
 ) -> tuple[Array, Array]:
-    """Of each class, and of the target of each row; 0 in rows that are ignored."""
+    """Weights of each class and of the target of each row; 0 in rows that are ignored."""
     w = np.ones(vocab) if class_weight is None else p.load(class_weight)
     return w, _at(np.broadcast_to(w, (*targets.shape, vocab)), targets, kept)
 
@@ -109,8 +110,8 @@ def _at(x: Array, targets: Array, kept: Array) -> Array:
     """The element of each row that its target names; 0 in rows that are ignored."""
     if not x.size:
         return np.zeros(targets.shape)
-    found = np.take_along_axis(x, np.where(kept, targets, 0)[..., None].astype(np.int64), axis=-1)
-    return np.where(kept, found[..., 0], 0.0)
+    selected = np.take_along_axis(x, np.where(kept, targets, 0)[..., None].astype(np.int64), axis=-1)
+    return np.where(kept, selected[..., 0], 0.0)
 
 
 def _exponentials(p: Steps, u: Array) -> tuple[Array, Array, Array]:
@@ -131,7 +132,7 @@ def _capped(p: Steps, logits: Array, softcap: float) -> tuple[Array, Any]:
 
 
 def _factor(reduction: str, denominator: Any, w_y: Array) -> float:
-    """What the sum over rows is multiplied by."""
+    """Factor of the sum over rows."""
     if reduction != "mean":
         return 1.0
     count = float(np.sum(w_y) if denominator is None else denominator)

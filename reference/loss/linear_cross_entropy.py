@@ -53,12 +53,12 @@ def linear_cross_entropy(
         "precision": between,
     }
     loss, lse = cross_entropy(logits, targets, return_lse=True, **options)
-    found = [p.store(loss, np.float32)]
+    results = [p.store(loss, np.float32)]
     if grads:
         dlogits = cross_entropy_backward(np.asarray(dloss), logits, targets, lse, **options)
         sums: dict[str, Any] = {"has_bias": bias is not None, "dweight": dweight, "dbias": dbias}
         gradients = linear_backward(dlogits, x, weight, **sums, precision=precision)
-        found += gradients[:1] if only else gradients
+        results += gradients[:1] if only else gradients
     if return_lse:
-        found.append(p.store(lse, np.float32))
-    return tuple(found) if len(found) > 1 else found[0]
+        results.append(p.store(lse, np.float32))
+    return tuple(results) if len(results) > 1 else results[0]

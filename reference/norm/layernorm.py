@@ -45,9 +45,9 @@ def layernorm(
     """
     p = steps(precision, x.dtype)
     s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
-    wide = p.load(s)  # normalise the rounded s, which the next layers see
-    mean = p.step(np.mean(wide, axis=-1, keepdims=True))
-    centered = p.step(wide - mean)
+    rounded = p.load(s)  # normalise the rounded s, which the next layers see
+    mean = p.step(np.mean(rounded, axis=-1, keepdims=True))
+    centered = p.step(rounded - mean)
     rstd = reciprocal_rms(centered, eps, p)
     y = p.step(p.step(centered * rstd) * p.load(weight))
     if bias is not None:
@@ -109,5 +109,5 @@ def layernorm_backward(
         (p.step(dy64.reshape(-1, cols).sum(axis=0)), dbias),
     )
     return p.store(dx), *(
-        p.store(total if given is None else p.load(given) + total, np.float32) for total, given in sums
+        p.store(total if start is None else p.load(start) + total, np.float32) for total, start in sums
     )

@@ -60,9 +60,9 @@ def _normalise(
     """y before its last rounding, s as returned, and rstd with its last axis kept."""
     p = steps(precision, x.dtype)
     s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
-    wide = p.load(s)  # normalise the rounded s, which the next layers see
-    rstd = reciprocal_rms(wide, eps, p)
-    n = _narrow(p.step(wide * rstd), x.dtype, casting, precision)
+    rounded = p.load(s)  # normalise the rounded s, which the next layers see
+    rstd = reciprocal_rms(rounded, eps, p)
+    n = _narrow(p.step(rounded * rstd), x.dtype, casting, precision)
     gain = _narrow(p.step(weight_offset + p.load(weight)), x.dtype, casting, precision)
     return p.step(n * gain), s, rstd
 

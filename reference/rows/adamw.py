@@ -39,13 +39,13 @@ def adamw_step(
 
     In "naive" precision each operation is rounded to m's dtype: the bits of the kernels. An 8-bit v holds sqrt(v).
     """
-    given = (params, m, v) if master is None else (params, m, v, master)
+    state = (params, m, v) if master is None else (params, m, v, master)
     if skip is not None and skip != 0:
-        return tuple(x.copy() if isinstance(x, np.ndarray) else (x[0].copy(), x[1].copy()) for x in given)
+        return tuple(x.copy() if isinstance(x, np.ndarray) else (x[0].copy(), x[1].copy()) for x in state)
     if isinstance(m, tuple) or isinstance(v, tuple):
-        wide, root = dequantize(*m), dequantize(*v)
+        moment, root = dequantize(*m), dequantize(*v)
         new, new_m, new_v, *rest = adamw_step(
-            params, grads, wide, root * root, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            params, grads, moment, root * root, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             decay_mask=decay_mask, grad_scale=grad_scale, master=master, rounding=rounding, seed=seed,
             precision=precision,
         )  # fmt: skip
@@ -70,8 +70,8 @@ def adamw_step(
     rounded = new
     if params.dtype != m.dtype and precision != "float64":
         rounded = round_stochastic(new, seed, t) if rounding == "stochastic" else new.astype(params.dtype)
-    found = (rounded, p.store(new_m), p.store(new_v))
-    return found if master is None else (*found, new)
+    result = (rounded, p.store(new_m), p.store(new_v))
+    return result if master is None else (*result, new)
 
 
 def dequantize(codes: Array, scale: Array) -> Array:
@@ -84,18 +84,18 @@ def dequantize(codes: Array, scale: Array) -> Array:
 def quantize(x: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
     """Codes in ``dtype`` and the scale of each tile, its largest magnitude: most sqrt(|x| / scale), to nearest.
 
-    Of squares, so that codes are dense near 0: 1 of 127 stands for 1 / 16129. In uint8 what is not 0 becomes no
+    Codes are square roots, so they are dense near 0: 1 of 127 represents 1 / 16129. In uint8 a nonzero value gets no
     code 0: a step divides by it.
     """
-    most = np.float32(np.iinfo(dtype).max)
+    limit = np.float32(np.iinfo(dtype).max)
     line = np.asarray(x, np.float32).ravel()
     tiles = np.zeros((-(-line.size // TILE), TILE), np.float32)
     tiles.reshape(-1)[: line.size] = line
     scale = np.abs(tiles).max(axis=1, initial=0)
     with np.errstate(all="ignore"):
         part = np.where(scale[:, None] > 0, np.abs(tiles) / scale[:, None], 0)
-        c = np.rint(np.sqrt(part) * most)
-    c = np.where(c <= most, c, most)  # NaN: the scale is, too
+        c = np.rint(np.sqrt(part) * limit)
+    c = np.where(c <= limit, c, limit)  # NaN: the scale is, too
     if dtype == np.uint8:
         c = np.where((c == 0) & (tiles != 0), 1, c)
     codes = np.where(tiles < 0, -c, c).astype(dtype).reshape(-1)[: line.size]
@@ -112,8 +112,8 @@ def round_stochastic(x: Array, seed: int, step: int) -> Array:
     up = (words + random_bits(x.size, seed, step)) >> 16
     special = np.isnan(x.ravel())
     keep = (down & 0x7FFF == 0x7F80) | (up & 0x7FFF == 0x7F80) | special
-    found: Array = np.where(keep, down | special * np.uint32(0x40), up)
-    return np.asarray(found.astype(np.uint16).view(ml_dtypes.bfloat16).reshape(x.shape))
+    selected: Array = np.where(keep, down | special * np.uint32(0x40), up)
+    return np.asarray(selected.astype(np.uint16).view(ml_dtypes.bfloat16).reshape(x.shape))
 
 
 def random_bits(size: int, seed: int, step: int) -> Array:

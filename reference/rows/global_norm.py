@@ -17,12 +17,14 @@ def global_norm(arrays: Array | Sequence[Array], *, precision: Precision = "roun
 
     The largest magnitude is taken out first, so that no square leaves float64's range.
     """
-    given = [arrays] if isinstance(arrays, np.ndarray) else list(arrays)
-    dtype = np.float64 if any(x.dtype == np.float64 for x in given) else np.float32
+    tensors = [arrays] if isinstance(arrays, np.ndarray) else list(arrays)
+    dtype = np.float64 if any(x.dtype == np.float64 for x in tensors) else np.float32
     p = steps(precision, dtype)
-    values = np.abs(np.concatenate([p.load(x).ravel() for x in given] or [np.zeros(0)]))
+    values = np.abs(np.concatenate([p.load(x).ravel() for x in tensors] or [np.zeros(0)]))
     top = np.max(values, initial=0.0)
-    found = not np.isfinite(values).all()
-    norm = top if found or top == 0 else top * math.sqrt(float(p.step(np.sum(p.step((values / top) ** 2)))))
+    overflow = not np.isfinite(values).all()
+    norm = (
+        top if overflow or top == 0 else top * math.sqrt(float(p.step(np.sum(p.step((values / top) ** 2)))))
+    )
     with np.errstate(over="ignore"):
-        return p.store(norm), np.asarray(found, np.float32)
+        return p.store(norm), np.asarray(overflow, np.float32)

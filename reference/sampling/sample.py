@@ -47,29 +47,29 @@ def adjusted_logits(
     presence_penalty: Any,
 ) -> Array:
     """Logits after penalties and bias, in float32 (float64 for float64), without -0."""
-    kind: Any = np.float64 if logits.dtype == np.float64 else np.float32
-    z: Array = logits.astype(kind)
+    dtype: Any = np.float64 if logits.dtype == np.float64 else np.float32
+    z: Array = logits.astype(dtype)
     if counts is not None:
         repetition, frequency, presence = (
-            np.asarray(x, np.float32).astype(kind)[..., None]
+            np.asarray(x, np.float32).astype(dtype)[..., None]
             for x in (repetition_penalty, frequency_penalty, presence_penalty)
         )
         z = np.where(counts == 0, z, np.where(z < 0, z * repetition, z / repetition))
-        z = np.where(counts > 0, z - frequency * counts.astype(kind) - presence, z)
+        z = np.where(counts > 0, z - frequency * counts.astype(dtype) - presence, z)
     if bias is not None:
         z = z + bias
-    return np.asarray(z + kind(0))
+    return np.asarray(z + dtype(0))
 
 
 def token_weights(z: Array, temperature: Any) -> Array:
     """uint64 weights of a row (vocab,), 2**weight_bits(vocab) for its maximum, which is finite."""
-    kind: Any = z.dtype.type
-    scale = np.minimum(kind(math.log2(math.e)) / kind(temperature), np.finfo(kind).max)
-    x = np.maximum((z - z.max()) * scale, kind(_LEAST))
+    dtype: Any = z.dtype.type
+    scale = np.minimum(dtype(math.log2(math.e)) / dtype(temperature), np.finfo(dtype).max)
+    x = np.maximum((z - z.max()) * scale, dtype(_LEAST))
     whole = np.rint(x)
     p = np.zeros_like(x)
     for coefficient in _EXP2[z.dtype.name]:
-        p = p * (x - whole) + kind(coefficient)
+        p = p * (x - whole) + dtype(coefficient)
     exponents = whole.astype(np.int32) + weight_bits(len(z))
     return np.asarray(np.ldexp(p, exponents).astype(np.uint64))
 
@@ -116,7 +116,7 @@ def sample(
 
     ``precision`` is that of the log-probability; tokens have one definition.
     """
-    rows, own = logits.shape[:-1], np.ndim(seed) > 0 or isinstance(seed, np.ndarray)
+    rows, row_seeds = logits.shape[:-1], np.ndim(seed) > 0 or isinstance(seed, np.ndarray)
     with np.errstate(all="ignore"):
         z = adjusted_logits(
             logits, bias, counts, repetition_penalty, frequency_penalty, presence_penalty
@@ -125,9 +125,11 @@ def sample(
             np.broadcast_to(x, rows).reshape(-1) for x in (temperature, top_k, top_p, min_p, seed, step)
         )
         options = zip(z, *as_rows, strict=True)
-        tokens = [_row(row, 0 if own else r, *one) for r, (row, *one) in enumerate(options)]
-    found = np.array(tokens, np.int32).reshape(rows)
-    return (found, _logprob(logits, found, precision)) if return_logprob else found
+        tokens = [
+            _row(row, 0 if row_seeds else r, *row_options) for r, (row, *row_options) in enumerate(options)
+        ]
+    result = np.array(tokens, np.int32).reshape(rows)
+    return (result, _logprob(logits, result, precision)) if return_logprob else result
 
 
 def _row(

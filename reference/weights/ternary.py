@@ -59,11 +59,11 @@ def ternary_quantize(
     scopes = (n * k) // size if size else (n if group_size == -1 else 1)
     groups = st.load(w).reshape(scopes, size)
     magnitude = np.abs(groups)
-    to = np.float64 if precision == "float64" else np.float32
+    dtype = np.float64 if precision == "float64" else np.float32
 
     if method == "absmean":
         mean = st.step(magnitude.mean(axis=1)) if size else np.zeros(scopes)
-        scale = np.maximum(mean, EPS).astype(to)
+        scale = np.maximum(mean, EPS).astype(dtype)
         # Divide by the scale that is returned, so that the pair satisfies its own definition.
         trits = np.clip(np.rint(st.step(groups / scale[:, None].astype(np.float64))), -1, 1)
     else:
@@ -73,7 +73,7 @@ def ternary_quantize(
         kept = magnitude > limit[:, None]
         count = kept.sum(axis=1)
         total = st.step(np.where(kept, magnitude, 0.0).sum(axis=1))
-        scale = np.where(count > 0, total / np.maximum(count, 1), 1.0).astype(to)
+        scale = np.where(count > 0, total / np.maximum(count, 1), 1.0).astype(dtype)
         trits = np.where(kept, np.sign(groups), 0.0)
 
     shape = () if group_size is None else (n,) if group_size == -1 else (n, k // group_size)
@@ -141,9 +141,9 @@ def ternary_matmul(
     group = k // groups if groups > 1 else k
     if activations == "native" and precision == "naive":
         # textbook code: dequantise, then one product, summed in float32 (float64) as any GEMM does
-        wide = np.float64 if x.dtype == np.float64 else np.float32
-        dense: Array = (np.repeat(scales, group, axis=1) * trits).astype(wide)
-        product: Array = st.load(tokens).astype(wide) @ dense.T
+        dtype = np.float64 if x.dtype == np.float64 else np.float32
+        dense: Array = (np.repeat(scales, group, axis=1) * trits).astype(dtype)
+        product: Array = st.load(tokens).astype(dtype) @ dense.T
         return st.store(product.reshape(*x.shape[:-1], n))
     left: Array
     if x_scale is not None:
@@ -189,8 +189,8 @@ def ternary_matmul_backward(
     scales = _by_group(scale, n).astype(np.float64)
     dense = st.step(np.repeat(scales, k // max(scales.shape[1], 1), axis=1) * trits)
     dx, dw = st.matmul(gradient, dense), st.matmul(gradient.T, used)
-    found = {"dx": st.store(dx.reshape(x.shape)), "dw": st.store(dw, np.float32)}
-    return tuple(found.values()) if only is None else found[only]
+    grads = {"dx": st.store(dx.reshape(x.shape)), "dw": st.store(dw, np.float32)}
+    return tuple(grads.values()) if only is None else grads[only]
 
 
 def ternary_product(a: Array, a_scale: Array, w: Array, w_scale: Array) -> Array:

@@ -36,7 +36,7 @@ class TernaryFormat:
     block_scale: int = 0  # weights per embedded fp16 scale; 0 if scales are kept apart
     scale_first: bool = False  # the embedded scale comes first in its block
     steps: int = 0  # a last, narrower tile has a multiple of this many columns; 0: none
-    # for shapes with tiles of their own
+    # for shapes with separate tiles
     tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)
 
     @property

@@ -82,8 +82,8 @@ def _tq1_encode(codes: Array) -> Array:
     blocks = codes.reshape(-1, 256)
     high = np.zeros((len(blocks), 5, 4), np.uint8)
     high[:, :4] = blocks[:, 240:].reshape(-1, 4, 4)
-    wide, narrow = blocks[:, :160].reshape(-1, 5, 32), blocks[:, 160:240].reshape(-1, 5, 16)
-    return np.concatenate([_tq1_fraction(wide), _tq1_fraction(narrow), _tq1_fraction(high)], axis=1)
+    columns, narrow = blocks[:, :160].reshape(-1, 5, 32), blocks[:, 160:240].reshape(-1, 5, 16)
+    return np.concatenate([_tq1_fraction(columns), _tq1_fraction(narrow), _tq1_fraction(high)], axis=1)
 
 
 def _tq1_decode(blocks: Array, strict: bool) -> Array:

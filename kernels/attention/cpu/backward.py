@@ -57,8 +57,8 @@ BLOCK_M, BLOCK_N = 1024, 128  # queries and keys of a tile: 512 queries go over 
 # In tile registers P and dS are to stay in the L2 cache (head_dim 128: 58 ms, with 1024 queries 76).
 BLOCK_M_TILES = 512
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
-# |lse| from which a row takes it in two parts, and from which it is too coarse to be taken at all: see split_lse. By
-# the dtype computed in, and that of lse. A float32 below 2^12 / log2(e) errs less than the scores beside it.
+# |lse| from which a row uses it in two parts, and from which it is too coarse to be used at all: see split_lse. By
+# computing dtype and dtype of lse. A float32 lse below 2^12 / log2(e) has a smaller error than the scores.
 _FLOAT32, _FLOAT64 = 2839.0, 2.0**40
 SPLIT_LSE = {
     ("float32", "float32"): (_FLOAT32, _FLOAT32),
@@ -95,7 +95,7 @@ def config_of(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_s
 
 
 def _widths(q: Array, v: Array, wide: int) -> list[int]:
-    """Of dK and dV of a part: whole vectors."""
+    """Columns of dK and dV of a part: whole vectors."""
     lanes = VECTOR_BYTES // wide
     return [-(-x.shape[3] // lanes) * lanes for x in (q, v)]
 
@@ -206,8 +206,8 @@ def attention_backward(
         )
     )
     results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts, add))
-    size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
-    make_scratch(size, options, operand(q, wide), wide)
+    size, options, zero = arena_size(), by_reference(call), dk_parts.dtype.type(0)
+    make_scratch(size, options, operand(q, zero), zero)
     make_sums(size, options, dk_parts, dv_parts)
     backward_tasks(state, n_tasks, arena(size[0]), options, inputs, results)
 
@@ -219,22 +219,22 @@ Results = namedtuple("Results", "dq dk dv dk_parts dv_parts starts add")
 @kernel(lambda t: (CALL, read(t, 4), types.Array(compute(t), 4, "C"), types.Array(compute(t), 4, "C")))
 def attention_backward_work(state, n_tasks, call, q, dk_parts, dv_parts):
     """state[0] = bytes of the scratch of a thread. Only the types of the arrays count, and the width of the parts."""
-    size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
-    make_scratch(size, options, operand(q, wide), wide)
+    size, options, zero = arena_size(), by_reference(call), dk_parts.dtype.type(0)
+    make_scratch(size, options, operand(q, zero), zero)
     make_sums(size, options, dk_parts, dv_parts)
     state[0] = size[0]
 
 
 @device_function
 def backward_tasks(state, n_tasks, memory, call, x, y):
-    wide = y.dk_parts.dtype.type(0)
-    w = by_reference(make_scratch(memory, call, operand(x.q, wide), wide))
+    zero = y.dk_parts.dtype.type(0)
+    w = by_reference(make_scratch(memory, call, operand(x.q, zero), zero))
     clear_rows(w)
     open_tiles()
     own_dk, own_dv = make_sums(memory, call, y.dk_parts, y.dv_parts)
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
-    scale = like(wide, call.softmax_scale)
+    scale = like(zero, call.softmax_scale)
     task = claim(state)
     while task < n_tasks:
         part = task % call.n_splits
@@ -259,7 +259,7 @@ def backward_tasks(state, n_tasks, memory, call, x, y):
             for j in range(sequence[3]):
                 row = (ob, sequence[2] + j, head_kv)
                 store_row(y.dk, row, own_dk[j], call.head_dim, scale, y.add)
-                store_row(y.dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0), y.add)
+                store_row(y.dv, row, own_dv[j], call.head_dim_v, like(zero, 1.0), y.add)
         task = claim(state)
     close_tiles()
 

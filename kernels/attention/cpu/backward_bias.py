@@ -69,8 +69,8 @@ def attention_backward_bias(
             dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, seed, delta, split_from, coarse_from
         )
     )
-    size, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
-    make_scratch(size, options, operand(q, wide), wide)
+    size, options, zero = arena_size(), by_reference(call), dbias.dtype.type(0)
+    make_scratch(size, options, operand(q, zero), zero)
     bias_tasks(state, n_tasks, arena(size[0]), options, inputs, dbias)
 
 
@@ -78,8 +78,8 @@ def attention_backward_bias(
 def bias_tasks(state, n_tasks, memory, call, x, dbias):
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
-    owned, wide = (blocks if queries > 1 else 1), dbias.dtype.type(0)
-    w = by_reference(make_scratch(memory, call, operand(x.q, wide), wide))
+    owned, zero = (blocks if queries > 1 else 1), dbias.dtype.type(0)
+    w = by_reference(make_scratch(memory, call, operand(x.q, zero), zero))
     clear_rows(w)
     open_tiles()
     task = claim(state)

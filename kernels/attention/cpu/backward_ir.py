@@ -69,12 +69,12 @@ class _Fields:
         return self.by_reference.type_of(name).dtype
 
     def pointer(self, name: str, row: Any, column: Any) -> Any:
-        """Of an element; ``row`` is None for arrays of one axis."""
+        """Pointer to an element; ``row`` is None for arrays of one axis."""
         offset = column if row is None else self.b.add(self.b.mul(row, self.length(name)), column)
         return self.b.gep(self.arrays[name].data, [offset])
 
     def length(self, name: str) -> Any:
-        """Of a row."""
+        """Length of a row."""
         return cgutils.unpack_tuple(self.b, self.arrays[name].shape)[-1]
 
     def vectors(self, name: str, at: Any, kind: Any, row: Any = None) -> list[Any]:
@@ -85,7 +85,7 @@ class _Fields:
 def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, steps: Any) -> list[Any]:
     """Sums over ``steps`` > 0 words of rows[row + m] times columns[:, lane...]."""
     pairs = w.dtype(columns) == types.uint32
-    multiply_add, kind = (dot_bfloat16, _INT) if pairs else (fma, _FLOAT)
+    multiply_add, element = (dot_bfloat16, _INT) if pairs else (fma, _FLOAT)
     length, zero = w.length(columns), number(0)
     starts = [w.pointer(rows, b.add(row, number(m)), zero) for m in range(MR)]
     start = w.pointer(columns, zero, lane)
@@ -95,7 +95,7 @@ def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, s
     step = b.phi(ir.IntType(64))
     sums = [b.phi(_FLOAT) for _ in _TILE]
     at = b.gep(start, [b.mul(step, length)])
-    factors = [load_vector(b, b.gep(at, [number(n * MAX_LANES)]), kind) for n in range(2)]
+    factors = [load_vector(b, b.gep(at, [number(n * MAX_LANES)]), element) for n in range(2)]
     splats = [splat(b, b.load(b.gep(pointer, [step])), MAX_LANES) for pointer in starts]
     totals = [multiply_add(b, splats[m], factors[n], x) for (m, n), x in zip(_TILE, sums, strict=True)]
     following = b.add(step, number(1))

@@ -8,7 +8,7 @@ along that axis. With elements ``a``, ``b``, ..., one row per query or key:
     [ef] [gh]       [cd] [gh]
 
 Tile registers (codegen/tiles.py) multiply whole tiles of keys, and take the row pairs of dS transposed. A float is a
-word of its own: rows and row pairs are then the same array.
+separate word: rows and row pairs are then the same array.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Scratch(NamedTuple):
 @device_function
 def make_scratch(memory, call, x, wide):
     """From an arena. ``x``: a zero of the operands' type; ``wide``: of the type to compute in."""
-    one = arena_array(memory, (0, 0), x)
-    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, k_unroll(one))
-    words, words_v = row_words(one, call.head_dim), row_words(one, call.head_dim_v)
-    dim, dim_v, width = words * packing(one), words_v * packing(one), m // packing(one)
+    sample = arena_array(memory, (0, 0), x)
+    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, k_unroll(sample))
+    words, words_v = row_words(sample, call.head_dim), row_words(sample, call.head_dim_v)
+    dim, dim_v, width = words * packing(sample), words_v * packing(sample), m // packing(sample)
     q, do = arena_array(memory, (m, words + SKEW), x), arena_array(memory, (m, words_v + SKEW), x)
     k, p, ds = (
         arena_array(memory, (n, words + SKEW), x),
@@ -115,8 +115,8 @@ def make_scratch(memory, call, x, wide):
         turned(memory, ds_keys),
         float_tile(memory, p, n, m, wide),
         dp,
-        arena_array(memory, (n if in_tiles(one) else 0, PANEL), wide),
-        arena_array(memory, (n if in_tiles(one) else 0, PANEL), wide),
+        arena_array(memory, (n if in_tiles(sample) else 0, PANEL), wide),
+        arena_array(memory, (n if in_tiles(sample) else 0, PANEL), wide),
         arena_array(memory, (n, m + SKEW), wide) if not is_linear(call) else dp,
         arena_array(memory, m, wide),
         arena_array(memory, m, wide),
@@ -182,9 +182,9 @@ def float_tile(memory, a, m, n, wide):
 def _interleave(pairs, rows, n):
     zero = np.uint16(0)
     for i in range(n // 2):
-        low, high, to = as_type(rows[2 * i], zero), as_type(rows[2 * i + 1], zero), pairs[i]
-        for d in range(smaller(len(low), len(to))):
-            to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
+        low, high, words = as_type(rows[2 * i], zero), as_type(rows[2 * i + 1], zero), pairs[i]
+        for d in range(smaller(len(low), len(words))):
+            words[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
 
 
 @generic
@@ -198,9 +198,9 @@ def pair_rows(pairs, rows, n):
 @noinline_function
 def _narrow(target, source, rows, width):
     for j in range(rows):
-        row, to = source[j], as_type(target[j], np.uint16(0))
+        row, words = source[j], as_type(target[j], np.uint16(0))
         for c in range(width):
-            to[c] = bfloat16_of_float32(row[c])
+            words[c] = bfloat16_of_float32(row[c])
 
 
 @generic
@@ -219,10 +219,10 @@ def pair_tile_keys(target, source, rows, width):
 
     def narrow(target, source, rows, width):
         for i in range(rows // 2):
-            low, high, to = source[2 * i], source[2 * i + 1], target[i]
+            low, high, words = source[2 * i], source[2 * i + 1], target[i]
             for c in range(width):
                 first, second = bfloat16_of_float32(low[c]), bfloat16_of_float32(high[c])
-                to[c] = np.uint32(first) | np.uint32(second) << np.uint32(16)
+                words[c] = np.uint32(first) | np.uint32(second) << np.uint32(16)
 
     return narrow if _pairs(target) else lambda target, source, rows, width: None
 
@@ -263,10 +263,10 @@ def clear_columns(a, first, last, start, stop):
 
 @noinline_function
 def extremes(x, start, stop):
-    least = most = np.int64(x[start])
+    least = greatest = np.int64(x[start])
     for c in range(start + 1, stop):
-        least, most = smaller(least, np.int64(x[c])), larger(most, np.int64(x[c]))
-    return least, most
+        least, greatest = smaller(least, np.int64(x[c])), larger(greatest, np.int64(x[c]))
+    return least, greatest
 
 
 @device_function
@@ -321,7 +321,7 @@ def kept_log2(call):
 
 @exact
 def rest_in_base_2(lse):
-    """What lse * LOG2E leaves out when it is rounded (Dekker, 1971): a weight would be off by as many units."""
+    """Rounding error of lse * LOG2E (Dekker, 1971). Without it a weight would be wrong by the same factor."""
     if not abs(lse) < 1e100:
         return 0.0
     high = np.float64(lse) * 134217729.0  # 2^27 + 1

@@ -1,6 +1,6 @@
-"""What attention backward needs of each row on the CPU: delta = sum over head_dim_v of dout * out, in float64.
+"""Row statistics of attention backward on the CPU: delta = sum over head_dim_v of dout * out, in float64.
 
-A float32 dout beside 16-bit inputs is rounded to their dtype first.
+A float32 dout with 16-bit inputs is rounded to their dtype first.
 """
 
 from __future__ import annotations

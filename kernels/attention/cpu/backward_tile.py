@@ -141,11 +141,11 @@ def scale_scores(s, n, width, factor):
 
 @device_function
 def split_lse(w, call, x, b, head_kv, n, first, last):
-    """Of rows with a large lse (``split_from``): w.lse2 and w.rest, whose sum is lse in base 2.
+    """Fill w.lse2 and w.rest of rows with a large lse (``split_from``). Their sum is lse in base 2.
 
     From ``coarse_from`` on lse does not hold the sum of a row: float32 of -1e9 + log 100 is -1e9, and keys that all
     have such a bias would weigh 1 each. There w.lse2 is the largest score of this call's keys, and w.rest the log2 of
-    the sum of the weights beside it.
+    the sum of the weights relative to it.
     """
     ob, coarse = 0 if call.packed else b, False
     for c in range(n):
@@ -235,9 +235,9 @@ def pair_gradients(w, width, n_keys):
 @device_function
 def make_sums(memory, call, dk_parts, dv_parts):
     """dK and dV of a key head that has one part."""
-    keys, wide = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
-    return arena_array(memory, (keys, dk_parts.shape[3]), wide), arena_array(
-        memory, (keys, dv_parts.shape[3]), wide
+    keys, zero = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
+    return arena_array(memory, (keys, dk_parts.shape[3]), zero), arena_array(
+        memory, (keys, dv_parts.shape[3]), zero
     )
 
 
@@ -302,7 +302,7 @@ def add_queries(w, ds, lane, m, key, k, dim):
 
 @device_function
 def add_products_carefully(w, call, x, b, head_kv, n, dk, dv, at, first, n_keys):
-    """The same without the terms whose weight is 0: there the other factor may be NaN or infinite."""
+    """Add products except terms whose weight is 0: their other factor may be NaN or infinite."""
     kb = 0 if call.packed else b
     for c in range(n):
         row = (kb, x.sequences[b, 0] + w.query[c], w.head[c])

@@ -38,10 +38,10 @@ def add_square(typingctx, s, at, ld, keys, queries, starts, lane, offset, bias, 
     panel are prefetched. Elements beyond ``keys`` and ``queries`` are not read, and count as 0. -inf is a mask: from
     the bias alone, then also for a NaN score, or from the score alone.
     """
-    wide = ir.DoubleType() if s.dtype == types.float64 else ir.FloatType()
+    score = ir.DoubleType() if s.dtype == types.float64 else ir.FloatType()
 
     def codegen(context, b, sig, args):
-        square = _Square(b, bias.dtype, ir.VectorType(wide, VECTOR_BYTES * 8 // s.dtype.bitwidth))
+        square = _Square(b, bias.dtype, ir.VectorType(score, VECTOR_BYTES * 8 // s.dtype.bitwidth))
         scores = address(context, b, s, args[0], args[1])
         places = address(context, b, starts, args[5], args[6])
         lanes = square.vector.count
@@ -67,8 +67,8 @@ def add_square(typingctx, s, at, ld, keys, queries, starts, lane, offset, bias, 
                 counts = [
                     b.select(b.icmp_signed("<", number(i), args[4]), args[3], number(0)) for i in range(lanes)
                 ]
-                given = [square.rows.load_raw(b, row, n) for row, n in zip(rows, counts, strict=True)]
-                for j, more in enumerate(square.by_keys(given)):
+                raw_rows = [square.rows.load_raw(b, row, n) for row, n in zip(rows, counts, strict=True)]
+                for j, more in enumerate(square.by_keys(raw_rows)):
                     with b.if_then(b.icmp_signed("<", number(j), args[3])):
                         add(j, more)
         return context.get_dummy_value()
@@ -96,7 +96,7 @@ class _Square:
         if vectors[0].type == self.vector:
             return vectors
         halves = [shuffle(self.b, x, x, list(range(start, start + n))) for x in vectors for start in (0, n)]
-        return [self.b.fpext(half, self.vector) for half in halves]  # float32 beside scores of float64
+        return [self.b.fpext(half, self.vector) for half in halves]  # float32 bias of float64 scores
 
 
 def _sum(b: Any, score: Any, more: Any, factor: Any) -> Any:

@@ -159,10 +159,10 @@ def launcher_of(call: Call, passes: float = 1) -> Callable[..., None]:
 def private_bytes(
     launch: Callable[..., None], n_tasks: int, sizes: Callable[..., None], *arguments: Any
 ) -> int:
-    """Of all threads of a launch. ``sizes``: the kernel that counts the scratch of one."""
-    found = np.zeros(1, np.int64)
-    sizes(found, 1, *arguments)
-    return most_threads(launch, n_tasks) * int(found[0])
+    """Scratch bytes of all threads of a launch. ``sizes``: the kernel that counts the scratch of one thread."""
+    size = np.zeros(1, np.int64)
+    sizes(size, 1, *arguments)
+    return most_threads(launch, n_tasks) * int(size[0])
 
 
 def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[Array, ...]]:
@@ -170,11 +170,11 @@ def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[
     no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)
     no_table, no_slopes, no_sinks = np.empty((0, 0), np.int32), np.empty((0, 0)), np.empty(0)
     no_seed = np.empty(0, np.uint64)
-    nothing = no_table, no_slopes, no_sinks, no_bias, no_visible, no_seed
+    absent = no_table, no_slopes, no_sinks, no_bias, no_visible, no_seed
 
     def fill(given: dict[str, Array]) -> tuple[Array, ...]:
         if not given:
-            return nothing
+            return absent
         get, bias = given.get, given.get("bias")
         return (
             get("block_table", no_table),
@@ -189,7 +189,7 @@ def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[
 
 
 def optional_types(bias: str) -> tuple[types.Type, ...]:
-    """Of :data:`OPTIONAL`."""
+    """Types of the arrays of :data:`OPTIONAL`."""
     return (
         types.Array(types.int32, 2, "A", readonly=True),
         types.Array(types.float64, 2, "A", readonly=True),
@@ -207,5 +207,5 @@ ROWS = types.Array(types.float64, 3, "A", readonly=True)
 
 
 def backward_types(t: str, bias: str) -> tuple[types.Type, ...]:
-    """Of the backward kernels: call, dout, q, k, v, lse, sequences, the optional arrays, delta, and two limits."""
+    """Types of the backward kernels' arguments: call, dout, q, k, v, lse, sequences, options, delta, two limits."""
     return (CALL, *(read(t, 4),) * 4, ROWS, SEQUENCES, *optional_types(bias), ROWS, *(types.float64,) * 2)

@@ -126,12 +126,12 @@ def prepare_decode(
         tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
         return tasks, Plan((0,) * rows, call, heads_kv, ahead)
 
-    together, apart = plan_of(max(call.nheads_kv, 1)), plan_of(1)
+    together, separate = plan_of(max(call.nheads_kv, 1)), plan_of(1)
 
     def run(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         # Follow memory: all heads of a key in one task when they lie side by side.
         strides = arrays[1].strides
-        tasks, plan = together if abs(strides[2]) < abs(strides[1]) else apart
+        tasks, plan = together if abs(strides[2]) < abs(strides[1]) else separate
         launch(attention_decode[variant], tasks, plan, *arrays, *optional, *parts)
 
     def scratch() -> int:
@@ -149,7 +149,7 @@ def _plan_type(rows: int) -> types.Type:
 
 
 def _signature(t: str, rows: int, of_out: str, of_lse: str, of_keys: str) -> tuple[types.Type, ...]:
-    wide = compute(t)
+    computing = compute(t)
     return (
         _plan_type(rows),
         read(t, 4),
@@ -159,7 +159,7 @@ def _signature(t: str, rows: int, of_out: str, of_lse: str, of_keys: str) -> tup
         SEQUENCES,
         *optional_types(t)[:3],
         *(SCALE,) * 2,
-        types.Array(wide, 3, "C"),
+        types.Array(computing, 3, "C"),
         types.Array(types.float64, 3, "C"),
     )
 

@@ -102,8 +102,8 @@ def scale_block(w, call, x, scales, table, b, first_kv, first, n):
 
 @device_function
 def prefetched(x, ahead, keys, heads_kv):
-    """What ``score_keys`` prefetches while it reads ``keys`` rows of each KV head: as many rows ``ahead`` of them, in
-    the order of memory where the rows of all heads lie side by side."""
+    """Rows that ``score_keys`` prefetches while it reads ``keys`` rows of each KV head: as many ``ahead`` of them, in
+    the order of memory where the rows of all heads are contiguous."""
     if x.strides[1] == heads_kv * x.strides[2]:
         return ahead, keys * x.strides[2], x.strides[2]
     return ahead, x.strides[2], x.strides[1]

@@ -39,7 +39,7 @@ def drop(x, words, call, b, first, n, width, head, query, seed, careful):
 
 @device_function
 def drop_lanes(tile, w, call, x, b, width, first, n, careful):
-    """The same for a tile of the backward pass, its scratch ``w`` and the call's arrays ``x``."""
+    """Apply dropout to a tile of the backward pass, with its scratch ``w`` and the call's arrays ``x``."""
     drop(tile, w.terms.words, call, b, first, n, width, w.head, w.query, x.seed, careful)
 
 
@@ -77,10 +77,10 @@ def drop_row(x, j, lane, bits, at, width, least, careful):
 
     def pairs(x, j, lane, bits, at, width, least, careful):
         row, shift = x[j // 2, lane : lane + width], np.uint32(16 * (j % 2))
-        mine, one = np.uint32(0xFFFF) << shift, np.uint32(1) << shift
+        mine, lowest = np.uint32(0xFFFF) << shift, np.uint32(1) << shift
         for c in range(width):
             rest = np.uint32(row[c] & ~mine)
-            dropped = rest | one if careful and rest != row[c] else rest
+            dropped = rest | lowest if careful and rest != row[c] else rest
             row[c] = row[c] if bits[at + c] >= least else dropped
 
     return pairs if x.dtype == types.uint32 else floats

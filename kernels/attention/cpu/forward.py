@@ -123,8 +123,8 @@ def prepare(
         of_parts = call.n_splits * rows * (call.head_dim_v * unsplit[0].itemsize + 16) if split else 0
         if config.kernel == "decode":
             return of_parts + decode.scratch()
-        like_k, wide = bits(np.empty((0, 0, 0, 0), of_keys)), unsplit[0].reshape(-1)
-        return of_parts + private_bytes(launch, tasks, attention_work[of_keys, dtype], call, like_k, wide)
+        like_k, sums = bits(np.empty((0, 0, 0, 0), of_keys)), unsplit[0].reshape(-1)
+        return of_parts + private_bytes(launch, tasks, attention_work[of_keys, dtype], call, like_k, sums)
 
     return Prepared(run, scratch)
 
@@ -160,11 +160,11 @@ def prepare_ragged(
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Workspace for parts of the keys: O, and per row the largest score and the sum of the weights relative to it.
 
-    Not lse, which cannot hold the sum beside a score of -1e38.
+    Not lse, which cannot hold the sum next to a score of -1e38.
     """
-    wide = np.float64 if dtype == np.float64 else np.float32
+    sum_dtype = np.float64 if dtype == np.float64 else np.float32
     shape = call.n_splits, rows
-    return aligned_empty((*shape, call.head_dim_v), wide), np.empty((*shape, 2), np.float64)
+    return aligned_empty((*shape, call.head_dim_v), sum_dtype), np.empty((*shape, 2), np.float64)
 
 
 # as prepare describes them; part_out and part_sums as _parts makes them
@@ -230,8 +230,8 @@ def attention_work(state, n_tasks, call, k, wide):
 
 @device_function
 def attend(state, n_tasks, memory, call, x):
-    wide = x.part_out.dtype.type(0)
-    w = by_reference(make_work(memory, call, x.k, wide))
+    zero = x.part_out.dtype.type(0)
+    w = by_reference(make_work(memory, call, x.k, zero))
     w.vt[:] = 0  # the columns beyond head_dim_v stay so
     if in_tiles(w.kt):
         w.kt[:] = 0  # and those beyond head_dim
@@ -239,7 +239,7 @@ def attend(state, n_tasks, memory, call, x):
     open_tiles()
     groups = call.nheads // call.heads
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
-    scale = like(wide, factors(call, w.p)[0])
+    scale = like(zero, factors(call, w.p)[0])
 
     task = claim(state)
     while task < n_tasks:

@@ -43,7 +43,7 @@ def merge(out1: Array, lse1: Array, out2: Array, lse2: Array, out: Array, lse: A
 
 @inner
 def weights_of(a, b):
-    """Of two parts, and the log of e^a + e^b."""
+    """Weights of two parts, and the log of e^a + e^b."""
     difference = b - a if a > b else a - b
     smaller = 1.0 if a == b else exp2(difference * LOG2E)
     larger = 1.0 / (1.0 + smaller)

@@ -188,19 +188,19 @@ def finite(a, m, n):
     """Whether the first ``n`` words of each of the first ``m`` rows of an operand are finite."""
     # an exponent of ones carries into the bit above it
     if a.dtype == types.float64:
-        word, ones, one, above = np.uint64, 0x7FF << 52, 1 << 52, 1 << 63
+        word, ones, unit, above = np.uint64, 0x7FF << 52, 1 << 52, 1 << 63
     elif a.dtype == types.float32:
-        word, ones, one, above = np.uint32, 0x7F800000, 0x00800000, 0x80000000
+        word, ones, unit, above = np.uint32, 0x7F800000, 0x00800000, 0x80000000
     else:
-        word, ones, one, above = np.uint32, 0x7F807F80, 0x00800080, 0x80008000
-    ones, one, above = word(ones), word(one), word(above)
+        word, ones, unit, above = np.uint32, 0x7F807F80, 0x00800080, 0x80008000
+    ones, unit, above = word(ones), word(unit), word(above)
 
     def check(a, m, n):
         words, carry = as_type(a, word(0)), word(0)
         for i in range(m):
             row = words[i]
             for d in range(n):
-                carry = word(carry | word(word(row[d] & ones) + one))
+                carry = word(carry | word(word(row[d] & ones) + unit))
         return carry & above == 0
 
     return check
@@ -245,7 +245,7 @@ def pack_keys(kt, keys, call, first, n):
 
 @noinline_function
 def pack_values(vt, keys, call, first, n):
-    """The same for V. Returns whether all are finite."""
+    """Pack values of V. Returns whether all are finite."""
     j = 0
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)

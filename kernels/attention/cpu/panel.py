@@ -271,7 +271,7 @@ def finish_block(w, call, x, b, n, split, q_start):
     for c in range(n):
         h, i = w.head[c], w.query[c]
         m, total = np.float64(w.row_max[c] * like(w.row_max[c], factor)), np.float64(w.row_sum[c])
-        share = 1.0  # of the keys, beside the sink
+        share = 1.0  # of the keys, without the sink
         if call.has_sinks and call.n_splits == 1 and x.sinks[h] != -np.inf:
             sink = x.sinks[h] * LOG2E
             new = sink if sink > m else m

@@ -59,19 +59,19 @@ def _of_e4m3(code):
 
 
 @generic
-def _largest(to):
-    largest = np.float32(127 if to.dtype == types.int8 else 448)
-    return lambda to: largest
+def _largest(codes):
+    largest = np.float32(127 if codes.dtype == types.int8 else 448)
+    return lambda codes: largest
 
 
 @generic
-def _encode(to, i, x):
+def _encode(codes, i, x):
     """Write the code of ``x``, of at most the largest number, rounded to nearest even."""
 
-    def int8(to, i, x):
-        to[i] = np.int8(np.int32(np.rint(x)))
+    def int8(codes, i, x):
+        codes[i] = np.int8(np.int32(np.rint(x)))
 
-    def e4m3(to, i, x):
+    def e4m3(codes, i, x):
         u = as_uint32(x)
         a = u & np.uint32(0x7FFFFFFF)
         # Normal: rebias the exponent by 120 and round to even.
@@ -80,9 +80,9 @@ def _encode(to, i, x):
         # Below 2^-6 numbers are multiples of 2^-9, which the last bit of 2^14 is worth.
         small = as_uint32(as_float32(a) + np.float32(2.0**14)) - np.uint32(0x46800000)
         code = small if a < np.uint32(0x3C800000) else normal
-        to[i] = np.uint8(code | ((u >> np.uint32(24)) & np.uint32(0x80)))
+        codes[i] = np.uint8(code | ((u >> np.uint32(24)) & np.uint32(0x80)))
 
-    return int8 if to.dtype == types.int8 else e4m3
+    return int8 if codes.dtype == types.int8 else e4m3
 
 
 @exact

@@ -1,6 +1,6 @@
-"""What is not finite in V: it counts wherever a query sees it, however small the weight.
+"""Elements of V that are not finite. They count wherever a query sees them, however small the weight.
 
-O does not take it, since every rescaling by 0 would make NaN of an infinity. It is noted apart, in two bits per query
+O excludes them, since every rescaling by 0 would turn an infinity into NaN. They are noted in two bits per query
 and column, and added to the result at the end.
 """
 

@@ -107,10 +107,10 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
         if i == q_len:
             h, i = h + 1, 0
         head[c], query[c] = h, i
-        least, most = larger(i + offset - call.left, 0), smaller(i + offset + call.right, k_len - 1)
-        low[c], high[c] = least, most
-        if least <= most:
-            first, last = smaller(first, least), larger(last, most)
+        least, greatest = larger(i + offset - call.left, 0), smaller(i + offset + call.right, k_len - 1)
+        low[c], high[c] = least, greatest
+        if least <= greatest:
+            first, last = smaller(first, least), larger(last, greatest)
     for c in range(n, call.block_m):  # lanes without a query: computed along, never stored
         low[c], high[c] = 0, k_len
         head[c], query[c] = head[0], query[0]
@@ -139,7 +139,7 @@ def cap_scores(s, softcap, n, width, factor, derivative, keep):
 
 @device_function
 def cap_row(row, call, n):
-    """The same for a row of ``n`` scores, if there is a cap."""
+    """Cap a row of ``n`` scores, if there is a cap."""
     if call.softcap > 0:
         cap, inverse = like(row[0], call.softcap * LOG2E), like(row[0], 1.0 / call.softcap)
         for i in range(n):
@@ -178,10 +178,10 @@ def place_bias(starts, b, n, head, query, bias):
 @device_function
 def add_bias(s, first, n, lane, n_lanes, factor, starts, bias):
     """s = factor * s + bias in base 2: ``n`` keys from ``first``, ``n_lanes`` lanes of the block from ``lane``."""
-    step, wide, ld = lanes(s), chunk_elements(bias), s.shape[1]
+    step, chunk, ld = lanes(s), chunk_elements(bias), s.shape[1]
     for c in range(0, n_lanes, step):
-        for j in range(0, n, wide):
-            keys, queries = smaller(wide, n - j), smaller(step, n_lanes - c)
+        for j in range(0, n, chunk):
+            keys, queries = smaller(chunk, n - j), smaller(step, n_lanes - c)
             offset = (first + j) * bias.itemsize
             add_square(s, j * ld + c, ld, keys, queries, starts, lane + c, offset, bias, factor)
 

@@ -65,7 +65,7 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
     f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
     unit = 1 / LOG2E if config.problem.scores.plain else 1.0
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
-    masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
+    masked, with_blocks, zero = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
     look, products, add = looker(config), multiplier(config), accumulator(config)
     differentiate, write = differentiator(config), writer(grads, added)
@@ -119,7 +119,7 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
             end = int32(min(end, (min(first + block_m, n_rows) - 1) // group + diagonal + right + 1))
         for i in range(my_rows):
             for t in range(my_columns):
-                o[i, t] = nothing
+                o[i, t] = zero
         cuda.syncthreads()
 
         for first_key in range(begin, end, block_n):
@@ -167,7 +167,7 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
     f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
     unit = 1 / LOG2E if config.problem.scores.plain else 1.0
     n_stats, n_queries, n_keys = 3 * block_n, 2 * block_n, 2 * block_m
-    masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
+    masked, with_blocks, zero = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_n), keys_locator(block_m)
     look, products, add = looker(config), multiplier(config), accumulator(config)
     differentiate, write = differentiator(config), writer(grads, added)
@@ -230,7 +230,7 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
         n_rows = int32(q_len) * group
         for i in range(my_keys):
             for t in range(my_columns):
-                sum_k[i, t] = sum_v[i, t] = nothing
+                sum_k[i, t] = sum_v[i, t] = zero
 
         for first in range(first_query * group, last_query * group, block_n):
             cuda.syncthreads()  # no thread reads the last tile's tables any more

@@ -46,7 +46,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
     n_staged, n_p = config.staged, block_m * stride_p
     f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
-    masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
+    masked, with_blocks, zero = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
     look, products = looker(config), multiplier(config)
     differentiate = differentiator(config, with_slope=False)
@@ -68,7 +68,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
                 p[r * stride_p + c + j * ROW_THREADS] = sums[0, j]
             cuda.syncthreads()
             for j in range(stored_keys):
-                sums[0, j] = nothing
+                sums[0, j] = zero
                 for other in range(ROWS):
                     sums[0, j] += p[other * stride_p + c + j * ROW_THREADS]
 
@@ -110,7 +110,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
 
         for i in range(my_rows):
             for j in range(my_keys):
-                sums[i, j] = nothing
+                sums[i, j] = zero
         for unit in range(first_unit, last_unit):
             unit_k, y = unit % each_k, unit // each_k
             unit_q, y = y % each_q, y // each_q

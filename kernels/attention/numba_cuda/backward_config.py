@@ -15,12 +15,12 @@ RESOLUTION = 2.0**-12
 # Columns of a block's accumulators, by itemsize. Wider heads are shared among blocks, which compute P and dS each.
 _SLAB = (16, 32, 64, 96)
 _SLAB_MAX = {4: 128, 8: 64}
-_MOST_NUMBERS = 128  # of a thread, for S, dP and accumulators: the other registers find room beside them
+_MOST_NUMBERS = 128  # per thread, for S, dP and accumulators; leaves room for the other registers
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What all kernels of a call have in common. A feature that is False costs nothing."""
+    """Properties shared by all kernels of a call. A feature that is False costs nothing."""
 
     dtype: str
     scores: Features = PLAIN
@@ -55,7 +55,7 @@ class Config:
 
     @property
     def stride_p(self) -> int:
-        """The same for P and dS."""
+        """Row stride of P and dS."""
         return self.block_n + 16
 
     @property
@@ -106,16 +106,16 @@ def select_config(problem: Problem, owned: str, dim: int = 0) -> Config:
     chunk_v     as many rows as fit in the place of Q and K, up to a tile: fewer barriers
     ==========  ==========================================================================================
     """
-    wide = problem.itemsize == 8
-    block_n, chunk = (32, 16) if wide else (64, 16 if 0 < dim <= 16 else 32)
+    is_float64 = problem.itemsize == 8
+    block_n, chunk = (32, 16) if is_float64 else (64, 16 if 0 < dim <= 16 else 32)
     if owned == "both":
         return Config(problem, True, block_n, block_n, chunk)
-    most = _SLAB_MAX[problem.itemsize]
-    slab = next((size for size in _SLAB if dim <= size <= most), most)
+    max_slab = _SLAB_MAX[problem.itemsize]
+    slab = next((size for size in _SLAB if dim <= size <= max_slab), max_slab)
     accumulators = (2 if owned == "keys" else 1) * slab
     numbers = 64 * (2 * block_n + accumulators) // THREADS
     has_options = not problem.scores.plain or problem.scores.block_mask
-    block_m = 32 if wide or has_options or numbers > _MOST_NUMBERS else 64
+    block_m = 32 if is_float64 or has_options or numbers > _MOST_NUMBERS else 64
     staged = (block_m + block_n) * (chunk + 16 // problem.itemsize)
     chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and n * slab <= staged)
     return Config(problem, owned == "queries", block_m, block_n, chunk, slab, chunk_v)

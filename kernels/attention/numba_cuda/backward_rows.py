@@ -1,15 +1,15 @@
-"""What the gradients of attention need of each row (a query of a head), and the gradients of sinks. For Numba.
+"""Row statistics for the gradients of attention (a row is a query of a head), and gradients of sinks. For Numba.
 
     top, rest:   P = exp2(s - top - rest), s in units of log2
     delta:       rowsum(dO O)
 
-top is lse in the dtype computed in, and rest what it leaves out, unless lse is too coarse. If all 100 keys
+top is lse in the computing dtype, and rest is its rounding error, unless lse is too coarse. If all 100 keys
 of a row have a bias of -1e9, lse is -1e9 + log(100), which float32 rounds to -1e9, and each key would weigh 1 instead
 of 1/100. For such a row the kernel walks over the keys: top is the largest score, and rest the log2 of the sum of all
 weights relative to it.
 
-A float32 dout beside 16-bit inputs is rounded to their dtype ahead: delta is that of the dout that dP is computed of.
-It is summed over columns in order, by multiply-adds, as dP is. So the two cancel exactly where a row sees one key.
+A float32 dout with 16-bit inputs is first rounded to their dtype: delta then comes from the dout that dP uses.
+Delta is summed over columns in order, by multiply-adds, as dP is. So the two cancel exactly where a row sees one key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rows_kernel(
     ``delta``: 0 if it is not given; if it is, ``out`` is not read.
     """
     f, number = functions(problem.dtype), functions(problem.dtype).compute
-    given = functions(lse_dtype).compute
+    lse_number = functions(lse_dtype).compute
     load, masked, with_blocks = f.load, problem.masked, problem.scores.block_mask
     with_dropout = bool(problem.scores.dropout)
     cap_product, add_terms = scorers(problem)
@@ -120,11 +120,11 @@ def rows_kernel(
 
         if first + int32(thread) < q_len:
             natural = lse[entry, head, at]
-            exact, base2 = float64(natural) * LOG2E, natural * given(LOG2E)
+            exact, base2 = float64(natural) * LOG2E, natural * lse_number(LOG2E)
             top, rest = number(exact), number(0.0)
             if abs(top) < infinity:
                 rest = number(exact - float64(top))
-            if base2 + given(RESOLUTION) == base2 and abs(base2) < infinity:
+            if base2 + lse_number(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
                 options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
@@ -142,7 +142,7 @@ def rows_kernel(
     rank3 = "[:, :, :]"
     more = (
         functions(out_dtype).element + "[:, :, :, :]",
-        str(given) + rank3,
+        str(lse_number) + rank3,
         str(number) + rank3 if delta_given else "int32",
         "float32[:]" if with_sinks else "int32",
     )

@@ -1,4 +1,4 @@
-"""What the Numba kernels for the gradients of attention do with a tile of queries and keys.
+"""Operations of the Numba kernels for the gradients of attention on a tile of queries and keys.
 
 A block owns queries and walks over keys (``queries_own``), or owns keys and walks over queries. Thread (r, c) of its
 8 x 16 grid has owned ones r, r + 8, ... and, for each of them, others c, c + 16, ... The functions are inlined, so
@@ -157,18 +157,18 @@ def multiplier(config: Config):
     stage_own = stager(dtype, THREADS, config.block_m, chunk, stride)
     stage_other = stager(dtype, THREADS, config.block_n, chunk, stride)
     multiply = scorer(number, config.block_m, config.block_n, chunk, stride)
-    nothing = 0.0
+    zero = 0.0
 
     @cuda.jit(device=True, forceinline=True)
-    def products(tile, staged, own, own_places, own_at, other, other_places, other_at, r, c):
-        """The rows' places begin at ``own_at`` and ``other_at`` of the tables."""
+    def products(tile, staged, owned, owned_places, owned_at, other, other_places, other_at, r, c):
+        """The rows' places begin at ``owned_at`` and ``other_at`` of the tables."""
         for i in range(my_rows):
             for j in range(my_columns):
-                tile[i, j] = nothing
-        dim = own.shape[3]
+                tile[i, j] = zero
+        dim = owned.shape[3]
         for column in range(0, dim, chunk):
             cuda.syncthreads()  # no thread reads the staged data any more
-            stage_own(staged, 0, own, own_places, own_at, column, dim, own.strides[3])
+            stage_own(staged, 0, owned, owned_places, owned_at, column, dim, owned.strides[3])
             stage_other(staged, others, other, other_places, other_at, column, dim, other.strides[3])
             cuda.syncthreads()
             multiply(tile, staged, r, c)
@@ -191,7 +191,7 @@ def differentiator(config: Config, with_slope: bool = True):
     with_dropout, keep = bool(problem.scores.dropout), keeper(problem.scores.dropout)
     queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
-    infinity, hidden, nothing = float("inf"), -0.0, 0.0
+    infinity, hidden, zero = float("inf"), -0.0, 0.0
 
     @cuda.jit(device=True, forceinline=True)
     def differentiate(
@@ -211,7 +211,7 @@ def differentiator(config: Config, with_slope: bool = True):
                 for j in range(my_keys):
                     at = (i, j) if queries_own else (j, i)
                     if (dropped >> uint32(i * my_keys + j)) & uint32(1):
-                        dp[at] = nothing
+                        dp[at] = zero
 
         for i in range(my_queries):
             row = r + i * ROWS if queries_own else c + i * ROW_THREADS
@@ -248,8 +248,8 @@ def differentiator(config: Config, with_slope: bool = True):
                 hide, gradient = s[at] == -infinity, dp[at] if with_slope else dp[at] - delta
                 weight = exp2((s[at] - top) - rest)
                 drop = with_dropout and (dropped >> uint32(i * my_keys + j)) & uint32(1)
-                s[at] = number(hidden) if hide else number(nothing) if drop else weight
-                dp[at] = number(hidden) if hide else weight * gradient + number(nothing)  # -0 becomes 0
+                s[at] = number(hidden) if hide else number(zero) if drop else weight
+                dp[at] = number(hidden) if hide else weight * gradient + number(zero)  # -0 becomes 0
 
     return differentiate
 
@@ -285,7 +285,7 @@ def accumulator(config: Config):
 
 
 def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
-    """Of a kernel with ``arrays`` arrays of four axes, ``more`` arguments, statistics, sequences and the options."""
+    """Signature of a kernel: ``arrays`` arrays of four axes, ``more``, statistics, sequences and the options."""
     rank4, computed, scores = "[:, :, :, :]", str(functions(problem.dtype).compute), problem.scores
     optional = {
         "float32[:, :]": scores.alibi,
@@ -294,5 +294,5 @@ def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
         SEED_TYPES[scores.dropout]: scores.dropout,
     }
     types = [element + rank4] * arrays + [*more, computed + "[:, :, :, ::1]", "int64[:, ::1]"]
-    types += [array if given else "int32" for array, given in optional.items()]
+    types += [array if present else "int32" for array, present in optional.items()]
     return f"void({', '.join([*types, *[computed] * 3, *['int32'] * 7])})"

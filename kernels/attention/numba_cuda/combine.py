@@ -71,7 +71,7 @@ def combine_kernel(dtype: str, sinks: bool, lse: str) -> NumbaKernel:
             out[b, query, head, column] = f.store(value) if total != 0 else f.store(number(0.0))
 
     workspace = f"{f.compute}[:, :, :, ::1], {f.compute}[:, :, ::1]"
-    given = "float32[:]" if sinks else "int32"
-    signature = f"void({workspace}, {f.element}[:, :, :, :], {lse}[:, :, :], {given})"
+    sinks_type = "float32[:]" if sinks else "int32"
+    signature = f"void({workspace}, {f.element}[:, :, :, :], {lse}[:, :, :], {sinks_type})"
     words = [dtype, *["sinks"] * sinks, *["wide_lse"] * (lse != f.statistics)]
     return NumbaKernel(attention_combine, signature, f"attention_combine[{','.join(words)}]")

@@ -70,7 +70,7 @@ class Config:
 
     @property
     def stride_p(self) -> int:
-        """The same for P. Half a warp writes 16 keys of one row, the other half of the next row, 16 banks further."""
+        """Row stride of P. Half a warp writes 16 keys of one row, the other half of the next, 16 banks further."""
         return self.block_n + 16
 
     @property
@@ -107,8 +107,8 @@ def select_config(
     ==========  ==========================================================================================
     """
     itemsize = 8 if dtype == "float64" else 4
-    most = _BLOCK_M_MAX[itemsize]
-    block_m = min(next((size for limit, size in _BLOCK_M if rows <= limit), most), most)
+    max_block_m = _BLOCK_M_MAX[itemsize]
+    block_m = min(next((size for limit, size in _BLOCK_M if rows <= limit), max_block_m), max_block_m)
     block_n, chunk = (32, 16) if itemsize == 8 else (64, 16 if head_dim <= 16 else 32)
     slab = next((size for limit, size in _SLAB if head_dim_v <= limit), _SLAB_MAX)
     staged = (block_m + block_n) * (chunk + 16 // itemsize)

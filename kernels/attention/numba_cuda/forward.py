@@ -87,9 +87,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
     # The lowest finite bias times log2(e) must stay finite, since only -inf hides a key.
     lowest = -1.2e308 if number is float64 else -2.28e38
     store = _same if split else functions(config.out).store
-    wide = float64 if config.wide_lse else number
-    log2 = libdevice.log2 if wide is float64 else libdevice.log2f
-    infinity, nothing = float("inf"), 0.0
+    lse_number = float64 if config.wide_lse else number
+    log2 = libdevice.log2 if lse_number is float64 else libdevice.log2f
+    infinity, zero = float("inf"), 0.0
 
     stage_q = stager(config.dtype, THREADS, block_m, chunk, stride)
     stage_k = stager(config.codes or config.dtype, THREADS, block_n, chunk, stride)
@@ -159,9 +159,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
             end = int32(min(end, begin + each))
 
         for i in range(my_rows):
-            row_max[i], row_sum[i] = -infinity, nothing
+            row_max[i], row_sum[i] = -infinity, zero
             for t in range(my_columns):
-                o[i, t] = nothing
+                o[i, t] = zero
         special = False  # V was not finite somewhere
         cuda.syncthreads()
 
@@ -190,7 +190,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
             # 2. S = Q K^T.
             for i in range(my_rows):
                 for j in range(my_keys):
-                    s[i, j] = nothing
+                    s[i, j] = zero
             for column in range(0, head_dim, chunk):
                 cuda.syncthreads()  # no thread reads the staged data any more
                 stage_q(staged, 0, q, q_offset, 0, column, head_dim, q.strides[3])
@@ -232,7 +232,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     for j in range(my_keys):
                         key, at = key0 + first + c + j * ROW_THREADS, row * stride_p + c + j * ROW_THREADS
                         if p[at] != 0 and not keep(seed, dropout_p, b, head_of[row], query, key):
-                            p[at] = nothing
+                            p[at] = zero
 
             # 5. O += P V. A weight of -0 marks a hidden key, whose value must not count, not even if it is NaN.
             for first_v in range(0, block_n, chunk_v):
@@ -257,21 +257,23 @@ def forward_kernel(config: Config) -> NumbaKernel:
             if with_sinks:
                 sink = number(sinks[head]) * number(LOG2E)
                 top = max(row_max[i], sink)
-                base = top if top > -infinity else number(nothing)
+                base = top if top > -infinity else number(zero)
                 factor = exp2(row_max[i] - base)
                 total = total * factor + exp2(sink - base)
-            blind = total == nothing
-            row_sum[i] = number(nothing) if blind else factor / total
+            blind = total == zero
+            row_sum[i] = number(zero) if blind else factor / total
             if with_dropout:
                 row_sum[i] /= number(1.0) - dropout_p
             if c == 0 and first_column == 0 and first_row + r + i * ROWS < n_rows:
                 if split:
                     lse[entry, head, at], lse[n_parts * q.shape[0] + entry, head, at] = top, total
                 else:
-                    lse[entry, head, at] = -infinity if blind else (wide(top) + log2(wide(total))) * wide(LN2)
+                    lse[entry, head, at] = (
+                        -infinity if blind else (lse_number(top) + log2(lse_number(total))) * lse_number(LN2)
+                    )
 
         across = ROW_THREADS * out.strides[3]
-        # out = O / l, in a loop of its own: a longer one would not be unrolled, and O would leave the registers.
+        # out = O / l, in a separate loop: a longer one would not be unrolled, and O would leave the registers.
         for i in range(my_rows):
             row = r + i * ROWS
             if first_row + row < n_rows:
@@ -322,5 +324,5 @@ def _signature(config: Config) -> str:
         "int64[:, ::1]",
         *scales,
     ]
-    arrays += [array if given else "int32" for array, given in optional.items()]
+    arrays += [array if present else "int32" for array, present in optional.items()]
     return f"void({', '.join([*arrays, *[computed] * 3, *['int32'] * 8])})"

@@ -24,11 +24,11 @@ LANES = 16
 
 @cache
 def merge_kernel(dtype: str, lse1: str, lse2: str, lse: str) -> NumbaKernel:
-    """Of arrays (outer, middle, inner, cols), and lse (outer, middle, inner), in any strides."""
+    """Kernel that merges arrays (outer, middle, inner, cols) and lse (outer, middle, inner), in any strides."""
     load, store, number, element, _ = functions(dtype)
-    wide = float64 if lse == "float64" else number
+    lse_number = float64 if lse == "float64" else number
     exp, log1p = (libdevice.exp, libdevice.log1p) if number is float64 else (libdevice.expf, libdevice.log1pf)
-    nothing = -math.inf
+    minus_infinity = -math.inf
 
     def attention_merge(out1, lse1, out2, lse2, out, lse):
         _, middle, inner, cols = out.shape
@@ -37,7 +37,7 @@ def merge_kernel(dtype: str, lse1: str, lse2: str, lse: str) -> NumbaKernel:
         exists = row < out.shape[0] * middle * inner
         row = row if exists else int64(0)  # reads the first row, and writes nothing
         i, j, k = row // (middle * inner), row // inner % middle, row % inner
-        a, b = wide(lse1[i, j, k]), wide(lse2[i, j, k])
+        a, b = lse_number(lse1[i, j, k]), lse_number(lse2[i, j, k])
         difference = b - a if a > b else a - b
         smaller = number(1.0) if a == b else exp(number(difference))  # of the two weights, the larger is 1
         inverse = number(1.0) / (number(1.0) + smaller)
@@ -45,13 +45,13 @@ def merge_kernel(dtype: str, lse1: str, lse2: str, lse: str) -> NumbaKernel:
         weight2 = inverse if b >= a else smaller * inverse
         cuda.syncwarp()
         if exists and lane == 0:
-            lse[i, j, k] = (a if a > b else b) + wide(log1p(smaller))
+            lse[i, j, k] = (a if a > b else b) + lse_number(log1p(smaller))
         if exists:
             for c in range(lane, cols, LANES):
                 total = number(0.0)
-                if a != nothing:
+                if a != minus_infinity:
                     total = weight1 * load(out1[i, j, k, c])
-                if b != nothing:
+                if b != minus_infinity:
                     total += weight2 * load(out2[i, j, k, c])
                 out[i, j, k, c] = store(total)
 

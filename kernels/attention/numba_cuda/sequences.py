@@ -1,6 +1,6 @@
 """The table of sequences that attention reads, int64 (batch, 4): q start, q length, k start, k length.
 
-For lengths that lie on the device: a thread writes the row of a sequence.
+For lengths that are on the device: a thread writes the row of a sequence.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ THREADS = 128
 
 @cache
 def packed_kernel(*, paged: bool, used: bool) -> NumbaKernel:
-    """Of sequences that lie end to end: from the starts of those of q and of k, (batch + 1,).
+    """Kernel for packed sequences: from the starts of q's and k's sequences, (batch + 1,).
 
-    ``paged``: k has no starts. ``used``: from how many keys of each are in use, (batch,). Pass 0 for an array that
+    ``paged``: k has no starts. ``used``: from the number of keys in use of each, (batch,). Pass 0 for an array that
     it does not use.
     """
 
@@ -31,15 +31,15 @@ def packed_kernel(*, paged: bool, used: bool) -> NumbaKernel:
             sequences[b, 2] = 0 if paged else starts_k[b]
             sequences[b, 3] = used_k[b] if used else starts_k[b + 1] - starts_k[b]
 
-    given = ["int32[:]" if there else "int32" for there in (True, not paged, used)]
+    starts_types = ["int32[:]" if present else "int32" for present in (True, not paged, used)]
     words = ["packed", *(["paged"] if paged else []), *(["used"] if used else [])]
-    signature = f"void({', '.join(given)}, int64[:, ::1])"
+    signature = f"void({', '.join(starts_types)}, int64[:, ::1])"
     return NumbaKernel(attention_sequences, signature, f"attention_sequences[{','.join(words)}]")
 
 
 @cache
 def used_kernel() -> NumbaKernel:
-    """Of caches: from how many keys of each are in use, (batch,), and the queries of every sequence."""
+    """Kernel for caches: from the number of keys in use of each, (batch,), and the queries of every sequence."""
 
     def attention_sequences(used, seqlen_q, sequences):
         b = cuda.grid(1)

@@ -50,7 +50,7 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
     ``special``: O may hold infinities, which stay whatever the new maximum is.
     """
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
-    infinity, nothing, hidden = float("inf"), 0.0, -0.0
+    infinity, zero, hidden = float("inf"), 0.0, -0.0
 
     @cuda.jit(device=True, forceinline=True)
     def weigh(s, p, o, row_max, row_sum, special, r, c):
@@ -60,7 +60,7 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
                 top = max(top, s[i, j])
             for distance in (8, 4, 2, 1):
                 top = max(top, cuda.shfl_xor_sync(WARP, top, distance))
-            base = top if top > -infinity else number(nothing)  # no key seen yet: avoid -inf - -inf
+            base = top if top > -infinity else number(zero)  # no key seen yet: avoid -inf - -inf
             shrink = exp2(row_max[i] - base)
             row_max[i] = top
             row_sum[i] *= shrink
@@ -71,7 +71,7 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
             if special and shrink == 0:  # 0 * inf would be NaN
                 for t in range(my_columns):
                     if abs(o[i, t]) < infinity:
-                        o[i, t] = nothing
+                        o[i, t] = zero
             else:
                 for t in range(my_columns):
                     o[i, t] *= shrink

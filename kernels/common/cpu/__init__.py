@@ -1,4 +1,4 @@
-"""CPU kernels: Numba, one module per op, beside the few modules they share.
+"""CPU kernels: Numba, one module per op, plus the modules they share.
 
 =============  ======================================================================================
 ``jit``        compiles a kernel once per variant and keeps it on disk

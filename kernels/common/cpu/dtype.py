@@ -137,12 +137,12 @@ as_int64 = _bitcast(types.int64)
 @intrinsic
 def like(typingctx, value, constant):
     """``constant`` in the type of ``value``."""
-    kind, given = types.float64 if value == types.float64 else types.float32, types.unliteral(constant)
+    result, given = types.float64 if value == types.float64 else types.float32, types.unliteral(constant)
 
     def codegen(context, builder, sig, args):
-        return context.cast(builder, args[1], given, kind)
+        return context.cast(builder, args[1], given, result)
 
-    return signature(kind, value, given), codegen
+    return signature(result, value, given), codegen
 
 
 @generic

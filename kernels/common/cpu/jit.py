@@ -56,16 +56,16 @@ CONTRACT = frozenset({"contract"})
 
 _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-# A loop over a row as a function of its own, whose sums may be reordered: within a kernel LLVM at times makes scalar
+# A loop over a row as a separate function, whose sums may be reordered: within a kernel LLVM at times makes scalar
 # code of the same loop.
 inner = njit(fastmath=set(REASSOC), **_WITHIN)
 
-# A loop of its own, too, whose operations are rounded as written, none fused: the bits of other devices.
+# A loop as a separate function, with operations rounded as written and none fused: the bits of other devices.
 as_written = njit(**_WITHIN)
 
 
 def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
-    # fastmath of its own: Numba would hand down that of whichever kernel is compiled first
+    # separate fastmath: Numba would pass on that of whichever kernel is compiled first
     defaults = {"pipeline_class": DeviceCompiler, "fastmath": set(CONTRACT), "_nrt": refcount}
     return {**defaults, **_WITHIN, **options}
 
@@ -110,8 +110,8 @@ def constant(of: Callable[[types.Type], int | bool]) -> Any:
 
     def value(typingctx, x):
         number = of(x)
-        kind = types.boolean if isinstance(number, bool) else types.int64
-        return kind(x), lambda context, builder, sig, args: context.get_constant(kind, number)
+        number_type = types.boolean if isinstance(number, bool) else types.int64
+        return number_type(x), lambda context, builder, sig, args: context.get_constant(number_type, number)
 
     value.__doc__ = of.__doc__
     return intrinsic(value)
@@ -197,8 +197,10 @@ class Kernel:
         names = tuple(part.name if isinstance(part, np.dtype) else part for part in parts)
         with self._lock:
             if names not in self._compiled:
-                label, given = self.label(names), self._function
-                function = FunctionType(given.__code__, given.__globals__, label, None, given.__closure__)
+                label, function_ = self.label(names), self._function
+                function = FunctionType(
+                    function_.__code__, function_.__globals__, label, None, function_.__closure__
+                )
                 function.__qualname__ = label  # of its machine code too
                 dispatcher = njit(
                     nogil=True,

@@ -39,11 +39,11 @@ def packed(total_q: int, total_k: int, *, num_pages: int, page_size: int) -> Cal
     def found_of(
         starts_q: Array, starts_k: Array | None, used: Array | None = None, table: Array | None = None
     ) -> Array:
-        found = np.empty((len(starts_q), 4), np.int64)
-        given = [_NONE if x is None else x for x in (starts_k, used)]
+        lengths = np.empty((len(starts_q), 4), np.int64)
+        arrays = [_NONE if x is None else x for x in (starts_k, used)]
         pages = _NO_TABLE if table is None else table
-        launch_inline(look, 1, starts_q, *given, pages, total_q, total_k, num_pages, page_size, found)
-        return found
+        launch_inline(look, 1, starts_q, *arrays, pages, total_q, total_k, num_pages, page_size, lengths)
+        return lengths
 
     return found_of
 
@@ -58,10 +58,10 @@ def cached(
     look = cached_lengths[None]
 
     def found_of(used: Array, table: Array | None) -> Array:
-        found = np.empty((len(used) + 1, 4), np.int64)
+        lengths = np.empty((len(used) + 1, 4), np.int64)
         pages, capacity = (_NO_TABLE, page_size) if table is None else (table, page_size * table.shape[1])
-        launch_inline(look, 1, used, pages, seqlen_q, new, page_size, num_pages, capacity, found)
-        return found
+        launch_inline(look, 1, used, pages, seqlen_q, new, page_size, num_pages, capacity, lengths)
+        return lengths
 
     return found_of
 
@@ -72,9 +72,9 @@ def apart(new: int, page_size: int) -> Callable[[Array, Array], bool]:
     look = paged_slots[None]
 
     def differ(used: Array, table: Array) -> bool:
-        found = np.empty(1, np.int64)
-        launch_inline(look, 1, used, table, new, page_size, found)
-        return bool(found[0])
+        sound = np.empty(1, np.int64)
+        launch_inline(look, 1, used, table, new, page_size, sound)
+        return bool(sound[0])
 
     return differ
 
@@ -84,9 +84,9 @@ def mapped(num_slots: int) -> Callable[[Array], bool]:
     look = mapped_slots[None]
 
     def differ(slots: Array) -> bool:
-        found = np.empty(1, np.int64)
-        launch_inline(look, 1, slots, num_slots, found)
-        return bool(found[0])
+        sound = np.empty(1, np.int64)
+        launch_inline(look, 1, slots, num_slots, sound)
+        return bool(sound[0])
 
     return differ
 

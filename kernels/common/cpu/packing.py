@@ -79,8 +79,8 @@ def panel_shape(depth: int, n: int, kind: str) -> tuple[int, tuple[int, int]]:
     steps = -(-depth // 2) if kind == "uint32" else depth
     across = max(1, -(-n // nr))
     columns = across * nr
-    most, least = (BLOCK_OF_TILES, 128) if in_registers(kind) and columns > IN_PLACE else (BLOCK, 256)
-    blocks = max(1, -(-steps // max(least, min(most // columns, 2048))))
+    limit, least = (BLOCK_OF_TILES, 128) if in_registers(kind) and columns > IN_PLACE else (BLOCK, 256)
+    blocks = max(1, -(-steps // max(least, min(limit // columns, 2048))))
     block = max(1, -(-steps // blocks))
     if blocks > 1:  # whole sums and tiles: a column's bits do not depend on its neighbours
         block = -(-block // SUM_STEPS) * SUM_STEPS
@@ -120,14 +120,14 @@ def pack_panels(state, n_tasks, b, trans, panels, blocks, depth):
         k0 = index * block
         k = min(block, steps(panels, depth) - k0)
         for p in range(task % groups * GROUP, min((task % groups + 1) * GROUP, across)):
-            to = write_row(panels, (index * across + p,))
+            panel = write_row(panels, (index * across + p,))
             width = min(nr, n - p * nr)
             if trans:
                 take_rows(on_way, b, p * nr, width, k0, k)
                 on_way[width:] = 0
-                transpose(to, on_way, k)
+                transpose(panel, on_way, k)
             else:
-                take_columns(to.reshape(block, nr), b, k0, k, p * nr, width, nr)
+                take_columns(panel.reshape(block, nr), b, k0, k, p * nr, width, nr)
         task = claim(state)
 
 
@@ -254,7 +254,7 @@ def put_rows(panels, blocks, c, f0, m, t0, n):
 
 @device_function
 def room_shape(tiled, rows, block, trans):
-    """Of its scratch. Tile registers take only (m, k): the last rows are scratch for the transposition."""
+    """Shape of A's scratch. Tile registers take only (m, k): the last rows are scratch for the transposition."""
     if tiled:
         rows = -(-rows // TILE) * TILE
         return rows + TILE, -(-max(rows, block) // TILE) * TILE + SKEW

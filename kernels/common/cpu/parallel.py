@@ -1,7 +1,7 @@
 """Run a compiled kernel on all cores: threads that wait for work claim tasks from one atomic counter.
 
 Why not ``prange``: Numba's default layers abort or stall when two Python threads launch at once
-(workqueue), after a fork (OpenMP), or beside NumPy's own spinning BLAS threads (OpenMP: 85 us become
+(workqueue), after a fork (OpenMP), or while NumPy's own BLAS threads spin (OpenMP: 85 us become
 8 ms). Here the calling thread works itself and others join in as they wake, so a small call
 never waits for them; and compiling without parfors is several times faster.
 
@@ -70,13 +70,13 @@ def thread_count() -> int:
     At most :data:`MAX_THREADS_PER_CPU` for each of these CPUs, as each thread takes a stack.
     """
     count, cpus = int(config.NUMBA_NUM_THREADS), int(config.NUMBA_DEFAULT_NUM_THREADS)
-    most = MAX_THREADS_PER_CPU * cpus
-    if count > most:
+    limit = MAX_THREADS_PER_CPU * cpus
+    if count > limit:
         warn(
-            f"gpu_ops: NUMBA_NUM_THREADS={count}, but this process may use {cpus} CPUs; {most} threads are used",
+            f"gpu_ops: NUMBA_NUM_THREADS={count}, but this process may use {cpus} CPUs; {limit} threads are used",
             stacklevel=2,
         )
-    return min(count, most)
+    return min(count, limit)
 
 
 # Elements below which a second thread costs more (waking it: about 30 us) than it saves.
@@ -228,8 +228,8 @@ def claim(typingctx, state):
 
     def codegen(context, builder, sig, args):
         array = context.make_array(sig.args[0])(context, builder, args[0])
-        one = context.get_constant(types.int64, 1)
-        return builder.atomic_rmw("add", array.data, one, "monotonic")
+        unit = context.get_constant(types.int64, 1)
+        return builder.atomic_rmw("add", array.data, unit, "monotonic")
 
     return signature(types.int64, state), codegen
 

@@ -92,16 +92,16 @@ def matmul(
     """
     if not isinstance(b, Panels):
         b = pack(b, packed(a.dtype.name, b.dtype.name), trans=trans_b)
-    kind = b.array.dtype.name
-    wide = np.dtype(np.float64 if kind == "float64" else np.float32)
+    element = b.array.dtype.name
+    sum_dtype = np.dtype(np.float64 if element == "float64" else np.float32)
     if total is None:
-        total = out if out.dtype == wide else np.empty((0, 0), wide)
+        total = out if out.dtype == sum_dtype else np.empty((0, 0), sum_dtype)
     m = out.shape[1] if trans_out else out.shape[0]
-    nothing = np.empty((0, 0), out.dtype)
-    rows, columns = tile_shape(m, b.n, kind)
+    absent = np.empty((0, 0), out.dtype)
+    rows, columns = tile_shape(m, b.n, element)
     n_tasks = -(-m // rows) * -(-b.n // columns) if m and b.n else 0
     launch(
-        gemm[a.dtype, kind, out.dtype],
+        gemm[a.dtype, element, out.dtype],
         n_tasks,
         (rows, columns),
         (m, b.n, b.depth),
@@ -112,7 +112,7 @@ def matmul(
         bits(out),
         trans_out,
         total,
-        tuple(bits(nothing if x is None else x) for x in addends),
+        tuple(bits(absent if x is None else x) for x in addends),
         not first,
         last,
     )
@@ -260,8 +260,14 @@ def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahea
 
     def in_place(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead):
         words, whole = as_type(a, panels[0, 0]), m // step * step
-        ld, apart = a.strides[0] // words.itemsize, a.strides[0] % words.itemsize
-        if trans | (n > widest) | (k0 + k > words.shape[1]) | (a.strides[1] != a.itemsize) | (apart != 0):
+        ld, misaligned = a.strides[0] // words.itemsize, a.strides[0] % words.itemsize
+        if (
+            trans
+            | (n > widest)
+            | (k0 + k > words.shape[1])
+            | (a.strides[1] != a.itemsize)
+            | (misaligned != 0)
+        ):
             whole = 0
         if whole > 0:
             # the hardware prefetches rows that are read in order, faster (float32, 16, 64 tokens: 0.78, 0.98)

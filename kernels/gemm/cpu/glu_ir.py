@@ -36,7 +36,7 @@ class Number:
     polynomial: tuple[float, ...]
     log2: tuple[float, float]
     limits: tuple[float, float]
-    """e^x is 0 at the first; at the second sigmoid is 1, and x^3 * (1 - sigmoid) nothing beside it."""
+    """e^x is 0 at the first; at the second sigmoid is 1, and x^3 * (1 - sigmoid) is negligible."""
     largest: float
 
 
@@ -132,7 +132,7 @@ class Lanes:
         return total
 
     def reciprocal(self) -> Lanes:
-        """Of a number from 0.5 to 2^120 (more in float64)."""
+        """Reciprocal of a number from 0.5 to 2^120 (more in float64)."""
         if VECTOR_BYTES == 64 and self.number is not DOUBLE:  # an estimate of 14 bits, and a step of Newton's
             none = ir.Constant(ir.IntType(16), -1)
             name, undefined = "llvm.x86.avx512.rcp14.ps.512", ir.Constant(self.value.type, ir.Undefined)
@@ -156,7 +156,7 @@ class Lanes:
 
 
 def exp(x: Lanes) -> Lanes:
-    """Of x <= 0; 0 where the result is no normal number."""
+    """Exponential of x <= 0; 0 where the result is not a normal number."""
     power, rest = x.at_least(x.number.limits[0]).integer_power()
     return power * rest.polynomial(x.number.polynomial)
 
@@ -262,7 +262,7 @@ _FAR = 1e6  # e is 0 long before
 
 
 def _erfc(b: Any, x: Lanes) -> Any:
-    """Of float64, lane by lane: libm's."""
+    """Complementary error function of float64, lane by lane, from libm."""
     result = x.value
     for lane in range(result.type.count):
         at = ir.Constant(ir.IntType(32), lane)

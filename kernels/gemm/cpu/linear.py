@@ -32,14 +32,14 @@ def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
 
 
 def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, int, int]:
-    """What y, dx and dweight of a weight (rows, cols) take while they are computed."""
-    n, kind = min(tokens, TOKENS), packed(dtype)
+    """Scratch bytes of y, dx and dweight of a weight (rows, cols)."""
+    n, element = min(tokens, TOKENS), packed(dtype)
     few = linear_few.is_few(tokens, dtype)
-    dense = panel_bytes(cols, n, kind) + private_bytes(rows, n, cols, kind)
+    dense = panel_bytes(cols, n, element) + private_bytes(rows, n, cols, element)
     return (
         linear_few.scratch_bytes(cols, dtype) if few else dense,
-        panel_bytes(rows, n, kind) + private_bytes(cols, n, rows, kind, trans_a=True),
-        panel_bytes(n, cols, kind) + private_bytes(rows, cols, n, kind, trans_a=True),
+        panel_bytes(rows, n, element) + private_bytes(cols, n, rows, element, trans_a=True),
+        panel_bytes(n, cols, element) + private_bytes(rows, cols, n, element, trans_a=True),
     )
 
 
@@ -87,9 +87,9 @@ def column_sums(state, n_tasks, x, total, add):
     task = claim(state)
     while task < n_tasks:
         start, width = tile_size(task, COLUMNS, x.shape[1])
-        to = write_row(total, (0,))
+        sums_row = write_row(total, (0,))
         for j in range(width):
-            sums[j] = to[start + j] if add else total.dtype.type(0)
+            sums[j] = sums_row[start + j] if add else total.dtype.type(0)
         for first in range(0, x.shape[0], ROWS):
             part[:] = total.dtype.type(0)
             for i in range(first, min(first + ROWS, x.shape[0])):
@@ -99,5 +99,5 @@ def column_sums(state, n_tasks, x, total, add):
             for j in range(width):
                 sums[j] += part[j]
         for j in range(width):
-            to[start + j] = sums[j]
+            sums_row[start + j] = sums[j]
         task = claim(state)

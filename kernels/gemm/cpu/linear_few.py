@@ -5,7 +5,7 @@ The tiles of gemm.py would compute a vector of tokens, though there is one. Here
     w    nr rows, SUM_STEPS steps of K at a time    transposed into a panel in the first cache; the next are fetched
     y    one token by ONE_ROW vectors of rows, or up to MR tokens by two vectors
 
-Every sum adds up in the order of the tiles, so that a token has the same bits beside any others. One thread of a Xeon
+Every sum adds up in the order of the tiles, so that the bits of a token do not depend on others. One thread of a Xeon
 without tile registers, 1024 x 768: bfloat16 112 us instead of 412 (8 tokens: 236), float32 241 instead of 300.
 """
 
@@ -58,11 +58,13 @@ def scratch_bytes(cols: int, dtype: str) -> int:
 
 def forward(x: Array, weight: Array, addends: Sequence[Array | None], y: Array) -> None:
     """``addends``: to y; an array like it, and one row."""
-    nothing, kind = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
-    a, b, w, to, *more = all_bits(*(nothing if one is None else one for one in addends), weight, y, x)
-    tasks = -(-len(weight) // (_vectors(len(x)) * VECTOR_BYTES // kind.itemsize))
+    absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
+    a, b, w, y_bits, *more = all_bits(
+        *(absent if array is None else array for array in addends), weight, y, x
+    )
+    tasks = -(-len(weight) // (_vectors(len(x)) * VECTOR_BYTES // step.itemsize))
     launch = launcher(weight.nbytes / 8)
-    launch(linear_few[x.dtype], tasks, _vectors(len(x)), *more, w, kind, (a, b), to)
+    launch(linear_few[x.dtype], tasks, _vectors(len(x)), *more, w, step, (a, b), y_bits)
 
 
 def _vectors(tokens: int) -> int:
@@ -103,8 +105,8 @@ def turn(panel, at, nr, lying, w, r0, m, kk, k):
 
     def in_place(panel, at, nr, lying, w, r0, m, kk, k):
         words, width = as_type(w, panel[0]), lanes(panel)
-        ld, apart = w.strides[0] // words.itemsize, w.strides[0] % words.itemsize
-        if (m < width) | (round_up(kk + k, width) > words.shape[1]) | (apart != 0):
+        ld, misaligned = w.strides[0] // words.itemsize, w.strides[0] % words.itemsize
+        if (m < width) | (round_up(kk + k, width) > words.shape[1]) | (misaligned != 0):
             copy(panel, at, nr, lying, w, r0, m, kk, k)
         else:
             for i in range(0, k, width):
@@ -121,7 +123,7 @@ def linear_few(state, n_tasks, vectors, x, w, kind, addends, y):
     nr = vectors * width
     rows = scratch(MR, round_up(k_all, MAX_LANES) + SKEW, kind[0, 0])
     pack_a(rows, x, False, 0, tokens, 0, k_all)
-    lying = scratch(width, SUM_STEPS + SKEW, kind[0, 0])
+    transposed = scratch(width, SUM_STEPS + SKEW, kind[0, 0])
     ld = nr + SKEW
     panel = scratch(1, SUM_STEPS * ld, kind[0, 0])[0]
     c = scratch(MR, nr, sum_of(kind))
@@ -135,7 +137,7 @@ def linear_few(state, n_tasks, vectors, x, w, kind, addends, y):
                     fetch(w, panel, j, width, following)
                 else:
                     fetch(w, panel, j + nr, width, 0)
-                turn(panel, j - r0, ld, lying, w, j, min(width, n - j), kk, k)
+                turn(panel, j - r0, ld, transposed, w, j, min(width, n - j), kk, k)
             if vectors == ONE_ROW:
                 one_row(c, 0, nr, rows, kk, rows.shape[1], panel, 0, ld, k, kk > 0, ())
             else:

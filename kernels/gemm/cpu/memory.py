@@ -1,4 +1,4 @@
-"""What the threads of a matrix product allocate for themselves: :mod:`.gemm`."""
+"""Memory that the threads of a matrix product allocate: :mod:`.gemm`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def private_bytes(m: int, n: int, depth: int, kind: str, *, trans_a: bool = Fals
 
 def tile_bytes(rows: int, columns: int, kind: str) -> int:
     """A tile of sums, and a few of its columns turned into rows."""
-    height, wide = -(-rows // MAX_LANES) * MAX_LANES, 8 if kind == "float64" else 4
-    return height * ((columns + SKEW) * wide + VECTOR_BYTES)
+    height, itemsize = -(-rows // MAX_LANES) * MAX_LANES, 8 if kind == "float64" else 4
+    return height * ((columns + SKEW) * itemsize + VECTOR_BYTES)
 
 
 def room_bytes(kind: str, depth: int, n: int, rows: int, *, trans: bool) -> int:

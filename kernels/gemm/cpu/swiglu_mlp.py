@@ -34,7 +34,7 @@ from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import ACTIVATIONS, Plan, mlp_hidd
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
 
-TOKENS = 1024  # a block of weights is packed once per so many tokens at most
+TOKENS = 1024  # at most; a block of weights is packed once for them
 SCRATCH = 1 << 23  # elements of one block: 32 MiB of float32
 FEW = 8  # tokens up to which one pass over the weights is faster,
 FEW_PRODUCTS = 1 << 19  # also of more tokens, if the products are as small
@@ -55,8 +55,8 @@ def _few(tokens: int, hidden: int, ffn: int) -> bool:
 def _steps(tokens: int, ffn: int, gradients: bool) -> tuple[int, int]:
     """Tokens and ffn columns in flight, these in equal blocks of an even number. Gradients have four such blocks."""
     step = max(1, min(tokens, TOKENS))
-    most = max(SCRATCH // (4 * step if gradients else step), 64)
-    parts = max(1, -(-ffn // most))
+    limit = max(SCRATCH // (4 * step if gradients else step), 64)
+    parts = max(1, -(-ffn // limit))
     return step, max(1, min(ffn, -(-ffn // (64 * parts)) * 64))
 
 
@@ -72,31 +72,31 @@ def _wide(dtype: DType) -> DType:
 def scratch_bytes(
     tokens: int, sizes: tuple[int, int, int], dtype: DType, *, gradients: bool, kept: bool
 ) -> int:
-    """What a call takes while it runs. ``sizes``: hidden, ffn, hidden_out. ``kept``: gate and up are given."""
-    (hidden, ffn, out), wide, kind = sizes, _wide(dtype).itemsize, packed(dtype.name)
+    """Scratch bytes of a call. ``sizes``: hidden, ffn, hidden_out. ``kept``: gate and up are passed."""
+    (hidden, ffn, out), itemsize, element = sizes, _wide(dtype).itemsize, packed(dtype.name)
     few = _few(tokens, hidden, ffn)
     if few and not gradients:
-        return tokens * ffn * wide
+        return tokens * ffn * itemsize
     step, block = _steps(tokens, ffn, gradients)
-    rounds = wide != dtype.itemsize
-    x, h = panel_bytes(hidden, step, kind), panel_bytes(block, step, kind)
-    tile, columns = tile_shape(block, step, kind)
+    rounds = itemsize != dtype.itemsize
+    x, h = panel_bytes(hidden, step, element), panel_bytes(block, step, element)
+    tile, columns = tile_shape(block, step, element)
     threads = most_threads(launch, -(-block // tile) * -(-step // columns))
-    c, of_x = tile_bytes(tile, columns, kind), room_bytes(kind, hidden, step, tile, trans=False)
+    c, of_x = tile_bytes(tile, columns, element), room_bytes(element, hidden, step, tile, trans=False)
     if not gradients:
-        private = max(threads * (2 * c + of_x), private_bytes(out, step, block, kind))
-        return x + h + private + (step * out * wide if block < ffn and rounds else 0)
+        private = max(threads * (2 * c + of_x), private_bytes(out, step, block, element))
+        return x + h + private + (step * out * itemsize if block < ffn and rounds else 0)
     made_again = 2 * tokens * ffn * dtype.itemsize if few and not kept else 0
-    lasting = 3 * block * step * (dtype.itemsize if kind == "uint32" else wide) + 2 * h
-    lasting += tokens * hidden * wide if rounds else 0
-    of_dy = room_bytes(kind, out, step, tile, trans=True)
+    lasting = 3 * block * step * (dtype.itemsize if element == "uint32" else itemsize) + 2 * h
+    lasting += tokens * hidden * itemsize if rounds else 0
+    of_dy = room_bytes(element, out, step, tile, trans=True)
     at_once = (
-        panel_bytes(out, step, kind) + (0 if few or kept else x) + threads * (3 * c + of_x + of_dy),
-        panel_bytes(step, hidden, kind) + private_bytes(block, hidden, step, kind),
-        h + private_bytes(out, block, step, kind, trans_a=True),
-        private_bytes(hidden, step, block, kind, trans_a=True),
+        panel_bytes(out, step, element) + (0 if few or kept else x) + threads * (3 * c + of_x + of_dy),
+        panel_bytes(step, hidden, element) + private_bytes(block, hidden, step, element),
+        h + private_bytes(out, block, step, element, trans_a=True),
+        private_bytes(hidden, step, block, element, trans_a=True),
     )
-    return made_again + max(lasting + max(at_once), tokens * ffn * wide if made_again else 0)
+    return made_again + max(lasting + max(at_once), tokens * ffn * itemsize if made_again else 0)
 
 
 def forward(
@@ -107,22 +107,22 @@ def forward(
     ``gate_up`` (tokens, 2 * ffn) receives gate and up.
     """
     w_gate, w_up, w_down = weights
-    (tokens, hidden), ffn, wide = x.shape, len(w_gate), _wide(x.dtype)
+    (tokens, hidden), ffn, sum_dtype = x.shape, len(w_gate), _wide(x.dtype)
     kept = _halves(gate_up, x.dtype)
     if _few(tokens, hidden, ffn):
         swiglu_mlp_few.forward(x, weights, y, activation=activation, kept=kept)
         return
     step, block = _steps(tokens, ffn, False)
     total = None
-    if block < ffn and wide != y.dtype:
-        total = aligned_empty((step, y.shape[1]), wide)
-    kind = packed(x.dtype.name)
+    if block < ffn and sum_dtype != y.dtype:
+        total = aligned_empty((step, y.shape[1]), sum_dtype)
+    element = packed(x.dtype.name)
     for t in _spans(tokens, step):
-        xt, yt = pack(x[t], kind, trans=True), y[t]
+        xt, yt = pack(x[t], element, trans=True), y[t]
         for f in _spans(ffn, block):
             wg, wu = w_gate[f], w_up[f]
-            h = Panels.empty(len(wg), xt.n, kind)
-            rows, columns = tile_shape(h.depth, h.n, kind)
+            h = Panels.empty(len(wg), xt.n, element)
+            rows, columns = tile_shape(h.depth, h.n, element)
             plan = Plan(rows, columns, ACTIVATIONS.index(activation), h.n, xt.blocks, 0, h.blocks)
             tasks = -(-h.depth // rows) * -(-h.n // columns)
             stored = (bits(half[t, f]) for half in kept)
@@ -165,25 +165,25 @@ def backward(
 ) -> None:
     """Fills dx and the weights' gradients. Blocks of ffn outside: each adds up its own gradients over the tokens."""
     w_gate, w_up, w_down = weights
-    (tokens, hidden), ffn, wide = x.shape, len(w_gate), _wide(x.dtype)
+    (tokens, hidden), ffn, sum_dtype = x.shape, len(w_gate), _wide(x.dtype)
     if gate_up is None and _few(tokens, hidden, ffn):
         gate_up = np.empty((tokens, 2 * ffn), x.dtype)
         swiglu_mlp_few.hidden(x, weights, activation=activation, kept=_halves(gate_up, x.dtype))
     kept = _halves(gate_up, x.dtype)
     step, block = _steps(tokens, ffn, True)
-    kind = packed(x.dtype.name)
-    held = x.dtype if kind == "uint32" else wide  # of dgate, dup and h
+    element = packed(x.dtype.name)
+    held = x.dtype if element == "uint32" else sum_dtype  # of dgate, dup and h
     blocks = [aligned_empty((block, step), held) for _ in range(3)]
-    dx_total = dx if wide == dx.dtype else aligned_empty(dx.shape, wide)
+    dx_total = dx if sum_dtype == dx.dtype else aligned_empty(dx.shape, sum_dtype)
     for f in _spans(ffn, block):
         wg, wu, wd = w_gate[f], w_up[f], w_down[:, f]
         for t in _spans(tokens, step):
             n, first = t.stop - t.start, t.start == 0
-            dyt = pack(dy[t], kind, trans=True)
-            xt = dyt if gate_up is not None else pack(x[t], kind, trans=True)
+            dyt = pack(dy[t], element, trans=True)
+            xt = dyt if gate_up is not None else pack(x[t], element, trans=True)
             dgate, dup, h = (b[: len(wg), :n] for b in blocks)
-            dgate_panels, dup_panels = (Panels.empty(len(wg), n, kind) for _ in range(2))
-            rows, columns = tile_shape(len(h), n, kind)
+            dgate_panels, dup_panels = (Panels.empty(len(wg), n, element) for _ in range(2))
+            rows, columns = tile_shape(len(h), n, element)
             cut = xt.blocks, dyt.blocks, dup_panels.blocks
             plan = Plan(rows, columns, ACTIVATIONS.index(activation), n, *cut)
             inputs = map(bits, (wg, wu, wd, *(half[t, f] for half in kept)))
@@ -192,11 +192,11 @@ def backward(
             run = mlp_hidden_backward[x.dtype]
             launch(run, tasks, plan, *arrays, dgate_panels.array, dup_panels.array)
             del xt, dyt, arrays  # before the next are made
-            xt = pack(x[t], kind, trans=False)
+            xt = pack(x[t], element, trans=False)
             gradients.add(0, f, dgate, xt, first=first)
             gradients.add(1, f, dup, xt, first=first)
             del xt
-            ht = pack(h, kind, trans=True)
+            ht = pack(h, element, trans=True)
             gradients.add(2, (slice(None), f), dy[t], ht, first=first, trans_a=True)
             del ht
             add_dx = partial(matmul, trans_a=True, trans_out=True, total=dx_total[t])

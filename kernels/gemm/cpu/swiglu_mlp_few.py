@@ -62,12 +62,12 @@ def rows_per_task(rows: int) -> int:
 def widened(x, w):
     """The rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
     tokens, depth = x.shape
-    wide = scratch(round_up(tokens, 4), round_up(depth, 4 * MAX_LANES), sum_of(w))
-    wide[:] = 0
-    one = sum_of(w) + 1
+    tokens_wide = scratch(round_up(tokens, 4), round_up(depth, 4 * MAX_LANES), sum_of(w))
+    tokens_wide[:] = 0
+    unit = sum_of(w) + 1
     for t in range(tokens):
-        to_slots(w, wide[t], read_row(x, (t,)), depth, one)
-    return wide
+        to_slots(w, tokens_wide[t], read_row(x, (t,)), depth, unit)
+    return tokens_wide
 
 
 @generic
@@ -89,20 +89,20 @@ def list_rows(addresses, at, w, first, stop, n):
 @device_function(refcount=True)
 def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
-    depth, one = w.shape[1], sum_of(w) + 1
+    depth, unit = w.shape[1], sum_of(w) + 1
     four, rows = few(sums)
     later = AT_ONCE, 0, w.strides[0]
     if tokens == 1:
         for first in range(0, n_rows, len(four)):
-            score_keys((0,), four, w, addresses, at + first, later, (1, 1), x, depth, sums, first, one)
+            score_keys((0,), four, w, addresses, at + first, later, (1, 1), x, depth, sums, first, unit)
     else:
         tiles = len(x) // len(four)
-        found = scratch(tiles, lanes(sums), sums[0, 0])
+        part_sums = scratch(tiles, lanes(sums), sums[0, 0])
         for first in range(0, n_rows, len(rows)):
-            score_keys(four, rows, w, addresses, at + first, later, (1, tiles), x, depth, found, 0, one)
+            score_keys(four, rows, w, addresses, at + first, later, (1, tiles), x, depth, part_sums, 0, unit)
             for t in range(tokens):
                 for j in range(len(rows)):
-                    sums[t, first + j] = found[t // len(four), j * len(four) + t % len(four)]
+                    sums[t, first + j] = part_sums[t // len(four), j * len(four) + t % len(four)]
 
 
 def _hidden_signature(t: str) -> tuple[types.Type, ...]:
@@ -115,8 +115,8 @@ def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, gate_kept, up
     """h = act(x w_gate.T) * (x w_up.T); the two products are kept if there are rows for them."""
     tokens, ffn = h.shape
     width = lanes(h)
-    wide = widened(x, w_gate)
-    gate, up = scratch(len(wide), width, sum_of(w_gate)), scratch(len(wide), width, sum_of(w_gate))
+    inputs = widened(x, w_gate)
+    gate, up = scratch(len(inputs), width, sum_of(w_gate)), scratch(len(inputs), width, sum_of(w_gate))
     addresses = np.zeros(2 * (chunk + width) + AT_ONCE, np.int64)
     task = claim(state)
     while task < n_tasks:
@@ -126,8 +126,8 @@ def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, gate_kept, up
             list_rows(addresses, 2 * r + width, w_up, first + r, ffn - 1, width)
         for r in range(first, stop, width):
             at, n = 2 * (r - first), min(width, stop - r)
-            group_sums(gate, addresses, at, w_gate, wide, tokens, width)
-            group_sums(up, addresses, at + width, w_gate, wide, tokens, width)
+            group_sums(gate, addresses, at, w_gate, inputs, tokens, width)
+            group_sums(up, addresses, at + width, w_gate, inputs, tokens, width)
             for t in range(len(gate_kept)):
                 gate_row, up_row = write_row(gate_kept, (t,)), write_row(up_kept, (t,))
                 for j in range(n):
@@ -148,15 +148,15 @@ def few_down(state, n_tasks, chunk, h, w, y):
     """y = h w.T"""
     tokens, rows = y.shape
     width = lanes(h)
-    wide = widened(h, w)
-    sums = scratch(len(wide), width, sum_of(w))
+    inputs = widened(h, w)
+    sums = scratch(len(inputs), width, sum_of(w))
     addresses = np.zeros(chunk + width + AT_ONCE, np.int64)
     task = claim(state)
     while task < n_tasks:
         first, stop = task * chunk, min(rows, (task + 1) * chunk)
         list_rows(addresses, 0, w, first, rows - 1, chunk + width)
         for r in range(first, stop, width):
-            group_sums(sums, addresses, r - first, w, wide, tokens, width)
+            group_sums(sums, addresses, r - first, w, inputs, tokens, width)
             for t in range(tokens):
                 row = write_row(y, (t,))[r : min(r + width, stop)]
                 for j in range(len(row)):

@@ -137,9 +137,9 @@ def mlp_hidden(state, n_tasks, plan, x, w_gate, w_up, h, gate_kept, up_kept):
     (ffn, hidden), tokens, rows, columns = w_gate.shape, plan.tokens, plan.rows, plan.columns
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
-    wide = sum_of(x)
+    zero = sum_of(x)
     height = round_up(rows, MAX_LANES)
-    gate, up = scratch(height, columns + SKEW, wide), scratch(height, columns + SKEW, wide)
+    gate, up = scratch(height, columns + SKEW, zero), scratch(height, columns + SKEW, zero)
     across, block, k_all = x.shape[0] // plan.x_blocks, x.shape[1] // nr, steps(x, hidden)
     a = room_a(x, rows, block, False)
     open_tiles()
@@ -197,10 +197,10 @@ def mlp_hidden_backward(
     rows, columns = plan.rows, plan.columns
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
-    wide = sum_of(x)
+    zero = sum_of(x)
     height = round_up(rows, MAX_LANES)
-    gate, up = scratch(height, columns + SKEW, wide), scratch(height, columns + SKEW, wide)
-    dh = scratch(height, columns + SKEW, wide)
+    gate, up = scratch(height, columns + SKEW, zero), scratch(height, columns + SKEW, zero)
+    dh = scratch(height, columns + SKEW, zero)
     across, block, k_all = x.shape[0] // plan.x_blocks, x.shape[1] // nr, steps(x, hidden)
     a = room_a(x, rows, block, False)
     block_out, k_out = dy.shape[1] // nr, steps(x, hidden_out)

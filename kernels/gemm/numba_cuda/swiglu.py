@@ -34,13 +34,13 @@ def kernel(which: str, dtype: str, activation: str) -> NumbaKernel:
 def gate(activation, dtype):
     """A device function: c and c' for a finite g."""
     real = functions(dtype).compute
-    one, half = real(1.0), real(0.5)
+    unit, half = real(1.0), real(0.5)
     linear, cubic = real(math.sqrt(8 / math.pi)), real(0.044715 * math.sqrt(8 / math.pi))
 
     @cuda.jit(device=True)
     def sigmoid(x):
         """sigmoid(x) and 1 - sigmoid(x), without cancellation."""
-        return one / (one + math.exp(-x)), one / (one + math.exp(x))
+        return unit / (unit + math.exp(-x)), unit / (unit + math.exp(x))
 
     @cuda.jit(device=True)
     def silu(g):

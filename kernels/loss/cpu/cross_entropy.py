@@ -185,9 +185,9 @@ def put_scaled(to, start, n, u, slope, factor, softcap):
 @device_function
 def loss_of_row(row, target, weight, o, room):
     """The loss, lse, and the two that lse is made of: the maximum, and the sum of exponentials relative to it."""
-    u, cols, nothing = room.u, len(row), like(o.own, 0.0)
-    row_max, row_sum, at = like(o.own, -np.inf), nothing, nothing
-    distances, weights = nothing, nothing
+    u, cols, zero = room.u, len(row), like(o.own, 0.0)
+    row_max, row_sum, at = like(o.own, -np.inf), zero, zero
+    distances, weights = zero, zero
     for start in range(0, cols, BLOCK):
         n = min(BLOCK, cols - start)
         fill(row, start, n, o.softcap, u, room.slope)
@@ -197,7 +197,7 @@ def loss_of_row(row, target, weight, o, room):
             if weights != 0 and row_max > -np.inf:
                 distances += weights * (top - row_max)
             row_max = top
-        base = row_max if row_max > -np.inf else nothing
+        base = row_max if row_max > -np.inf else zero
         row_sum += sum_of_exponentials(u, n, base)
         if o.others > 0:
             more, of_block = weighted_distances(u, n, base, weight, start, o.weighted)
@@ -217,7 +217,7 @@ def loss_of_row(row, target, weight, o, room):
 
 @device_function
 def scale_of_row(target, lse, row_sum, weight, o):
-    """What an exponential of the row is multiplied by in du; ``row_sum``: of them all."""
+    """Factor of an exponential of the row in du; ``row_sum``: the sum of all exponentials."""
     w_y = weight[target] if o.weighted else like(o.own, 1.0)
     return (o.own * w_y + o.others * o.weight_sum + like(o.own, 2.0) * o.z_loss * lse) / row_sum
 
@@ -268,10 +268,10 @@ def _kernel_backward() -> Kernel:
         task = claim(state)
         while task < n_tasks:
             for r in range(task * chunk, min((task + 1) * chunk, rows)):
-                target, row, to = targets[r], read_row(logits, (r,)), write_row(dlogits, (r,))
+                target, row, gradients = targets[r], read_row(logits, (r,)), write_row(dlogits, (r,))
                 if target == ignore_index:
                     for j in range(cols):
-                        to[j] = 0
+                        gradients[j] = 0
                     continue
                 row_sum = 0.0
                 for start in range(0, cols, BLOCK):
@@ -285,9 +285,9 @@ def _kernel_backward() -> Kernel:
                     differentiate_block(du, start, n, target, scale, weight, o)
                     if streaming:
                         put_scaled(result, 0, n, du, du_dz, dloss[r], softcap)
-                        put(result, to[start : start + n], waits, where, (following,), start)
+                        put(result, gradients[start : start + n], waits, where, (following,), start)
                     else:
-                        put_scaled(to, start, n, du, du_dz, dloss[r], softcap)
+                        put_scaled(gradients, start, n, du, du_dz, dloss[r], softcap)
             if streaming:
                 finish(waits, where)
                 fence()
@@ -313,11 +313,11 @@ def _kernel_forward_backward() -> Kernel:
         task = claim(state)
         while task < n_tasks:
             for r in range(task * chunk, min((task + 1) * chunk, rows)):
-                target, row, to = targets[r], read_row(logits, (r,)), write_row(dlogits, (r,))
+                target, row, gradients = targets[r], read_row(logits, (r,)), write_row(dlogits, (r,))
                 if target == ignore_index:
                     loss[r], lse[r] = like(own, 0.0), like(own, -np.inf)
                     for j in range(cols):
-                        to[j] = 0
+                        gradients[j] = 0
                     continue
                 loss[r], lse[r], row_max, row_sum = loss_of_row(row, target, weight, o, room)
                 scale = scale_of_row(target, lse[r], row_sum, weight, o)
@@ -326,7 +326,7 @@ def _kernel_forward_backward() -> Kernel:
                     fill(row, start, n, softcap, room.u, room.slope)
                     exponentials(room.u, n, row_max)
                     differentiate_block(room.u, start, n, target, scale, weight, o)
-                    put_scaled(to, start, n, room.u, room.slope, dloss[r], softcap)
+                    put_scaled(gradients, start, n, room.u, room.slope, dloss[r], softcap)
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
@@ -339,7 +339,7 @@ def _kernel_forward_backward() -> Kernel:
 
 
 def _numbers(c: types.Type) -> tuple[types.Type, ...]:
-    """Of :class:`Options`."""
+    """Types of the fields of :class:`Options`."""
     return types.int64, types.boolean, c, c, c, c, c
 
 

@@ -28,15 +28,15 @@ ROWS, CLASSES = 512, 512
 def scratch_bytes(
     rows: int, vocab: int, hidden: int, *, dtype: np.dtype[Any], wide: np.dtype[Any], grads: bool
 ) -> int:
-    """What a chunk of so many rows takes: its logits, and the most of any product."""
+    """Scratch bytes of a chunk of ``rows`` rows: its logits, and the largest scratch of any product."""
     logits, (of_x, _, of_dweight) = (
         rows * vocab * wide.itemsize,
         linear.scratch_bytes(rows, vocab, hidden, dtype.name),
     )
     if not grads:
         return logits + of_x
-    part, classes, kind = min(rows, ROWS), min(vocab, CLASSES), packed(dtype.name)
-    of_dx = panel_bytes(classes, part, kind) + private_bytes(hidden, part, classes, kind, trans_a=True)
+    part, classes, element = min(rows, ROWS), min(vocab, CLASSES), packed(dtype.name)
+    of_dx = panel_bytes(classes, part, element) + private_bytes(hidden, part, classes, element, trans_a=True)
     of_dx += part * hidden * wide.itemsize if dtype != wide else 0
     return logits + max(of_x, of_dx, of_dweight)
 
@@ -67,12 +67,12 @@ class Chunks:
 
     def backward_input(self, dlogits: Array, dx: Array) -> None:
         """By blocks of a fixed size, so that the bits are the same for any chunk."""
-        kind, vocab = packed(dx.dtype.name), len(self.weight)
+        element, vocab = packed(dx.dtype.name), len(self.weight)
         for r in spans(len(dx), ROWS):
             part = dx[r]
             total = part if dx.dtype == self.logits.dtype else np.empty(part.shape, self.logits.dtype)
             for v in spans(vocab, CLASSES):
-                panels = pack(dlogits[r, v], kind, trans=True)
+                panels = pack(dlogits[r, v], element, trans=True)
                 ends = {"first": v.start == 0, "last": v.stop == vocab}
                 matmul(self.weight[v], panels, part, trans_a=True, trans_out=True, total=total, **ends)
                 del panels  # before the next are made

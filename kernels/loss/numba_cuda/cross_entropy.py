@@ -37,7 +37,7 @@ NOT_A_NUMBER = math.nan
 
 @cuda.jit(device=True)
 def weight_of(target, weight, weighted, cols):
-    """Of a row that is not ignored; NaN if its target is no class."""
+    """Class weight of a row that is not ignored; NaN if its target is not a class."""
     if target < 0 or target >= cols:
         return NOT_A_NUMBER
     return float64(weight[target]) if weighted else 1.0
@@ -45,7 +45,7 @@ def weight_of(target, weight, weighted, cols):
 
 @cuda.jit(device=True)
 def growth(weights, maximum, grown):
-    """What a sum of w * (maximum - u) gains when the maximum grows; ``weights``: the sum of w."""
+    """Increase of a sum of w * (maximum - u) when the maximum grows; ``weights``: the sum of w."""
     return weights * (grown - maximum) if weights != 0 else weights
 
 
@@ -68,17 +68,28 @@ def _capped(dtype: str):
 @cache
 def forward(dtype: str, targets: str) -> NumbaKernel:
     load, _, number, element, statistics = functions(dtype)
-    nothing = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)
+    lowest = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)
     capped = _capped(dtype)
 
     def cross_entropy_forward(
-        targets, weight, logits, loss, lse, has_lse, ignore_index, weighted, own, others, z_loss, softcap
+        targets,
+        weight,
+        logits,
+        loss,
+        lse,
+        has_lse,
+        ignore_index,
+        weighted,
+        on_target,
+        others,
+        z_loss,
+        softcap,
     ):
         scratch = cuda.shared.array(WARPS, number)
         r, cols, cap = cuda.blockIdx.x, logits.shape[1], number(softcap)
         target = targets[r]
         kept = target != ignore_index
-        top, exponentials, distances, weight_sum = number(nothing), number(0.0), number(0.0), number(0.0)
+        top, exponentials, distances, weight_sum = number(lowest), number(0.0), number(0.0), number(0.0)
         for c in range(cuda.threadIdx.x, cols if kept else 0, cuda.blockDim.x):
             u, _ = capped(load(logits[r, c]), cap)
             if u > top:
@@ -106,7 +117,7 @@ def forward(dtype: str, targets: str) -> NumbaKernel:
             if 0 <= target < cols:
                 at, _ = capped(load(logits[r, target]), cap)
             # the difference first: a loss near 0 keeps its digits, as does one of large logits
-            value = number(own * weight_of(target, weight, weighted, cols)) * ((row_max - at) + log_sum)
+            value = number(on_target * weight_of(target, weight, weighted, cols)) * ((row_max - at) + log_sum)
             if others > 0.0:
                 value += number(others) * (distances + weight_sum * log_sum)
             value += number(z_loss) * whole * whole
@@ -124,7 +135,7 @@ def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
     store, capped, narrows = functions(gradient).store, _capped(dtype), gradient != dtype
 
     def cross_entropy_backward(
-        targets, weight, dloss, factors, lse, logits, dlogits, step, ignore_index, weighted, own, others,
+        targets, weight, dloss, factors, lse, logits, dlogits, step, ignore_index, weighted, on_target, others,
         z_loss, softcap,
     ):  # fmt: skip
         r, cols, cap = cuda.blockIdx.x, logits.shape[1], number(softcap)
@@ -139,7 +150,7 @@ def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
             u, _ = capped(load(logits[r, c]), cap)
             exponentials += math.exp(u - row_lse)
         exponentials = block_sum(exponentials, scratch)
-        mine = number(own * weight_of(target, weight, weighted, cols))
+        mine = number(on_target * weight_of(target, weight, weighted, cols))
         weight_sum = float64(factors[1]) if weighted and others > 0.0 else float64(cols)
         scale = (mine + number(others * weight_sum) + number(2.0 * z_loss) * row_lse) / exponentials
         for start in range(0, cols, cuda.blockDim.x):

@@ -182,8 +182,8 @@ def layernorm_backward(
         for first in range(begin, stop, step):
             n = min(step, stop - first)
             starts = read_row(dy, (first,)), read_row(x, (first,))
-            given = mean[first:], rstd[first:]
-            norm.layer_sums((products, gradients), totals, starts, strides, (w,), given, (), n, cols)
+            statistics = mean[first:], rstd[first:]
+            norm.layer_sums((products, gradients), totals, starts, strides, (w,), statistics, (), n, cols)
             for i in range(n):
                 r = first + i
                 operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)

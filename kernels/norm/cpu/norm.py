@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm share on the CPU: sums over a row, the residual, and how rows meet the caches.
+"""Code shared by RMSNorm and LayerNorm on the CPU: sums over a row, the residual, and the use of caches.
 
 A task is a run of rows. Each row is read from memory once: later passes over it find it in the cache. Sums over a row
 are float64 sums of short sums in the computing type, where these are in its range, so that no finite input overflows.
@@ -43,8 +43,8 @@ Array = np.ndarray[Any, Any]
 
 def store_sum(total: Array, partial: Array, add: bool) -> None:
     """``total`` is the sum of the rows of ``partial``. ``add``: and of what it holds."""
-    found = partial.sum(axis=0)
-    total[...] = total + found if add else found
+    column_sums = partial.sum(axis=0)
+    total[...] = total + column_sums if add else column_sums
 
 
 def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:

@@ -105,14 +105,14 @@ def rope_rotate(
     # follow memory: in (batch, nheads, seqlen, head_dim) arrays the tokens of one head are neighbours
     heads_outer = abs(q_out.strides[1]) < abs(q_out.strides[2])
     lines = scratch(2, max(q.shape[3], BLOCK_BYTES // q.itemsize), q.dtype.type(0))
-    where, turn = np.zeros(2, np.int64), Turn(cos, sin, rows, rotary_dim, interleaved, conjugate)
+    where, options = np.zeros(2, np.int64), Turn(cos, sin, rows, rotary_dim, interleaved, conjugate)
     task = claim(state)
     while task < n_tasks:
         first = task * chunk
         count = min(chunk, n_tokens - first)
         line = Line(write_row(lines, (0,)), write_row(lines, (1,)), where)
         for x, out in ((q, q_out), (k, k_out)):
-            rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming)
+            rotate_tokens(x, out, options, first, count, heads_outer, line, streaming)
         if streaming:
             fence()
         task = claim(state)
@@ -134,10 +134,10 @@ def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
     turn_step = cos.shape[1] if heads_outer else 0
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     streaming = streaming and not in_place
-    most = min(BLOCK_TOKENS, max(len(line.block) // head_dim, 1)) if streaming else BLOCK_TOKENS
+    max_tokens = min(BLOCK_TOKENS, max(len(line.block) // head_dim, 1)) if streaming else BLOCK_TOKENS
     at_once = 1
     if y_step == head_dim or not streaming:
-        at_once = most if heads_outer else nheads
+        at_once = max_tokens if heads_outer else nheads
         if streaming:
             at_once = min(at_once, len(line.block) // head_dim)
     gathered = np.int64(0)  # elements in line.block, which go to ``block``
@@ -146,7 +146,7 @@ def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
     while done < count:
         row, tokens = b * batch_step, 1
         if heads_outer:
-            tokens = min(most, count - done, seqlen - s)
+            tokens = min(max_tokens, count - done, seqlen - s)
             if at_once > 1:
                 tokens = following(rows, row, s, tokens)
         c, sn = read_row(cos, (rows[row, s],)), read_row(sin, (rows[row, s],))
@@ -165,8 +165,8 @@ def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
                     size = n * head_dim
                     end = place_of(block) + gathered * out.itemsize
                     if gathered + size > len(line.block) or place_of(target) != end:
-                        to = from_beginning(block, gathered)
-                        put(line.block, to, line.waits, line.where, (source,), 0)
+                        destination = from_beginning(block, gathered)
+                        put(line.block, destination, line.waits, line.where, (source,), 0)
                         gathered, block = np.int64(0), target
                     target, step = line.block[gathered : gathered + size], head_dim
                     gathered += size
@@ -192,7 +192,7 @@ def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
 
 @njit(inline="always")
 def following(rows, row, s, most):
-    """How many tokens from s on, at most so many, have positions that follow each other."""
+    """Number of tokens from s on, at most ``most``, whose positions are consecutive."""
     n = 1
     while n < most and rows[row, s + n] == rows[row, s] + n:
         n += 1

@@ -191,13 +191,15 @@ def append_heads(x, b, s, y, page, row, cos, sin, how):
     scales, gain, rotary_dim, head = how.scales, how.gain, how.rotary_dim, how.head
     find_scales(scales, x, b, s, how.eps, how.normalise)
     if how.together:
-        count, step, one = nheads * head_dim, x.strides[2] // x.itemsize, cos.dtype.type(1)
+        count, step, unit = nheads * head_dim, x.strides[2] // x.itemsize, cos.dtype.type(1)
         target, source = from_beginning(write_row(y, (page, row, 0)), count), read_row(x, (b, s, 0))
-        to = how.line[:count] if how.streaming else target
-        rotate_halves(source, step, to, head_dim, nheads, cos, sin, 0, rotary_dim // 2, one, (gain, scales))
+        line = how.line[:count] if how.streaming else target
+        rotate_halves(
+            source, step, line, head_dim, nheads, cos, sin, 0, rotary_dim // 2, unit, (gain, scales)
+        )
         if how.streaming:
             coming = (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),)
-            put(to, target, how.waits, how.where, coming, 0)
+            put(line, target, how.waits, how.where, coming, 0)
     else:
         for h in range(nheads):
             scaled(head, read_row(x, (b, s, h)), scales[h], gain)
@@ -312,8 +314,8 @@ def append_tokens(
         v_heads = Heads(k_gain, *shared, v_together, streaming, scales, head, line, v_waits, v_where)
         for token in range(task * chunk, min(n_tokens, (task + 1) * chunk)):
             b, s = token // seqlen, token % seqlen
-            turn = rows[b * batch_step, s]
-            c, sn = read_row(cos, (turn,)), read_row(sin, (turn,))
+            position = rows[b * batch_step, s]
+            c, sn = read_row(cos, (position,)), read_row(sin, (position,))
             append_heads(q, b, s, out, b, s, c, sn, q_heads)
             if mapped:
                 slot = slot_mapping[b, s]

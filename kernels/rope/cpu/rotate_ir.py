@@ -3,7 +3,7 @@
     halves  | x1: chunk | chunk | x2: chunk | chunk |     y1 = x1 cos - x2 sin
     pairs   | x1 x2 x1 x2 ...   | x1 x2 x1 x2 ...   |     y2 = x2 cos + x1 sin
     cos     |   of x1's elements        sin likewise
-    gain    | of x1's elements    | of x2's               x stands for x * gain * the head's scale, if there are such
+    gain    | of x1's elements    | of x2's               x is x * gain * the head's scale, if there are any
 
 Both chunks of x are read before any of y is stored, so y may be x. Heads of a token share cos and sin in registers.
 Of a half that is no whole number of chunks the last one is masked.
@@ -90,13 +90,13 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
                 else:
                     row.store_raw(b, chunk, p, left)
 
-        turn = in_order if pairs else wide
+        load_factors = in_order if pairs else wide
         negate = splat(b, sign_, n)
 
         def turns_at(place: Any, count: Any) -> list[list[Any]]:
             """cos for x1, sin for x2, cos for x2, sin for x1."""
-            c = turn(address(context, b, cos, cos_, place), count)
-            s = [b.fmul(v, negate) for v in turn(address(context, b, sin, sin_, place), count)]
+            c = load_factors(address(context, b, cos, cos_, place), count)
+            s = [b.fmul(v, negate) for v in load_factors(address(context, b, sin, sin_, place), count)]
             return [c, s, c, s]
 
         def rotate_chunks(at: Any, count: Any, head: Any, turns: list[list[Any]]) -> None:
@@ -126,8 +126,8 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
                 gain = b.extract_value(gains_, 0)
                 g1, g2 = (wide(address(context, b, gains[0], gain, i), count) for i in (at, b.add(at, half_)))
                 turns = [
-                    [b.fmul(v, g) for v, g in zip(turn, gain, strict=True)]
-                    for turn, gain in zip(turns, (g1, g2, g2, g1), strict=True)
+                    [b.fmul(v, g) for v, g in zip(factors, gain, strict=True)]
+                    for factors, gain in zip(turns, (g1, g2, g2, g1), strict=True)
                 ]
             with cgutils.for_range(b, heads_) as loop:
                 rotate_chunks(at, count, loop.index, turns)

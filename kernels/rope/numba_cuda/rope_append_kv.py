@@ -204,5 +204,5 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool, codes: str
 
 
 def shared_numbers(rotary_dim: int, head_dim: int, codes: str) -> int:
-    """Of the kernel: cos and sin of each pair, and a head for each warp where pages are quantized."""
+    """Numbers in shared memory: cos and sin of each pair, and a head for each warp where pages are quantized."""
     return rotary_dim + (_WARPS * head_dim if codes else 0)

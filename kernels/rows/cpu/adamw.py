@@ -68,14 +68,14 @@ def adamw_step(arrays: list[Any], numbers: Numbers, random: tuple[int, int] | No
     n_blocks = -(-len(m) // BLOCK)
     chunk = items_per_task(n_blocks, BLOCK)
     weights = params if master is None else master
-    kind = "rounded" if weights.dtype.itemsize == 2 else "own" if master is None else "master"
+    variant = "rounded" if weights.dtype.itemsize == 2 else "own" if master is None else "master"
     flags = mask is not None, random is not None
-    given = m if mask is None else mask  # stand-ins for what is not read
+    mask_or_m = m if mask is None else mask  # stand-ins for what is not read
     states = m, v, m_scale, v_scale, m_scale if master is None else master
-    lines = bits(params), bits(grads), *states, given.view(np.uint8)
+    lines = bits(params), bits(grads), *states, mask_or_m.view(np.uint8)
     seed, step = (0, 0) if random is None else random
     launch(
-        KERNELS[kind, quantized][params.dtype, grads.dtype], -(-n_blocks // chunk), chunk, *lines,
+        KERNELS[variant, quantized][params.dtype, grads.dtype], -(-n_blocks // chunk), chunk, *lines,
         np.array(numbers, m_scale.dtype), *map(np.uint64, (seed, step)), *flags,
     )  # fmt: skip
 
@@ -240,7 +240,7 @@ def _kernel(kind: str, quantized: bool) -> Kernel:
     ):  # fmt: skip
         scale, decay, size, correction = numbers[0], numbers[1], numbers[2], numbers[3]
         beta1, rest1, beta2, rest2, eps = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
-        updates, wide, states = (
+        updates, weights, states = (
             scratch(1, BLOCK, numbers[0]),
             scratch(1, BLOCK, numbers[0]),
             scratch(2, BLOCK, numbers[0]),
@@ -262,7 +262,7 @@ def _kernel(kind: str, quantized: bool) -> Kernel:
                 elif kind == "master":
                     w = write_row(master, ())[first:stop]
                 else:
-                    w = wide[0, : stop - first]
+                    w = weights[0, : stop - first]
                     widened(w, x)
                 if decay == 0:  # 0 * inf would be NaN
                     changed(w, u)

@@ -45,7 +45,7 @@ def rescale(squares, one):
     """The power of two to scale values by before their squares are summed again; 1 where the sum is in range.
 
     In float32, squares of values from 2^64 on overflow and those below 2^-63 lose bits. A sum below 2^-80 stays in
-    range when it grows by 2^200, and bits that were lost beside larger ones do not count.
+    range when it grows by 2^200, and bits that were lost next to larger ones do not count.
     """
     if one == types.float64:
         return lambda squares, one: (

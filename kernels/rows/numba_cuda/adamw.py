@@ -68,7 +68,7 @@ def stochastic(x, random):
 
 @cuda.jit(device=True)
 def random_bits(i, seed, t):
-    """Of element i; reference/rows/adamw.py says which."""
+    """Random bits of element i, as defined in reference/rows/adamw.py."""
     tile, place = i // int64(256), uint32(i % int64(256))
     counter = uint64(tile) * uint64(32) + uint64((place >> uint32(2)) & uint32(31))
     word0, word1, word2, word3 = philox4x32(

@@ -29,7 +29,7 @@ def forward(dtype: str, mask: str) -> NumbaKernel:
     """``mask``: its dtype, or empty; it comes as (outer, middle, inner, cols or 1), booleans as uint8."""
     load, store, number, element, _ = functions(dtype)
     added = functions(dtype if mask in ("", "bool") else mask)
-    nothing = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)
+    lowest = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)
     hidden = -math.inf
 
     @cuda.jit(device=True)
@@ -42,7 +42,7 @@ def forward(dtype: str, mask: str) -> NumbaKernel:
         scratch = cuda.shared.array(WARPS, number)
         r, cols, (_, middle, inner, mask_cols) = cuda.blockIdx.x, x.shape[1], mask.shape
         m = mask[r // (middle * inner), r // inner % middle, r % inner]
-        factor, top, total = number(scale), number(nothing), number(0.0)
+        factor, top, total = number(scale), number(lowest), number(0.0)
         for c in range(cuda.threadIdx.x, cols, cuda.blockDim.x):
             t = score(x[r, c], m[c if mask_cols > 1 else 0], factor)
             if t > top:

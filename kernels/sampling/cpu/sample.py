@@ -72,10 +72,10 @@ def sample(
     rows, vocab = logits.shape
     chunk = items_per_task(rows, PASSES * vocab)
     kinds: tuple[Any, ...] = (exp2.dtype, np.int32)
-    given = [np.empty((1, 0), t) if x is None else x for x, t in zip(by_token, kinds, strict=True)]
+    by_token_arrays = [np.empty((1, 0), t) if x is None else x for x, t in zip(by_token, kinds, strict=True)]
     logprob = np.empty(0, exp2.dtype) if logprob is None else logprob
     lines = [x.reshape(-1) for x in options]
-    arrays = bits(logits), *given, tokens, logprob, *lines, exp2
+    arrays = bits(logits), *by_token_arrays, tokens, logprob, *lines, exp2
     launch(SAMPLE[logits.dtype], -(-rows // chunk), chunk, *arrays, bits_of_weights, own)
 
 
@@ -97,7 +97,7 @@ def add_to_bins(room, n, start, cut, prefix, above, shift, first, by_weight):
 
 @device_function
 def index_of(row, key, before, room):
-    """Of the token with this key before which so many others have it."""
+    """Index of the token with this key that follows ``before`` other tokens with it."""
     vocab = len(row.logits)
     for start in range(0, vocab, BLOCK):
         n = min(BLOCK, vocab - start)
@@ -198,7 +198,7 @@ def random_number(seed, step, row, words):
 
 @device_function
 def place_of(x, r):
-    """Of row r where all rows may share one."""
+    """Index of row r in an array that all rows may share."""
     return r if len(x) > 1 else 0
 
 
@@ -224,20 +224,24 @@ def _kernel() -> Kernel:
         state, n_tasks, chunk, logits, bias, counts, tokens, logprob, temperature, top_k, top_p, min_p,
         repetition, frequency, presence, seed, step, exp2, bits_of_weights, own,
     ):  # fmt: skip
-        one, vocab = exp2[len(exp2) - 1], logits.shape[1]
-        line = np.full(BLOCK, one)
-        keys, weights, bins = np.full(BLOCK, key_of(one)), np.empty(BLOCK, np.int64), np.empty(BINS, np.int64)
+        unit, vocab = exp2[len(exp2) - 1], logits.shape[1]
+        line = np.full(BLOCK, unit)
+        keys, weights, bins = (
+            np.full(BLOCK, key_of(unit)),
+            np.empty(BLOCK, np.int64),
+            np.empty(BINS, np.int64),
+        )
         room = Room(line, line.copy(), line.copy(), line.copy(), weights, keys, bins)
-        space = cross_entropy.Room(room.z, room.part, np.full(LANES, one))
-        whole = cross_entropy.Options(-1, False, one, one - one, one, one - one, one - one)
+        space = cross_entropy.Room(room.z, room.part, np.full(LANES, unit))
+        whole = cross_entropy.Options(-1, False, unit, unit - unit, unit, unit - unit, unit - unit)
         words = np.zeros((4, 1), np.uint32)
-        lowest, highest = np.int64(key_of(like(one, -np.inf))), np.int64(key_of(like(one, np.inf)))
+        lowest, highest = np.int64(key_of(like(unit, -np.inf))), np.int64(key_of(like(unit, np.inf)))
         task = claim(state)
         while task < n_tasks:
             for r in range(task * chunk, min((task + 1) * chunk, len(tokens))):
                 penalties = of_row(repetition, r), of_row(frequency, r), of_row(presence, r)
                 t, k, p, least = of_row(temperature, r), of_row(top_k, r), of_row(top_p, r), of_row(min_p, r)
-                factors = like(one, penalties[0]), like(one, penalties[1]), like(one, penalties[2])
+                factors = like(unit, penalties[0]), like(unit, penalties[1]), like(unit, penalties[2])
                 added, seen = read_row(bias, (place_of(bias, r),)), read_row(counts, (place_of(counts, r),))
                 row = Row(read_row(logits, (r,)), added, seen, *factors)
                 top = top_key(row, room)
@@ -246,9 +250,9 @@ def _kernel() -> Kernel:
                     if t == 0:
                         token = index_of(row, top, 0, room)
                     else:
-                        factor = like(one, 1.4426950408889634) / like(one, t)
+                        factor = like(unit, 1.4426950408889634) / like(unit, t)
                         factor = factor if factor < np.inf else np.finfo(np.float32).max
-                        scale = Scale(of_key(top, one), like(one, factor), exp2, bits_of_weights)
+                        scale = Scale(of_key(top, unit), like(unit, factor), exp2, bits_of_weights)
                         cut = Cut(lowest, vocab)
                         if 0 < k < vocab:
                             cut = narrowed(row, scale, cut, np.int64(k), p, room)
@@ -259,7 +263,7 @@ def _kernel() -> Kernel:
                         token = drawn(row, scale, cut, smallest, number, room)
                 tokens[r] = token
                 if len(logprob):
-                    logprob[r] = like(one, np.nan)
+                    logprob[r] = like(unit, np.nan)
                     if token >= 0:
                         logprob[r] = -loss_of_row(row.logits, token, row.bias, whole, space)[0]
             task = claim(state)

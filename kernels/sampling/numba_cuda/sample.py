@@ -42,17 +42,17 @@ def _search(weigh):
 
     @cuda.jit(device=True)
     def total(n, state, sums):
-        """Of all weights, for all threads; `find` needs what it leaves behind."""
+        """Sum of all weights, for all threads. `find` needs the ``sums`` that it leaves behind."""
         warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
         run = (n + WARPS * 32 - 1) // (WARPS * 32) * 32
-        own = int64(0)
+        sum_ = int64(0)
         for i in range(warp * run + lane, min((warp + 1) * run, n), 32):
-            own += weigh(i, state)
+            sum_ += weigh(i, state)
         for shift in (16, 8, 4, 2, 1):
-            own += cuda.shfl_xor_sync(0xFFFFFFFF, own, shift)
+            sum_ += cuda.shfl_xor_sync(0xFFFFFFFF, sum_, shift)
         cuda.syncthreads()  # all have read the sums of the search before
         if lane == 0:
-            sums[warp] = own
+            sums[warp] = sum_
         cuda.syncthreads()
         whole = int64(0)
         for w in range(WARPS):
@@ -60,7 +60,7 @@ def _search(weigh):
         return whole
 
     @cuda.jit(device=True)
-    def find(target, n, state, sums, found):
+    def find(target, n, state, sums, result):
         warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
         run = (n + WARPS * 32 - 1) // (WARPS * 32) * 32
         before = int64(0)
@@ -77,12 +77,12 @@ def _search(weigh):
                         up_to += other
                 up_to += before
                 if up_to > target and up_to - mine <= target:
-                    found[BEFORE], found[WEIGHT], found[FOUND] = up_to - mine, mine, i
+                    result[BEFORE], result[WEIGHT], result[FOUND] = up_to - mine, mine, i
                 before = cuda.shfl_sync(0xFFFFFFFF, up_to, 31)
                 searching = before <= target
                 i += 32
         cuda.syncthreads()
-        return found[FOUND]
+        return result[FOUND]
 
     return total, find
 
@@ -211,7 +211,7 @@ def _row(dtype: str, exp2: tuple[float, ...]):
     total_of_kept, find_kept = _search(kept)
 
     @cuda.jit(device=True)
-    def narrowed(row, cut_key, cut_last, need, share, top, factor, bits, bins, sums, found):
+    def narrowed(row, cut_key, cut_last, need, share, top, factor, bits, bins, sums, result):
         """The cut that keeps the first `need` tokens; 0: those whose weight has this share of what is kept."""
         cols, by_weight = len(row[0]), need == 0
         shift, above, prefix, before, searching = first_shift, first_shift + DIGIT, int64(0), int64(0), True
@@ -233,23 +233,23 @@ def _row(dtype: str, exp2: tuple[float, ...]):
             whole = total_of_bins(BINS, bins, sums)
             if need == 0:
                 need = max(int64(math.ceil(float64(share) * float64(whole))), int64(1))
-            digit = BINS - 1 - find_bin(need - 1 - before, BINS, bins, sums, found)
-            before += found[BEFORE]
+            digit = BINS - 1 - find_bin(need - 1 - before, BINS, bins, sums, result)
+            before += result[BEFORE]
             prefix = digit - BINS // 2 if shift == first_shift else prefix << (above - shift) | digit
             searching = shift > 0
             above, shift = shift, max(shift - DIGIT, 0)
-        each, tie = int64(1), found[WEIGHT]
+        each, tie = int64(1), result[WEIGHT]
         if by_weight:
             each = weight_of(of_key(prefix), top, factor, bits)
         ties = (need - before + each - 1) // each
         last = cut_last if prefix == cut_key else int64(cols)
         if ties * each < tie:
             total_of_tied(cols, (row, prefix), sums)
-            last = find_tied(ties - 1, cols, (row, prefix), sums, found)
+            last = find_tied(ties - 1, cols, (row, prefix), sums, result)
         return prefix, last
 
     @cuda.jit(device=True)
-    def token_of(row, options, top_k, bits, random, bins, sums, found):
+    def token_of(row, options, top_k, bits, random, bins, sums, result):
         cols = len(row[0])
         top_key = key_of(-infinity)
         for c in range(cuda.threadIdx.x, cols, cuda.blockDim.x):
@@ -259,7 +259,7 @@ def _row(dtype: str, exp2: tuple[float, ...]):
             return int64(-1)
         if options[TEMPERATURE] == 0:
             total_of_tied(cols, (row, top_key), sums)
-            return find_tied(int64(0), cols, (row, top_key), sums, found)
+            return find_tied(int64(0), cols, (row, top_key), sums, result)
         top = of_key(top_key)
         factor = div(number(LOG2E), number(options[TEMPERATURE]))
         factor = min(factor, number(LARGEST))
@@ -267,16 +267,16 @@ def _row(dtype: str, exp2: tuple[float, ...]):
         share = options[TOP_P]
         if top_k > 0 and top_k < cols:
             cut_key, cut_last = narrowed(
-                row, cut_key, cut_last, int64(top_k), share, top, factor, bits, bins, sums, found
+                row, cut_key, cut_last, int64(top_k), share, top, factor, bits, bins, sums, result
             )
         if share < 1:
             cut_key, cut_last = narrowed(
-                row, cut_key, cut_last, int64(0), share, top, factor, bits, bins, sums, found
+                row, cut_key, cut_last, int64(0), share, top, factor, bits, bins, sums, result
             )
         least = int64(math.ceil(float64(options[MIN_P]) * float64(int64(1) << bits)))
         state = row, cut_key, cut_last, least, top, factor, bits
         target = int64(libdevice.umul64hi(random, uint64(total_of_kept(cols, state, sums))))
-        return find_kept(target, cols, state, sums, found)
+        return find_kept(target, cols, state, sums, result)
 
     return token_of
 
@@ -285,12 +285,12 @@ def _row(dtype: str, exp2: tuple[float, ...]):
 def kernel(dtype: str, exp2: tuple[float, ...]) -> NumbaKernel:
     load, _, number, element, statistics = functions(dtype)
     token_of = _row(dtype, exp2)
-    nothing = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)
+    lowest = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)
 
     @cuda.jit(device=True)
     def logprob_of(row, token, scratch):
-        """Of softmax(logits)."""
-        top, total = number(nothing), number(0.0)
+        """Log-probability of ``token`` under softmax(logits)."""
+        top, total = number(lowest), number(0.0)
         for c in range(cuda.threadIdx.x, len(row), cuda.blockDim.x):
             x = number(load(row[c]))
             if x > top:
@@ -308,7 +308,7 @@ def kernel(dtype: str, exp2: tuple[float, ...]) -> NumbaKernel:
         presence_value, seed_value, step_value, bits,
     ):  # fmt: skip
         bins, sums = cuda.shared.array(BINS, int64), cuda.shared.array(WARPS, int64)
-        found, scratch = cuda.shared.array(3, int64), cuda.shared.array(WARPS, number)
+        result, scratch = cuda.shared.array(3, int64), cuda.shared.array(WARPS, number)
         r = cuda.blockIdx.x
         k = top_k[r] if len(top_k) else top_k_value
         key = seed[r] if len(seed) else seed_value
@@ -321,7 +321,7 @@ def kernel(dtype: str, exp2: tuple[float, ...]) -> NumbaKernel:
             frequency[r] if len(frequency) else frequency_value,
             presence[r] if len(presence) else presence_value,
         )
-        # rows with a seed of their own draw alike wherever they are
+        # rows with separate seeds draw the same numbers wherever they are
         low, high, _, _ = philox4x32(
             uint32(at), uint32(at >> uint64(32)), uint32(0 if len(seed) else r), uint32(DOMAIN),
             uint32(key), uint32(key >> uint64(32)),
@@ -335,7 +335,7 @@ def kernel(dtype: str, exp2: tuple[float, ...]) -> NumbaKernel:
             number(options[PRESENCE]),
         )
         random = uint64(low) | uint64(high) << uint64(32)
-        token = token_of(row, options, k, bits, random, bins, sums, found)
+        token = token_of(row, options, k, bits, random, bins, sums, result)
         if cuda.threadIdx.x == 0:
             tokens[r] = token
         if len(logprob):

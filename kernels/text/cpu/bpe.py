@@ -27,9 +27,9 @@ _NONE = np.int32(2**31 - 1)
 
 def split(data: Array) -> Array:
     """Where the words of ``data`` (uint8) end."""
-    ends, found = np.empty(len(data), np.int64), np.zeros(1, np.int64)
-    launch_inline(bpe_split[None], 1, data, ends, found)
-    return ends[: found[0]]
+    ends, count = np.empty(len(data), np.int64), np.zeros(1, np.int64)
+    launch_inline(bpe_split[None], 1, data, ends, count)
+    return ends[: count[0]]
 
 
 def table_of(merges: Array) -> Array:
@@ -42,10 +42,12 @@ def table_of(merges: Array) -> Array:
 def encode(data: Array, cuts: Array, table: Array) -> Array:
     """Tokens of ``data`` (uint8), int32; words begin at all ``cuts`` (int64), whose first is 0 and last the end."""
     n_tasks = len(cuts) - 1
-    tokens, found = np.empty(len(data), np.int32), np.zeros(n_tasks, np.int64)
+    tokens, counts = np.empty(len(data), np.int32), np.zeros(n_tasks, np.int64)
     scratch = np.empty((n_tasks, MOST_WORD), np.int32)
-    launch(bpe_encode[None], n_tasks, data, cuts, table, scratch, tokens, found)
-    return np.concatenate([tokens[at : at + n] for at, n in zip(cuts.tolist(), found.tolist(), strict=False)])
+    launch(bpe_encode[None], n_tasks, data, cuts, table, scratch, tokens, counts)
+    return np.concatenate(
+        [tokens[at : at + n] for at, n in zip(cuts.tolist(), counts.tolist(), strict=False)]
+    )
 
 
 @device_function
@@ -66,12 +68,12 @@ def word_end(data, start, end):
         first, second = kind_of(data[at]), kind_of(data[at + 1])
         if (data[at] == 32 and second != 0) or (first == 3 and second == 1):
             at += 1
-    kind = kind_of(data[at])
+    char_class = kind_of(data[at])
     limit = min(end, start + MOST_WORD)
     at += 1
-    while at < limit and kind_of(data[at]) == kind:
+    while at < limit and kind_of(data[at]) == char_class:
         at += 1
-    if kind == 0 and at < end and at - start > 1 and data[at - 1] == 32 and kind_of(data[at]) != 0:
+    if char_class == 0 and at < end and at - start > 1 and data[at - 1] == 32 and kind_of(data[at]) != 0:
         at -= 1  # this space belongs to the next word
     return at
 
@@ -116,9 +118,9 @@ def bpe_table(state, n_tasks, merges, table):
 
 @device_function
 def token_of(table, left, right):
-    """What a pair merges to."""
-    found = table[slot_of(table, left, right), 1]
-    return np.int32(found) if found >= 0 else _NONE
+    """Token that a pair merges to."""
+    token = table[slot_of(table, left, right), 1]
+    return np.int32(token) if token >= 0 else _NONE
 
 
 @device_function
@@ -154,10 +156,10 @@ def encode_word(word, table, merged, tokens):
 def bpe_encode(state, n_tasks, data, cuts, table, scratch, tokens, found):
     task = claim(state)
     while task < n_tasks:
-        at = to = cuts[task]
+        at = written = cuts[task]
         while at < cuts[task + 1]:
             end = word_end(data, at, cuts[task + 1])
-            to += encode_word(data[at:end], table, scratch[task], tokens[to:])
+            written += encode_word(data[at:end], table, scratch[task], tokens[written:])
             at = end
-        found[task] = to - cuts[task]
+        found[task] = written - cuts[task]
         task = claim(state)

@@ -107,15 +107,20 @@ def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> No
     dtype, groups = x.dtype, scale.shape[1]
     words = codes.shape[1] // 4
     few = _few(tokens, groups, dtype, "native")
-    wide = aligned_empty(
+    wide_tokens = aligned_empty(
         (_tile_up(tokens, few), _padded(k)), np.float64 if dtype == np.float64 else np.float32
     )
-    chunk = items_per_task(len(wide), wide.shape[1])
+    chunk = items_per_task(len(wide_tokens), wide_tokens.shape[1])
     launch(
-        ternary_widen_tokens[dtype], -(-len(wide) // chunk), chunk, bits(x), wide, simd.LANES if few else 0
+        ternary_widen_tokens[dtype],
+        -(-len(wide_tokens) // chunk),
+        chunk,
+        bits(x),
+        wide_tokens,
+        simd.LANES if few else 0,
     )
     flat = codes.reshape(-1)
-    shared = (wide.reshape(-1), wide.shape[1], scale, bits(y))
+    shared = (wide_tokens.reshape(-1), wide_tokens.shape[1], scale, bits(y))
     start = launcher(tokens * n * k / 10)
     if few:
         chunk = rows_per_task(n, tokens)

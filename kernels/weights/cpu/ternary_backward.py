@@ -71,15 +71,15 @@ ALL = 1 << 60  # columns: they share a scale
 
 
 def config(tokens: int, n: int, k: int, dtype: str) -> str:
-    wide = compute(dtype).name
+    sum_dtype = compute(dtype).name
     if tokens * n * k <= SMALL:
-        return f"{wide} sums; W dense one row at a time"
+        return f"{sum_dtype} sums; W dense one row at a time"
     rows, columns = tile_shape(tokens, k)
-    return f"{wide} sums; tiles of {rows} tokens x {columns} columns, W dense {STEPS} steps at a time"
+    return f"{sum_dtype} sums; tiles of {rows} tokens x {columns} columns, W dense {STEPS} steps at a time"
 
 
 def tile_shape(tokens: int, k: int) -> tuple[int, int]:
-    """Of dx: some for every thread."""
+    """Tile of dx, small enough that every thread gets some."""
     rows, columns = min(tokens, TOKENS), COLUMNS
     while columns > 64 and -(-tokens // rows) * -(-k // columns) < TASKS_PER_THREAD * thread_count():
         columns //= 2
@@ -95,8 +95,8 @@ def backward(
     rounding = activations == "int8"
     if tokens * n * k <= SMALL:  # both in one call, wanted or not
         dx = np.empty(x.shape, x.dtype) if dx is None else dx
-        wide = np.float64 if x.dtype == np.float64 else np.float32
-        dw = np.empty((n, k), wide) if dw is None else dw
+        sum_dtype = np.float64 if x.dtype == np.float64 else np.float32
+        dw = np.empty((n, k), sum_dtype) if dw is None else dw
         arrays = bits(dy), bits(x), codes, scale, bits(dx), dw
         launch_inline(ternary_small_backward[x.dtype], 1, rounding, *arrays)
         return
@@ -173,10 +173,10 @@ def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
         if (count % 2 > 0) | (per_row & (group % WORD > 0)):
             unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group)
             return
-        span, one = round_up(width, WORD), bfloat16_of_float32(np.float32(1))
+        span, unit = round_up(width, WORD), bfloat16_of_float32(np.float32(1))
         for r in range(0, count, 2):
             n, c = n0 + r, 0
-            low, high, low_scale, high_scale = read_row(codes, (n,)), read_row(codes, (n + 1,)), one, one
+            low, high, low_scale, high_scale = read_row(codes, (n,)), read_row(codes, (n + 1,)), unit, unit
             while c < span:
                 start, stop = k0 + c, k0 + span
                 if per_row:
@@ -207,14 +207,14 @@ def _dx_signature(t: str) -> tuple[types.Type, ...]:
 def ternary_dx(state, n_tasks, tile, dy, codes, scale, dx, words):
     """``words``: of the type in which W is multiplied."""
     rows, columns = tile
-    (tokens, k), n, one = dx.shape, len(codes), like(load(read_row(dy, (0,)), 0), 1)
+    (tokens, k), n, unit = dx.shape, len(codes), like(load(read_row(dy, (0,)), 0), 1)
     per_row, group = len(scale) > 1, k // scale.shape[1] if scale.shape[1] > 1 else ALL
     across, depth = (k + columns - 1) // columns, elements(words, STEPS)
     word, nr = words.dtype.type(0), 2 * lanes(words)
-    c = scratch(round_up(rows, TILE), columns + SKEW, one)
+    c = scratch(round_up(rows, TILE), columns + SKEW, unit)
     a = scratch(round_up(rows, TILE), STEPS + SKEW, word)
     panels = scratch(columns // nr, STEPS * nr, word)
-    some = scratch(SOME, columns, one)
+    some = scratch(SOME, columns, unit)
     open_tiles()
     task = claim(state)
     while task < n_tasks:
@@ -254,16 +254,16 @@ def ternary_used_tokens(state, n_tasks, chunk, x, used):
 def ternary_small_backward(state, n_tasks, rounding, dy, x, codes, scale, dx, dw):
     (tokens, n), k = dy.shape, x.shape[1]
     per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])
-    one = like(dw[0, 0], 1)
-    row = scratch(1, 4 * codes.shape[1], one)[0]
-    used, sums = scratch(tokens, k, one), scratch(tokens, k, one)
+    unit = like(dw[0, 0], 1)
+    row = scratch(1, 4 * codes.shape[1], unit)[0]
+    used, sums = scratch(tokens, k, unit), scratch(tokens, k, unit)
     used[:], sums[:] = 0, 0
     zero = np.zeros(1, x.dtype)
     for t in range(tokens):
         if rounding:
             round_tokens(used[t], read_row(x, (t,)), zero)
         else:
-            add(used[t], one, read_row(x, (t,)))
+            add(used[t], unit, read_row(x, (t,)))
     for r in range(n):
         unpack_row(row, read_row(codes, (r,)))
         weights, target = row[:k], write_row(dw, (r,))

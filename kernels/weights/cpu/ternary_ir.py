@@ -258,9 +258,9 @@ def unpack_row(typingctx, to, codes):
     def codegen(context, b, sig, args):
         vector = ir.VectorType(FLOAT[to.dtype.name], WORD)
         target, source = (context.make_array(t)(context, b, x) for t, x in zip(sig.args, args, strict=True))
-        one = ir.Constant(ir.VectorType(I32, WORD), [1] * WORD)
+        unit = ir.Constant(ir.VectorType(I32, WORD), [1] * WORD)
         with cgutils.for_range(b, b.udiv(b.extract_value(source.shape, 0), i64(4))) as loop:
-            trits = b.sitofp(b.sub(_codes(b, source, loop.index), one), vector)
+            trits = b.sitofp(b.sub(_codes(b, source, loop.index), unit), vector)
             store_vector(b, trits, b.gep(target.data, [b.mul(loop.index, i64(WORD))]))
         return context.get_dummy_value()
 
@@ -294,11 +294,11 @@ def unpack_pairs(typingctx, panels, step, word, low, high, low_scale, high_scale
         with cgutils.for_range(b, b.udiv(b.extract_value(rows[0].shape, 0), i64(4))) as loop:
             first, second = (_codes(b, row, loop.index) for row in rows)
             index = b.or_(first, b.shl(second, ir.Constant(words, [2] * WORD)))
-            found = call(b, "llvm.x86.avx512.permvar.si.512", words, pairs, index)
+            permuted = call(b, "llvm.x86.avx512.permvar.si.512", words, pairs, index)
             at = b.add(args[2], loop.index)
             half = b.mul(b.and_(at, i64(1)), i64(WORD))  # a panel has two vectors
             place = b.add(b.mul(b.lshr(at, i64(1)), panel), b.add(start, half))
-            store_vector(b, found, b.gep(target.data, [place]))
+            store_vector(b, permuted, b.gep(target.data, [place]))
         return context.get_dummy_value()
 
     i = types.int64

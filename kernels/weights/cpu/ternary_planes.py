@@ -51,7 +51,7 @@ def matmul(
 
 
 def config(skipping: bool) -> str:
-    """What :func:`matmul` runs, in words."""
+    """Description of the kernel that :func:`matmul` runs."""
     which = "occupied chunks of w, lanes along M" if skipping else "all chunks of w, lanes along K"
     return f"bit planes and popcounts: {which}, {ROWS} rows of w x {BLOCK_M} of x per task"
 

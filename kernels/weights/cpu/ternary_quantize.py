@@ -99,7 +99,7 @@ EPS = 1e-5  # the smallest scale of absmean
     fastmath=frozenset(),
 )
 def ternary_limits(state, n_tasks, method, threshold, size, total, squares, largest, limit, scale, faults):
-    """Of each scope the limit of LIMITS[method], and absmean's scale; how many of them are not finite."""
+    """Limit of LIMITS[method] and absmean's scale of each scope; number of those that are not finite."""
     rows, groups = total.shape
     for scope in range(limit.shape[0]):
         first, stop = (0, rows) if limit.shape[0] == 1 else (scope, scope + 1)
@@ -134,7 +134,7 @@ def ternary_limits(state, n_tasks, method, threshold, size, total, squares, larg
     fastmath=frozenset(),
 )
 def ternary_scales(state, n_tasks, count, kept, scale, faults):
-    """Of each scope the mean |w| of those kept, 1 if none; how many of them are not finite."""
+    """Mean |w| of the kept weights of each scope, 1 if none; number of means that are not finite."""
     rows, groups = count.shape
     for scope in range(scale.shape[0]):
         first, stop = (0, rows) if scale.shape[0] == 1 else (scope, scope + 1)

@@ -40,9 +40,9 @@ def _four(format: str):
 
     @cuda.jit(device=True)
     def tl1(b, step):
-        wide = 64 // step  # bytes per row in a step
+        row_bytes = 64 // step  # bytes per row in a step
         part = b % 64 // 16
-        return part // wide * 16 + b % 16, 4 * (b // 64 * wide + part % wide)
+        return part // row_bytes * 16 + b % 16, 4 * (b // 64 * row_bytes + part % row_bytes)
 
     @cuda.jit(device=True)
     def tl2(b, step):

@@ -136,9 +136,11 @@ def ranks(dtype: str, per_tensor: bool) -> tuple[NumbaKernel, int]:
     load, _, _, element, _ = functions(dtype)
     threads, digit = (1024, 8) if per_tensor else (THREADS, 4)  # fewer passes, or fewer bins
     bins = 1 << digit
-    wide = dtype == "float64"
-    key_of, number_of = (_key_of_float64, _float64_of_key) if wide else (_key_of_float32, _float32_of_key)
-    bits, low = (64, 0) if wide else (32, {"float32": 0, "float16": 8, "bfloat16": 16}[dtype])
+    is_float64 = dtype == "float64"
+    key_of, number_of = (
+        (_key_of_float64, _float64_of_key) if is_float64 else (_key_of_float32, _float32_of_key)
+    )
+    bits, low = (64, 0) if is_float64 else (32, {"float32": 0, "float16": 8, "bfloat16": 16}[dtype])
     beyond = np.int64(2**63 - 1)
 
     def ternary_ranks(w, size, rank, share, limit):
@@ -170,12 +172,12 @@ def ranks(dtype: str, per_tensor: bool) -> tuple[NumbaKernel, int]:
             prefix, rank = prefix << digit | b, rank - below
             cuda.syncthreads()
         if thread == 0:
-            one, two = number_of(key), number_of(other)
-            apart = two - one
+            lower, upper = number_of(key), number_of(other)
+            difference = upper - lower
             if share < 0.5:
-                limit[scope] = libdevice.dadd_rn(one, libdevice.dmul_rn(apart, share))
+                limit[scope] = libdevice.dadd_rn(lower, libdevice.dmul_rn(difference, share))
             else:
-                limit[scope] = libdevice.dadd_rn(two, -libdevice.dmul_rn(apart, 1.0 - share))
+                limit[scope] = libdevice.dadd_rn(upper, -libdevice.dmul_rn(difference, 1.0 - share))
 
     signature = f"void({element}[:, :], int64, int64, float64, float64[::1])"
     return NumbaKernel(ternary_ranks, signature, f"ternary_quantize_ranks_{dtype}_{threads}"), threads

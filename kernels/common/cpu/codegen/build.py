@@ -16,7 +16,7 @@ def number(value: int) -> Any:
 
 
 def every(vector: Any, value: float) -> Any:
-    """The same number in all lanes."""
+    """Vector with one number in all lanes."""
     return ir.Constant(vector, [value] * vector.count)
 
 
@@ -46,14 +46,14 @@ def shuffle(b: Any, x: Any, y: Any, indices: list[int]) -> Any:
 
 def splat(b: Any, scalar: Any, width: int) -> Any:
     vector = ir.VectorType(scalar.type, width)
-    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return shuffle(b, one, one, [0] * width)
+    inserted = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    return shuffle(b, inserted, inserted, [0] * width)
 
 
 def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
     # fmuladd: one instruction where the CPU has it, multiply and add (not a library call) elsewhere
-    kind = "f64" if x.type.element == ir.DoubleType() else "f32"
-    return call(b, f"llvm.fmuladd.v{x.type.count}{kind}", x.type, x, y, total)
+    suffix = "f64" if x.type.element == ir.DoubleType() else "f32"
+    return call(b, f"llvm.fmuladd.v{x.type.count}{suffix}", x.type, x, y, total)
 
 
 def maximum(b: Any, vectors: list[Any]) -> Any:
@@ -131,7 +131,7 @@ def prefetcher(b: Any, ahead: Any, count: int) -> Callable[[], None]:
 
 
 def hidden(b: Any, value: Any) -> Any:
-    """The same value, whose origin LLVM cannot see."""
+    """Copy of ``value`` whose origin LLVM cannot see."""
     return b.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
 

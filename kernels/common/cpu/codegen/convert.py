@@ -51,7 +51,7 @@ def _half(b: Any, x: Any) -> Any:
 
 
 def _half_by_integers(b: Any, x: Any) -> Any:
-    """As float16_of_float32 in dtype.py."""
+    """Convert float32 to float16 in integers, as float16_of_float32 in dtype.py does."""
     n = x.type.count
     words = ir.VectorType(_I32, n)
 

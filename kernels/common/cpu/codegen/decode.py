@@ -52,9 +52,9 @@ def _each_tile(context, b, x_type, x, places, later, sizes, count, step):
     ahead, per_head, per_row = (b.extract_value(later, i) for i in range(3))
     heads, tiles = (b.extract_value(sizes, i) for i in range(2))
     here = [b.load(b.gep(places, [number(j)])) for j in range(count)]
-    there = b.load(b.gep(places, [ahead]))
+    ahead_start = b.load(b.gep(places, [ahead]))
     with cgutils.for_range(b, heads) as head:
-        shift, beyond = b.mul(head.index, head_stride), b.add(there, b.mul(head.index, per_head))
+        shift, beyond = b.mul(head.index, head_stride), b.add(ahead_start, b.mul(head.index, per_head))
         starts = [b.add(address_, shift) for address_ in here]
         starts += [b.add(beyond, b.mul(per_row, number(j))) for j in range(count)]
         pointers = [b.inttoptr(start, _I8.as_pointer()) for start in starts]
@@ -77,14 +77,14 @@ def _keys(rows, x, narrow):
 
 @generic
 def scored_keys(rows, x):
-    """As many keys of a cache like ``x`` as ``score_keys`` takes at a time, as a tuple."""
+    """Tuple with one entry per key that ``score_keys`` takes at a time from a cache like ``x``."""
     keys = _keys(rows, x, SCORED_KEYS)
     return lambda rows, x: keys
 
 
 @generic
 def added_keys(rows, x):
-    """The same of ``add_values``."""
+    """Tuple with one entry per key that ``add_values`` takes at a time."""
     keys = _keys(rows, x, ADDED_KEYS)
     return lambda rows, x: keys
 

@@ -146,17 +146,17 @@ class Rows:
         if count is None:
             return load_vector(b, pointer, self.raw)
         zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self.raw)
-        given = b.bitcast(pointer, self.raw.as_pointer()), ir.Constant(_I32, 1), self.first(b, count), zero
-        return call(b, f"llvm.masked.load.{self.kind}.p0", self.raw, *given)
+        args = b.bitcast(pointer, self.raw.as_pointer()), ir.Constant(_I32, 1), self.first(b, count), zero
+        return call(b, f"llvm.masked.load.{self.kind}.p0", self.raw, *args)
 
     def store_raw(self, b: Any, raw: Any, pointer: Any, count: Any) -> None:
         """The first ``count`` elements of a chunk."""
-        given = b.bitcast(raw, self.raw), b.bitcast(pointer, self.raw.as_pointer())
+        pointers = b.bitcast(raw, self.raw), b.bitcast(pointer, self.raw.as_pointer())
         mask = self.first(b, count)
-        call(b, f"llvm.masked.store.{self.kind}.p0", ir.VoidType(), *given, ir.Constant(_I32, 1), mask)
+        call(b, f"llvm.masked.store.{self.kind}.p0", ir.VoidType(), *pointers, ir.Constant(_I32, 1), mask)
 
     def first(self, b: Any, count: Any) -> Any:
-        """A mask of so many elements of a chunk."""
+        """Mask of the first ``count`` elements of a chunk."""
         lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
         return b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
 

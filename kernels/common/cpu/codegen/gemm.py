@@ -215,7 +215,7 @@ copy_vector, copy_transposed = _copy(False), _copy(True)
 
 @intrinsic
 def copy_transposed_scaled(typingctx, to, to0, ldt, source, source0, lds, factor, factor0):
-    """The same of floats, each vector of the source times the vector ``factor[factor0]``."""
+    """Copy transposed floats, each vector of the source times the vector ``factor[factor0]``."""
 
     def codegen(context, builder, sig, args):
         _emit_copy(context, builder, sig, args, True)
@@ -254,11 +254,11 @@ def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
 @device_function
 def _vector_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     width = lanes(c)
-    wide = n - n % (2 * width)
-    for j in range(0, wide, 2 * width):
+    paired = n - n % (2 * width)
+    for j in range(0, paired, 2 * width):
         for i in range(0, m, MR):
             rows_2(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate, ())
-    for j in range(wide, n, width):
+    for j in range(paired, n, width):
         for i in range(0, m, MR):
             rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate, ())
 
@@ -278,11 +278,11 @@ def gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
 @device_function
 def _vector_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     width = lanes(c)
-    wide = n - n % (2 * width)
-    for j in range(0, wide, 2 * width):
+    paired = n - n % (2 * width)
+    for j in range(0, paired, 2 * width):
         for i in range(0, m, MR):
             _largest_2(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, top, top0 + j)
-    for j in range(wide, n, width):
+    for j in range(paired, n, width):
         for i in range(0, m, MR):
             _largest_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, top, top0 + j)
 
@@ -291,11 +291,11 @@ def _vector_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0)
 def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[k, m] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
     width = lanes(c)
-    wide = n - n % (2 * width)
-    for j in range(0, wide, 2 * width):
+    paired = n - n % (2 * width)
+    for j in range(0, paired, 2 * width):
         for i in range(0, m, MR):
             columns_2(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate, ())
-    for j in range(wide, n, width):
+    for j in range(paired, n, width):
         for i in range(0, m, MR):
             columns_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate, ())
 
@@ -304,10 +304,10 @@ def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
 def gemm_columns_scaled(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, factor, factor0):
     """C[m, n] = C[m, n] factor[n] + A[k, m] B[k, n], where gemm_columns adds to C as it is."""
     width = lanes(c)
-    wide = n - n % (2 * width)
-    for j in range(0, wide, 2 * width):
+    paired = n - n % (2 * width)
+    for j in range(0, paired, 2 * width):
         for i in range(0, m, MR):
             _scaled_2(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, factor, factor0 + j)
-    for j in range(wide, n, width):
+    for j in range(paired, n, width):
         for i in range(0, m, MR):
             _scaled_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, factor, factor0 + j)

@@ -99,7 +99,7 @@ def scratch(typingctx, rows, columns, of):
 
 @intrinsic
 def row_address(typingctx, x, row, column):
-    """Of x[row, column], which need not exist."""
+    """Address of x[row, column], which need not exist."""
 
     def codegen(context, builder, sig, args):
         source = make_array(sig.args[0])(context, builder, args[0])
@@ -168,17 +168,17 @@ def _select(sign: str) -> Any:
 
     @intrinsic
     def choose(typingctx, x, y):
-        kind = typingctx.unify_types(types.unliteral(x), types.unliteral(y))
+        result = typingctx.unify_types(types.unliteral(x), types.unliteral(y))
 
         def codegen(context, builder, sig, args):
             x, y = args
-            if isinstance(kind, types.Float):
+            if isinstance(result, types.Float):
                 second = builder.fcmp_ordered(sign, y, x)
             else:
-                second = (builder.icmp_signed if kind.signed else builder.icmp_unsigned)(sign, y, x)
+                second = (builder.icmp_signed if result.signed else builder.icmp_unsigned)(sign, y, x)
             return builder.select(second, y, x)
 
-        return signature(kind, kind, kind), codegen
+        return signature(result, result, result), codegen
 
     return choose
 

@@ -96,7 +96,7 @@ class _DeviceLibrary(JITCodeLibrary):
 
 
 class _NoinlineLibrary(_DeviceLibrary):
-    """The same, never inlined into a caller."""
+    """Library of a device function that is never inlined into a caller."""
 
     def add_ir_module(self, module: Any) -> None:
         for function in module.functions:

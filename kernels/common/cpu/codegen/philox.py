@@ -62,14 +62,14 @@ def philox_rounds(typingctx, c0, c1, c2, c3, n, k0, k1):
 
 def rounds(b: Any, counters: list[list[Any]], key: Any) -> list[list[Any]]:
     """The random words of counters, four vectors each; what is above a word is of no meaning."""
-    wide = counters[0][0].type
+    word = counters[0][0].type
 
     def every(value: int) -> Any:
-        return ir.Constant(wide, [value] * wide.count)
+        return ir.Constant(word, [value] * word.count)
 
     keys = list(key)
     for _ in range(_ROUNDS):
-        k0, k1 = (splat(b, b.zext(k, _I64), wide.count) for k in keys)
+        k0, k1 = (splat(b, b.zext(k, _I64), word.count) for k in keys)
         drawn = []
         for c in counters:
             factors = zip(c[::2], _MULTIPLIERS, strict=True)
@@ -88,18 +88,20 @@ def draw_bits(typingctx, kept, group, n, k0, k1, least):
     vectors. Even lanes have the first half of the counters of a vector, odd ones the second: pairs of lanes then hold
     the words of a counter one after another.
     """
-    one, element = _ONES[kept.dtype]
+    kept_value, element = _ONES[kept.dtype]
 
     def codegen(context, b, sig, args):
-        wide, narrow = ir.VectorType(_I64, LANES), ir.VectorType(_I32, 2 * LANES)
+        word_vector, narrow = ir.VectorType(_I64, LANES), ir.VectorType(_I32, 2 * LANES)
         stored = ir.VectorType(element, 2 * LANES)
-        ones, zeros = (ir.Constant(stored, [value] * stored.count) for value in (one, type(one)(0)))
-        own = [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)]
+        ones, zeros = (
+            ir.Constant(stored, [value] * stored.count) for value in (kept_value, type(kept_value)(0))
+        )
+        counter_of_lane = [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)]
         start, limit = (splat(b, args[i], count) for i, count in ((1, LANES), (5, 2 * LANES)))
         place = address(context, b, sig.args[0], args[0], number(0))
 
         def every(value: int) -> Any:
-            return ir.Constant(wide, [value] * LANES)
+            return ir.Constant(word_vector, [value] * LANES)
 
         step = number(DRAWN)
         with cgutils.for_range(b, b.udiv(b.add(args[2], number(DRAWN - 1)), step)) as loop:
@@ -107,7 +109,7 @@ def draw_bits(typingctx, kept, group, n, k0, k1, least):
             here = b.add(start, splat(b, first, LANES))
             counters = []
             for i in range(_VECTORS):
-                groups = b.add(here, ir.Constant(wide, [lane + i * LANES for lane in own]))
+                groups = b.add(here, ir.Constant(word_vector, [lane + i * LANES for lane in counter_of_lane]))
                 counters.append([groups, b.lshr(groups, every(32)), every(0), every(_LOW)])
             for i, c in enumerate(rounds(b, counters, args[3:5])):
                 pairs = [

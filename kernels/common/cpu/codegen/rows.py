@@ -33,7 +33,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir,
 from gpu_ops.kernels.common.cpu.codegen.stream import past_line
 from gpu_ops.kernels.common.cpu.codegen.target import NEAR, VECTOR_BYTES
 
-UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
+UNROLLED = 4  # chunks with separate sums: an addition waits for the one before
 DOUBLE = ir.DoubleType()
 
 
@@ -82,7 +82,7 @@ Step = Callable[[list[Chunk], list[Chunk]], tuple[Chunk, ...]]
 
 
 def everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
-    """Each scalar in all lanes; a float64 beside float32 in twice the vectors, as ``doubles`` makes them."""
+    """Each scalar in all lanes; with float32 rows, a float64 takes twice the vectors, as ``doubles`` makes them."""
     chunks = []
     for i in range(count):
         value = b.extract_value(scalars, i)

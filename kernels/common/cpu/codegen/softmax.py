@@ -34,7 +34,7 @@ from gpu_ops.kernels.common.cpu.codegen.exp2 import FLOAT32, FLOAT64, PAIRS, exp
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, types
 from gpu_ops.kernels.common.cpu.codegen.target import VECTOR_BYTES
 
-ROWS = 8  # scores come in multiples of so many rows
+ROWS = 8  # scores come in multiples of 8 rows
 _STEP = 4  # rows that are weighed in one round
 
 
@@ -51,8 +51,8 @@ def largest_scores(typingctx, s, at, ld, rows, top, lane):
         top = cgutils.alloca_once_value(b, load_vector(b, top_at, vector))
         with cgutils.for_range(b, b.sdiv(rows_, number(ROWS))) as loop:
             rows = [b.add(b.mul(loop.index, number(ROWS)), number(i)) for i in range(ROWS)]
-            found = [load_vector(b, b.gep(scores, [b.mul(j, ld_)]), vector) for j in rows]
-            b.store(maximum(b, [*found, b.load(top)]), top)
+            loaded = [load_vector(b, b.gep(scores, [b.mul(j, ld_)]), vector) for j in rows]
+            b.store(maximum(b, [*loaded, b.load(top)]), top)
         store_vector(b, b.load(top), top_at)
         return context.get_dummy_value()
 
@@ -110,8 +110,8 @@ def _rescale(b: Any, old: Any, new: Any, scale: Any, polynomial: tuple[float, ..
 
 def _exponent(b: Any, x: Any, top: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
     """factor * (x - top): the difference first. That of rounded products is far from 0 where they are huge."""
-    apart = b.fsub(x, top)
-    return b.fmul(apart, scale) if polynomial is PAIRS else apart
+    distance = b.fsub(x, top)
+    return b.fmul(distance, scale) if polynomial is PAIRS else distance
 
 
 def _weigh(
@@ -138,18 +138,18 @@ def _weigh(
     b.store(every(vector, 0.0), taken)
     with cgutils.for_range(b, b.sdiv(rows, number(_STEP))) as loop:
         first = b.mul(loop.index, number(_STEP))
-        found = [load_vector(b, row(scores, first, i), vector) for i in range(_STEP)]
-        found = [exp2(b, _exponent(b, x, top, scale, polynomial), polynomial) for x in found]
+        p = [load_vector(b, row(scores, first, i), vector) for i in range(_STEP)]
+        p = [exp2(b, _exponent(b, x, top, scale, polynomial), polynomial) for x in p]
         if pairs:
             half = b.mul(loop.index, number(_STEP // 2))
             for i in range(_STEP // 2):
-                both = narrow(b, types.uint16, found[2 * i : 2 * i + 2])
+                both = narrow(b, types.uint16, p[2 * i : 2 * i + 2])
                 store_vector(b, both, row(weights, half, i))
                 b.store(dot_bfloat16(b, both, ones, b.load(taken)), taken)
         else:
-            for i, x in enumerate(found):
+            for i, x in enumerate(p):
                 store_vector(b, x, row(weights, first, i))
-        while len(found) > 1:
-            found = [b.fadd(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
-        b.store(b.fadd(b.load(total), found[0]), total)
+        while len(p) > 1:
+            p = [b.fadd(x, y) for x, y in zip(p[::2], p[1::2], strict=True)]
+        b.store(b.fadd(b.load(total), p[0]), total)
     return [b.load(total), b.load(taken)] if pairs else [b.load(total)]

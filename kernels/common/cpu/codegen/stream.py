@@ -7,7 +7,7 @@ avoid it; use them for results too large to stay cached.
                                                              first has of it *waits* for the second (``put``)
 
 Results that NumPy makes seldom begin with a line. Parts of lines, stored through a cache between lines that go past
-it, fetch also what is beside them, which then has to leave: RMSNorm of rows of 8 KB took a fifth longer.
+it, also fetch the rest of their line, which is then evicted: RMSNorm of rows of 8 KB took a fifth longer.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def fence(typingctx):
 
 
 def stays_in_cache(size: int) -> bool:
-    """Whether results of ``size`` bytes, beside the operands, would still be in the last cache when they are read.
+    """Whether results of ``size`` bytes, in addition to the operands, would still be in the last cache when read.
 
     RMSNorm and then a pass over its result, last cache of 32 MiB: 16 MiB 1.45 ms streamed and 1.69 not, 8 MiB 0.73
     and 0.49. With one of 480 MiB, which a server's cores share, 1.51 and 1.84, 1.06 and 1.05: no more counts.

@@ -49,13 +49,13 @@ class _RowSums:
     def add(self, r: Any, terms: tuple[Chunk, ...], rest: Any) -> None:
         """``rest``: elements of the chunk that count, or None, all."""
         b, lanes = self.b, self.row.elements_of_lanes()
-        for kind, term in enumerate(terms):
+        for sum_index, term in enumerate(terms):
             for part, x in enumerate(term.parts):
                 if rest is not None:
                     places = ir.Constant(ir.VectorType(ir.IntType(64), self.row.lanes), lanes[part])
                     inside = b.icmp_signed("<", places, splat(b, rest, self.row.lanes))
                     x = b.select(inside, x, every(self.row.vector, 0.0))
-                place = b.add(b.mul(r, number(self.vectors)), number(kind * self.row.parts + part))
+                place = b.add(b.mul(r, number(self.vectors)), number(sum_index * self.row.parts + part))
                 _grow(b, b.gep(self.short, [place]), x)
 
     def flush(self) -> None:
@@ -70,8 +70,8 @@ class _RowSums:
         """To an array for each kind."""
         b = self.b
         with cgutils.for_range(b, self.n_rows) as loop:
-            for kind, p in enumerate(results):
-                first = b.add(b.mul(loop.index, number(self.vectors)), number(kind * self.row.parts))
+            for sum_index, p in enumerate(results):
+                first = b.add(b.mul(loop.index, number(self.vectors)), number(sum_index * self.row.parts))
                 places = [b.add(first, number(part)) for part in range(self.row.parts)]
                 total = over_lanes(b, [b.load(b.gep(self.long, [place])) for place in places])
                 b.store(total, b.gep(p, [loop.index]))
@@ -115,8 +115,8 @@ def sum_rows(term: Term) -> Any:
                     prefetch(b, b.gep(start, [b.mul(b.add(loop.index, n_rows), stride)]), NEAR)
                     here = b.bitcast(b.gep(start, [b.mul(loop.index, stride)]), p.type)
                     chunks.append(Chunk(b, row, row.load(b, here, rest)))
-                given = [splat(b, b.load(b.gep(p, [loop.index])), row.lanes) for p in numbers]
-                values = term(chunks, shared, [Chunk(b, row, [x] * row.parts) for x in given] + constants)
+                loaded = [splat(b, b.load(b.gep(p, [loop.index])), row.lanes) for p in numbers]
+                values = term(chunks, shared, [Chunk(b, row, [x] * row.parts) for x in loaded] + constants)
                 along.add(loop.index, values[: len(results)], rest)
                 for value, parts in zip(values[len(results) :], across, strict=True):
                     for x, total in zip(value.parts, parts, strict=True):

@@ -1,4 +1,4 @@
-"""What the CPU that Numba compiles for offers. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count, not the host alone."""
+"""Features of the CPU that Numba compiles for. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count, not the host alone."""
 
 from __future__ import annotations
 
