@@ -1,7 +1,7 @@
-"""A call as data: the problem it poses (:class:`Spec`) and the work that solves it (:class:`Program`).
+"""Calls as data: the problem (:class:`Spec`) and the work that solves it (:class:`Program`).
 
 ``lower`` turns one into the other: pure Python, no device, no arrays. Each ``kernels/lower/<op>.py`` registers its
-functions with :func:`lowers`, one per op and backend. ``gpu_ops/core/run.py`` is the one place that runs a program.
+functions with :func:`lowers`, one per op and backend. Only ``gpu_ops/core/run.py`` runs programs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Spec:
     arrays: tuple[tuple[str, Layout], ...]
     options: tuple[tuple[str, Any], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
-    """Results that are an input, in place."""
+    """Results that share the memory of an input."""
 
     def __getitem__(self, option: str) -> Any:
         """The value of an option."""
@@ -89,7 +89,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """A kernel argument that changes from call to call of one program, such as the first position of ``rope``.
+    """Kernel argument that changes between calls of one program, such as the first position of ``rope``.
 
     ``struct``: the argument is this structure with the field ``name`` replaced; None: the value itself, of ``dtype``.
     """
@@ -133,24 +133,24 @@ MAX_GRID = (2**31 - 1, 65535, 65535)  # blocks, by axis: the same for every GPU
 
 
 class LaunchTooLarge(ValueError):
-    """A grid that no GPU takes: the arrays are too large for one launch."""
+    """Error for a grid that no GPU accepts: the arrays are too large for one launch."""
 
 
 @dataclass(frozen=True)
 class Memset:
-    """Zeros in all of an array or workspace."""
+    """Step that fills an array or workspace with zeros."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A function on the CPU; it takes the call's arrays by name."""
+    """Call of a CPU function, which takes the call's arrays by name."""
 
     function: Callable[[dict[str, Any]], None]
     text: str
     scratch: int | Callable[[], int] = 0
-    """Bytes that it allocates itself for its own duration, where they are more than some KB; or a function that finds
+    """Bytes that it allocates while it runs, if more than some KB; or a function that computes
     them, for what takes time."""
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class HostCall:
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """A function of a CUDA library. It takes the device's arrays in place of tensors."""
+    """Call of a CUDA library function, which takes the device's arrays in place of tensors."""
 
     function: Callable[..., None]
     arguments: tuple[Argument, ...]
@@ -171,7 +171,7 @@ class LibraryCall:
 
 @dataclass(frozen=True)
 class Constant:
-    """An array that the program itself brings along. A device keeps its copy."""
+    """Array that is part of the program. A device keeps its copy."""
 
     name: str
     values: npt.NDArray[Any]
@@ -188,7 +188,7 @@ class Program:
 
     @property
     def workspace_bytes(self) -> int:
-        """All workspaces side by side, each at a multiple of 256 bytes."""
+        """Bytes of all workspaces, each at a multiple of 256 bytes."""
         return sum(-(-w.nbytes // ALIGNMENT) * ALIGNMENT for w in self.workspaces)
 
     @functools.cached_property
@@ -202,7 +202,7 @@ class Program:
         return "\n".join([*lines, *self.notes])
 
 
-ALIGNMENT = 256  # of workspaces: what cudaMalloc gives, more than any kernel asks for
+ALIGNMENT = 256  # of workspaces: that of cudaMalloc, more than any kernel requires
 
 
 @dataclass(frozen=True)
@@ -213,20 +213,20 @@ class Limits:
     sms: int = 0
     smem_per_block_optin: int = 0
     card: str = ""
-    """The name the driver reports; empty where nothing can be measured, as on the emulator."""
+    """Name that the driver reports; empty where nothing can be measured, as on the emulator."""
     preset: str = ""
     """The row of ``gpu_ops.presets`` for the device."""
 
 
 class Builder:
-    """Collects the steps of a program: what a lowering function for GPUs sees of its device."""
+    """Collector of the steps of a program, and a lowering function's view of its device."""
 
     def __init__(self, limits: Limits, candidate: str | None = None) -> None:
         self.limits = limits
         self.arch, self.sms, self.card = limits.arch, limits.sms, limits.card
         self.smem_per_block_optin = limits.smem_per_block_optin
         self.candidate = candidate
-        """The tuning candidate to take, by label; None: the tuned or the model's choice."""
+        """Label of the tuning candidate to use; None: the tuned or the model's choice."""
         self.asked: list[Any] = []
         self._steps: list[Launch | LibraryCall | Memset | HostCall] = []
         self._workspaces: dict[str, Workspace] = {}
@@ -248,7 +248,7 @@ class Builder:
         return Tensor.of(name, Layout.contiguous(shape, dtype))
 
     def scratch(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "scratch") -> Tensor:
-        """An uninitialised workspace that steps share: all requests of one name get the same memory."""
+        """An uninitialised workspace shared by steps: all requests with one name get the same memory."""
         need, known = Layout.contiguous(shape, dtype).nbytes, self._workspaces.get(name)
         nbytes = max(need, known.nbytes if known else 0)
         self._workspaces[name] = Workspace(name, (nbytes,), np.dtype(np.uint8))
@@ -256,7 +256,7 @@ class Builder:
         return whole[:need].view(dtype).reshape(shape)
 
     def constant(self, values: npt.NDArray[Any], name: str) -> Tensor:
-        """An array whose values the program knows."""
+        """An array whose values are part of the program."""
         self._constants[name] = Constant(name, values)
         return Tensor.of(name, Layout.contiguous(values.shape, values.dtype))
 
@@ -269,7 +269,7 @@ class Builder:
         *,
         shared: int = 0,
     ) -> None:
-        """A kernel launch; a grid without blocks launches nothing."""
+        """Add a kernel launch; a grid without blocks launches nothing."""
         if any(n > limit for n, limit in zip(grid, MAX_GRID, strict=False)):
             blocks = " x ".join(map(str, grid))
             raise LaunchTooLarge(
@@ -284,7 +284,7 @@ class Builder:
             self._steps.append(Memset(tensor.name))
 
     def library(self, function: Callable[..., None], arguments: Any, label: str) -> None:
-        """A call of a CUDA library, and what ``explain`` says of it."""
+        """Add a call of a CUDA library, with its text for ``explain``."""
         self._steps.append(LibraryCall(function, tuple(arguments), label))
 
     def call(
@@ -293,11 +293,11 @@ class Builder:
         text: str,
         scratch: int | Callable[[], int] = 0,
     ) -> None:
-        """A function on the CPU, what ``explain`` says of it, and the bytes that it allocates itself."""
+        """Add a CPU function, with its text for ``explain`` and the bytes that it allocates itself."""
         self._steps.append(HostCall(function, text, scratch))
 
     def note(self, text: str) -> None:
-        """A line for ``explain``, once."""
+        """Add a line for ``explain``, once."""
         if text not in self._notes:
             self._notes.append(text)
 
@@ -329,12 +329,12 @@ def lowers(op: str, *backends: str) -> Callable[[Lower], Lower]:
 
 
 def lower_module(op: str, module: str) -> None:
-    """Say which module registers an op; it is imported when the op is first lowered."""
+    """Set the module that registers an op; it is imported when the op is first lowered."""
     _modules[op] = module
 
 
 def lower(spec: Spec, backend: str, limits: Limits, candidate: str | None = None) -> tuple[Program, Builder]:
-    """The program of a spec, and the builder that made it, which knows what was tuned."""
+    """Return the program of a spec, and its builder, which records tuned choices."""
     if (spec.op, backend) not in _lowers and spec.op in _modules:
         uninterrupted(importlib.import_module)(_modules[spec.op])
     builder = Builder(limits, candidate)

@@ -1,4 +1,4 @@
-"""Arrays without memory: what a lowering function sees of a call's arrays and of workspaces."""
+"""Arrays without memory: a lowering function's view of a call's arrays and workspaces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 __all__ = ["Layout", "Tensor"]
 
-_ORIGIN = 1 << 60  # a tensor's made-up address: no memory is there, and none is touched
+_ORIGIN = 1 << 60  # a tensor's fictitious address: no memory is there, and none is touched
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an array lies in memory. ``misalignment``: its address modulo 16."""
+    """Layout of an array in memory. ``misalignment``: its address modulo 16."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -35,7 +35,7 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def permuted(self, axes: tuple[int, ...]) -> Layout:
-        """The layout of an array that is allocated with its axes in this order."""
+        """Layout of an array that is allocated with its axes in this order."""
         laid = Layout.contiguous(tuple(self.shape[a] for a in axes), self.dtype)
         strides = [0] * len(axes)
         for stride, a in zip(laid.strides, axes, strict=True):
@@ -44,9 +44,9 @@ class Layout:
 
 
 class Tensor:
-    """A view of one of a call's arrays or workspaces: all of an array but its memory.
+    """View of one of a call's arrays or workspaces: an array without its memory.
 
-    Shape, strides, dtype, and the views NumPy makes, without data. Raises where NumPy would copy.
+    It has shape, strides, dtype and NumPy's views, without data. Raises where NumPy would copy.
     """
 
     __slots__ = ("_root", "_view", "name")
@@ -98,7 +98,7 @@ class Tensor:
 
     @property
     def address(self) -> int:
-        """Its alignment and its distance from other views of the same array are real; the number itself is not."""
+        """Fictitious address. Its alignment and its distance from other views of the same array are real."""
         return int(self._view.__array_interface__["data"][0])
 
     @property
@@ -108,7 +108,7 @@ class Tensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the array itself, not a view of another shape."""
+        """Whether this is the whole array, not a view of another shape."""
         a, b = self._view, self._root
         return a is b or (a.shape, a.strides, a.dtype, self.offset) == (b.shape, b.strides, b.dtype, 0)
 

@@ -13,7 +13,7 @@ __all__ = ["philox4x32"]
 Words = npt.NDArray[np.uint64]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by in every round
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # increments of the key in every round
 _MASK = np.uint64(0xFFFFFFFF)
 
 

@@ -1,4 +1,4 @@
-"""How precisely a reference function computes.
+"""Precision of reference functions.
 
 Every reference function takes ``precision``:
 
@@ -6,7 +6,7 @@ Every reference function takes ``precision``:
 ``"rounded"``   computed in float64; results rounded once to their public dtypes (default)
 ``"float64"``   computed in float64; results stay in float64, to compare kernels with
 ``"naive"``     every intermediate rounded to the input's dtype, like textbook code in that dtype: the
-                yardstick for how much error a dtype deserves. Matrix products are summed exactly and
+                yardstick for the error of a dtype. Matrix products are summed exactly and
                 rounded once, except in float32, where the sum is the main source of error
 ==============  ====================================================================================
 """
@@ -47,7 +47,7 @@ def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
     native = np.dtype(dtype)
 
     def load(x: Any) -> Array:
-        """Rows in C order, wherever the numbers come from: BLAS adds those of other strides in another order."""
+        """Load rows in C order, whatever their source: BLAS sums rows with other strides in another order."""
         return np.require(x, np.float64, ("C_CONTIGUOUS", "ALIGNED", "ENSUREARRAY"))
 
     def rounded(x: Any) -> Array:

@@ -1,9 +1,9 @@
-"""How far a kernel may be from the reference: twice the error of textbook code in the same dtype.
+"""Tolerance of kernels against the reference: twice the error of textbook code in the same dtype.
 
 ``max|k - ref| <= factor * max|naive - ref| + floor`` with factor 2 (3 for gradients). ``ref`` is the reference in
 float64, ``naive`` the reference with every intermediate rounded to the dtype. ``floor = 2 * max|((ref + 0.3) - 0.3) -
 ref|`` in that dtype is about one unit in the last place, for cases where the textbook code happens to be exact. The
-rule is FlashAttention's, which has many elements: of few the floor is chance (0 for -0.25), so here it is at least
+rule is FlashAttention's, for arrays of many elements. With few the floor is random (0 for -0.25), so it is at least
 one unit in the last place of ``max|ref| + 0.3``. The rule calibrates itself to any dtype and shape.
 """
 
@@ -25,7 +25,7 @@ GRADIENT = 3.0
 
 
 def tolerance(reference: Array, naive: Array, dtype: npt.DTypeLike, factor: float = FORWARD) -> float:
-    """The largest absolute error allowed. Infinite and NaN entries are compared by position instead."""
+    """Largest absolute error allowed. Infinite and NaN entries are compared by position instead."""
     ref = np.asarray(reference, np.float64)
     finite = np.isfinite(ref)
     if not finite.any():

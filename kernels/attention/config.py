@@ -1,4 +1,4 @@
-"""Partition of a problem by the tensor-core attention kernel: tile, rows, parts of the keys. Pure Python, needs no GPU.
+"""Partition of a problem by the tensor-core attention kernel: tile, rows, parts of keys. Pure Python, needs no GPU.
 
 ``select_config`` takes every tile of ``_TILES`` that the device can run and orders them by :func:`_cost`. The model
 ranks tiles; it does not predict microseconds:
@@ -260,7 +260,7 @@ def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
 
 
 def _visible_keys(p: Problem, tile: Tile) -> float:
-    """Keys that a block goes through, on average."""
+    """Average number of keys that a block processes."""
     if p.mask == "kLocal" and p.window:
         return min(p.seqlen_k, p.window + tile.block_m)
     if p.mask == "kCausal" and p.seqlen_k <= p.seqlen_q:

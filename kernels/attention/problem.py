@@ -18,27 +18,27 @@ __all__ = ["Attention", "as_bshd", "sequence_table"]
 class Attention(Scores):
     """One call of an attention function, forward or backward: score options and arrays.
 
-    q, k, v and out are views of shape (batch, seqlen, nheads, head_dim) whatever the layout of the caller;
-    sequences that lie end to end ("thd") the batch axis has length 1. lse is (batch, nheads, seqlen_q).
+    q, k, v and out are views of shape (batch, seqlen, nheads, head_dim) whatever the layout of the caller. With
+    packed sequences ("thd") the batch axis has length 1. lse is (batch, nheads, seqlen_q).
     """
 
     q: Tensor
     k: Tensor
-    """With ``block_table``: pages, (num_pages, page_size, nheads_kv, head_dim). As ``v``."""
+    """Keys; with ``block_table`` in pages, (num_pages, page_size, nheads_kv, head_dim). Likewise ``v``."""
     v: Tensor
     out: Tensor
     lse: Tensor | None
     batch: int
     seqlen_q: int
-    """Of the longest sequence, or a bound; as ``seqlen_k``."""
+    """Length of the longest sequence, or a bound; likewise ``seqlen_k``."""
     seqlen_k: int
     cu_seqlens: tuple[Tensor, ...]
-    """Of q and k, where their sequences lie end to end; of q alone over pages."""
+    """Starts of q's and k's packed sequences; of q's only, if keys are in pages."""
     seqused_k: Tensor | None
-    """How many keys of a cache are in use, or of packed keys."""
+    """Number of keys in use, of a cache or of packed keys."""
     block_table: Tensor | None
     k_scale: Tensor | None
-    """Of pages in one byte per element, (num_pages, page_size, nheads_kv); as ``v_scale``."""
+    """Scales of pages in one byte per element, (num_pages, page_size, nheads_kv); likewise ``v_scale``."""
     v_scale: Tensor | None
     num_splits: int
     """Parts of the keys; 0: chosen."""
@@ -105,7 +105,7 @@ class Attention(Scores):
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences lie end to end."""
+        """Whether the sequences are packed end to end."""
         return bool(self.cu_seqlens)
 
     @property

@@ -53,7 +53,7 @@ class Features:
     """Its dtype."""
     block_mask: bool = False
     dropout: str = ""
-    """Where its seed is: a "number" among the arguments, or an "array"."""
+    """Place of dropout's seed: a "number" among the arguments, or an "array"."""
 
     @property
     def plain(self) -> bool:
@@ -97,7 +97,7 @@ class Scores:
     block_q: int
     block_k: int
     ahead: int
-    """How many keys further right than bottom-right alignment puts it the diagonal lies."""
+    """Keys by which the diagonal is further right than with bottom-right alignment."""
     query0: int
     """Positions of the first query and key, by which dropout draws; ``ahead`` has those of scores."""
     key0: int

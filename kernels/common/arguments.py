@@ -40,10 +40,10 @@ DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 CODES = {"int8": "s8", "uint8": "e4m3"}  # of quantized pages, after codes_of: the types of codes.cuh
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "relu2": "kRelu2"}
 
-# Of numbers that kernels read, as in number.cuh: by value, or from an array of this dtype.
+# Sources of numbers that kernels read, as in number.cuh: by value, or from an array of this dtype.
 KINDS = {"": 0, "int32": 1, "int64": 2, "float32": 3, "float64": 4}
 
-ROW_THREADS = 512  # at most, for one row
+ROW_THREADS = 512  # limit for one row
 _BLOCK = 128  # threads of a block that has several rows
 
 
@@ -108,18 +108,18 @@ def row_threads(cols: int, each: int) -> tuple[int, int]:
 
 
 def rows_of(spec: Spec, name: str) -> Tensor:
-    """An array as (rows, last axis)."""
+    """View of an array as (rows, last axis)."""
     x = spec.tensor(name)
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def as_rows(x: Any) -> Any:
-    """An array of a CPU call as (rows, last axis), which its layout allows."""
+    """View of a CPU call's array as (rows, last axis), which its layout allows."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def as_line(x: Any) -> Any:
-    """A contiguous array of a CPU call with one axis."""
+    """View of a CPU call's contiguous array with one axis."""
     return x if x.ndim == 1 else x.reshape(-1)
 
 
@@ -134,7 +134,7 @@ def seed_argument(seed: Tensor | None) -> Tensor | Dynamic:
 
 
 def seed_on_host(seed: Any) -> Any:
-    """The seed of a CPU call, an array or a number, as an array of one uint64."""
+    """Seed of a CPU call, an array or a number, as an array of one uint64."""
     return np.asarray(seed).reshape(1).astype(np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""Measured choices: what ``gpu_ops.autotune`` found out, kept between processes, and looked up by a launch.
+"""Measured choices: results of ``gpu_ops.autotune``, kept between processes and looked up by launches.
 
 An op that can run a problem in several ways describes them in a :class:`Space`, and its lowering calls
 :func:`choose`. The answer is the fastest way measured for such a problem on this card with these kernels. Where
@@ -27,17 +27,17 @@ __all__ = ["Asked", "Space", "choose", "forget", "keep"]
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The ways to run the problems of one kernel."""
+    """Ways to run the problems of one kernel."""
 
     name: str
     sources: tuple[str, ...]
-    """Its ``kernels/<stem>.cu``: what was measured with others does not count."""
+    """Its ``kernels/<stem>.cu``: measurements with other sources are ignored."""
     bucket: Callable[[Any], str]
-    """Problems of one text share a measured choice."""
+    """Problems with equal bucket texts share a measured choice."""
     model: Callable[[Any, Any], Any]
-    """(problem, limits of the device) to the way that is taken when nothing was measured."""
+    """Maps (problem, limits of the device) to the choice when nothing was measured."""
     candidates: Callable[[Any, Any], Mapping[str, Any]]
-    """(problem, limits) to the ways worth measuring, by a label that means the same for every problem of a bucket."""
+    """Maps (problem, limits) to candidates by label; a label means the same for every problem of a bucket."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Asked:
     limits: Any
     card: str
     measured: str | None
-    """The label of the measured choice that was taken; None: the model's."""
+    """Label of the measured choice; None: the model's choice was used."""
 
     @property
     def bucket(self) -> str:
@@ -62,13 +62,15 @@ class Asked:
         return self.space.model(self.problem, self.limits)
 
 
-_winners: dict[tuple[str, str, str], str | None] = {}  # by (space, card, bucket): what was read, or found
+_winners: dict[
+    tuple[str, str, str], str | None
+] = {}  # by (space, card, bucket): read from files, or measured
 
 
 def choose(on: Builder, space: Space, problem: Any, limits: Any) -> Any:
-    """How to run a problem: the candidate that is being measured, else what was measured, else the model's choice.
+    """Choose how to run a problem: the candidate being measured, else a measured choice, else the model's choice.
 
-    What was asked is appended to ``on.asked``.
+    The request is appended to ``on.asked``.
     """
     config, measured = _choose(space, problem, limits, on.card)
     on.asked.append(Asked(space, problem, limits, on.card, measured))
@@ -89,18 +91,20 @@ def _choose(space: Space, problem: Any, limits: Any, card: str) -> tuple[Any, st
         winner = _winners[key]
         if winner is not None:
             config = space.candidates(problem, limits).get(winner)
-            if config is not None:  # else the kernel has lost this way, or never had it for this problem
+            if (
+                config is not None
+            ):  # otherwise the kernel no longer has this candidate, or never had it for this problem
                 return config, winner
     return space.model(problem, limits), None
 
 
 def keep(asked: Asked, winner: str, microseconds: Mapping[str, float]) -> Path | None:
-    """Take ``winner`` from now on, and in later processes. Returns its file, None where none can be written."""
+    """Use ``winner`` from now on, and in later processes. Returns its file; None if no file can be written."""
     space, card, bucket = asked.space, asked.card, asked.bucket
     _winners[space.name, card, bucket] = winner
     _choose.cache_clear()
     folder = cache_folder(TUNING)
-    if folder is None:  # it has warned
+    if folder is None:  # the cache has warned
         return None
     entry = {**_identity(space, card, bucket), "winner": winner, "microseconds": dict(microseconds)}
     path = folder / _file_name(space, card, bucket)
@@ -113,7 +117,7 @@ def keep(asked: Asked, winner: str, microseconds: Mapping[str, float]) -> Path |
 
 
 def forget() -> None:
-    """Drop what this process has read and found, so that files are read again."""
+    """Drop the choices that this process has read and measured, so that files are read again."""
     _winners.clear()
     _choose.cache_clear()
 

@@ -1,8 +1,8 @@
-"""The cache folder: compiled kernels and measured choices, kept for later processes of this user.
+"""Cache folder: compiled kernels and measured choices, kept for later processes of this user.
 
-What lies there becomes machine code of this process. So folders are made for their owner alone, and nothing is read
-that another user (root apart) owns or may write to, nor through a link within the cache. Without such a folder every
-process compiles for itself, and says so in one line.
+Its files become machine code of this process. So folders are made for their owner alone, and nothing is read
+that another user (except root) owns or may write to, nor through a link within the cache. Without such a folder every
+process compiles for itself, with a one-line warning.
 
 A file appears whole or not at all, however many processes write at once: it is written under a temporary name and
 renamed. An entry is parsed, not unpickled::
@@ -56,7 +56,7 @@ _MAGIC = b"gpu_ops entry 3\n"
 _DIGEST, _LENGTH = 32, 4
 _HEADER = len(_MAGIC) + _DIGEST + _LENGTH
 _TEMPORARY, _OLD_SECONDS = ".tmp", 24 * 3600
-_LONGEST_COMPILATION = 300.0  # seconds that others wait for a process which may be stopped
+_LONGEST_COMPILATION = 300.0  # seconds that others wait for a process, which may be stopped
 _warned: set[object] = set()
 
 
@@ -73,7 +73,7 @@ class UntrustedError(OSError):
 
 
 def root() -> Path:
-    """The cache folder. RuntimeError where there is no home folder."""
+    """Return the cache folder. RuntimeError if there is no home folder."""
     ours = os.environ.get("GPU_OPS_CACHE_DIR")
     if ours:
         return Path(ours)
@@ -82,7 +82,7 @@ def root() -> Path:
 
 
 def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
-    """A writable folder of the cache. If there is none: None, and one warning per process and cache."""
+    """Return a writable folder of the cache, or None with one warning per process and cache."""
     problem = folder_problem(*parts)
     if problem is None:
         return root().joinpath(*parts)
@@ -92,7 +92,7 @@ def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
 
 
 def folder_problem(*parts: str) -> str | None:
-    """Why a folder of the cache cannot be written, or must not be read; None when it can. It is made if need be."""
+    """Reason why a folder of the cache cannot be written or must not be read, or None. Makes it if necessary."""
     try:
         top = root()
         _make(top)
@@ -111,16 +111,16 @@ def _writable(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """With all parents, each for its owner alone."""
+    """Make a folder and its parents, each for its owner alone."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _check_folders(top: Path, parts: tuple[str, ...], *, make: bool = False) -> None:
-    """Raise for a folder from ``top`` on that is none, or that another user may write to.
+    """Raise for a path from ``top`` on that is not a folder, or that another user may write to.
 
-    ``top`` may be a link: it is the user's word, and where it leads is checked.
+    ``top`` may be a link, since the user chose it; its target is checked.
     """
     _check_owner(top, top.stat())
     folder = top
@@ -148,7 +148,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Temporary files of processes that ended while they wrote."""
+    """Remove temporary files of processes that ended while they wrote."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f".*{_TEMPORARY}"):
             if path.lstat().st_mtime < time.time() - _OLD_SECONDS:
@@ -156,7 +156,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def read_file(*parts: str) -> bytes | None:
-    """A file of the cache. None if it is missing or, with a warning, if it cannot be read or trusted."""
+    """Read a file of the cache. None if it is missing or, with a warning, if it cannot be read or trusted."""
     try:
         top = root()
         _check_folders(top, parts[:-1])
@@ -179,7 +179,7 @@ def read_file(*parts: str) -> bytes | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A regular file of ours for reading; no link is followed, and no pipe waited for."""
+    """Open a regular file of ours for reading; follows no link, and waits for no pipe."""
     flags = (
         os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
@@ -192,7 +192,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_entry(*parts: str) -> Entry | None:
-    """An entry. None if it is missing or, with a warning, if it is damaged or must not be trusted."""
+    """Read an entry. None if it is missing or, with a warning, if it is damaged or must not be trusted."""
     content = read_file(*parts)
     if content is None:
         return None
@@ -204,7 +204,7 @@ def read_entry(*parts: str) -> Entry | None:
 
 
 def read_header(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """The key and the fields of an entry, without a check of its content; None for anything else."""
+    """Read the key and the fields of an entry, without checking its content; None for any other file."""
     try:
         with _opened(path) as file:
             start = file.read(_HEADER)
@@ -218,10 +218,10 @@ def read_header(path: Path) -> tuple[str, dict[str, Any]] | None:
 
 @contextlib.contextmanager
 def alone(*parts: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """While an entry is missing, one process at a time: what it compiles the others then find.
+    """Let one process at a time compile a missing entry; the others then find it.
 
-    Yields whether it has waited, and calls ``wait`` before it does. Where the folder cannot be written or has no
-    locks (some network drives), or after 300 s, they go on side by side.
+    Yields whether it has waited, and calls ``wait`` before it waits. Where the folder cannot be written or has no
+    locks (some network drives), or after 300 s, processes go on in parallel.
     """
     folder = cache_folder(*parts[:-1], quiet=True)
     if fcntl is None or folder is None or (folder / parts[-1]).exists():
@@ -242,12 +242,14 @@ def alone(*parts: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool
                 time.sleep(0.02)
         yield waited
     finally:
-        path.unlink(missing_ok=True)  # one that opened it before compiles alone still, or finds the entry
+        path.unlink(
+            missing_ok=True
+        )  # a process that opened it before still compiles alone, or finds the entry
         os.close(handle)
 
 
 def _locked(handle: int) -> bool:
-    """Whether this process has the lock now, or there is none to be had. It ends with the process."""
+    """Whether this process has the lock, or no lock is possible. A lock ends with its process."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -288,7 +290,7 @@ def _unpack(content: bytes, key: str) -> Entry:
 
 
 def ignore_entry(name: str, reason: object) -> None:
-    """Warn that an entry is not used. The kernel is compiled again, and the entry replaced."""
+    """Warn that an entry is ignored. The kernel is compiled again, and the entry replaced."""
     warn(f"gpu_ops: ignoring the cached kernel {name}: {reason}", stacklevel=3)
 
 
@@ -305,7 +307,7 @@ def _warn_unusable(reason: str) -> None:
 
 
 def warn_once(key: object, message: str) -> None:
-    """Once per process and key."""
+    """Warn once per process and key."""
     if key not in _warned:
         _warned.add(key)
         warn(message, stacklevel=5)
@@ -323,9 +325,9 @@ def publish(entry: Entry, *parts: str) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a temporary file and rename it: others see all of the content, or what was there before.
+    """Write a temporary file and rename it: others see all of the new content, or the old.
 
-    A link in the place of the file is replaced, not followed.
+    An existing link is replaced, not followed.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-", suffix=_TEMPORARY)
     try:

@@ -19,7 +19,7 @@ CPU, CUDA, TUNING = "numba_cpu", "cuda", "tuning"  # folders of the cache
 
 @dataclass(frozen=True)
 class File:
-    """A file of the cache. ``old``: made of sources that have changed since, or are gone."""
+    """A file of the cache. ``old``: made from sources that have changed since, or are gone."""
 
     path: Path
     kind: str
@@ -28,12 +28,12 @@ class File:
 
 
 def contents() -> list[File]:
-    """All files of the cache. Call it for a cache that ``cache.folder_problem`` finds no fault with."""
+    """All files of the cache. Only call it if ``cache.folder_problem`` returns None."""
     return [*_cpu_files(root() / CPU), *_cuda_files(root() / CUDA), *_tuning_files(root() / TUNING)]
 
 
 def clear(files: Iterable[File]) -> tuple[int, int]:
-    """Remove files, and folders that are empty then: how many, and their bytes. What is gone already is not counted.
+    """Remove files, and folders that become empty. Returns their number and bytes, without files already gone.
 
     Safe while other processes use the cache: they read whole files, and make folders that are missing.
     """
@@ -49,7 +49,7 @@ def clear(files: Iterable[File]) -> tuple[int, int]:
 
 @cache
 def cpu_sources() -> str:
-    """:func:`sources_digest` of the CPU kernels, once per process: it is their folder's name up to the dash."""
+    """:func:`sources_digest` of the CPU kernels, once per process: their folder's name up to the dash."""
     return sources_digest(CPU_FOLDER)
 
 
@@ -74,7 +74,7 @@ def _cuda_files(folder: Path) -> Iterator[File]:
 
 
 def _is_old(path: Path, now: dict[str, str]) -> bool:
-    """``now``: digests of the sources by their origin, as far as they are known."""
+    """Whether a file is old. ``now``: known digests of the sources, by origin."""
     header = read_header(path)
     if header is None:
         return True
@@ -89,7 +89,7 @@ def _is_old(path: Path, now: dict[str, str]) -> bool:
 
 
 def _tuning_files(folder: Path) -> Iterator[File]:
-    """A new measurement replaces the old one, so none is old."""
+    """Files of measurements. A new measurement replaces the old one, so none is old."""
     for path, size in _scan(folder, stat.S_ISREG).items():
         if path.suffix == ".json":
             yield File(path, "measured choices", size, False)
@@ -98,7 +98,7 @@ def _tuning_files(folder: Path) -> Iterator[File]:
 
 
 def _scan(folder: Path, wanted: Callable[[int], bool]) -> dict[Path, int]:
-    """The sizes of folders or regular files of a folder that is no link; none if it is missing."""
+    """Sizes of folders or regular files of a folder that is not a link; empty if it is missing."""
     try:
         paths = sorted(folder.iterdir()) if stat.S_ISDIR(folder.lstat().st_mode) else []
     except OSError:

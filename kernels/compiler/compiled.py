@@ -39,7 +39,7 @@ def source_files(ptx: str) -> list[str]:
 
 
 def pack(unit: Compiled, made_of: Mapping[str, str]) -> Entry:
-    """``made_of``: what tells later whether the sources have changed."""
+    """Make an entry of a kernel. ``made_of``: digests that later show whether the sources have changed."""
     parts = {
         "ptx": unit.ptx.encode(),
         "log": unit.log.encode(),
@@ -52,7 +52,7 @@ def pack(unit: Compiled, made_of: Mapping[str, str]) -> Entry:
 
 
 def unpack(entry: Entry) -> Compiled:
-    """The inverse of :func:`pack`; ValueError for anything else."""
+    """Inverse of :func:`pack`; ValueError for any other entry."""
     try:
         parts = {name: zlib.decompress(part) for name, part in entry.parts.items()}
         texts = {name: parts[name].decode() for name in ("ptx", "log", "sources")}
@@ -66,7 +66,7 @@ def unpack(entry: Entry) -> Compiled:
 def dump(unit: Compiled, name: str, arch: str) -> None:
     """With ``GPU_OPS_DUMP=folder``, write sources, PTX and machine code of every kernel used.
 
-    No link is followed. A folder that cannot be written costs the files and one warning, not the call.
+    No link is followed. If the folder cannot be written, the files are skipped with one warning.
     """
     target = os.environ.get("GPU_OPS_DUMP")
     if not target:

@@ -73,7 +73,7 @@ class Limits(Protocol):
 
 
 def smem_per_block_optin(arch: str) -> int:
-    """The most shared memory (static plus dynamic, in bytes) per block, for an architecture such as ``"sm_90a"``."""
+    """Limit of shared memory (static plus dynamic, in bytes) per block, for an architecture such as ``"sm_90a"``."""
     kib = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
     return 1024 * kib.get(int(arch[3:].rstrip("af")), 99)  # 99: sm_86, 89, 120
 

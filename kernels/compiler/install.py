@@ -1,4 +1,4 @@
-"""The command that installs an extra of this package."""
+"""Command that installs an extra of this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 @cache
 def install_command(extra: str) -> str:
-    """``pip install`` of an extra, such as ``emulator``: from the checkout that runs, or else its packages by name.
+    """``pip install`` of an extra, such as ``emulator``: from the running checkout, or its packages by name.
 
     The package index does not have gpu-ops itself.
     """

@@ -1,4 +1,4 @@
-"""Compiles GPU kernels, on any machine, and launches them. The only module that calls a GPU compiler.
+"""Compilation of GPU kernels, on any machine, and their launches. The only module that calls a GPU compiler.
 
 A kernel is identified by its content: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/<stem>.cu``
 specialised by ``-D`` macros, a :class:`NumbaKernel` is a Python function with a signature. :func:`compile_kernel`
@@ -103,7 +103,7 @@ def compile_text(
 
 
 def load(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
-    """A kernel on CuPy's current device, compiled and loaded once per device.
+    """Load a kernel on CuPy's current device, compiled and loaded once per device.
 
     The launcher is called with grid, block, arguments (CuPy arrays and numbers) and the dynamic shared memory of a
     block in bytes. It runs on CuPy's current device and stream.
@@ -137,14 +137,14 @@ def forget() -> None:
 
 @functools.cache
 def source_key(*stems: str) -> str:
-    """A hash of the sources of CUDA C++ kernels, their headers and the compiler."""
+    """Hash of the sources of CUDA C++ kernels, their headers and the compiler."""
     trees = [_read_tree(KERNELS / f"{stem}.cu") for stem in stems]
     files = sorted({Path(path).name: text for tree in trees for path, text in tree.items()}.items())
     return hashlib.sha256(repr((nvrtc.build_key(), files)).encode()).hexdigest()[:16]
 
 
 def assemble(compiled: Compiled, arch: str) -> Compiled:
-    """The kernel with machine code. A Numba kernel has none yet: ptxas makes it from the PTX."""
+    """Kernel with machine code. A Numba kernel has none yet: ptxas makes it from the PTX."""
     if compiled.cubin is not None:
         return compiled
     cubin, log = toolkit.assemble(compiled.ptx, arch)
@@ -169,7 +169,7 @@ def _once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
     return _build_once(key, build) if kernel is None else kernel
 
 
-@uninterrupted  # an interrupt would leave half of what Numba fills in as it compiles
+@uninterrupted  # an interrupt would leave Numba's data structures half filled
 def _build_once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
     with _locks_lock:
         lock = _locks[key]
@@ -207,7 +207,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
 
 
 def _cached(name: str, arch: str, key: str, origin: Path, build: Callable[[], Compiled]) -> Compiled:
-    """From memory or disk, or else built and stored. ``origin``: the file or folder of its sources."""
+    """Kernel from memory or disk, or built and stored. ``origin``: the file or folder of its sources."""
     key = hashlib.sha256(f"{arch} {key}".encode()).hexdigest()[:24]
     return _once((key,), lambda: _from_disk(name, arch, key, origin, build))
 
@@ -261,7 +261,7 @@ def _run_numba(kernel: NumbaKernel, arch: str) -> Compiled:
 
 
 def _read_tree(path: Path) -> dict[str, str]:
-    """The text of a .cu file and of every header that it may include, by path."""
+    """Text of a .cu file and of every header that it may include, by path."""
     headers = cuda_headers(path)
     try:
         files = {str(file): file.read_text(encoding="utf-8") for file in (path, *headers)}

@@ -1,4 +1,4 @@
-"""Names of GPU kernels: what to compile, before anything is compiled."""
+"""Identification of GPU kernels before they are compiled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CudaKernel:
 
     @property
     def label(self) -> str:
-        """For example ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
+        """Label, for example ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
         return self.entry + spelled(self.defines)
 
 
@@ -58,7 +58,7 @@ class Variant:
 
 
 def spelled(defines: tuple[Define, ...]) -> str:
-    """Macros as labels and cache entries have them."""
+    """Macros as text for labels and cache entries."""
     return f"[{','.join(f'{name}={value}' for name, value in defines)}]" if defines else ""
 
 
@@ -85,9 +85,9 @@ _NOTHING = frozenset({"kNone", "kOne", "kPlain", "nothing"})
 
 
 def short_label(label: str) -> str:
-    """A kernel's label for people: ``attention_forward bfloat16 D128 causal 128x64 warps8x1``.
+    """Readable label of a kernel: ``attention_forward bfloat16 D128 causal 128x64 warps8x1``.
 
-    ``label``: of a GPU kernel, ``name[MACRO=value,...]``, or of a CPU kernel, ``name-dtype-...``. Options that are
+    ``label``: ``name[MACRO=value,...]`` of a GPU kernel, or ``name-dtype-...`` of a CPU kernel. Options that are
     off and numbers that are 1 are left out.
     """
     name, bracket, rest = label.partition("[")
@@ -115,7 +115,7 @@ def _words(macros: dict[str, str]) -> list[str]:
     dim, dim_v = macros.pop("HEAD_DIM", ""), macros.pop("HEAD_DIM_V", "")
     words += [f"D{dim}"] if dim else []
     words += [f"Dv{dim_v}"] if dim_v != dim else []
-    macros.pop("NORM", None)  # the name says it
+    macros.pop("NORM", None)  # the name includes it
     numbers: list[str] = []
     sizes: dict[str, list[str]] = {}
     for key, value in macros.items():

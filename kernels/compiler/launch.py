@@ -1,4 +1,4 @@
-"""Runs compiled kernels on a GPU, on CuPy's current device and stream.
+"""Launches of compiled kernels on a GPU, on CuPy's current device and stream.
 
 CUDA C++ kernels run from the cubin that :mod:`gpu_ops.kernels.compiler.jit` made, through CuPy's
 ``RawModule(path=...)``. CuPy does not compile the source text itself: it would flush denormals, and its cache does
@@ -62,7 +62,7 @@ class CudaLauncher:
             self._kernel = module.get_function(entry)
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
-        """Numbers in the sizes of their parameters; the caller puts arrays in their places before each launch."""
+        """Numbers in the sizes of their parameters; the caller inserts arrays before each launch."""
         if len(args) != len(self._sizes):
             raise TypeError(f"the kernel takes {len(self._sizes)} arguments, {len(args)} given")
         return list(map(for_parameter, args, self._sizes))
@@ -82,7 +82,7 @@ class CudaLauncher:
         self._kernel(grid, block, tuple(args), shared_mem=shared)
 
     def _check_resident(self, blocks: int, threads: int, shared: int) -> None:
-        """CuPy would launch fewer blocks, with a warning, and those would wait for the others for ever."""
+        """Refuse a grid that does not fit. CuPy would warn and launch fewer blocks, which would wait forever."""
         cap = self._resident.get((threads, shared))
         if cap is None:
             cuda = _cupy().cuda
@@ -123,7 +123,7 @@ def _small_grids_allowed() -> Iterator[None]:
     """Silence numba-cuda's warning about grids of fewer than 128 blocks: small problems need no more."""
     from numba.cuda.dispatcher import config
 
-    with _config_lock:  # else a second thread would restore the first one's 0 as the user's setting
+    with _config_lock:  # otherwise a second thread would restore the first one's 0 as the user's setting
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
             yield

@@ -1,4 +1,4 @@
-"""Imports Numba completely, once, where no interrupt reaches it.
+"""Import of Numba, complete and once, where no interrupt reaches it.
 
 If two threads import it at once, or an interrupt stops the import halfway, it stays broken for the rest of the
 process.
@@ -46,9 +46,9 @@ def _import() -> None:
 
 
 def numba_disabled() -> str | None:
-    """Why Numba compiles nothing in this process; None where it does."""
+    """Reason why Numba compiles nothing in this process; None if it compiles."""
     if "numba.core.config" not in sys.modules and Path(_FILE).exists():
-        with contextlib.suppress(DeviceError):  # the compiler is off, as its configuration says then
+        with contextlib.suppress(DeviceError):  # the compiler is off, as its configuration then shows
             import_numba()
     config = sys.modules.get("numba.core.config")
     if config is None:
@@ -76,7 +76,7 @@ def name_files_without_a_folder(location: Any) -> None:
 
 
 def _check_threads() -> None:
-    """Numba takes no notice of a word, and of 0 only in a message that does not name the variable."""
+    """Check NUMBA_NUM_THREADS. Numba ignores a word, and reports 0 in a message that does not name the variable."""
     value = os.environ.get("NUMBA_NUM_THREADS", "1")
     try:
         count = int(value)

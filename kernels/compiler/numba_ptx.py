@@ -1,4 +1,4 @@
-"""Compiles Numba ``@cuda`` kernels to PTX with numba-cuda and libNVVM, without driver or GPU."""
+"""Compilation of Numba ``@cuda`` kernels to PTX with numba-cuda and libNVVM, without driver or GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def numba_cuda() -> Any:
 
 
 class _Target(threading.local):
-    """The device this thread compiles for: as much of it as numba-cuda reads."""
+    """Device that this thread compiles for, with the attributes that numba-cuda reads."""
 
     device: SimpleNamespace | None = None
 
@@ -58,7 +58,7 @@ class _Target(threading.local):
 _target = _Target()
 
 # ptxas may contract a product and a sum that do not name their rounding to one fma. ``t = x * scale`` and later
-# ``t - max(t)`` would then not be 0 at the maximum, and the emulator would not show it. A kernel that wants an fma
+# ``t - max(t)`` would then not be 0 at the maximum, and the emulator would not show it. A kernel that requires an fma
 # calls ``cuda.fma``.
 _ROUNDED = re.compile(r"(?<![\w.])(add|sub|mul)\.(f64|f32|f16x2|f16|bf16x2|bf16)\b")
 
@@ -72,7 +72,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
     capability = (int(digits[:-1]), int(digits[-1]), *feature)
     _target.device = SimpleNamespace(compute_capability=capability)
     try:
-        # One for all compilations. Else each leaves its own as garbage, and an interrupt in its finalizer is lost.
+        # One for all compilations. Otherwise each leaves one as garbage, and an interrupt in its finalizer is lost.
         _ = cuda_target.target_context.target_data
         ptx, _ = cuda.compile(
             function, signature, cc=capability, device=False, abi="numba", output="ptx", lineinfo=True
@@ -87,7 +87,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
 
 
 def numba_key(function: Callable[..., None], signature: str) -> str:
-    """Hash of everything that shapes the PTX: all modules of this backend, what the function uses, versions."""
+    """Hash of all inputs of the PTX: all modules of this backend, the function's references, versions."""
     digest = hashlib.sha256()
     module = Path(function.__code__.co_filename)
     files = [*python_sources(NUMBA_FOLDER), *([module] if module.is_file() else [])]
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
-    """The parts of a kernel, as text that is the same in every process: its code and all that the code refers to."""
+    """Parts of a kernel, as text that is the same in every process: its code and everything the code refers to."""
     # a device function is a dispatcher around its Python function
     function = getattr(thing, "py_func", thing)
     if inspect.isfunction(function):

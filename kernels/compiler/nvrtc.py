@@ -1,7 +1,7 @@
-"""Compiles CUDA C++ to PTX and machine code with NVRTC: no driver, no GPU, no nvcc.
+"""Compilation of CUDA C++ to PTX and machine code with NVRTC: no driver, no GPU, no nvcc.
 
-NVRTC is called through ``cuda.bindings`` directly, because ``cuda.core`` asks the driver for its version when PTX is
-wanted. Versions 12 and 13 behave alike here.
+NVRTC is called through ``cuda.bindings`` directly, because ``cuda.core`` queries the driver's version when PTX is
+requested. Versions 12 and 13 behave alike here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Output", "build_key", "compile_cuda", "nearest_arch", "version"]
 
 # Precise arithmetic, on purpose. --use_fast_math (and -ftz=true, which CuPy adds) would flush denormals and
 # approximate division, square root and exp, so that kernels would differ from their references near 1e-38. Kernels
-# ask for approximations where they want them. -lineinfo changes no instructions; ptxas -v logs spills.
+# request approximations where they need them. -lineinfo changes no instructions; ptxas -v logs spills.
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 

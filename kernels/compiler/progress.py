@@ -2,7 +2,7 @@
 
 ``GPU_OPS_QUIET=1`` silences both. The notice goes through ``logging.getLogger("gpu_ops")`` (level INFO): to the
 handlers that the application has configured, at the level it has set, or to stderr if there are none. A stderr that
-cannot be written is no error: nothing is shown then.
+cannot be written is not an error: then nothing is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpu_ops.kernels.compiler.words import without_stderr
 
 PATIENCE = 1.0  # seconds before anything is shown
 SLOW = 10.0  # seconds after which a kernel that still compiles is named
-silent = False  # of several processes that do the same, one speaks: the others set this
+silent = False  # of several processes that do the same work, one shows progress: the others set this
 _in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
 _announced = threading.Lock()  # acquired by the first compilation of this process, and never released
 
@@ -30,7 +30,7 @@ LOGGER = logging.getLogger("gpu_ops")
 
 
 class _Stderr:
-    """The stderr of the moment, closed, full, incomplete or None as it may be: what it cannot show is dropped."""
+    """Current stderr, which may be closed, full, incomplete or None. Output that it cannot show is dropped."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr

@@ -1,7 +1,7 @@
-"""The source files of a kernel: what a cache entry depends on.
+"""Source files of a kernel, on which a cache entry depends.
 
 A room, ``kernels/<room>/``, holds one op family: ``*.cu`` and ``*.cuh`` (CUDA C++), a folder ``numba_cuda/`` and a
-folder ``cpu/``. ``kernels/common/`` is the room that the others share.
+folder ``cpu/``. ``kernels/common/`` is the room shared by the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def python_sources(folder: Path) -> list[Path]:
 
 
 def sources_digest(origin: Path) -> str:
-    """A hash of a .cu file and its headers, or of all modules of a backend, by its folder in ``common/``."""
+    """Hash of a .cu file and its headers, or of all modules of a backend, by its folder in ``common/``."""
     digest = hashlib.sha256()
     for name, content in _contents(origin):
         digest.update(f"{name}\0".encode() + hashlib.sha256(content).digest())

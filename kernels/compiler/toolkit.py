@@ -1,4 +1,4 @@
-"""Finds parts of the CUDA toolkit: NVIDIA's wheels in this environment, or a toolkit on the machine."""
+"""Search for parts of the CUDA toolkit: NVIDIA's wheels in this environment, or a toolkit on the machine."""
 
 from __future__ import annotations
 

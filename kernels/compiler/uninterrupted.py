@@ -1,9 +1,9 @@
-"""Runs to its end what an interrupt must not leave half done: imports, compilation, the start of threads.
+"""Uninterrupted execution of work that must not be left half done: imports, compilation, the start of threads.
 
 Ctrl-C raises KeyboardInterrupt in the main thread, between any two instructions of the interpreter. If an import of
 Numba or a compilation stops halfway, Numba stays broken for the rest of the process; if any import does, Python's
 import lock may stay locked. So such work runs in a *section*: in a thread that no interrupt reaches. The caller waits
-for it. An interrupt ends the wait but not the work, which the next caller finds done.
+for it. An interrupt ends the wait but not the work, which is complete for the next caller.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _wait_for_sections() -> None:
 
 @atexit.register
 def _finish() -> None:
-    """A thread that compiles must not meet the end of the interpreter. Ctrl-C while waiting ends the process."""
+    """Wait for sections: no thread may compile while the interpreter exits. Ctrl-C while waiting ends the process."""
     try:
         _wait_for_sections()
     except KeyboardInterrupt:
@@ -107,7 +107,7 @@ def _finish() -> None:
 
 
 def hold_in_forks(lock: Any) -> None:
-    """A fork takes this lock first, after all sections have ended: what it guards is whole in the child."""
+    """Make forks take this lock, after all sections have ended, so that the data it guards is whole in the child."""
     _held_in_forks.append(lock)
 
 

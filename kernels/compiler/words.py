@@ -14,7 +14,7 @@ def several(count: int, what: str) -> str:
 
 
 def warn(message: str, *, stacklevel: int) -> None:
-    """A warning, which a stderr that cannot be written does not turn into an error."""
+    """Warn, without an error if stderr cannot be written."""
     with without_stderr():
         warnings.warn(message, stacklevel=stacklevel + 1)
 

@@ -1,6 +1,6 @@
 """Arguments of a GEMM: operand views and epilogue.
 
-A GEMM is ``C = A B^T``, of an A with m rows and a B with n, both of k columns. Sums are float32, rounded once.
+A GEMM is ``C = A B^T`` with m rows of A, n rows of B, and k columns of both. Sums are float32, rounded once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Operand:
 class Gemm:
     """One or two pairs of operands of equal shape, and an epilogue. ``a`` has equal strides too.
 
-    With kGateBackward the second pair is gate and up, like the results and of equal strides.
+    With kGateBackward the second pair is gate and up, of the results' shape and with equal strides.
 
     The names of pairs and epilogues are those of ``gemm_sm80.cu``.
     """
@@ -63,13 +63,13 @@ class Gemm:
     a: tuple[Operand, ...]
     b: tuple[Operand, ...]
     out: tuple[Tensor, ...]
-    """c, c1, h: those that the epilogue writes; of more than one, the last two have equal strides."""
+    """c, c1, h: those that the epilogue writes. If there are several, the last two have equal strides."""
     pairs: Pairs = "kOne"
     epilogue: Epilogue = "kStore"
     activation: str = "silu"
     total: Tensor | None = None
     residual: Tensor | None = None
-    """Like c."""
+    """Array of the shape of c."""
     bias: Tensor | None = None
     """One row."""
 
@@ -110,7 +110,7 @@ def sum_of_products(
 def gated(
     x: Operand, w_gate: Operand, w_up: Operand, h: Tensor, *, activation: str, kept: tuple[Tensor, ...] = ()
 ) -> Gemm:
-    """``h = act(x w_gate^T) * (x w_up^T)``. Gate and up are never in memory, or are ``kept``, of equal strides."""
+    """``h = act(x w_gate^T) * (x w_up^T)``. Gate and up are not stored, or stored in ``kept`` with equal strides."""
     epilogue: Epilogue = "kGateKeep" if kept else "kGate"
     return Gemm((x,), (w_gate, w_up), (h, *kept), epilogue=epilogue, activation=activation)
 
@@ -118,7 +118,7 @@ def gated(
 def gated_backward(
     dy: Operand, w_down: Operand, kept: tuple[Tensor, Tensor], out: tuple[Tensor, ...], *, activation: str
 ) -> Gemm:
-    """dgate, dup and ``h = act(gate) * up`` of ``kept`` gate and up, and of ``dh = dy w_down^T``, never in memory.
+    """dgate, dup and ``h = act(gate) * up`` from ``kept`` gate and up, and ``dh = dy w_down^T``, which is not stored.
 
     ``out``: dgate and dup, which may be gate and up, and h.
     """

@@ -1,16 +1,16 @@
-"""How the matrix products cut a problem: tile, stages, parts of K. Pure Python, needs no GPU.
+"""Partition of matrix products: tile, stages, parts of K. Pure Python, needs no GPU.
 
-``select_config`` takes every tile of ``_TILES`` that the device can run and orders them by :func:`_cost`, a model of
-what decides between tiles, not of microseconds:
+``select_config`` orders every tile of ``_TILES`` that the device can run by :func:`_cost`, a model that
+ranks tiles and does not predict microseconds:
 
 =========================  ============================================================================
-work of a block            its tile times K, edges included; or the bytes it brings from L2, if they take longer
+work of a block            its tile times K, edges included; or the bytes it loads from L2, if they take longer
 blocks per SM              those of the fullest SM: that is the time (waves)
-1 + 16 / rows + 16 / cols  of a warp: what one side reads from shared memory serves all of the other
+1 + 16 / rows + 16 / cols  of a warp: each fragment read from shared memory serves the whole other side
 1 + 2 / warps              warps that share an SM: one waits for its tile while others multiply
 =========================  ============================================================================
 
-Up to ``FEW`` rows the weights' bytes are all that counts: ``select_few`` configures ``gemv.cu``.
+Up to ``FEW`` rows only the weights' bytes matter: ``select_few`` configures ``gemv.cu``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHER_REGISTERS = 80
 # Bytes that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
 _SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
-_MIN_SPLIT_BYTES = 512  # of K: less, and the pipeline is never full
+_MIN_SPLIT_BYTES = 512  # of K: with fewer the pipeline is never full
 _MAX_SPLITS = 16
 _FEW_WARPS, _VECTORS_BYTES = 8, 64  # of gemv.cu: bytes of a row that a group of lanes reads at a time
 
@@ -61,7 +61,7 @@ class Tile:
         return self.block_n // self.warps_n
 
 
-# In order of preference where the model sees no difference. All of mma.sync, on every architecture from sm_80 on.
+# In order of preference at equal cost. All use mma.sync, on every architecture from sm_80 on.
 _TILES = (
     Tile(128, 128, 2, 2),  # 16 bits: 64 x 64 per warp, two blocks per SM in 64 KB (99 KB cards: 48) each
     Tile(128, 128, 4, 2),  # float32: 32 x 64 per warp, the most that operands split in two allow
@@ -117,7 +117,7 @@ class FewConfig:
 
 @functools.lru_cache(maxsize=4096)
 def select_config(problem: Problem, device: DeviceLimits) -> Config:
-    """The cheapest tile by the model above; of those within 2 %, which it cannot tell apart, the first."""
+    """Cheapest tile by the model above; of tiles within 2 %, which it cannot distinguish, the first."""
     ranked = list(_configs(problem, device))
     least = min(cost for cost, _ in ranked)
     return next(config for cost, config in ranked if cost <= 1.02 * least)
@@ -126,15 +126,15 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
 def legal_tiles(
     itemsize: int, gated: bool, smem_per_block_optin: int
 ) -> Iterator[tuple[Tile, int, int, int]]:
-    """Tiles that a block has the registers and the shared memory for, with bytes of BLOCK_K, stages, and bytes.
+    """Tiles that fit in a block's registers and shared memory, with bytes of BLOCK_K, stages, and shared memory.
 
-    As many stages as leave room for the blocks that registers allow.
+    Stages are as many as leave room for the blocks that registers allow.
     """
     for tile in _TILES:
         if _accumulators(tile) > _MAX_ACCUMULATORS[itemsize]:
             continue
         if gated and tile.warp_n < 64:
-            continue  # sums leave in rows of 128 bytes: 32 columns of the result
+            continue  # sums are written in rows of 128 bytes: 32 columns of the result
         room = (smem_per_block_optin + RESERVED) // min(_by_registers(tile), 3) - RESERVED
         # the rows of gate and up that alternate in a tile belong to different threads
         for row in _ROW_BYTES if tile.warps > 2 or not gated else _ROW_BYTES[1:]:
@@ -190,16 +190,16 @@ def _by_registers(tile: Tile) -> int:
 
 
 def _resident(tile: Tile, shared: int, device: DeviceLimits) -> int:
-    """Blocks that an SM holds at a time."""
+    """Blocks that are resident on an SM at a time."""
     by_shared = (device.smem_per_block_optin + RESERVED) // (shared + RESERVED)
     return max(1, min(_by_registers(tile), by_shared))
 
 
 def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: DeviceLimits) -> FewConfig:
-    """Up to ``FEW`` rows.
+    """Configuration for up to ``FEW`` rows.
 
     A block reads all of x, from L1 and L2, for ROWS rows of each matrix: x may take half as much as the weights. It
-    has 256 threads with up to 128 bytes under way each; with fewer than four such blocks per SM some SMs would be
+    has 256 threads with up to 128 bytes in flight each; with fewer than four such blocks per SM some SMs would be
     done long before others, and k is divided. A gated result cannot be.
     """
     matrices = 2 if gated else 1
@@ -207,7 +207,7 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     while rows * matrices < 2 * m and rows < 32:
         rows *= 2
     groups = rows // 8 * matrices
-    # vectors under way per lane; floats are split in two besides
+    # vectors in flight per lane; floats are also split in two
     unroll = (8 if itemsize == 2 else 4) // groups
     blocks = -(-n // rows)
     elements = _FEW_WARPS * unroll * _VECTORS_BYTES // itemsize

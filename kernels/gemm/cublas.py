@@ -2,7 +2,7 @@
 
 ``takes`` decides, by the first rule that applies:
 
-1. the emulator: ours, there is no other.
+1. the emulator: ours, as there is no other.
 2. a card and dtype without a row in ``_LIBRARY``: ours.
    16 bits on sm_80 to sm_89 and sm_120: cuBLAS reaches their tensor cores by mma.sync as well, and our epilogues save
    a pass over gate, up and dh.
@@ -13,7 +13,7 @@
 5. cuBLAS. wgmma (sm_90) reaches one and a half times, tcgen05 (sm_100) twice the throughput of mma.sync; passing the
    activation kernel over a chunk that was just written costs less.
 
-``explain`` says which. The rules are from data sheets and published measurements, not measured by this project.
+``explain`` tells the reason. The rules are from data sheets and published measurements, not measured by this project.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def _half(by: str, times: str) -> dict[str, str]:
 
 
 def _single(multiply_adds: float, tf32: float) -> dict[str, str]:
-    """TFLOPS, as in the presets."""
+    """Rates in TFLOPS, as in the presets."""
     ours = f"{tf32 / 3:.3g} TFLOPS by 3 x TF32"
     return {"float32": f"by float32 multiply-adds, {multiply_adds:.3g} TFLOPS against {ours}"}
 
 
 _WGMMA, _TCGEN05 = _half("wgmma", "1.5 times"), _half("tcgen05", "twice")
-# Where the library multiplies, by row of gpu_ops.presets and dtype, and why; where there is none, our kernels do.
+# Cases for the library, by row of gpu_ops.presets and dtype, with the reason; otherwise our kernels multiply.
 _LIBRARY = {
     "H100 SXM": _WGMMA,
     "H100 PCIe": _WGMMA,
@@ -67,7 +67,7 @@ _ZERO, _ONE = np.zeros(1, np.float32), np.ones(1, np.float32)  # in host memory,
 
 
 def takes(on: Builder, g: Gemm) -> bool:
-    """Whether cuBLAS computes this."""
+    """Whether cuBLAS computes this product."""
     library = _LIBRARY.get(on.limits.preset, {}) if on.card else {}
     return g.dtype.name in library and min(g.out[0].shape) >= _MIN_ROWS and g.is_aligned
 
@@ -120,7 +120,7 @@ def _product(on: Builder, a: Operand, b: Operand, c: Tensor, *, add: bool = Fals
 
 @dataclass(frozen=True)
 class GemmEx:
-    """cublasGemmEx of three column-major matrices. Called with their arrays.
+    """Call of cublasGemmEx with three column-major matrices.
 
     cuBLAS reads our row-major matrices as their transposes and computes ``c^T = b a^T``: b comes first, and an
     operand along k is transposed if it is b, not if it is a.
@@ -135,7 +135,7 @@ class GemmEx:
     def __call__(self, first: Any, second: Any, out: Any) -> None:
         import cupy
 
-        # As this attribute CuPy finds the library of a wheel; a plain import does not.
+        # Through this attribute CuPy finds the library of a wheel; a plain import does not.
         cublas: Any = cupy.cuda.cublas
         operations = (cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T)
         types, leading = self.types, self.leading

@@ -1,7 +1,7 @@
-"""Matrix products on the GPU, with the activation of a gated MLP in their epilogues: which kernel, and the launch.
+"""Matrix products on the GPU, with the activation of a gated MLP in their epilogues: choice of kernel and launch.
 
 The CUDA C++ kernels are ``gemm_sm80.cu`` (tensor cores), ``gemv.cu`` (up to 16 rows) and
-``sum.cu``, the readable twin is ``numba_cuda/gemm.py``; :mod:`.cublas` says when cuBLAS takes their place.
+``sum.cu``; the readable twin is ``numba_cuda/gemm.py``. :mod:`.cublas` decides when cuBLAS takes their place.
 K is divided only for results too small to occupy the device, always in the same way: the same numbers give the same
 bits.
 """
@@ -60,7 +60,7 @@ GEMV_SHAPE = np.dtype(
 
 
 def launch_raw(on: Builder, g: Gemm) -> None:
-    """By the CUDA C++ kernel, or the library, that is fastest."""
+    """Launch the CUDA C++ kernel, or the library, that is fastest."""
     m, n = g.out[0].shape
     if m * n == 0:
         return
@@ -78,7 +78,7 @@ def launch_raw(on: Builder, g: Gemm) -> None:
 
 
 def launch_numba(on: Builder, g: Gemm) -> None:
-    """By the Numba kernel; its unused arguments have stand-ins."""
+    """Launch the Numba kernel; its unused arguments have stand-ins."""
     from gpu_ops.kernels.gemm.numba_cuda import gemm as twin
 
     a, b, out = [o.array for o in g.a], [o.array for o in g.b], g.out
@@ -159,12 +159,12 @@ def _launch_few(on: Builder, g: Gemm) -> None:
 
 
 def _parts(on: Builder, splits: int, m: int, n: int) -> Tensor:
-    """Where the blocks of a divided K leave their sums."""
+    """Workspace in which the blocks of a divided K leave their sums."""
     return on.scratch((splits, m, n), np.float32, "parts of sums")
 
 
 _NULL = np.uint64(0)
-# Of float32, in a sum: more of them, and the roundings of the sum exceed what 3 x TF32 loses.
+# Products of float32 in a sum: with more, the roundings of the sum exceed the error of 3 x TF32.
 _FEW_PRODUCTS = 64
 
 
@@ -213,12 +213,12 @@ def _few_kernel(g: Gemm, config: FewConfig, out: str) -> CudaKernel:
 
 def _strides(arrays: Iterable[Tensor | None]) -> tuple[int, int]:
     """Strides of two arrays, or of one twice."""
-    found = [0 if array is None else stride(array) for array in arrays]
-    return found[0], found[min(1, len(found) - 1)]
+    strides = [0 if array is None else stride(array) for array in arrays]
+    return strides[0], strides[min(1, len(strides) - 1)]
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The CUDA C++ kernels of a Llama-3-8B's MLP, forward and backward, by tokens; some of them unaligned."""
+    """CUDA C++ kernels of Llama-3-8B's MLP, forward and backward, for several numbers of tokens; some unaligned."""
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
     limits = DeviceLimits(100, smem_per_block_optin(arch))

@@ -1,4 +1,4 @@
-"""How each backend runs a linear layer: as matrix products (:mod:`.gemm`).
+"""Launch of a linear layer on each backend, as matrix products (:mod:`.gemm`).
 
 forward     y = x weight^T + bias + residual      one product; the sum is rounded once
 backward    dx = dy weight
@@ -28,7 +28,7 @@ Multiply: TypeAlias = "Callable[[Builder, Gemm], None]"
 SumRows: TypeAlias = "Callable[[Builder, Tensor, Tensor, bool], None]"
 
 _THREADS = 256
-# Rows that one thread adds up, and the most parts of a column that follow: both sums stay short.
+# Rows that one thread adds up, and limit of the parts of a column: both sums stay short.
 _ROWS, _PARTS = 64, 256
 
 
@@ -112,7 +112,7 @@ def _backward(spec: Spec, on: Builder, multiply: Multiply, sum_rows: SumRows) ->
 
 
 def sum_rows_raw(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
-    """``total`` (1, columns) is the sum of the rows of x. ``add``: and of what it holds."""
+    """Store the sum of the rows of x in ``total`` (1, columns). ``add``: add to its contents."""
     rows, cols = x.shape
     each = max(_ROWS, -(-rows // _PARTS))
     parts = on.scratch((-(-rows // each), 1, cols), np.float32, "parts of sums")
@@ -137,7 +137,7 @@ lowers("linear_backward", "numba")(partial(_backward, multiply=launch_numba, sum
 
 
 def _without_terms(spec: Spec, on: Builder) -> bool:
-    """Whether y is empty, or all zeros since no axis has a term and nothing is added."""
+    """Whether y is empty, or all zeros because sums have no terms and nothing is added."""
     if spec.tensor("y").size == 0:
         return True
     if spec.tensor("x").size or spec.get("bias") is not None or spec.get("residual") is not None:
@@ -147,18 +147,18 @@ def _without_terms(spec: Spec, on: Builder) -> bool:
 
 
 def _has_products(spec: Spec, on: Builder) -> bool:
-    """Whether no axis is empty. The gradients are zero otherwise, and those that are added to stay as they are."""
+    """Whether no axis is empty. The gradients are zero otherwise, and gradients that are added to stay unchanged."""
     if all(spec.tensor(name).size for name in ("dy", "x", "weight")):
         return True
     for name in ("dx", "dweight"):
-        found = spec.get(name)
-        if found is not None and name not in spec["added"]:
-            on.zero(found)
+        grad = spec.get(name)
+        if grad is not None and name not in spec["added"]:
+            on.zero(grad)
     return False
 
 
 def _has_rows(spec: Spec, on: Builder) -> bool:
-    """Whether there is a dbias to be computed."""
+    """Whether there is a dbias to compute."""
     if spec.get("dbias") is None or spec.tensor("dy").size:
         return spec.get("dbias") is not None
     if "dbias" not in spec["added"]:

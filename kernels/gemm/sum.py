@@ -1,4 +1,4 @@
-"""Sums the parts of a matrix product whose K was divided. The CUDA C++ kernel is ``sum.cu``."""
+"""Sum of the parts of a matrix product whose K was divided. The CUDA C++ kernel is ``sum.cu``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NULL = np.uint64(0)
 def add_up(
     on: Builder, parts: Tensor, out: Tensor, *, residual: Tensor | None = None, bias: Tensor | None = None
 ) -> None:
-    """``out`` is the sum of ``parts`` (splits, rows, cols), float32 and contiguous, rounded once.
+    """Store the sum of ``parts`` (splits, rows, cols), float32 and contiguous, in ``out``, rounded once.
 
-    Plus ``residual``, an array like out, which may be out, and ``bias``, a row of it.
+    The sum includes ``residual``, an array like out, which may be out, and ``bias``, one row.
     """
     splits, rows, cols = parts.shape
     more = [x for x in (residual, bias) if x is not None]

@@ -1,4 +1,4 @@
-"""How each backend runs a gated activation: vector width, threads, launch.
+"""Launch of a gated activation on each backend: vector width, threads.
 
 Arrays are (rows, cols) with unit stride on the last axis. The CUDA C++ kernels are ``swiglu.cu``, their readable
 twins ``numba_cuda/swiglu.py``.
@@ -36,7 +36,7 @@ _THREADS = 128
 _MAX_GRID_Y = 65535
 
 # Bytes that divide the address of every row | bytes per access, None: one element | accesses per thread and array.
-# With two inputs or three, a thread has 4 to 12 loads on their way.
+# With two or three inputs, a thread has 4 to 12 loads in flight.
 _PLANS = (
     # 64 bytes of a thread's inputs forward, 96 backward; 9 blocks of at most 56 registers on an SM
     (16, 16, 2),
@@ -46,7 +46,7 @@ _PLANS = (
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """How rows are laid out on threads, as ``swiglu.cu`` draws it."""
+    """Assignment of rows to threads, as drawn in ``swiglu.cu``."""
 
     vec: int  # elements per access
     vecs: int  # accesses per thread and array

@@ -1,4 +1,4 @@
-"""How each backend runs the gated MLP; on a GPU as matrix products (:mod:`.gemm`) whose epilogues do the rest.
+"""Launch of the gated MLP on each backend; on a GPU as matrix products (:mod:`.gemm`) whose epilogues do the rest.
 
 forward    h = act(x w_gate^T) * (x w_up^T)                  gate and up never exist, or are kept for the backward
            y = h w_down^T
@@ -11,8 +11,8 @@ backward   gate = x w_gate^T, up = x w_up^T                  unless they were ke
            for a block of ffn at a time and all tokens: a weight's gradient is then one product, added up in
            registers. dx adds up over blocks, in float32
 
-Tiles add up along K in one order, whatever their size: gate and up that are kept, with those of another epilogue, are
-the bits that are computed again.
+Tiles add up along K in one order, whatever their size: gate and up that are kept by one epilogue have the same
+bits as those that another computes again.
 
 Where cuBLAS multiplies (:mod:`.cublas`), up of a chunk, or dh of a block, takes one more buffer.
 """
@@ -40,10 +40,10 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 Multiply: TypeAlias = "Callable[[Builder, Gemm], None]"
 
-# Tokens of the forward at a time: 16 rows of tiles, which is how many share what L2 holds of the weights. Fewer, and
+# Tokens of the forward pass at a time: 16 rows of tiles, which share the weights in L2. With fewer,
 # the weights are read more often.
 TOKENS = 2048
-# Elements of each of three buffers in the backward, 16 MiB in 16 bits, but FFN columns at least: dx is read and
+# Elements of each of three buffers in the backward pass, 16 MiB in 16 bits, at least FFN columns: dx is read and
 # written once per block, 8 bytes for 4 FFN flops. With 1024 the memory of an H100 needs half of that time.
 SCRATCH = 1 << 23
 FFN = 1024
@@ -175,7 +175,7 @@ def _is_zero(spec: Spec, on: Builder) -> bool:
 
 
 def _has_no_products(spec: Spec, on: Builder) -> bool:
-    """Whether an axis is empty. The gradients are zero then, and those that are added to stay as they are."""
+    """Whether an axis is empty. Then the gradients are zero, and gradients that are added to stay unchanged."""
     if all(spec.tensor(name).size for name in ("x", "w_gate", "w_down")):
         return False
     for name in ("dx", *_SUMS):
@@ -185,7 +185,7 @@ def _has_no_products(spec: Spec, on: Builder) -> bool:
 
 
 def _spans(length: int, most: int) -> Iterator[slice]:
-    """Equal parts, but for the last, of whole tiles and about ``most`` at most."""
+    """Equal parts (except the last) of whole tiles, each at most about ``most``."""
     parts = -(-length // most)
     step = -(-length // (parts * _MULTIPLE)) * _MULTIPLE
     for start in range(0, length, step):

@@ -1,4 +1,4 @@
-"""How each backend runs cross-entropy: the loss of rows, their sum, and the gradient.
+"""Launch of cross-entropy on each backend: the loss of rows, their sum, and the gradient.
 
 The factor of the gradient and the sum of class weights take a launch before the gradient's; the mean takes one
 after the losses: no value is read on the host.
@@ -23,7 +23,7 @@ __all__ = ["NUMBA", "RAW", "Kernels", "Rows", "Total", "factor_cpu", "factors", 
 
 _TWIN_THREADS, _TOTAL_THREADS = 256, 512
 _VECS = 4  # vectors of a row for a thread, before a row gets more threads
-# As structs in cross_entropy.cu.
+# Layouts of structs in cross_entropy.cu.
 _OPTIONS = np.dtype(
     [("ignore_index", "i8"), ("wide", "i4"), ("weighted", "i4")]
     + [(name, "f4") for name in ("own", "others", "z_loss", "softcap")]
@@ -79,7 +79,7 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
 
 
 def row_scratch(spec: Spec) -> int:
-    """Bytes of what the CPU keeps of each row during a call: its target as int64; its loss and lse, if not wanted."""
+    """Bytes that the CPU keeps per row during a call: its target as int64; its loss and lse, if not requested."""
     numbers = int(spec["reduction"] != "none") + int(spec.get("lse") is None)
     return target_scratch(spec) + spec.tensor("targets").size * _like_loss(spec).itemsize * numbers
 
@@ -90,7 +90,7 @@ def target_scratch(spec: Spec) -> int:
 
 
 def factor_scratch(spec: Spec) -> int:
-    """Bytes that :func:`factor_cpu` takes for its own duration."""
+    """Bytes that :func:`factor_cpu` allocates while it runs."""
     if spec["reduction"] != "mean" or spec.get("denominator") is not None or spec["denominator"] is not None:
         return 0
     weight = spec.get("class_weight")
@@ -98,7 +98,7 @@ def factor_scratch(spec: Spec) -> int:
 
 
 def options_cpu(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
-    """From a call's arrays to class weights, or one number in their place, and the numbers of the kernels."""
+    """Function from a call's arrays to class weights, or one number instead, and the numbers of the kernels."""
     from gpu_ops.kernels.loss.cpu.cross_entropy import Options
 
     weighted = spec.get("class_weight") is not None
@@ -131,7 +131,7 @@ def factor_cpu(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
 
 @dataclass(frozen=True)
 class Rows:
-    """Logits (rows, vocab), and what belongs to each row. ``loss`` and ``lse`` are one where lse is not asked for."""
+    """Logits (rows, vocab), and arrays per row. ``loss`` and ``lse`` are one array if lse is not requested."""
 
     logits: Tensor
     targets: Tensor
@@ -141,7 +141,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Total:
-    """Operands that ``cross_entropy_total`` divides: arrays or stand-ins, numbers, and the kinds that count."""
+    """Operands that ``cross_entropy_total`` divides: arrays or stand-ins, numbers, and which of the two count."""
 
     above: Tensor
     below: Tensor
@@ -174,7 +174,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a backend launches them. ``backward`` takes rows, dlogits, dloss of each and the shared factors."""
+    """Launchers of a backend's kernels. ``backward`` takes rows, dlogits, dloss of each and the shared factors."""
 
     forward: Callable[[Spec, Builder, Rows], None]
     backward: Callable[[Spec, Builder, Rows, Tensor, Tensor, Tensor], None]
@@ -243,8 +243,8 @@ def _backward_raw(
 def _total_raw(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
     targets = spec.tensor("targets")
     numbers = (
-        np.array((value, kind, 0), _NUMBER)[()]
-        for value, kind in ((t.above_value, t.above_kind), (t.below_value, t.below_kind))
+        np.array((value, number_kind, 0), _NUMBER)[()]
+        for value, number_kind in ((t.above_value, t.above_kind), (t.below_value, t.below_kind))
     )
     sums_weights = np.int32(result.size > 1 and spec.get("class_weight") is not None)
     args = (targets, _weight(spec), t.above, t.below, result, *numbers, sums_weights, _raw_options(spec))
@@ -316,7 +316,7 @@ def _shares(spec: Spec) -> tuple[float, float]:
 def _launch_rows(
     on: Builder, which: str, arrays: tuple[Tensor, ...], args: tuple[Any, ...], plain: bool
 ) -> None:
-    """``arrays``: those of ``args`` that are (rows, cols), the logits first."""
+    """Launch a kernel over rows. ``arrays``: the (rows, cols) arrays of ``args``, the logits first."""
     (rows, cols), dtype = arrays[0].shape, arrays[0].dtype
     vec = 16 // dtype.itemsize
     threads, rows_per_block = arguments.row_threads(cols, vec * _VECS)

@@ -1,4 +1,4 @@
-"""How each backend runs the cross-entropy of a linear layer: a chunk of rows at a time, in the memory of its logits.
+"""Launch of the cross-entropy of a linear layer on each backend: a chunk of rows at a time, in its logits' memory.
 
 logits     x weight^T + bias                 float32, by the products of :mod:`.gemm`
 losses     and dlogits, over the logits      by :mod:`.cross_entropy`: rounded to the dtype of the products
@@ -27,14 +27,14 @@ __all__ = ["chunks"]
 
 # Logits: on the CPU as much as its last cache holds, on a GPU a size that fits in addition to a model.
 _CPU_BYTES, _GPU_BYTES = 16 << 20, 128 << 20
-# Rows: below the least the products, which read the weight once per chunk, wait for memory; 1024 rows fill a GPU.
+# Rows: with fewer the products, which read the weight once per chunk, wait for memory; 1024 rows fill a GPU.
 _CPU_ROWS, _GPU_ROWS = (64, 1024), (1024, 1 << 31)
 _STEP = 64  # rows
 _MOST_CHUNKS = 256  # a program for a GPU holds the launches of each
 
 
 def chunks(spec: Spec, nbytes: int, least: int, most: int) -> Iterator[slice]:
-    """The rows of each chunk; by default of about equal length, whose logits take up to ``nbytes``."""
+    """Rows of each chunk; by default chunks have about equal length, and their logits take up to ``nbytes``."""
     rows, chunk = rows_of(spec, "x").shape[0], spec["chunk"]
     if not chunk:
         row_bytes = max(spec["vocab"], 1) * spec.tensor("loss").itemsize
@@ -47,7 +47,7 @@ def chunks(spec: Spec, nbytes: int, least: int, most: int) -> Iterator[slice]:
 
 
 def _has_logits(spec: Spec, on: Builder) -> bool:
-    """Whether there are any. Gradients are zero otherwise, and those that are added to stay as they are."""
+    """Whether there are logits. Otherwise gradients are zero, and gradients that are added to stay unchanged."""
     if rows_of(spec, "x").shape[0] and spec["vocab"]:
         return True
     for name in ("dx", "dweight", "dbias"):

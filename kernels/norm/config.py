@@ -1,4 +1,4 @@
-"""How RMSNorm and LayerNorm lay rows out on the threads of a GPU. Needs no GPU."""
+"""Assignment of rows to the threads of a GPU in RMSNorm and LayerNorm. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ __all__ = ["BackwardConfig", "RowConfig", "select_backward", "select_forward"]
 
 _WARP = 32
 _BLOCK = 128  # threads of a block that has several rows
-_SCRATCH = 512  # bytes of static shared memory, at most: reduce.cuh
+_SCRATCH = 512  # limit of static shared memory in bytes: reduce.cuh
 _MAX_GRID = 2**31 - 1
 
 # Vectors of a row up to | threads per row, None: as many warps as it takes | vectors per thread, in registers.
-# A vector is 16 bytes where cols allow. Two per thread are two loads in flight; a thread of a short row has two
+# A vector is 16 bytes if cols allow. Two per thread are two loads in flight; a thread of a short row has two
 # rather than one so that a warp has more rows, and a sum fewer shuffles.
 _FORWARD = (
     (8, 4, 2),  # head_dim 64 in 16 bits: 8 rows per warp
-    (16, 8, 2),  # head_dim 128, the commonest QK norm
+    (16, 8, 2),  # head_dim 128, the most common QK norm
     (32, 16, 2),
-    (64, 32, 2),  # 512 columns: the last with its weights in registers
+    (64, 32, 2),  # 512 columns: the longest row with its weights in registers
     (128, 32, 4),  # 1024 columns: a whole warp, and still no barrier
-    (256, None, 2),  # more bytes in a warp's hands would leave it too few blocks: 128 threads
+    (256, None, 2),  # more bytes per warp would leave too few blocks: 128 threads
     # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
     (1024, None, 4),
-    # then shared memory, then that of a team of blocks
+    # longer rows: shared memory, then that of a team of blocks
 )
 
-# By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then a team of blocks. 4096 columns: 4 blocks of 288 threads.
-# Then x and dy in 32 or 24 registers: threads as below, up to the 576 of which two blocks fit.
+# By sums per column, 1 in RMSNorm, 2 in LayerNorm; longer rows: a team. 4096 columns: 4 blocks of 288 threads.
+# Then x and dy in 32 or 24 registers: threads as below, up to 576, with which two blocks fit.
 _BACKWARD = {
     1: ((8, 4, 2), (16, 8, 2), (32, 16, 2), (64, 32, 2), (512, None, 2), (2304, None, 4)),
     # A vector per thread: the sums of two would leave a 2048-thread SM room for half of its warps.
     2: ((8, 8, 1), (16, 16, 1), (32, 32, 1), (256, None, 1), (512, None, 2), (1728, None, 3)),
 }
 
-_BACKWARD_WARPS = 36  # that fit on an SM in the backward by its 56 registers
+_BACKWARD_WARPS = 36  # warps of the backward pass that fit on an SM with 56 registers
 
-# Blocks of a team: three on an SM, for three teams, hide each other's waits. In the backward three vectors per
+# Blocks of a team: three on an SM, from three teams, hide each other's waits. In the backward pass three vectors per
 # thread, or 8 single elements, leave registers for the exchange.
 _TEAM_BLOCKS, _TEAM_THREADS, _TEAM_VECS, _TEAM_SINGLES = 3, 384, 3, 8
 
@@ -50,10 +50,10 @@ _MAX_ROUNDINGS = 56
 class RowConfig:
     """A row belongs to a part of a block, to a block, or to a team of blocks that must run at the same time."""
 
-    vec: int  # elements that a thread owns side by side
+    vec: int  # adjacent elements that a thread owns
     access: int  # elements per memory access: vec, or 1 where an array is not aligned
     vecs: int  # vectors per thread in registers; 0: they are in shared memory
-    shared_vecs: int  # vectors per thread that shared memory has room for; a team reads what is left again
+    shared_vecs: int  # vectors per thread that shared memory has room for; a team reads the rest again
     threads_per_row: int  # of a block
     rows_per_block: int
     team: int  # blocks; 0: a row has no more than one
@@ -95,17 +95,17 @@ class BackwardConfig:
 def select_forward(
     rows: int, cols: int, itemsize: int, *, alignment: int, sms: int, smem_per_block_optin: int
 ) -> RowConfig:
-    """The kernel for a problem.
+    """Configuration of the forward kernel for a problem.
 
-    ``alignment``: bytes that divide every address and row stride. It decides how vectors are fetched, never who
-    owns them, so that the same numbers give the same bits wherever they lie.
+    ``alignment``: bytes that divide every address and row stride. It decides how vectors are fetched, not by whom,
+    so that the same numbers give the same bits at any address.
     """
     vec, access, n_vecs = _vectors(cols, itemsize, alignment)
     for limit, threads_per_row, vecs in _FORWARD:
         if n_vecs <= limit:
             threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
             per_block = _BLOCK // threads if threads_per_row else 1
-            # Where the weights stay in registers a block goes through many rows; elsewhere it has one.
+            # If the weights stay in registers a block processes many rows, otherwise one.
             resident = sms * 9 if per_block > 1 and vecs == 2 else _MAX_GRID
             grid = min(-(-rows // per_block), resident)
             return RowConfig(vec, access, vecs, 0, threads, per_block, 0, cols, grid, 0)
@@ -139,11 +139,11 @@ def select_backward(
         shared = sums * _sums_bytes(n_vecs, vec, vecs, threads, per_block)
         by_registers = _BACKWARD_WARPS * _WARP // (threads * per_block)
         blocks = min(by_registers, _fit(shared, smem_per_block_optin))
-        if blocks < 2:  # of 1024 threads: half of what some SMs hold, and nobody reads while it writes
+        if blocks < 2:  # of 1024 threads: half of some SMs' capacity, and none reads while it writes
             break
         if not threads_per_row:  # no more blocks fit, but more threads may: 288, 384, 576, not 256, 320, 512
             threads = max(threads, _BACKWARD_WARPS // blocks * _WARP)
-        # Blocks that run at a time, or whole waves of them until the sums are short enough.
+        # Number of blocks that run at a time, or whole waves of them until the sums are short enough.
         tiles = -(-rows // per_block)
         parts = _parts(tiles, sms * blocks, _MAX_ROUNDINGS - per_block)
         return BackwardConfig(vec, access, vecs, threads, per_block, 0, cols, parts, parts, shared)
@@ -162,10 +162,10 @@ def select_backward(
 
 
 def _teams(rows: int, n_vecs: int, most: int, sms: int) -> tuple[int, int, int]:
-    """How many teams, of how many blocks, of how many vectors of a row.
+    """Number of teams, blocks per team, and vectors of a row per block.
 
     As few blocks per row as can keep it, ``most`` vectors each, or more so that all SMs have work. A row that
-    is longer than the card can hold has all blocks.
+    is longer than the card can hold gets all blocks.
     """
     resident = sms * _TEAM_BLOCKS
     teams = min(rows, resident // min(resident, -(-n_vecs // most)))
@@ -190,12 +190,12 @@ def _vectors(cols: int, itemsize: int, alignment: int) -> tuple[int, int, int]:
 
 
 def _fit(shared: int, smem_per_block_optin: int) -> int:
-    """Blocks that an SM's shared memory has room for: it is given out in units of 128 bytes."""
+    """Blocks that an SM's shared memory has room for: it is allocated in units of 128 bytes."""
     return (smem_per_block_optin + RESERVED) // _round_up(shared + _SCRATCH + RESERVED, 128)
 
 
 def _sums_bytes(n_vecs: int, vec: int, vecs: int, threads: int, rows_per_block: int) -> int:
-    """The sums of dweight of a block's columns, laid out as ``backward.cu`` says."""
+    """Bytes of the sums of dweight of a block's columns, in the layout of ``backward.cu``."""
     wave = 128 // min(16, 4 * vec)
     stride = threads * rows_per_block + threads % wave
     slots = n_vecs if rows_per_block == 1 else vecs * stride

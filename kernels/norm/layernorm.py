@@ -1,4 +1,4 @@
-"""How each backend runs LayerNorm. The GPU kernels are those of :mod:`.norm`."""
+"""Launch of LayerNorm on each backend. The GPU kernels are those of :mod:`.norm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on the GPU: which kernel, its arguments, the launch.
+"""RMSNorm and LayerNorm on the GPU: choice of kernel, arguments, launch.
 
 Arrays are (rows, cols) with unit stride on the last axis; weight and bias (cols,), mean and rstd (rows,) are
 contiguous. The CUDA C++ kernels are ``cuda/norm*.cu``, their readable twins ``numba_cuda/norm.py``; the two ops
@@ -39,7 +39,7 @@ _DWEIGHT = CudaKernel("norm/dweight", "norm_dweight")
 
 
 def forward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
-    """``y``, ``rstd``, in LayerNorm ``mean``, and with ``s`` the sum of x and residual."""
+    """Launch the forward kernel: ``y``, ``rstd``, in LayerNorm ``mean``, and ``s``, the sum of x and residual."""
     a = _Forward.of(spec)
     rows, cols = a.x.shape
     if rows == 0:
@@ -77,7 +77,7 @@ def forward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Arrays of the forward kernels. Absent ones get another's pointer, which the kernels do not follow; without
+    """Arrays of the forward kernels. Absent arrays get another's pointer, which the kernels do not read; without
     ``s``, ``y`` holds the sum of x and residual in between."""
 
     x: Tensor
@@ -117,7 +117,7 @@ class _Forward:
 
 
 def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
-    """``dx``, ``dweight`` and, in LayerNorm, ``dbias``: sums by block, then their total in a fixed order."""
+    """Launch the backward kernels: ``dx``, then sums of ``dweight`` and ``dbias`` by block and in a fixed order."""
     if without_rows(spec, on):
         return
     a = _Backward.of(spec)
@@ -204,7 +204,7 @@ def _rmsnorm_options(spec: Spec) -> tuple[float, bool]:
 
 
 def without_rows(spec: Spec, on: Builder) -> bool:
-    """Whether there are no rows, whose sums are zero. Those that are added to stay as they are."""
+    """Whether there are no rows. Then sums are zero, and sums that are added to stay unchanged."""
     if spec.tensor("x").size:
         return False
     for name in ("dweight", "dbias"):
@@ -213,12 +213,12 @@ def without_rows(spec: Spec, on: Builder) -> bool:
     return True
 
 
-# Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
+# Columns that exercise every way to keep a row, by vectors of 16 bytes or, if odd, of one element.
 _SIZES = (1024, 2048, 4096, 5120, 16384, 2**17, 2**24, 255, 511, 1023, 4095, 16383, 2**17 + 1, 2**24 + 1)
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """Every CUDA C++ kernel that ``forward`` and ``backward`` launch, with the threads of a long row in its reach."""
+    """Every CUDA C++ kernel that ``forward`` and ``backward`` launch, with the threads of its longest rows."""
     limits: dict[str, int] = {"sms": 16, "smem_per_block_optin": smem_per_block_optin(arch)}
     seen = set()
     for norm, (dtype, itemsize) in itertools.product(
@@ -258,12 +258,12 @@ def _kernel(stem: str, step: str, norm: Norm, c: RowConfig | BackwardConfig, dty
 
 
 def _exchange(on: Builder, c: RowConfig | BackwardConfig, norm: Norm) -> Tensor:
-    """Where a team's blocks leave each other their sums over a row."""
+    """Workspace through which a team's blocks exchange their sums over a row."""
     return on.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
 
 
 def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
-    """The Numba kernel of this name, in this dtype."""
+    """Numba kernel of this name, for this dtype."""
     from gpu_ops.kernels.norm.numba_cuda import norm as twins
 
     return twins.kernel(norm, which, dtype)

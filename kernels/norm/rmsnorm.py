@@ -1,4 +1,4 @@
-"""How each backend runs RMSNorm. The GPU kernels are those of :mod:`.norm`."""
+"""Launch of RMSNorm on each backend. The GPU kernels are those of :mod:`.norm`."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ _ODD = 256, 1, 0  # rows of single elements
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How rows are laid out on threads, as ``rmsnorm_quant.cu`` says."""
+    """Assignment of rows to threads, as ``rmsnorm_quant.cu`` describes."""
 
-    vec: int  # elements that a thread owns side by side
+    vec: int  # adjacent elements that a thread owns
     access: int  # elements per memory access: vec, or 1 where an array is not aligned
     vecs: int  # vectors per thread in registers, else 0
     threads_per_row: int
@@ -50,7 +50,7 @@ class QuantConfig:
 
 
 def select_config(rows: int, cols: int, itemsize: int, *, aligned: bool) -> QuantConfig:
-    """The kernel for a problem; ``aligned``: 16-byte vectors of x and their codes can be accessed whole."""
+    """Configuration for a problem; ``aligned``: 16-byte vectors of x and their codes can be accessed whole."""
     vec = 16 // itemsize if cols * itemsize % 16 == 0 else 1
     n_vecs = cols // vec
     threads, rows_per_block, vecs = (
@@ -93,7 +93,7 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
 
 @lowers("rmsnorm_quant_int8", "raw")
 def forward_raw(spec: Spec, on: Builder) -> None:
-    """``q``, ``scale``, ``rowsum`` and, with ``residual``, ``s = x + residual``."""
+    """Compute ``q``, ``scale``, ``rowsum`` and, with ``residual``, ``s = x + residual``."""
     arrays, has_residual = _arrays(spec)
     x, weight, residual, q, _, _, s = arrays
     rows, cols = x.shape
@@ -136,7 +136,7 @@ def _arrays(spec: Spec) -> tuple[tuple[Tensor, ...], np.int32]:
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """Every CUDA C++ kernel that ``forward`` launches, with the threads of a long row in its reach."""
+    """Every CUDA C++ kernel that ``forward`` launches, with the threads of its longest rows."""
     seen = set()
     for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
         for cols, aligned in itertools.product((8192, 1 << 20, 1001), (True, False)):

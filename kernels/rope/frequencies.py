@@ -1,7 +1,7 @@
-"""Frequencies of RoPE as the GPU kernels read them.
+"""Frequencies of RoPE in the form that GPU kernels read.
 
 The kernels compute cos and sin themselves. A table would be another 512 bytes to read per token at head_dim 128,
-2.5 % of what q and k of Llama-3-8B move, and the host would have to wait for positions on the device to know its
+2.5 % of the traffic of q and k of Llama-3-8B, and the host would have to wait for positions on the device to know its
 length.
 """
 
@@ -18,13 +18,13 @@ __all__ = ["frequencies", "positions_of", "turns"]
 
 
 def frequencies(spec: Spec, on: Builder, *, raw: bool) -> Tensor:
-    """One per pair: :func:`turns` for the CUDA C++ kernels, radians per position for the Numba kernels."""
+    """Frequency of each pair: :func:`turns` for the CUDA C++ kernels, radians per position for the Numba kernels."""
     inv_freq: bytes = spec["inv_freq"]
     return on.constant(turns(inv_freq) if raw else np.frombuffer(inv_freq), "frequencies")
 
 
 def positions_of(spec: Spec) -> Tensor | None:
-    """Positions (batch or 1, seqlen). The op's hook has widened what is neither int32 nor int64."""
+    """Positions (batch or 1, seqlen). The op's hook has widened dtypes other than int32 and int64."""
     x = spec.get("positions")
     if x is None:
         return None
@@ -35,9 +35,9 @@ def positions_of(spec: Spec) -> Tensor | None:
 
 @functools.lru_cache(maxsize=64)
 def turns(inv_freq: bytes) -> npt.NDArray[np.uint64]:
-    """``inv_freq / (2 pi)`` in units of 2^-64, rounded, without whole turns: what a position adds to an angle.
+    """Turns per position: ``inv_freq / (2 pi)`` in units of 2^-64, rounded, without whole turns.
 
-    A position times this, modulo 2^64, is the angle without its whole turns, off by ``position * 2^-65`` turns.
+    A position times this, modulo 2^64, is the angle without its whole turns, with error ``position * 2^-65`` turns.
     """
     values = []
     for numerator, denominator in map(float.as_integer_ratio, np.frombuffer(inv_freq).tolist()):

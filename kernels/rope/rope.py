@@ -1,4 +1,4 @@
-"""How each backend runs RoPE, forward and backward, and the launch of its CUDA C++ kernel for a problem.
+"""Launch of RoPE on each backend, forward and backward, and configuration of its CUDA C++ kernel.
 
 Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous. The CUDA C++ kernel is
 ``rope.cu``, its readable twin ``numba_cuda/rope.py``, the CPU kernel ``cpu/rope.py``.
@@ -26,7 +26,7 @@ _MAX_BLOCK_Z = 64
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
 _MAX_GRID, _MAX_GRID_Y = 2**31 - 1, 65535
 
-# Heads per thread. They share an angle, which costs 25 instructions where a pair costs about 8. As few as put all
+# Heads per thread. They share an angle, which costs 25 instructions; a pair costs about 8. As few as put all
 # threads on the device at once; more than this gains little.
 _MOST_HEADS = 16
 
@@ -48,7 +48,7 @@ _SHAPE = np.dtype(
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How units, heads and tokens are laid out on threads."""
+    """Assignment of units, heads and tokens to threads."""
 
     vec: int  # elements per access
     block: tuple[int, int, int]  # units, heads, tokens
@@ -58,7 +58,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class RopeShape:
-    """The sizes of a problem with at least one element."""
+    """Sizes of a problem with at least one element."""
 
     tokens: int
     nheads: int
@@ -70,7 +70,7 @@ class RopeShape:
 
 
 def select_config(shape: RopeShape, *, alignment: int, tokens_inner: bool, sms: int) -> RopeConfig:
-    """The launch for a problem.
+    """Configuration of the launch for a problem.
 
     ``alignment``: bytes that divide every address and stride. ``tokens_inner``: tokens, not heads, are neighbours in
     memory.
@@ -81,7 +81,7 @@ def select_config(shape: RopeShape, *, alignment: int, tokens_inner: bool, sms: 
     units = rotary_dim // (2 * vec) + -(-tail // (2 * vec))
     x = min(units, _THREADS)
     most_heads = max(nheads, nheads_kv)
-    y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp reads side by side
+    y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp reads adjacent memory
     z = min(max(1, _THREADS // (x * y)), tokens, _MAX_BLOCK_Z)
 
     threads = tokens * (nheads + nheads_kv) * units  # one head each
@@ -104,7 +104,7 @@ class _Problem:
     tail: int
     """Components to copy behind rotary_dim."""
     first: int | None
-    """The position of the first token; None: the call says."""
+    """Position of the first token; None: it is an argument of the call."""
     cos_scale: float
     sin_scale: float
 
@@ -217,7 +217,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
 
 
 def _operands(spec: Spec) -> tuple[list[str], list[str], Callable[[Any], Any]]:
-    """Names of inputs and results, and what gives them the axes (batch, seqlen, nheads, head_dim)."""
+    """Names of inputs and results, and a function that gives them the axes (batch, seqlen, nheads, head_dim)."""
     names = spec["inputs"]
     return list(names), [f"rotated {name}" for name in names], _ARRANGE[spec["layout"]]
 

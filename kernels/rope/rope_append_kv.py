@@ -1,4 +1,4 @@
-"""How each backend runs QK-norm, RoPE and the cache write, and the launch of the CUDA C++ kernel for a problem.
+"""Launch of QK-norm, RoPE and the cache write on each backend, and configuration of the CUDA C++ kernel.
 
 Arrays are (batch, seqlen, heads, head_dim), caches (pages, page_size, heads, head_dim), in any strides with the
 last axis contiguous. The CUDA C++ kernel is ``rope_append_kv.cu``, its readable twin
@@ -31,7 +31,7 @@ from gpu_ops.kernels.rope.frequencies import frequencies, positions_of
 __all__ = ["AppendConfig", "AppendShape", "raw_cannot", "select_config", "variants"]
 
 _THREADS = 128  # of a block: __launch_bounds__ of rope_append_kv.cu
-_BLOCKS = 9  # that an SM has registers for
+_BLOCKS = 9  # blocks that an SM has registers for
 _WARP = 32
 _MAX_BLOCK_Z = 64
 _MAX_GRID = 2**31 - 1
@@ -55,9 +55,9 @@ _SHAPE = np.dtype(
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """How a head is laid out on threads, and heads and tokens on blocks."""
+    """Assignment of a head to threads, and of heads and tokens to blocks."""
 
-    vec: int  # elements that a thread owns side by side
+    vec: int  # adjacent elements that a thread owns
     access: int  # elements per memory access: vec, or 1 where an array is not aligned
     units: int  # of a head: pairs of vectors, or vectors that hold pairs
     rotary_units: int
@@ -68,7 +68,7 @@ class AppendConfig:
 
 @dataclass(frozen=True)
 class AppendShape:
-    """The sizes of a problem with at least one token, and how components pair."""
+    """Sizes of a problem with at least one token, and the pairing of components."""
 
     tokens: int
     nheads: int
@@ -80,27 +80,27 @@ class AppendShape:
 
 
 def select_config(shape: AppendShape, *, alignment: int, sms: int) -> AppendConfig:
-    """The launch for a problem.
+    """Configuration of the launch for a problem.
 
     ``alignment``: bytes that divide every address and stride. It decides how vectors are fetched, never which thread
-    owns them: the same numbers give the same bits wherever they lie in memory.
+    owns them: the same numbers give the same bits at any address.
     """
     tokens, nheads, nheads_kv = shape.tokens, shape.nheads, shape.nheads_kv
     vec, units, rotary_units = _units(shape.head_dim, shape.rotary_dim, shape.itemsize, shape.interleaved)
     access = vec if alignment % (vec * shape.itemsize) == 0 else 1
     x = min(_WARP, power_of_two(units))
-    # A tile is heads of one kind, so as many as every kind fills; the rest of the block is further tokens.
+    # A tile is heads of one kind (q, k or v), as many as each kind fills; the rest of the block is further tokens.
     y = min(_THREADS // x, math.gcd(power_of_two(nheads), power_of_two(nheads_kv)))
     z = min(_MAX_BLOCK_Z, min(_THREADS, max(_WARP, x * y * power_of_two(tokens))) // (x * y))
     tiles = -(-nheads // y) + 2 * -(-nheads_kv // y)
     columns = -(-tokens // z)
-    # Heads of a token share its angles, a third of the work. Blocks split them only where there are too few blocks.
+    # Heads of a token share its angles, a third of the work. Blocks split them only if there are too few blocks.
     parts = min(tiles, max(1, _BLOCKS * sms // columns))
     return AppendConfig(vec, access, units, rotary_units, -(-units // x), (x, y, z), (columns, parts, 1))
 
 
 def _units(head_dim: int, rotary_dim: int, itemsize: int, interleaved: bool) -> tuple[int, int, int]:
-    """Elements per vector, units of a head, those that rotate."""
+    """Elements per vector, units of a head, units that rotate."""
     whole = math.gcd(16, head_dim * itemsize, (rotary_dim if interleaved else rotary_dim // 2) * itemsize)
     vec = max(1, (whole if whole in (4, 16) else math.gcd(4, whole)) // itemsize)
     vectors = 1 if interleaved and vec > 1 else 2  # of a unit
@@ -109,7 +109,7 @@ def _units(head_dim: int, rotary_dim: int, itemsize: int, interleaved: bool) -> 
 
 
 def raw_cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, *, interleaved: bool) -> str | None:
-    """Why the CUDA C++ kernel cannot run a problem; None when it can."""
+    """Reason why the CUDA C++ kernel cannot run a problem; None when it can."""
     if dtype not in DTYPES:
         return f"{dtype} has Numba kernels only"
     itemsize = 4 if dtype == "float32" else 2
@@ -122,7 +122,7 @@ def raw_cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, *, inter
 
 @dataclass(frozen=True)
 class _Operands:
-    """The arrays of a call with the axes that kernels read; None: absent."""
+    """Arrays of a call with the axes that kernels read; None: absent."""
 
     q: Tensor
     k: Tensor
@@ -172,7 +172,7 @@ class _Operands:
 
     @property
     def codes(self) -> str:
-        """The dtype of quantized pages, or nothing."""
+        """Dtype of quantized pages, or an empty string."""
         return "" if self.k_scale is None else self.k_cache.dtype.name
 
     @property
@@ -185,7 +185,7 @@ class _Operands:
 
     @property
     def alignment(self) -> int:
-        """Bytes, at most 16, that divide every address and stride; of quantized pages, as many elements of q."""
+        """Bytes, at most 16, that divide every address and stride; quantized pages count as elements of q."""
         heads = heads_alignment((self.q, self.out, self.k, self.v))
         pages = heads_alignment((self.k_cache, self.v_cache)) * self.q.itemsize // self.k_cache.itemsize
         return math.gcd(heads, pages, *[w.address for w in (self.q_weight, self.k_weight) if w is not None])
@@ -205,7 +205,7 @@ def _raw(spec: Spec, on: Builder) -> None:
 
 
 def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
-    """The structure of numbers that the CUDA C++ kernel takes."""
+    """Structure of numbers that the CUDA C++ kernel takes."""
     nheads, head_dim = o.q.shape[2:]
     nheads_kv = o.k.shape[2]
     shape = np.zeros((), _SHAPE)
@@ -297,7 +297,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
     on.call(run, cpu.config(*[x[None] for x in tokens] if packed else tokens))
 
 
-# head_dim and rotary_dim of every way to divide a head.
+# head_dim and rotary_dim for every way to divide a head.
 _HEADS = ((128, 128), (60, 60), (200, 132), (124, 124), (7, 6), (127, 126))
 
 

@@ -1,7 +1,7 @@
-"""How each backend runs a step of AdamW.
+"""Launch of a step of AdamW on each backend.
 
-On GPUs one thread makes factors of the numbers that change from step to step, in float64, and the step follows: a
-captured graph finds step, learning rate, scale and skip where they are then, and the host reads none of them.
+On GPUs one thread computes factors from the numbers that change from step to step, in float64, before the step: a
+captured graph reads the current step, learning rate, scale and skip, and the host reads none of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _THREADS, _TILE, _VEC = 256, 256, 4  # as in adamw.cu and its twin: a warp has a
 _ARRAYS = ("params", "grads", "m", "v", "m codes", "v codes", "master", "decay_mask")
 _FACTORS = 6
 _NUMBERS: dict[str, Any] = {"step": np.int64, "lr": np.float64, "grad_scale": np.float64, "skip": np.int32}
-# As a struct in adamw.cu.
+# Layout of a struct in adamw.cu.
 _OPTIONS = np.dtype(
     [(name, "f4") for name in ("beta1", "rest1", "beta2", "rest2", "eps")]
     + [("masked", "i4"), ("is_stochastic", "i4")]
 )
-_GRADS = {  # that go with params
+_GRADS = {  # dtypes of gradients by those of params
     "float32": ("float32", "bfloat16", "float16"),
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
@@ -104,7 +104,7 @@ def step_numba(spec: Spec, on: Builder) -> None:
 
 
 def _lines(spec: Spec) -> tuple[Any, ...]:
-    """params, grads, m, v, their scales, master, mask, with one axis; None for the last two where they are not there.
+    """params, grads, m, v, their scales, master, mask, with one axis; the last two are None if absent.
 
     Moments that are not in 8 bits stand in for scales.
     """
@@ -124,7 +124,7 @@ def _bits(spec: Spec) -> int:
 
 
 def _factors(spec: Spec, on: Builder, kernel: CudaKernel | NumbaKernel) -> Tensor:
-    """scale, decay, size, correction, whether to skip, step."""
+    """Array of scale, decay, size, correction, whether to skip, step."""
     factors = on.empty((_FACTORS,), np.float64, "factors")
     arrays: list[Tensor] = []
     values: list[Any] = []

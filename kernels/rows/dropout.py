@@ -1,6 +1,6 @@
-"""How each backend runs dropout, forward and backward alike: vector width, launch, element numbering.
+"""Launch of dropout on each backend, forward and backward alike: vector width, element numbering.
 
-Arrays are (rows, cols) with unit stride on the last axis, one long row where nothing lies between the rows.
+Arrays are (rows, cols) with unit stride on the last axis; contiguous rows become one long row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _U64 = np.dtype(np.uint64)
 
 
 def _dropped(p: float) -> np.uint32:
-    """How many of the values of an element's bits drop it, the lowest."""
+    """Number of values of an element's bits that drop it, from 0 on."""
     return np.uint32(min(round(p * _STEPS), _STEPS - 1))
 
 
@@ -63,7 +63,7 @@ def _raw(spec: Spec, on: Builder) -> None:
     if not x.size:
         return
     (rows, cols), seed = x.shape, arguments.seed_argument(spec.get("seed"))
-    # where a vector is no access, its elements are, one by one: four of them take one draw
+    # if vectors cannot be accessed whole, elements are accessed one by one: four of them take one draw
     config = select_config(rows, cols, x.itemsize, alignment=16)
     access = config.vec if arguments.alignment((x, y), rows) == 16 else 1
     seeds = (np.uint64(0), seed) if isinstance(seed, Dynamic) else (seed, np.uint64(0))
@@ -83,7 +83,7 @@ def _numba(spec: Spec, on: Builder) -> None:
         return
     (rows, cols), seed = x.shape, arguments.seed_argument(spec.get("seed"))
     kernel = twins.kernel(x.dtype.name, "number" if isinstance(seed, Dynamic) else "array")
-    groups = (cols - 1) // 4 + 2  # of a row that begins anywhere in one
+    groups = (cols - 1) // 4 + 2  # of a row that begins anywhere in a group
     args = (x, y, seed, Dynamic("offset", _U64), _dropped(spec["p"]), np.float64(1 / (1 - spec["p"])))
     grid = (-(-groups // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
     on.launch(kernel, grid, (_TWIN_THREADS, 1, 1), args)

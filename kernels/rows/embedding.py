@@ -1,4 +1,4 @@
-"""How each backend runs embedding: the gradient on GPUs sorts the indices, then adds rows tile by tile."""
+"""Launch of embedding on each backend: the gradient on GPUs sorts the indices, then adds rows tile by tile."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def backward_numba(spec: Spec, on: Builder) -> None:
 
 
 def _starts(spec: Spec, on: Builder) -> bool:
-    """Zeros where nothing is added to; whether there is anything to add."""
+    """Fill dweight with zeros unless it is added to. Returns whether there is anything to add."""
     dx, dweight = spec.tensor("dx"), spec.tensor("dweight")
     if not spec["adds"]:
         on.zero(dweight)
@@ -134,7 +134,7 @@ def _sorted_keys(
     of_sort: tuple[Any, ...],
     of_merge: tuple[Any, ...],
 ) -> Tensor:
-    """index << 32 | i of every row i, sorted: by blocks, then by merging runs of twice the length each time."""
+    """Sort keys index << 32 | i of every row i: by blocks, then by merging runs of twice the length each time."""
     ids = _ids(spec)
     rows, run = ids.size, _RUN
     keys = on.empty((rows,), np.uint64, "keys")

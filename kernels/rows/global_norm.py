@@ -1,4 +1,4 @@
-"""How each backend runs the norm of several arrays: a launch for the blocks of each array, and one for all blocks."""
+"""Launch of the norm of several arrays on each backend: one for the blocks of each array, one for all blocks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def forward_numba(spec: Spec, on: Builder) -> None:
 
 
 def _ends(spec: Spec) -> list[int]:
-    """0, and the blocks of all arrays up to each one."""
+    """Cumulative number of blocks of the arrays, from 0."""
     sizes = (spec.tensor(name).size for name in spec["arrays"])
     return list(itertools.accumulate((-(-n // _BLOCK) for n in sizes), initial=0))
 

@@ -1,4 +1,4 @@
-"""How each backend runs softmax: axes of the mask, threads per row, launches."""
+"""Launch of softmax on each backend: axes of the mask, threads per row."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _parts(spec: Spec) -> list[Part]:
 
 
 def _split(part: Part, leading: tuple[int, ...]) -> list[Part]:
-    """The mask as (outer, middle, inner, cols or 1), without a copy, by parts where that takes several."""
+    """Split a part so that the mask is (outer, middle, inner, cols or 1) without a copy."""
     x, mask, y = part
     if mask is None:
         return [part]
@@ -130,7 +130,7 @@ def _launch_raw(
     mask: Tensor | None,
     last: tuple[Any, ...],
 ) -> None:
-    """``arrays``: those of ``pointers`` that are (rows, cols); ``last``: what follows their strides."""
+    """Launch. ``arrays``: the (rows, cols) arrays of ``pointers``; ``last``: arguments after their strides."""
     (rows, cols), dtype = arrays[0].shape, arrays[0].dtype
     aligned, vec, vecs = arguments.alignment(arrays, rows), 16 // dtype.itemsize, _VECS[which]
     if mask is not None and mask.dtype != np.bool_ and mask.shape[-1] > 1:

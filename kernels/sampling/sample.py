@@ -1,4 +1,4 @@
-"""How each backend samples: one block per row on GPUs, runs of rows on the CPU, and no workspace."""
+"""Launch of sampling on each backend: one block per row on GPUs, runs of rows on the CPU, no workspace."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _numba(spec: Spec, on: Builder) -> None:
     if not tokens.size:
         return
     number = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    stand_in = tokens.ravel()[:0]  # stands in for what is not given
+    stand_in = tokens.ravel()[:0]  # stands in for absent arrays
     bias, counts = _by_token(spec, "bias"), _by_token(spec, "counts")
     stand_ins = stand_in.view(number).reshape(1, 0), stand_in.reshape(1, 0)
     by_token = (s if a is None else a for a, s in zip((bias, counts), stand_ins, strict=True))
@@ -115,7 +115,7 @@ def _numba(spec: Spec, on: Builder) -> None:
 
 
 def _by_token(spec: Spec, name: str) -> Tensor | None:
-    """bias or counts as (rows, vocab), or (1, vocab) for all rows."""
+    """Bias or counts as (rows, vocab), or (1, vocab) for all rows."""
     x = spec.get(name)
     if x is None:
         return None

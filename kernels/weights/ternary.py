@@ -1,4 +1,4 @@
-"""How each backend runs the ternary matmul. GPU kernels: ``ternary_*.cu``, twins ``numba_cuda/ternary.py``.
+"""Launch of the ternary matmul on each backend. GPU kernels: ``ternary_*.cu``, twins ``numba_cuda/ternary.py``.
 
 x (tokens, K) and y (tokens, N) have unit stride on the last axis; codes (N, bytes) are w2, scale (1 or N, groups)
 float32, both contiguous.
@@ -41,7 +41,7 @@ class Product:
     y: Tensor
     k: int
     int8: bool
-    x_scale: Tensor | None = None  # (tokens or 1), of an x that is int8 already
+    x_scale: Tensor | None = None  # (tokens or 1), if x is int8 already
 
     @classmethod
     def of(cls, spec: Spec) -> Product:
@@ -148,7 +148,7 @@ def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
 
 
 def _given(x_scale: Tensor | None, stand_in: Tensor) -> tuple[Tensor, np.int32]:
-    """The scales of an int8 x and the step from one to the next; ``stand_in``, which no kernel reads, for other x."""
+    """Scales of an int8 x and the step from one to the next; ``stand_in``, which no kernel reads, for other x."""
     return (stand_in, np.int32(0)) if x_scale is None else (x_scale, np.int32(len(x_scale) > 1))
 
 
@@ -169,7 +169,7 @@ def _quantized(
 
 
 def _padded(on: Builder, x: Tensor, k: int) -> Tensor:
-    """x where its rows are whole units and aligned, else such a copy."""
+    """x itself if its rows are whole units and aligned, otherwise a copy with such rows."""
     if k % UNIT == 0 and is_whole(x):
         return x
     tokens, width = x.shape[0], -(-k // UNIT) * UNIT

@@ -1,7 +1,7 @@
 """Gradients of the ternary matmul on the GPU: ``ternary_backward.cu`` and its Numba twin.
 
 dx = dy @ W      ternary_backward: packed weights on tensor cores; the parts of N of a small result by gemm_sum
-dw = dy^T @ xq   a matrix product (:mod:`.gemm`); for int8 activations ternary_round_tokens makes xq of x
+dw = dy^T @ xq   a matrix product (:mod:`.gemm`); for int8 activations ternary_round_tokens computes xq from x
 
 dy (tokens, N), x and dx (tokens, K), dw (N, K) have unit stride on the last axis; codes (N, bytes) are w2, scale
 (1 or N, groups) float32, both contiguous. No axis is empty.
@@ -40,7 +40,7 @@ class _Gradients:
 
     @classmethod
     def of(cls, spec: Spec, on: Builder) -> _Gradients | None:
-        """None where an axis is empty: then the results are zeros, if they have elements."""
+        """Gradients of a spec; None if an axis is empty: then the results are zeros, if they have elements."""
         dx, dw = spec.get("dx"), spec.get("dw")
         dy, x = rows_of(spec, "dy"), rows_of(spec, "x")
         if 0 in (*x.shape, dy.shape[1]):
@@ -124,7 +124,7 @@ def _twin_dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) 
 
 
 def _rounded(on: Builder, x: Tensor) -> Tensor:
-    """x as the forward multiplied it: quantised to int8 and scaled back."""
+    """x as the forward pass multiplied it: quantised to int8 and scaled back."""
     tokens, k = x.shape
     rounded = on.empty((tokens, k), x.dtype, "x of int8")
     args = (x, rounded, row_stride(x), np.int32(k), np.int32(is_whole(x)))

@@ -1,10 +1,10 @@
-"""Ternary matmul on GPUs: which kernel, which tile, how many blocks. Pure Python; needs no GPU.
+"""Ternary matmul on GPUs: choice of kernel, tile, number of blocks. Pure Python; needs no GPU.
 
-few tokens    ternary_gemv: every block quantises the tokens for itself, one launch
+few tokens    ternary_gemv: every block quantises the tokens again, one launch
 more          ternary_quantize_tokens, then ternary_gemm on tensor cores
 gradient      ternary_backward
 
-Results too small to reach the SMs have their sums divided: exactly, where they are integers, and in a fixed order.
+Results too small to reach all SMs have their sums divided: exactly, if they are integers, and in a fixed order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
     "gemv_configs",
 ]
 
-UNIT = 64  # codes in 16 bytes: what rows are padded to, and groups are whole multiples of
+UNIT = 64  # codes in 16 bytes: rows are padded to it, and groups are multiples of it
 _STEP = 2048  # codes that a warp of the GEMV reads of a row at a time
 
 # Tokens up to | rows that a warp of the GEMV may take at a time, best first. More rows share the activations that
-# they meet; tokens times rows times four sums are the registers, 75 (three blocks of an SM) to 120 (two).
+# they use; tokens times rows times four sums are the registers, 75 (three blocks of an SM) to 120 (two).
 _GEMV = ((1, (4, 2, 1)), (2, (4, 2, 1)), (4, (2, 1)))
 _GEMV_WARPS = 8
 GEMV_SHARED = 64 * 1024  # bytes of q; K up to 65536 of one token, 16384 of four
@@ -40,7 +40,7 @@ GEMV_SHARED = 64 * 1024  # bytes of q; K up to 65536 of one token, 16384 of four
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Tokens and rows at a time, the grid of blocks of 256 threads, and how many warps share a row."""
+    """Tokens and rows at a time, the grid of blocks of 256 threads, and the number of warps that share a row."""
 
     tokens: int
     rows: int
@@ -54,9 +54,9 @@ class GemvConfig:
 
 
 def gemv_config(tokens: int, n: int, k: int, groups: int, *, sms: int) -> GemvConfig | None:
-    """The GEMV for a problem; None where there are too many tokens, or too long ones.
+    """Configuration of the GEMV for a problem; None if there are too many tokens, or too long ones.
 
-    Where one row for each warp leaves half of the SMs without a block, up to all warps of a block share a row.
+    If one row per warp leaves half of the SMs without a block, up to all warps of a block share a row.
     """
     steps = -(-k // _STEP)
     for limit, choices in _GEMV:
@@ -91,7 +91,7 @@ def gemv_configs() -> Iterator[tuple[int, int, bool]]:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """A block makes block_n rows of weights by block_m tokens, ``units`` of 64 along K in each of its stages."""
+    """A block computes block_n rows of weights by block_m tokens, ``units`` of 64 along K in each of its stages."""
 
     block_n: int
     block_m: int
@@ -117,7 +117,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class _Row:
-    """A tile, for up to ``tokens`` tokens; ``large``: without groups, and where it reaches every SM."""
+    """Tile for up to ``tokens`` tokens; ``large``: only without groups, and if it reaches every SM."""
 
     tile: GemmConfig
     tokens: int | None = None
@@ -126,10 +126,10 @@ class _Row:
 
 # By bytes of an activation; the first that a problem may take. block_n, block_m, units, warps (n, m, k), stages.
 #
-# Few tokens: the weights are the traffic. 32 rows make 128 blocks of N = 4096; four warps share them and take turns
-# along K. At least 3 x 12 KB are on the way per block, of which three or four fit on an SM of sm_80 and sm_90.
-# Many: 64 x 32 of a warp, where each word is unpacked in four warps, 7 instructions for 32 of its products.
-# Else 32 x 32 of a warp, 64 registers of sums with groups.
+# Few tokens: the weights are the traffic. 32 rows make 128 blocks of N = 4096; four warps share them and alternate
+# along K. At least 3 x 12 KB are in flight per block, of which three or four fit on an SM of sm_80 and sm_90.
+# Many tokens: 64 x 32 per warp; each word is unpacked in four warps, 7 instructions for 32 of its products.
+# Otherwise 32 x 32 per warp, 64 registers of sums with groups.
 _GEMM = {
     1: (
         _Row(GemmConfig(32, 16, 8, 1, 1, 4, 4), 16),
@@ -154,7 +154,7 @@ _GEMM = {
 def gemm_config(
     tokens: int, n: int, k: int, itemsize: int, *, grouped: bool, sms: int, smem_per_block_optin: int
 ) -> tuple[GemmConfig, int]:
-    """The tile for a problem and the parts of K; ``itemsize``: bytes of an activation."""
+    """Tile for a problem and number of parts of K; ``itemsize``: bytes of an activation."""
     for row in _GEMM[itemsize]:
         if row.tokens is not None and tokens > row.tokens:
             continue
@@ -175,7 +175,7 @@ def gemm_configs(itemsize: int, *, grouped: bool, smem_per_block_optin: int) -> 
 
 
 def _staged(tile: GemmConfig, itemsize: int, smem_per_block_optin: int) -> GemmConfig:
-    """With fewer stages, where that lets an SM hold two blocks: its 100 KB on sm_86, sm_89 and sm_120."""
+    """Tile with fewer stages if an SM then holds two blocks: its 100 KB on sm_86, sm_89 and sm_120."""
     for stages in range(tile.stages, 1, -1):
         fewer = replace(tile, stages=stages)
         if 2 * (fewer.shared_bytes(itemsize) + RESERVED) <= smem_per_block_optin + RESERVED:
@@ -188,14 +188,14 @@ _SECOND_LAUNCH = 1 << 18  # bytes that an SM gets from L2 in 2 us, 64 a clock
 
 
 def _splits(blocks: int, most: int, block_bytes: int, sms: int) -> int:
-    """Parts of the sums, at most ``most``: where blocks leave SMs idle and have more to read than a launch costs."""
+    """Parts of the sums, at most ``most``: more than one if SMs are idle and blocks read more than a launch costs."""
     splits = min(sms // blocks, most, _MOST_SPLITS)
     return splits if splits > 1 and block_bytes * (splits - 1) // splits > _SECOND_LAUNCH else 1
 
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A block makes block_m tokens by 64 columns for each of its ``warps_k``; ``stages`` of rows of weights."""
+    """A block computes block_m tokens by 64 columns for each of its ``warps_k``; ``stages`` of rows of weights."""
 
     block_m: int
     warps_m: int
@@ -225,8 +225,8 @@ class BackwardTile:
         return -(-tokens // self.block_m) * -(-k // self.block_k)
 
 
-# Best first; a warp decodes 64 columns for all of its tokens, so that more of them cost less. 16 bits: 64, 32 and 32
-# tokens of a warp; float32, held in two parts: 32.
+# Best first. A warp decodes 64 columns for all of its tokens, so more tokens cost less each. 16 bits: 64, 32 and 32
+# tokens per warp; float32, held in two parts: 32.
 _BACKWARD = {
     2: (BackwardTile(128, 2, 2, 4), BackwardTile(64, 2, 2, 4), BackwardTile(32, 1, 4, 4)),
     4: (BackwardTile(64, 2, 2, 4), BackwardTile(32, 1, 4, 4)),
@@ -234,7 +234,7 @@ _BACKWARD = {
 
 
 def backward_config(tokens: int, n: int, k: int, itemsize: int, *, sms: int) -> tuple[BackwardTile, int]:
-    """The tile of the gradient, the largest that is full and reaches half of the SMs, and the parts of N."""
+    """Tile of the gradient, the largest that is full and reaches half of the SMs, and number of parts of N."""
     tiles = [t for t in _BACKWARD[itemsize] if t.block_m < 2 * tokens] or [_BACKWARD[itemsize][-1]]
     tile = next((t for t in tiles if 2 * t.blocks(tokens, k) > sms), tiles[-1])
     block_bytes = n * (tile.block_m * itemsize + tile.block_k // 4)

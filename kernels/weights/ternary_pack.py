@@ -1,6 +1,6 @@
 """Packing and unpacking trits on the GPU: the launches.
 
-trits (N, K) int8 have unit stride on the last axis; packed is contiguous. What is wrong with the input is told by
+trits (N, K) int8 have unit stride on the last axis; packed is contiguous. Errors in the input are reported by
 flags, one per block. Formats come in three families, each with its CUDA C++ kernels and their readable twins:
 
     lines     ternary_pack.cu          numba_cuda/ternary_pack.py           a line of units per row or a few rows
@@ -27,7 +27,7 @@ __all__ = ["BLOCKS", "LINES", "variants"]
 
 @dataclass(frozen=True)
 class Lines:
-    """How rows are lines of units, as ``ternary_pack.cu`` draws it."""
+    """Division of rows into lines of units, as drawn in ``ternary_pack.cu``."""
 
     macro: str
     columns: int  # of a unit
@@ -56,8 +56,8 @@ _TRIPLES = 96  # columns of tl2 that a warp takes, of 32 rows
 
 @dataclass(frozen=True)
 class _Task:
-    """One conversion. The workspace ``flags`` is not 0 where a trit is none, a scale does not fit, or packed bytes
-    are what no encoder writes.
+    """One conversion. The workspace ``flags`` is not 0 if a trit is invalid, a scale does not fit, or packed bytes
+    are such as no encoder writes.
 
     ``which``: pack or unpack. ``scale``: of blocks to pack, float32 (1 or N, 1 or blocks of a row). ``tile``: of
     tiles, BM, BK and bm.
@@ -120,7 +120,7 @@ _LINES_SHAPE = np.dtype(
 def _lines(t: _Task, on: Builder, most: int) -> None:
     trits, packed, format = t.trits, t.packed, t.format
     if format == "i2_s" and (side_by_side((trits,)) or trits.shape[1] % 128):
-        trits = trits.ravel()[None]  # contiguous: blocks may lie across rows
+        trits = trits.ravel()[None]  # contiguous: blocks may span rows
     n, k = trits.shape
     layout = LINES[format]
     lines = -(-n // layout.rows)

@@ -18,14 +18,14 @@ from gpu_ops.kernels.program import Builder, Layout, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
-_ROWS = (1, 4)  # of x that a warp meets with a row of w
+_ROWS = (1, 4)  # of x that a warp multiplies by a row of w
 _THREADS = 256
 _FACTORS = ("x.codes", "x.scale", "w.codes", "w.scale")
 
 
 @dataclass(frozen=True)
 class _Product:
-    """``y = (x_scale * x) @ (w_scale * w).T``. ``starts`` and ``chunks``: the chunks of w to visit; None for all."""
+    """``y = (x_scale * x) @ (w_scale * w).T``. ``starts`` and ``chunks``: the chunks of w to visit; None: all."""
 
     x: Tensor
     x_scale: Tensor
@@ -36,7 +36,7 @@ class _Product:
 
     @classmethod
     def of(cls, spec: Spec, on: Builder) -> _Product | None:
-        """None where an axis is empty: then y is zeros, if it has elements."""
+        """Product of a spec; None if an axis is empty: then y is zeros, if it has elements."""
         y = spec.tensor("y")
         if 0 in (*y.shape, spec["k"]):
             on.zero(y)

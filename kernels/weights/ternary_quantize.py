@@ -1,6 +1,6 @@
-"""Ternary quantisation on the GPU: how many threads a run of weights has, and the launches.
+"""Ternary quantisation on the GPU: number of threads per run of weights, and the launches.
 
-A run is what lies side by side in a row of w (N, K) and shares a scale: a group, or the row. w has unit stride on the
+A run is a contiguous part of a row of w (N, K) that shares a scale: a group, or the row. w has unit stride on the
 last axis; codes (N, bytes) are w2, scale (1 or N, groups) float32, both contiguous. The CUDA C++ kernels are
 ``ternary_quantize.cu``, their readable twins ``numba_cuda/ternary_quantize.py``.
 """
@@ -28,15 +28,15 @@ _RUNS, _SUMS, _SQUARES, _LIMIT, _ENCODE, _SCALE, _RANKS, _COUNT, _PICK = (
     f"ternary_quantize_{stage}"
     for stage in ("runs", "sums", "squares", "limit", "encode", "scale", "ranks", "count", "pick")
 )
-_DIGIT = 11  # bits that a reading of the tensor finds
-_LOW = {"float16": 13, "bfloat16": 16, "float32": 0}  # bits that are 0 in what a dtype widens to
+_DIGIT = 11  # bits found per pass over the tensor
+_LOW = {"float16": 13, "bfloat16": 16, "float32": 0}  # low bits that are 0 after widening
 
 
 @dataclass(frozen=True)
 class _Task:
-    """w to the workspaces codes and scale; a scale is NaN where a weight is NaN or infinite.
+    """Quantisation of w to the workspaces codes and scale; a scale is NaN if a weight is NaN or infinite.
 
-    ``run``: weights of a run; all of K where a scale is of a row or, ``per_tensor``, of all.
+    ``run``: weights of a run; all of K if scales are per row or, with ``per_tensor``, one for all.
     """
 
     w: Tensor
@@ -49,7 +49,7 @@ class _Task:
 
     @classmethod
     def of(cls, spec: Spec, on: Builder) -> _Task | None:
-        """None where there are no weights."""
+        """Task of a spec; None if there are no weights."""
         w, run, per_tensor = spec.tensor("w"), spec["run"], spec["per_tensor"]
         if not w.size:
             on.note("NumPy, float64")
@@ -88,7 +88,7 @@ def _raw(spec: Spec, on: Builder) -> None:
 
 
 def _whole_tensor(t: _Task, on: Builder, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
-    """Statistics of all of w, a limit from them, then codes."""
+    """Launch statistics of all of w, a limit from them, then codes."""
     n, k = t.w.shape
     dtype, counts = t.w.dtype.name, np.int32(t.method != "absmean")
     runs = (row_stride(t.w), np.int32(k), np.uint32(t.runs), np.int32(alignment((t.w,), n) == 16))
@@ -111,7 +111,7 @@ def _whole_tensor(t: _Task, on: Builder, grid: tuple[int, int, int], block: tupl
 def _select(
     t: _Task, on: Builder, grid: tuple[int, int, int], block: tuple[int, int, int], limit: Tensor
 ) -> None:
-    """The percentile of |w| by radix selection: each pass over w finds some bits of it."""
+    """Launch radix selection of the percentile of |w|: each pass over w finds some of its bits."""
     n, k = t.w.shape
     dtype = t.w.dtype.name
     selection = on.empty((3,), np.uint64, "selection")  # Selection of ternary_quantize.cu
@@ -139,7 +139,7 @@ def neighbours(size: int, percentile: float) -> tuple[int, float]:
 
 
 def block_shape(run: int, itemsize: int) -> tuple[int, int]:
-    """Threads of a run (a power of two: part of a warp, or a block's), runs of a block."""
+    """Threads of a run (a power of two: part of a warp, or a block), runs of a block."""
     vectors = -(-run // UNIT) * UNIT * itemsize // 16
     threads = 1 << (vectors - 1).bit_length() if vectors <= 32 else _THREADS
     return threads, _THREADS // threads

@@ -6,7 +6,7 @@ With ``P`` the probabilities and ``delta_i = sum_d dout_id out_id``::
     dbias = dS                   dZ = dS * ds/dz * softmax_scale   with the scores s of z = softmax_scale * q.k
     dq = dZ k                    dk = dZ^T q                       dsink = -sum_i P_sink,i delta_i
 
-where D is 1, or what dropout multiplies the probabilities with: 0 or 1 / (1 - dropout_p). (Dao et al.,
+where D is 1, or the factor of dropout on the probabilities: 0 or 1 / (1 - dropout_p). (Dao et al.,
 "FlashAttention", 2022, appendix B.4; a sink is a column whose value is 0.)
 """
 
@@ -58,8 +58,8 @@ def attention_backward(
     ----------
     dout : shaped like the output of :func:`attention`
     q, k, v, and all options : as given to :func:`attention`
-    out, lse : results of :func:`attention`, or of all keys where ``k`` and ``v`` are a part of them. They count in
-        rows whose lse is not that of ``q`` and ``k`` alone; of other rows, with None, and with
+    out, lse : results of :func:`attention`, or of all keys if ``k`` and ``v`` are a part of them. They are used in
+        rows whose lse is not that of ``q`` and ``k`` alone; for other rows, with None, and with
         ``precision="naive"``, this reference computes its own, unrounded
     delta : (batch, nheads, seqlen_q) ``sum(dout * out)`` over head_dim_v; ``out`` may be None then
     return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, if given
@@ -187,6 +187,6 @@ def _weight(own: Array, lse: Array) -> Array:
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """The adjoint of broadcasting from ``shape``."""
+    """Adjoint of broadcasting from ``shape``."""
     x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return np.asarray(x.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True))

@@ -33,13 +33,13 @@ def sequence_positions(rank: int, size: int, seqlen: int, layout: str = "zigzag"
 
 
 def shard(x: Array, size: int, layout: str = "zigzag", axis: int = 1) -> list[Array]:
-    """The parts of all ranks along ``axis``."""
+    """Parts of all ranks along ``axis``."""
     each = (sequence_positions(rank, size, x.shape[axis], layout) for rank in range(size))
     return [np.take(x, positions, axis) for positions in each]
 
 
 def join(shards: Sequence[Array], layout: str = "zigzag", axis: int = 1) -> Array:
-    """The whole of which these are the parts."""
+    """Whole array from the parts of all ranks."""
     size, seqlen = len(shards), sum(x.shape[axis] for x in shards)
     order = np.concatenate([sequence_positions(rank, size, seqlen, layout) for rank in range(size)])
     return np.take(np.concatenate(shards, axis), np.argsort(order), axis)
@@ -48,6 +48,6 @@ def join(shards: Sequence[Array], layout: str = "zigzag", axis: int = 1) -> Arra
 def ring_attention(
     q: Sequence[Array], k: Sequence[Array], v: Sequence[Array], *, layout: str = "zigzag", **options: Any
 ) -> list[tuple[Array, Array]]:
-    """out and lse of each rank, of the shards of each: those of :func:`attention` of the whole."""
+    """Return out and lse of each rank from its shards: those of :func:`attention` of the whole sequence."""
     out, lse = attention(*(join(x, layout) for x in (q, k, v)), return_lse=True, **options)
     return list(zip(shard(out, len(q), layout), shard(lse, len(q), layout, axis=2), strict=True))

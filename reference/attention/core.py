@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Options:
-    """The options of all attention functions: what decides the scores."""
+    """Options of all attention functions, which decide the scores."""
 
     causal: bool = False
     """Query ``i`` sees keys up to ``i + offset``; offset is seqlen_k - seqlen_q (bottom-right aligned) by default."""
@@ -56,24 +56,24 @@ class Options:
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def of_sequence(self, b: int) -> Options:
-        """The options of sequence ``b``: ALiBi slopes may be (batch, nheads)."""
+        """Options of sequence ``b``: ALiBi slopes may be (batch, nheads)."""
         slopes = self.alibi_slopes
         return self if slopes is None or slopes.ndim == 1 else replace(self, alibi_slopes=slopes[b])
 
 
 @dataclass(frozen=True)
 class WeightOptions(Options):
-    """Those of training: also what happens to the weights after the softmax."""
+    """Options of training: also those of the weights after the softmax."""
 
     dropout_p: float = 0.0
-    """Each weight is 0 with this probability, else divided by 1 - dropout_p; see ``attention_dropout.py``."""
+    """Probability that a weight is 0; others are divided by 1 - dropout_p; see ``attention_dropout.py``."""
     seed: Any = None
-    """What decides which, with dropout: an integer from 0 to 2**64 - 1."""
+    """Seed that decides which weights dropout keeps: an integer from 0 to 2**64 - 1."""
 
 
 @dataclass(frozen=True)
 class DenseOptions(WeightOptions):
-    """Those of sequences of one length: also what is laid out by query and key."""
+    """Options of sequences of equal length: also arrays indexed by query and key."""
 
     bias: Array | None = None
     """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks."""
@@ -113,12 +113,12 @@ class Rows:
     sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
     lse: Array  # (batch, nheads, seqlen_q)
     visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
-    seen: Array  # the same; visible, and the score is above -inf
+    seen: Array  # (batch, nheads, seqlen_q, seqlen_k); visible, and the score is above -inf
     slope: Array | float  # d score / d (softmax_scale * q.k): with softcap 1 - tanh(s / softcap)**2, else 1.0
 
 
 def sequences(cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[tuple[int, slice, slice]]:
-    """The number of each packed sequence, its rows of q and its rows of k and v."""
+    """Index of each packed sequence, its rows of q and its rows of k and v."""
     for b in range(len(cu_seqlens_q) - 1):
         q_begin, q_end, k_begin, k_end = map(int, (*cu_seqlens_q[b : b + 2], *cu_seqlens_k[b : b + 2]))
         yield b, slice(q_begin, q_end), slice(k_begin, k_end)
@@ -135,7 +135,7 @@ def repeat_heads(x: Array, nheads: int) -> Array:
 
 
 def sum_groups(x: Array, nheads_kv: int) -> Array:
-    """The adjoint of :func:`repeat_heads`."""
+    """Adjoint of :func:`repeat_heads`."""
     batch, nheads, seqlen, head_dim = x.shape
     return np.asarray(x.reshape(batch, nheads_kv, nheads // nheads_kv, seqlen, head_dim).sum(axis=2))
 
@@ -155,8 +155,8 @@ def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) 
 
 
 def weigh_values(rows: Rows, values: Array, steps: Steps) -> Array:
-    """``probs @ values``, after dropout. A value that is not finite counts wherever it is seen, however small its
-    weight is: weights are positive, and only when rounded 0, which times infinity would be NaN.
+    """``probs @ values``, after dropout. A non-finite value counts wherever it is seen, however small its
+    weight is: weights are positive, and 0 only by rounding, which times infinity would be NaN.
     """
     finite = np.isfinite(values)
     result = steps.matmul(steps.step(rows.probs * rows.kept), np.where(finite, values, 0.0))
@@ -220,7 +220,7 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: i
 
 
 def _kept(shape: tuple[int, int, int, int], options: Options, sequence: int) -> Array | float:
-    """Dropout acts after the softmax: ``lse`` and ``probs`` know nothing of it."""
+    """Factors of dropout. It acts after the softmax: ``lse`` and ``probs`` do not depend on it."""
     if not isinstance(options, WeightOptions) or options.dropout_p == 0:
         return 1.0
     dense = options if isinstance(options, DenseOptions) else DenseOptions()

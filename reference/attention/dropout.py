@@ -1,7 +1,7 @@
 """Dropout of attention weights: which weights are kept. All backends drop the same ones.
 
 The weight of query i and key j of head h in sequence b (its number in the batch) has 16 random bits, one of the eight
-halves of the words that Philox 4x32-10 gives for
+halves of the words that Philox 4x32-10 returns for
 
     counter   (row group, key group, h, b)        row group = i // 16 * 8 + i % 8:   queries i, i + 8
     key       the seed, low and high half         key group = j // 32 * 8 + j % 8:   keys j, j + 8, j + 16, j + 24
@@ -27,7 +27,7 @@ _STEPS = 1 << 16
 
 
 def rounded_dropout(dropout_p: float) -> float:
-    """``dropout_p`` as 16 bits hold it: a multiple of 2**-16, at most 1 - 2**-15."""
+    """``dropout_p`` rounded to 16 bits: a multiple of 2**-16, at most 1 - 2**-15."""
     return min(round(dropout_p * _STEPS), _STEPS - 2) / _STEPS
 
 

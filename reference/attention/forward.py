@@ -55,9 +55,9 @@ def attention(
     k : (batch, seqlen_k, nheads_kv, head_dim)
     v : (batch, seqlen_k, nheads_kv, head_dim_v)
         With ``layout="bhsd"`` axes 1 and 2 are swapped, in the output too.
-    options : the fields of :class:`DenseOptions`, which says what they do; :func:`softmax_rows` has the formula
+    options : the fields of :class:`DenseOptions`, which describes them; :func:`softmax_rows` has the formula
     return_lse : also return the natural log of each row's softmax denominator.
-    out_dtype, lse_dtype : of the results, if not the ones below
+    out_dtype, lse_dtype : dtypes of the results, if not those below
 
     Returns
     -------
@@ -166,7 +166,7 @@ def attention_decode(
     ----------
     q : (batch, seqlen_q, nheads, head_dim)
     k_cache, v_cache : (batch, max_seqlen, nheads_kv, head_dim), or with ``block_table`` pages
-        (num_pages, page_size, nheads_kv, head_dim). Values may have their own head_dim_v.
+        (num_pages, page_size, nheads_kv, head_dim). Values may have a different head_dim_v.
     seqused_k : (batch,) keys in use per sequence; the rest is never read.
     block_table : (batch, max_pages) pages of each sequence, in order. Entries past the last used page are ignored.
     k_scale, v_scale : as in :func:`attention_varlen`

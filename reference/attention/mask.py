@@ -1,4 +1,4 @@
-"""Which keys a query sees, and the ALiBi term of its scores.
+"""Visibility of keys to queries, and the ALiBi term of scores.
 
 Query ``i`` is aligned with key ``i + offset``, and all position rules count from there. By default the diagonal is
 bottom-right aligned, the last query with the last key: ``offset = seqlen_k - seqlen_q``.
@@ -27,7 +27,7 @@ class BlockMaskLike(Protocol):
 
 
 def distance(seqlen_q: int, seqlen_k: int, offset: int) -> Array:
-    """How far key ``j`` is to the left of query ``i``: ``i + offset - j``."""
+    """Distance of key ``j`` to the left of query ``i``: ``i + offset - j``."""
     query = np.arange(seqlen_q)[:, None] + offset
     return query - np.arange(seqlen_k)[None, :]
 

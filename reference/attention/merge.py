@@ -21,7 +21,7 @@ def attention_merge(
     layout: str = "bshd",
     precision: Precision = "rounded",
 ) -> tuple[Array, Array]:
-    """``out`` and ``lse`` of all keys, from those of either half: ``lse = ln(e^lse1 + e^lse2)`` and
+    """``out`` and ``lse`` of all keys, from those of two parts: ``lse = ln(e^lse1 + e^lse2)`` and
     ``out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2``, with weights that sum to 1.
 
     A part with lse -inf saw no key, and its out does not count. Shapes: (batch, seqlen_q, nheads, head_dim_v) and

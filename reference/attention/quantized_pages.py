@@ -24,7 +24,7 @@ LARGEST = {"int8": 127.0, "uint8": 448.0, "float8_e4m3fn": 448.0}
 
 
 def quantize(x: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
-    """Codes like ``x``, of one of these dtypes, and scales without its last axis."""
+    """Codes of the shape of ``x``, in one of these dtypes, and scales without its last axis."""
     largest = np.float32(LARGEST[np.dtype(dtype).name])
     x = np.asarray(x).astype(np.float32)
     with np.errstate(all="ignore"):
@@ -39,6 +39,6 @@ def quantize(x: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
 
 
 def dequantize(codes: Array, scale: Array) -> Array:
-    """The numbers, in float64."""
+    """Numbers of codes, in float64."""
     numbers = codes if codes.dtype == np.int8 else codes.view(ml_dtypes.float8_e4m3fn)
     return numbers.astype(np.float64) * scale[..., None].astype(np.float64)

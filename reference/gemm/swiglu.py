@@ -76,7 +76,7 @@ def _products(p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Callable[
 
 
 def _split(gate: Array, up: Array | None) -> tuple[Array, Array]:
-    """The packed form has gate in the first half of the last axis and up in the second."""
+    """Gate and up. The packed form has gate in the first half of the last axis and up in the second."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -149,7 +149,7 @@ def swiglu_mlp(
     x : (..., hidden)
     w_gate, w_up : (ffn, hidden)
     w_down : (hidden_out, ffn)
-    keep : ``"gate_up"`` also returns ``x @ w_gate.T`` and ``x @ w_up.T`` side by side, for the backward
+    keep : ``"gate_up"`` also returns ``x @ w_gate.T`` and ``x @ w_up.T`` concatenated, for the backward
 
     Returns
     -------
@@ -181,7 +181,7 @@ def swiglu_mlp_backward(
     dw_down: Array | None = None,
     precision: Precision = "rounded",
 ) -> tuple[Array, ...]:
-    """Gradients of :func:`swiglu_mlp`. ``gate_up`` is what it kept; else it is recomputed from x, rounded alike.
+    """Gradients of :func:`swiglu_mlp`. ``gate_up`` is what it kept; otherwise it is recomputed from x, rounded alike.
 
     Returns
     -------

@@ -76,9 +76,9 @@ def cross_entropy_backward(
     denominator: Any = None,
     precision: Precision = "rounded",
 ) -> Array:
-    """Gradient of :func:`cross_entropy` for logits, from that of the loss; 0 in rows that are ignored.
+    """Gradient of :func:`cross_entropy` with respect to logits, from that of the loss; 0 in ignored rows.
 
-    The softmax is that of the logits; ``lse``, which is rounded, enters the gradient of the z-loss alone.
+    The softmax is that of the logits; ``lse``, which is rounded, enters only the gradient of the z-loss.
     """
     p = steps(precision, logits.dtype)
     kept = targets != ignore_index
@@ -87,13 +87,12 @@ def cross_entropy_backward(
     with np.errstate(invalid="ignore"):  # inf - inf, 0 / 0
         _, weights, row_sum = _exponentials(p, u)
         share = p.step(weights / row_sum)
-        on_target, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
+        own, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
         du = p.step(
-            share * p.step(on_target + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None])
-            - others * w
+            share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w
         )
         hit = np.arange(len(w)) == np.where(kept, targets, -1)[..., None]
-        dlogits = p.step(p.step(du - on_target * hit) * slope)
+        dlogits = p.step(p.step(du - own * hit) * slope)
         factor = np.broadcast_to(p.load(dloss) * _factor(reduction, denominator, w_y), targets.shape)
         return p.store(np.where(kept[..., None], dlogits * factor[..., None], 0.0))
 
@@ -107,7 +106,7 @@ def _weights(
 
 
 def _at(x: Array, targets: Array, kept: Array) -> Array:
-    """The element of each row that its target names; 0 in rows that are ignored."""
+    """Element of each row at its target; 0 in rows that are ignored."""
     if not x.size:
         return np.zeros(targets.shape)
     selected = np.take_along_axis(x, np.where(kept, targets, 0)[..., None].astype(np.int64), axis=-1)

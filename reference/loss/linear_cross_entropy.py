@@ -34,7 +34,7 @@ def linear_cross_entropy(
     dbias: Array | None = None,
     precision: Precision = "rounded",
 ) -> Any:
-    """The loss, with ``grads`` dx, dweight and, with a bias, dbias (``only="dx"``: dx), with ``return_lse`` lse.
+    """Loss, with ``grads`` dx, dweight and, with a bias, dbias (``only="dx"``: dx), with ``return_lse`` also lse.
 
     Options and losses as in :func:`cross_entropy` of the logits ``x @ weight.T + bias``; sums and losses are float32
     (float64 for float64). dweight and dbias start from those given.

@@ -1,7 +1,7 @@
 """LayerNorm: ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)**2) + eps)``.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, equations 3 and 4. The variance divides by N,
-not N - 1. Everything is computed wide, and the result is rounded once.
+not N - 1. Everything is computed in wide precision, and the result is rounded once.
 """
 
 from __future__ import annotations

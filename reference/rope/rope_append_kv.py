@@ -25,7 +25,7 @@ def cache_slots(
     slot_mapping: Array | None,
     page_size: int,
 ) -> Array:
-    """The slot of each token of ``shape``, (batch, seqlen) or (total,): page * page_size + row; negative: not stored.
+    """Slot of each token of ``shape``, (batch, seqlen) or (total,): page * page_size + row; negative: not stored.
 
     In a contiguous cache, sequence b has page b.
     """
@@ -63,14 +63,14 @@ def rope_append_kv(
     seqlen: int | None = None,
     precision: Precision = "rounded",
 ) -> tuple[Array, ...]:
-    """The rotated q, and the caches with the new rows. No argument is changed.
+    """Return the rotated q, and the caches with the new rows. No argument is changed.
 
     q (batch, seqlen, nheads, head_dim), k and v (batch, seqlen, nheads_kv, head_dim), caches (batch, max_seqlen,
     nheads_kv, head_dim) or, with ``block_table``, (num_pages, page_size, nheads_kv, head_dim): token i of sequence b
     goes to row ``seqused_k[b] + i`` of its cache, which is also its position unless ``positions`` is given. Or q, k
     and v (total, nheads, head_dim) with ``slot_mapping`` and ``positions`` (total,).
 
-    Caches of int8 or uint8 (e4m3) have scales, (num_pages, page_size, nheads_kv), which are returned behind them.
+    Caches of int8 or uint8 (e4m3) have scales, (num_pages, page_size, nheads_kv), which are returned after them.
     """
     p = steps(precision, q.dtype)
     inner: Precision = "naive" if precision == "naive" else "float64"

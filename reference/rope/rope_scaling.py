@@ -34,7 +34,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class Scaling(Protocol):
-    """The interface of a scaling, as ``rope`` uses it. Users create ``gpu_ops.RopeScaling``."""
+    """Interface of a scaling for ``rope``. Users create ``gpu_ops.RopeScaling``."""
 
     @property
     def theta(self) -> float | None: ...
@@ -58,7 +58,7 @@ def linear_inv_freq(rotary_dim: int, theta: float, *, factor: float) -> Float64A
 
 
 def ntk_inv_freq(rotary_dim: int, theta: float, *, factor: float) -> Float64Array:
-    """A larger base, which shrinks the lowest frequency by ``factor`` and keeps the highest.
+    """Frequencies of a larger base, which divides the lowest frequency by ``factor`` and keeps the highest.
 
     ``theta' = theta * factor ** (R / (R - 2))``. With R = 2 the only frequency is 1 for every base.
     """
@@ -70,7 +70,7 @@ def ntk_inv_freq(rotary_dim: int, theta: float, *, factor: float) -> Float64Arra
 def dynamic_inv_freq(
     rotary_dim: int, theta: float, *, factor: float, original_max_position: int, seqlen: int
 ) -> Float64Array:
-    """A base that grows with the sequence once it is longer than the training context.
+    """Frequencies of a base that grows with the sequence once it is longer than the training context.
 
     ``ntk`` with ``factor * L / original - (factor - 1)`` for ``L = max(seqlen, original_max_position)``.
     """

@@ -35,7 +35,7 @@ def adamw_step(
     seed: int = 0,
     precision: Precision = "rounded",
 ) -> tuple[State, ...]:
-    """New params, m and v, and master where it is given; the arguments stay as they are.
+    """Return new params, m and v, and master if there is one; the arguments are unchanged.
 
     In "naive" precision each operation is rounded to m's dtype: the bits of the kernels. An 8-bit v holds sqrt(v).
     """
@@ -75,7 +75,7 @@ def adamw_step(
 
 
 def dequantize(codes: Array, scale: Array) -> Array:
-    """float32: scale c |c| / most^2, where most is the largest code; the scale is that of the element's tile."""
+    """Float32 numbers scale c |c| / most^2, where most is the largest code, with the scale of the element's tile."""
     c = codes.astype(np.float32)
     unit = scale / np.float32(int(np.iinfo(codes.dtype).max) ** 2)
     return np.asarray(c * np.abs(c) * np.repeat(unit, TILE)[: codes.size].reshape(codes.shape))
@@ -103,9 +103,9 @@ def quantize(x: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
 
 
 def round_stochastic(x: Array, seed: int, step: int) -> Array:
-    """float32 to bfloat16, up or down with the probability that keeps the mean.
+    """Round float32 to bfloat16, up or down with the probability that keeps the mean.
 
-    What bfloat16 holds exactly stays as it is, infinities and NaN too; a finite number stays finite.
+    Numbers that bfloat16 holds exactly are unchanged, infinities and NaN too; a finite number stays finite.
     """
     words = x.astype(np.float32).ravel().view(np.uint32)
     down = words >> 16
@@ -119,7 +119,7 @@ def round_stochastic(x: Array, seed: int, step: int) -> Array:
 def random_bits(size: int, seed: int, step: int) -> Array:
     """16 random bits for each element of a flat array.
 
-    Of a tile of 256 elements, element i = 128 half + 4 lane + e has the ``half`` of word ``e`` of the counter
+    In a tile of 256 elements, element i = 128 half + 4 lane + e has the ``half`` of word ``e`` of the counter
     (32 tile + lane, step).
     """
     counters = np.arange(-(-size // TILE) * (TILE // 8), dtype=np.uint64)

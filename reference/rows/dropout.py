@@ -1,13 +1,13 @@
-"""Dropout of the elements of an array: which are kept. All backends drop the same ones.
+"""Dropout of the elements of an array. All backends drop the same elements.
 
-Element i of an array in C order is number n = offset + i. Its 32 random bits are word n % 4 of those that Philox
-4x32-10 gives for
+Element i of an array in C order has number n = offset + i. Its 32 random bits are word n % 4 of those that Philox
+4x32-10 returns for
 
     counter   (n // 4, low and high half, 0, 2**32 - 1)
     key       the seed, low and high half
 
-and it is kept where they are at least p * 2**32. The last word keeps these counters apart from those of attention,
-which has the number of a sequence there.
+and it is kept if they are at least p * 2**32. The last word makes these counters differ from those of attention,
+where it is the index of a sequence.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def dropout(x: Array, p: float, *, seed: Any, offset: int = 0, precision: Precis
 def dropout_backward(
     dy: Array, p: float, *, seed: Any, offset: int = 0, precision: Precision = "rounded"
 ) -> Array:
-    """Gradient of :func:`dropout` for x: the same of dy."""
+    """Gradient of :func:`dropout` with respect to x: dropout of dy."""
     return dropout(dy, p, seed=seed, offset=offset, precision=precision)

@@ -24,7 +24,7 @@ def embedding_backward(
     dweight: Array | None = None,
     precision: Precision = "rounded",
 ) -> Array:
-    """Gradient of :func:`embedding` for weight, float32 (float64 for float64): row v is the sum of the rows of
+    """Gradient with respect to weight, float32 (float64 for float64): row v is the sum of the rows of
     ``scale * dx`` whose index is v, added to ``dweight`` if that is given."""
     p = steps(precision, dx.dtype)
     rows = p.load(dx).reshape(ids.size, dx.shape[-1])

@@ -1,4 +1,4 @@
-"""The Euclidean norm over all elements of arrays."""
+"""Euclidean norm over all elements of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["global_norm"]
 
 
 def global_norm(arrays: Array | Sequence[Array], *, precision: Precision = "rounded") -> tuple[Array, Array]:
-    """The root of the sum of all squares, and 1 if an element is not finite, else 0.
+    """Return the root of the sum of all squares, and 1 if an element is not finite, else 0.
 
     The largest magnitude is taken out first, so that no square leaves float64's range.
     """

@@ -15,9 +15,9 @@ __all__ = ["softmax", "softmax_backward"]
 def softmax(
     x: Array, *, scale: float = 1.0, mask: Array | None = None, precision: Precision = "rounded"
 ) -> Array:
-    """``exp(t) / sum(exp(t))`` over the last axis with ``t = scale * x + mask``, in x's dtype; 0 where all is hidden.
+    """``exp(t) / sum(exp(t))`` over the last axis with ``t = scale * x + mask``, in x's dtype; 0 in hidden rows.
 
-    ``mask`` broadcasts to x's shape. Numbers are added, and -inf hides; of booleans, False hides, even a NaN.
+    ``mask`` broadcasts to x's shape. Numbers are added, and -inf hides; a boolean False hides, even a NaN.
     """
     p = steps(precision, x.dtype)
     t = p.step(scale * p.load(x))
@@ -31,7 +31,7 @@ def softmax(
 
 
 def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0, precision: Precision = "rounded") -> Array:
-    """Gradient of :func:`softmax` for x, ``scale * y * (dy - sum(dy * y))``, from that of its result y."""
+    """Gradient of :func:`softmax` with respect to x, ``scale * y * (dy - sum(dy * y))``."""
     p = steps(precision, y.dtype)
     dy64, y64 = p.load(dy), p.load(y)
     dot = p.step(np.sum(p.step(dy64 * y64), axis=-1, keepdims=True))

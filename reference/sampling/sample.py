@@ -2,7 +2,7 @@
 
 A token's weight is floor(2**bits * exp2(x)) with x = (z - max(z)) * (log2(e) / temperature). Every operation is
 rounded to float32 (float64 for float64), none is fused with another, and exp2 is a polynomial: the integers are the
-same everywhere. Their sums are exact in any order, so that what top_p keeps, and which token is drawn, depends on
+same everywhere. Their sums are exact in any order, so the tokens that top_p keeps, and the drawn token, depend on
 nothing else. ``bits`` is chosen so that the weights of a row add up to less than 2**63.
 """
 
@@ -30,7 +30,7 @@ _EXP2 = {
         0.055504108664821604, 0.24022650695910158, 0.6931471805599453, 1.0,
     ),
 }  # fmt: skip
-_LEAST = -64.0  # exponents below count as this, which no weight has room for
+_LEAST = -64.0  # lower exponents count as this, for which weights have no bits
 _DOMAIN = 0xFFFFFFFE  # the last word of counters: dropout has 2**32 - 1 there, attention and AdamW less
 
 
@@ -75,7 +75,7 @@ def token_weights(z: Array, temperature: Any) -> Array:
 
 
 def kept_tokens(z: Array, weights: Array, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Array:
-    """Which tokens of a row top_k, then top_p, then min_p keep: bool (vocab,)."""
+    """Tokens of a row that top_k, then top_p, then min_p keep: bool (vocab,)."""
     order = np.argsort(-z, kind="stable")[: top_k or len(z)]
     if top_p < 1:
         reached = np.cumsum(weights[order])
@@ -88,7 +88,7 @@ def kept_tokens(z: Array, weights: Array, *, top_k: int = 0, top_p: float = 1.0,
 
 
 def random_number(seed: int, step: int, row: int = 0) -> int:
-    """64 random bits of a row: the first words for the counter (step, low and high half, row, a constant)."""
+    """Return 64 random bits of a row: the first words for the counter (step, low and high half, row, a constant)."""
     seed, step = seed % (1 << 64), step % (1 << 64)
     counter = (step & 0xFFFFFFFF, step >> 32, row, _DOMAIN)
     low, high, *_ = (int(word) for word in philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)))
@@ -112,9 +112,9 @@ def sample(
     return_logprob: bool = False,
     precision: Precision = "rounded",
 ) -> Any:
-    """The token of each row, -1 where there is none; with ``return_logprob`` also its log-probability by the logits.
+    """Token of each row, -1 if there is none; with ``return_logprob`` also its log-probability by the logits.
 
-    ``precision`` is that of the log-probability; tokens have one definition.
+    ``precision`` applies to the log-probability; tokens have one definition.
     """
     rows, row_seeds = logits.shape[:-1], np.ndim(seed) > 0 or isinstance(seed, np.ndarray)
     with np.errstate(all="ignore"):

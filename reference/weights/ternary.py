@@ -1,4 +1,4 @@
-"""Ternary weights: quantise to -1, 0, +1, pack, unpack and multiply. The definition of correct."""
+"""Ternary weights: quantise to -1, 0, +1, pack, unpack and multiply. Defines the correct results."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def ternary_matmul(
 
     ``activations="int8"`` quantises each token of x first (:func:`quantize_activations`); the sum over
     k is then exact, in integers, and only the scales are floating point. ``"native"`` keeps x. An int8 x is
-    multiplied as it is, and by ``x_scale`` (per token, or one for all); y is then in ``out_dtype``, by default that
+    multiplied unchanged, and by ``x_scale`` (per token, or one for all); y is then in ``out_dtype``, by default that
     of x_scale.
     """
     st = steps(precision, x.dtype if x_scale is None else out_dtype or x_scale.dtype)
@@ -175,9 +175,9 @@ def ternary_matmul_backward(
 ) -> Any:
     """Straight-through gradients ``dx = dy @ (scale * trits)`` and ``dw = dy.T @ xq``: rounding counts as identity.
 
-    ``xq`` is what the forward multiplied: x quantised and scaled back for ``"int8"``, else x. dw is the gradient of
+    ``xq`` is the forward's operand: x quantised and scaled back for ``"int8"``, otherwise x. dw is the gradient of
     the latent weights that ``trits`` were quantised from, including those that were clipped. dx is like x, dw (N, K)
-    float32 (float64 for float64). ``only``: "dx" or "dw", that one alone.
+    float32 (float64 for float64). ``only``: return just "dx" or "dw".
     """
     st = steps(precision, x.dtype)
     n, k = trits.shape

@@ -1,4 +1,4 @@
-"""The ternary storage formats, one row each, in a table that checks itself.
+"""Ternary storage formats, one row each, in a table that checks itself.
 
 A trit ``t`` is -1, 0 or +1; its code is ``t + 1`` unless the row says otherwise. A stored scale always multiplies:
 ``W = scale * t``. :mod:`ternary_layouts` implements the bit layouts.
@@ -20,8 +20,8 @@ Tile = tuple[int, int, int]  # rows, columns, rows at a time
 class TernaryFormat:
     """A format's name, cost and requirements on a matrix ``(N, K)``.
 
-    ``unit_rows`` x ``unit_cols`` weights take ``unit_bytes``. A matrix that does not divide into units is padded if
-    ``pads``, else refused. ``linear`` formats count elements over the whole matrix, so only N*K must divide.
+    ``unit_rows`` x ``unit_cols`` weights take ``unit_bytes``. A matrix that is not a multiple of units is padded if
+    ``pads``, otherwise refused. ``linear`` formats count elements over the whole matrix, so only N*K must divide.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TernaryFormat:
 
     @property
     def constraint(self) -> str:
-        """The requirement on the shape, in words."""
+        """Description of the requirement on the shape."""
         if self.linear:
             return f"N*K % {self.unit_cols} == 0"
         if self.tiles:
@@ -109,7 +109,7 @@ def _by_shape(shapes: dict[Tile, list[tuple[int, int]]]) -> dict[tuple[int, int]
 
 # The tiles that setup_env.py of bitnet.cpp generates kernels with, for bitnet_b1_58-large, bitnet_b1_58-3B and
 # Llama3-8B. Its model files exist in these shapes only; all others get the tile of the format's row. Files made with
-# other parameters (its tuned presets) have the same size but another order, which only their maker knows.
+# other parameters (its tuned presets) have the same size but another order, known only to their creator.
 _TL1_TILES = _by_shape(
     {
         (256, 128, 32): [(1536, 4096), (4096, 1536), (14336, 4096), (1024, 4096)],
@@ -230,7 +230,7 @@ _ROWS = (
 
 
 def _check(rows: tuple[TernaryFormat, ...]) -> dict[str, TernaryFormat]:
-    """A table whose rows contradict each other or themselves fails at import, not in use."""
+    """Table of checked rows. Contradictory rows fail at import, not in use."""
     entropy = math.log2(3)
     for row in rows:
         if row.bits_per_weight < entropy:

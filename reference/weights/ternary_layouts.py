@@ -1,11 +1,11 @@
-"""Packs trits to bytes and unpacks them, format by format, in plain NumPy.
+"""Packing of trits to bytes and back, format by format, in plain NumPy.
 
 ``encode(trits, format)`` and ``decode(packed, shape, format)``; the table of formats is :mod:`ternary_formats`. A
 decoder is strict by default: its error names the first byte that no encoder writes. ``strict=False`` returns what
 the format's published decoder computes from such bytes, which may be outside -1..1 (a 2-bit code 3 gives +2).
 
-Scales are kept apart, except that tq1_0, tq2_0 and q2_0 embed an fp16 per block. For I2_S, TL1 and TL2 tensors of a
-file, the packed array is the codes alone, without the trailer (a float32 scale and filler); pass that scale
+Scales are separate, except that tq1_0, tq2_0 and q2_0 embed an fp16 per block. For I2_S, TL1 and TL2 tensors of a
+file, the packed array is only the codes, without the trailer (a float32 scale and filler); pass that scale
 separately.
 """
 
@@ -137,7 +137,7 @@ def block_scales(packed: Array, shape: tuple[int, int], format: str) -> Array:
 
 
 def chunk_bitmap(trits: Array) -> Array:
-    """Which chunks of 128 weights of a row hold any nonzero: bit c%8 of byte c/8 is chunk c; (N, ceil(K/1024)) uint8.
+    """Chunks of 128 weights of a row with a nonzero: bit c%8 of byte c/8 is chunk c; (N, ceil(K/1024)) uint8.
 
     The last chunk of a row may be shorter; bits past it are 0.
     """
@@ -171,7 +171,7 @@ def _planes_decode(data: Array, n: int, k: int, strict: bool) -> Array:
 
 
 def _interleave(codes: Array) -> Array:
-    """(..., 16*g) codes -> (..., 4*g) bytes: code e of 16 sits in byte e%4 at bits 2*(e//4).
+    """(..., 16*g) codes -> (..., 4*g) bytes: code e of 16 is in byte e%4 at bits 2*(e//4).
 
     So byte lanes 0..3 of ``word >> 2i & 0x03030303`` are codes 4i..4i+3, in order: a dot product of
     four int8 takes them without a permutation of the activations.

@@ -1,4 +1,4 @@
-"""Shared by the ternary layouts: 2-bit fields, padding, and errors that name the first fault."""
+"""Helpers of the ternary layouts: 2-bit fields, padding, and errors that name the first fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join(codes: Array, *, axis: int, shifts: tuple[int, ...]) -> Array:
 
 
 def split(data: Array, *, axis: int, shifts: tuple[int, ...]) -> Array:
-    """The inverse of :func:`join`; ``data`` has length 1 on ``axis``."""
+    """Inverse of :func:`join`; ``data`` has length 1 on ``axis``."""
     return np.concatenate([data >> np.uint8(s) & np.uint8(3) for s in shifts], axis=axis)
 
 

@@ -27,7 +27,7 @@ Tile = tuple[int, int, int]
 
 
 class _Order:
-    """The order in which elements are stored: a matrix reshaped to ``sizes``, then transposed by ``axes``."""
+    """Order in which elements are stored: a matrix reshaped to ``sizes``, then transposed by ``axes``."""
 
     def __init__(self, sizes: tuple[int, ...], axes: tuple[int, ...]) -> None:
         self.sizes, self.axes = sizes, axes

@@ -6,9 +6,9 @@ each block sees and recomputes P from lse:
     S^T = K Q^T     P^T = exp2(S^T - lse)       dP^T = V dO^T      dS^T = P^T * (dP^T - delta)
     dV += P^T dO    dK += dS^T Q                dQ^T += K^T dS^T
 
-dQ stays in scratch until its block is done, and so do dK and dV of a key head until its task is, if it has one
-part. With fewer heads than threads the query blocks go in parts: each takes every n-th block, so that causal work
-is even, and has its own float32 dK and dV, which are summed in order at the end. flops: 2.5 times the forward pass.
+dQ stays in scratch until its block is done. dK and dV of a key head stay there until its task is, if it has one
+part. With fewer heads than threads the query blocks are divided: each part takes every n-th block, so causal work
+is even, and has separate float32 dK and dV, which are summed in order at the end. flops: 2.5 times the forward pass.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ from gpu_ops.kernels.common.cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
 
-BLOCK_M, BLOCK_N = 1024, 128  # queries and keys of a tile: 512 queries go over dK and dV twice as often
-# In tile registers P and dS are to stay in the L2 cache (head_dim 128: 58 ms, with 1024 queries 76).
+BLOCK_M, BLOCK_N = (
+    1024,
+    128,
+)  # queries and keys of a tile: with 512 queries dK and dV are passed over twice as often
+# With tile registers P and dS should stay in the L2 cache (head_dim 128: 58 ms, with 1024 queries 76).
 BLOCK_M_TILES = 512
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
 # |lse| from which a row uses it in two parts, and from which it is too coarse to be used at all: see split_lse. By
@@ -65,15 +68,15 @@ SPLIT_LSE = {
     ("float32", "float64"): (128.0, _FLOAT64),
     ("float64", "float64"): (_FLOAT64, _FLOAT64),
 }
-WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
+WORKSPACE_BYTES = 40 << 20  # for dK and dV of all parts; four parts are always allowed
 
 
 def select_config(
     batch: int, nheads: int, nheads_kv: int, seqlen_q: int, seqlen_k: int, part_bytes: int, block_m: int
 ) -> Config:
-    """Tile sizes, queries at most ``block_m``, and into how many parts the query blocks of one key head go.
+    """Tile sizes, with at most ``block_m`` queries, and number of parts of the query blocks of a key head.
 
-    Two tasks per thread, if there are blocks; with several parts each has its own dK and dV of ``part_bytes``
+    Two tasks per thread, if there are enough blocks. With several parts each has dK and dV of ``part_bytes``
     in all, so on many cores long sequences take fewer.
     """
     group = nheads // max(nheads_kv, 1)
@@ -88,7 +91,7 @@ def select_config(
 
 
 def config_of(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> Config:
-    """For arrays as :func:`prepare` takes them."""
+    """Configuration for arrays as :func:`prepare` takes them."""
     part_bytes = k.shape[0] * k.shape[1] * k.shape[2] * (q.shape[3] + v.shape[3]) * _sums_of(q).itemsize
     block_m = BLOCK_M_TILES if TILES and q.dtype.name == "bfloat16" else BLOCK_M
     return select_config(batch, q.shape[2], k.shape[2], max_seqlen_q, max_seqlen_k, part_bytes, block_m)
@@ -120,7 +123,7 @@ def prepare(
     """``run(dout, q, k, v, lse, delta, dq, dk, dv, sequences, given, dbias=None)`` for arrays like these, which it
     does not keep. lse and delta are float64 (batch, nheads, seqlen_q).
 
-    Shapes and options as in ``attention.prepare``; it fills dq, dk, dv and dbias (bias's shape, to compute in), or
+    Shapes and options as in ``attention.prepare``. It fills dq, dk, dv and dbias (bias's shape, computing dtype), or
     with ``add`` adds to the first three. ``lse_dtype``: the dtype that lse had.
     """
     nheads_kv, dtype, wide = k.shape[2], q.dtype, _sums_of(q)
@@ -218,7 +221,7 @@ Results = namedtuple("Results", "dq dk dv dk_parts dv_parts starts add")
 
 @kernel(lambda t: (CALL, read(t, 4), types.Array(compute(t), 4, "C"), types.Array(compute(t), 4, "C")))
 def attention_backward_work(state, n_tasks, call, q, dk_parts, dv_parts):
-    """state[0] = bytes of the scratch of a thread. Only the types of the arrays count, and the width of the parts."""
+    """state[0] = scratch bytes of a thread. Only the types of the arrays and the width of the parts matter."""
     size, options, zero = arena_size(), by_reference(call), dk_parts.dtype.type(0)
     make_scratch(size, options, operand(q, zero), zero)
     make_sums(size, options, dk_parts, dv_parts)
@@ -287,7 +290,7 @@ def store_row(target, index, source, dim, scale, add):
     )
 )
 def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, scale, add):
-    """target = scale * (part 0 + part 1 + ...), rounded once; or with ``add``, that more."""
+    """target = scale * (part 0 + part 1 + ...), rounded once; with ``add``, target += that."""
     dim = target.shape[3]
     total = np.empty(dim, parts.dtype)
     sums = (call.max_seqlen_k + KEYS_PER_SUM - 1) // KEYS_PER_SUM

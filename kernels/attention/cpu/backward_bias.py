@@ -1,7 +1,7 @@
-"""The gradients of attention's bias and sinks on the CPU.
+"""Gradients of attention's bias and sinks on the CPU.
 
 dbias is dS, summed over the axes along which bias was broadcast. P and dS are recomputed tile by tile, as in
-attention_backward.py, in another order: a task owns what it adds to. A task of the gradient of sinks is a head.
+attention_backward.py, in another order: a task owns the part of dbias that it adds to. For sinks a task is a head.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def attention_backward_bias(
     state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, seed, delta, split_from,
     coarse_from, dbias,
 ):  # fmt: skip
-    """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
+    """dbias = dS, summed over the axes along which bias was broadcast. A task owns the part that it adds to."""
     inputs = by_reference(
         Arrays(
             dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, seed, delta, split_from, coarse_from
@@ -112,7 +112,7 @@ def add_bias_block(dbias, w, call, x, b, h, block):
 
 
 def sinks_gradient(sinks: Array, lse: Array, delta: Array, dtype: np.dtype[Any]) -> Array:
-    """Sinks float64 (nheads,); lse and delta float64 (batch, nheads, queries); the result in ``dtype``.
+    """Gradient of sinks, in ``dtype``. Sinks float64 (nheads,); lse and delta float64 (batch, nheads, queries).
 
     d lse / d sink is the sink's probability; its value is 0, so only -delta remains.
     """
@@ -133,7 +133,7 @@ def attention_sinks_gradient(state, n_tasks, sinks, lse, delta, gradient):
         total = 0.0
         for b in range(lse.shape[0]):
             for i in range(lse.shape[2]):
-                if lse[b, head, i] != -np.inf:  # else its sink is -inf as well
+                if lse[b, head, i] != -np.inf:  # otherwise its sink is -inf as well
                     total += np.exp(sinks[head] - lse[b, head, i]) * delta[b, head, i]
         gradient[head] = -total
         head = claim(state)

@@ -1,7 +1,7 @@
-"""The micro-kernel of the attention backward pass: from Q, K, V and dO to P and dS without a stop in memory.
+"""Micro-kernel of the attention backward pass: computes P and dS from Q, K, V and dO in registers.
 
-A tile is MR keys by two vectors of queries. Two products keep their sums in registers, and what becomes of them
-follows at once:
+A tile is MR keys by two vectors of queries. The sums of two products stay in registers, and P and dS are computed
+from them at once:
 
                     2 vectors of queries                              2 vectors of queries
                   +---------+---------+                             +---------+---------+
@@ -40,7 +40,7 @@ _TILE = [(m, n) for m in range(MR) for n in range(2)]
 
 
 class _Fields:
-    """The arrays of a by_reference tuple inside an intrinsic."""
+    """Arrays of a by_reference tuple inside an intrinsic."""
 
     def __init__(self, context: Any, b: Any, by_reference: ByReference, pointer: Any) -> None:
         self.b, self.by_reference = b, by_reference
@@ -109,12 +109,12 @@ def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, s
 
 
 def _sums(b: Any, w: _Fields, name: str, row: Any) -> list[Any]:
-    """The part of a panel that tile registers made."""
+    """Load the part of a panel that tile registers computed."""
     return [x for m in range(MR) for x in w.vectors(name, number(0), _FLOAT, b.add(row, number(m)))]
 
 
 def _mask(b: Any, w: _Fields, values: list[Any], lane: Any, key: Any, masked: Any) -> list[Any]:
-    """If ``masked``, 0 where a lane does not see key + m."""
+    """Set values to 0 where a lane does not see key + m, if ``masked``."""
     before = b.block
     with b.if_then(masked):
         low, top = w.vectors("low", lane, _INT), w.vectors("top", lane, _INT)
@@ -133,7 +133,7 @@ def _mask(b: Any, w: _Fields, values: list[Any], lane: Any, key: Any, masked: An
 
 
 def _store(b: Any, w: _Fields, name: str, values: list[Any], row: Any, lane: Any) -> None:
-    """Rows of keys, as floats or as pairs of neighbouring queries."""
+    """Store rows of keys, as floats or as pairs of neighbouring queries."""
     for m in range(MR):
         pair = values[2 * m : 2 * m + 2]
         at = b.add(row, number(m))
@@ -160,7 +160,7 @@ def _store_key_pairs(b: Any, w: _Fields, values: list[Any], row: Any, lane: Any)
 def score_tile(typingctx, w, row, lane, key, masked, scale, steps, steps_v):
     """Fill w.p and w.ds for keys row ... row + MR - 1 of the tile and PANEL lanes from ``lane``.
 
-    ``key``: number of the first key in its sequence; ``masked``: some lane may not see some key;
+    ``key``: index of the first key in its sequence; ``masked``: some lane may not see some key;
     ``steps``, ``steps_v``: words of head_dim and head_dim_v.
     """
 
@@ -183,7 +183,7 @@ def score_tile(typingctx, w, row, lane, key, masked, scale, steps, steps_v):
         ds = [
             b.fmul(p[i], b.fsub(x, delta[n])) for i, ((_, n), x) in enumerate(zip(_TILE, totals, strict=True))
         ]
-        ds = _mask(b, fields, ds, lane_, key_, masked_)  # once more: 0 times what overflowed is NaN
+        ds = _mask(b, fields, ds, lane_, key_, masked_)  # again: 0 times an overflow is NaN
         _store(b, fields, "ds", ds, row_, lane_)
         if pairs:
             _store_key_pairs(b, fields, ds, row_, lane_)

@@ -1,4 +1,4 @@
-"""Operands of attention backward's products, in floats or in pairs of bfloat16, and what a thread loads of them.
+"""Operands of attention backward's products, in floats or in pairs of bfloat16, and their loading by a thread.
 
 A product sums along one axis of its operands. Where the CPU multiplies bfloat16, a 32-bit word holds two neighbours
 along that axis. With elements ``a``, ``b``, ..., one row per query or key:
@@ -71,7 +71,7 @@ class Scratch(NamedTuple):
     dp_panel: Any
     dscore: Any  # (n, m) gradient of the finished score, if it differs; else the same memory as dp
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
-    rest: Any  # (m) what lse2 leaves out: see split_lse. P comes divided by 1 - dropout_p, which is here too
+    rest: Any  # (m) rounding error of lse2: see split_lse. P is divided by 1 - dropout_p, which is included here
     delta: Any  # (m) times 1 - dropout_p
     head: Any  # (m) and so on: see place_lanes
     query: Any
@@ -85,7 +85,7 @@ class Scratch(NamedTuple):
 
 @device_function
 def make_scratch(memory, call, x, wide):
-    """From an arena. ``x``: a zero of the operands' type; ``wide``: of the type to compute in."""
+    """Scratch from an arena. ``x``: a zero of the operands' type; ``wide``: a zero of the computing type."""
     sample = arena_array(memory, (0, 0), x)
     m, n = round_up(call.block_m, PANEL), round_up(call.block_n, k_unroll(sample))
     words, words_v = row_words(sample, call.head_dim), row_words(sample, call.head_dim_v)
@@ -144,7 +144,7 @@ def packing(a):
 
 @generic
 def scale_floats(a, m, n, factor):
-    """a *= factor; pairs of bfloat16 stay as they are."""
+    """a *= factor; pairs of bfloat16 are unchanged."""
 
     def scale(a, m, n, factor):
         x = like(a[0, 0], factor)
@@ -172,7 +172,7 @@ def row_pairs(memory, rows, m, n):
 
 @generic(refcount=True)
 def float_tile(memory, a, m, n, wide):
-    """``a`` itself if it is of floats, else an array of floats (m, n)."""
+    """``a`` itself if it holds floats, otherwise an array of floats (m, n)."""
     if _pairs(a):
         return lambda memory, a, m, n, wide: arena_array(memory, (m, n + SKEW), wide)
     return lambda memory, a, m, n, wide: a
@@ -229,7 +229,7 @@ def pair_tile_keys(target, source, rows, width):
 
 @device_function
 def product_words(a, dim):
-    """Words of a row of ``dim`` elements that a product takes; they are zero from there on."""
+    """Words of a row of ``dim`` elements that a product takes; later words are zero."""
     words = (dim + packing(a) - 1) // packing(a)
     return round_up(words, TILE) if in_tiles(a) else words
 
@@ -242,14 +242,14 @@ def row_words(a, dim):
 
 @device_function
 def clear_rows(w):
-    """Elements past head_dim stay 0."""
+    """Clear the operands: elements past head_dim stay 0."""
     for a in (w.q, w.do, w.k, w.v):
         clear(a, 0, a.shape[0])
 
 
 @noinline_function
 def clear(a, first, last):
-    """Whole rows."""
+    """Set rows first..last - 1 of ``a`` to 0."""
     clear_columns(a, first, last, 0, a.shape[1])
 
 
@@ -271,7 +271,7 @@ def extremes(x, start, stop):
 
 @device_function
 def load_block(w, call, x, b, group, block):
-    """Lanes, Q, dO, lse and delta of one block of queries.
+    """Load lanes, Q, dO, lse and delta of one block of queries.
 
     Returns (lanes used, first and last key that any of them sees, whether Q and dO are finite, whether ``split_lse``
     is to follow).
@@ -338,7 +338,7 @@ def is_large(lse, least):
 
 @device_function
 def load_keys(w, call, x, b, head_kv, first, n_keys):
-    """K and V of a tile. True if all is finite."""
+    """Load K and V of a tile. Returns whether all are finite."""
     kb, start, rows = 0 if call.packed else b, x.sequences[b, 2] + first, round_up(n_keys, k_unroll(w.k))
     for j in range(n_keys):
         put_row(w.k[j], read_row(x.k, (kb, start + j, head_kv)), call.head_dim)

@@ -24,7 +24,7 @@ VARIANTS = (*((t, t) for t in FLOATS), ("bfloat16", "float32"), ("float16", "flo
 
 
 def deltas(dout: Array, out: Array) -> Array:
-    """(batch, nheads, queries) of dout and out (batch, queries, nheads, head_dim_v), of which out may be float32."""
+    """Delta (batch, nheads, queries) of dout and out (batch, queries, nheads, head_dim_v); out may be float32."""
     batch, queries, heads, dim = dout.shape
     delta = np.empty((batch, heads, queries))
     launch = launcher(delta.size * dim / _PRODUCTS_PER_NANOSECOND)
@@ -48,7 +48,7 @@ def attention_backward_delta(state, n_tasks, dout, out, delta):
 
 
 def round_rows(x: Array, to: Array) -> Array:
-    """float32 rows (batch, queries, heads, dim), rounded into a float16 or bfloat16 array; returns that."""
+    """Round float32 rows (batch, queries, heads, dim) into a float16 or bfloat16 array, and return it."""
     batch, queries, heads, _ = x.shape
     launch = launcher(x.size / _PRODUCTS_PER_NANOSECOND)
     tasks = batch * heads * -(-queries // ROWS_PER_TASK)

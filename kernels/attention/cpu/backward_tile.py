@@ -1,7 +1,7 @@
-"""A tile of the attention backward pass: from Q, K, V, dO and lse to P and dS, and on to dQ, dK and dV.
+"""Tile of the attention backward pass: P and dS from Q, K, V, dO and lse, then dQ, dK and dV.
 
-Queries lie in the lanes, as in ``attention_tile``: S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes go in panels of
-PANEL. A panel works on the keys that one of its lanes sees; the rest of what a product reads is 0:
+Lanes are queries, as in ``attention_tile``: S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes are grouped in panels of
+PANEL. A panel works on the keys that at least one of its lanes sees; the rest of the product's operands is 0:
 
            panels of queries
            +---+---+---+---+
@@ -11,9 +11,9 @@ PANEL. A panel works on the keys that one of its lanes sees; the rest of what a 
            |   |   | 0 +   |
            +---+---+---+---+
 
-``plain_gradients`` makes P and dS of plain scores in one pass, ``any_gradients`` with every option. The products of
+``plain_gradients`` computes P and dS of plain scores in one pass, ``any_gradients`` with all options. The products of
 dK and dV take, per group of keys, the panels that see one of them; the product of dQ takes, per panel, the keys that
-one of its lanes sees. Neighbours with the same range go together.
+one of its lanes sees. Neighbours with the same range are processed together.
 """
 
 import numpy as np
@@ -73,7 +73,7 @@ def next_tile(w, call, b, n, first, last, visible):
 
 @device_function
 def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
-    """S^T and dP^T in floats, of keys row ... row + n - 1 and ``width`` lanes, into the first columns of s and dp."""
+    """Write S^T and dP^T in floats, of keys row ... row + n - 1 and ``width`` lanes, to columns 0 ... of s and dp."""
     ld, k, v = s.shape[1], w.k.shape[1], w.v.shape[1]
     at = row * ld
     gemm_rows(s, at, ld, w.k, row * k, k, w.qt, lane, w.qt.shape[1], n, width, words, False)
@@ -82,7 +82,7 @@ def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
 
 @generic
 def plain_gradients(w, call, width, first, n_keys):
-    """P^T and dS^T of finite numbers and plain scores. False for float64: nothing done."""
+    """Compute P^T and dS^T of finite numbers and plain scores. Returns False for float64, with nothing done."""
 
     def by_panels(w, call, width, first, n_keys):
         step = k_unroll(w.p)
@@ -119,7 +119,7 @@ def plain_gradients(w, call, width, first, n_keys):
 
 @device_function
 def any_scores(w, call, n, first, n_keys, bias):
-    """S^T in base 2, masked, into w.s, and dP^T."""
+    """Write masked S^T in base 2 to w.s, and dP^T."""
     width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
     words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
     multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
@@ -154,7 +154,7 @@ def split_lse(w, call, x, b, head_kv, n, first, last):
         if is_large(row_lse, x.coarse_from):
             has_sink = call.has_sinks and x.sinks[w.head[c]] != -np.inf
             w.lse2[c] = x.sinks[w.head[c]] * LOG2E if has_sink else -np.inf
-            w.rest[c] = 1 if has_sink else 0  # the sum, for now
+            w.rest[c] = 1 if has_sink else 0  # initial sum
             coarse = True
         elif is_large(row_lse, x.split_from):
             w.rest[c] = row_lse * LOG2E - w.lse2[c]
@@ -187,7 +187,7 @@ def sum_weights(w, c, n_keys):
 
 @noinline_function
 def weigh_visible(s, lse, n_keys, width):
-    """A visible key never weighs exactly 0, so that its NaN shows; ``s`` and ``lse`` in base 2."""
+    """Weigh scores. A visible key never weighs exactly 0, so that its NaN shows; ``s`` and ``lse`` are in base 2."""
     for j in range(n_keys):
         row = s[j]
         for c in range(width):
@@ -200,7 +200,7 @@ def weigh_visible(s, lse, n_keys, width):
 def any_gradients(w, call, x, b, n, first, n_keys, finite):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore.
 
-    dS is that of weights that dropout drops or scales, P of all, scaled.
+    dS is that of weights after dropout, P that of all weights, scaled.
     """
     width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
     any_scores(w, call, n, first, n_keys, x.bias)
@@ -223,7 +223,7 @@ def any_gradients(w, call, x, b, n, first, n_keys, finite):
 
 @device_function
 def pair_gradients(w, width, n_keys):
-    """The operands of the products from P^T and dS^T in floats."""
+    """Make the operands of the products from P^T and dS^T in floats."""
     rows = round_up(n_keys, k_unroll(w.p))
     pair_tile(w.p, w.s, rows, width)
     pair_tile(w.ds, w.dp, rows, width)
@@ -234,7 +234,7 @@ def pair_gradients(w, width, n_keys):
 
 @device_function
 def make_sums(memory, call, dk_parts, dv_parts):
-    """dK and dV of a key head that has one part."""
+    """Scratch for dK and dV of a key head that has one part."""
     keys, zero = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
     return arena_array(memory, (keys, dk_parts.shape[3]), zero), arena_array(
         memory, (keys, dv_parts.shape[3]), zero
@@ -243,7 +243,7 @@ def make_sums(memory, call, dk_parts, dv_parts):
 
 @device_function
 def panels_of(w, panels, key):
-    """First and last + 1 of the panels that see a key of the group from row ``key``."""
+    """First and last + 1 panel that sees a key of the group from row ``key``."""
     first, last = panels, 0
     for i in range(panels):
         if w.rows[i, 0] < key + KEY_GROUP and key < w.rows[i, 1]:
@@ -253,7 +253,7 @@ def panels_of(w, panels, key):
 
 @device_function
 def add_products(w, width, dk, dv, at, n_keys):
-    """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
+    """Add products: dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
     rows, panels, pack = round_up(n_keys, k_unroll(w.p)), width // PANEL, packing(w.p)
     dim, dim_v = dk.shape[1], dv.shape[1]
     key = 0
@@ -284,7 +284,7 @@ def add_products(w, width, dk, dv, at, n_keys):
 
 @generic
 def add_queries(w, ds, lane, m, key, k, dim):
-    """dQ += dS K of ``m`` lanes and ``k`` steps from ``key`` on; ``ds`` is ``w.ds_keys``."""
+    """Add dQ += dS K for ``m`` lanes and ``k`` steps from ``key`` on; ``ds`` is ``w.ds_keys``."""
 
     def tiles(w, ds, lane, m, key, k, dim):
         ld, ld_ds, ld_dq, ld_k = w.ds_rows.shape[1], ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
@@ -325,7 +325,7 @@ def add_row(total, weight, row, dim):
 
 @device_function
 def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
-    """dQ of a block of queries into w.dq; adds its dK and dV, whose rows begin at ``start``. Returns lanes used."""
+    """Write dQ of a block of queries to w.dq; add its dK and dV, whose rows begin at ``start``. Return lanes used."""
     n, first, last, finite_block, split = load_block(w, call, x, b, group, block)
     if split:
         split_lse(w, call, x, b, head_kv, n, first, last)

@@ -1,4 +1,4 @@
-"""Bias of scores, as LLVM IR. Its rows are queries, those of S^T are keys: squares are transposed in registers.
+"""Addition of bias to scores, as LLVM IR. Rows of bias are queries, rows of S^T keys: squares are transposed.
 
 bias    | query 0: keys ... |      bfloat16  as words of two keys, which are widened where they are added
         | query 1: keys ... |      else      widened first; float16 makes two squares
@@ -25,7 +25,7 @@ from gpu_ops.kernels.common.cpu.codegen.gemm import transpose_vectors
 from gpu_ops.kernels.common.cpu.codegen.numba_api import intrinsic, ir, signature, types
 from gpu_ops.kernels.common.cpu.codegen.target import VECTOR_BYTES
 
-PANEL = 2  # vectors of lanes that meet the same keys one after the other
+PANEL = 2  # vectors of lanes that process the same keys one after the other
 # A very negative finite bias is not a mask: scores in base 2 stay finite.
 _LOWEST = {"float": -3.3e38, "double": -1.7e308}
 

@@ -23,7 +23,7 @@ DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kern
 
 
 def results_of(t: str) -> tuple[str, str]:
-    """The dtypes of out and lse, unless the caller chooses others."""
+    """Default dtypes of out and lse."""
     return t, compute(t).name
 
 
@@ -44,20 +44,20 @@ OPTIONAL = (
 
 
 class Prepared(NamedTuple):
-    """A call of these options for arrays of these shapes."""
+    """Prepared call for certain options and shapes."""
 
     run: Callable[..., None]
     scratch: Callable[[], int]
-    """Bytes that it allocates for its own duration, at most."""
+    """Upper bound of the bytes that ``run`` allocates while it runs."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes and how the work is cut."""
+    """Tile sizes and partition of the work."""
 
     block_m: int  # queries per task: lanes
     block_n: int  # keys per tile
-    heads: int  # query heads side by side in the lanes
+    heads: int  # adjacent query heads in the lanes
     n_splits: int  # parts of the keys
     kernel: str = "tiled"  # or "decode": block_m is then the query rows of a KV head; block_n not used
 
@@ -81,7 +81,7 @@ def select_config(
     dtype: Any = np.float32,
     dims: int = 256,
 ) -> Config:
-    """Cut the work so that every thread has some, in tiles as large as that allows.
+    """Divide the work so that every thread has some, in tiles as large as that allows.
 
     =======  ================================================================================================
     block_m  1024: each K and V element that is packed serves 1024 queries; half of it and so on while Q^T and
@@ -125,7 +125,7 @@ def decode_nanoseconds(batch: int, nheads_kv: int, seqlen_k: int, dtype: Any) ->
 
 
 def _decode_tasks(nanoseconds: int) -> int:
-    """Tasks of 250 us, or one of 60 for each thread: from 160 us in all, as waking and merging take 55."""
+    """Number of tasks: of 250 us, or of 60 us, one per thread, from 160 us in total (waking and merging take 55)."""
     if nanoseconds < 160_000:
         return 1
     return min(4 * thread_count(), max(nanoseconds // 250_000, min(thread_count(), nanoseconds // 60_000)))
@@ -151,7 +151,7 @@ def make_call(
 
 
 def launcher_of(call: Call, passes: float = 1) -> Callable[..., None]:
-    """For ``passes`` times the two products of the forward pass."""
+    """Launcher for ``passes`` times the two products of the forward pass."""
     scores = call.batch * call.nheads * call.max_seqlen_q * call.max_seqlen_k
     return launcher(passes * scores * (call.head_dim + call.head_dim_v) / _PRODUCTS_PER_NANOSECOND)
 
@@ -166,7 +166,7 @@ def private_bytes(
 
 
 def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[Array, ...]]:
-    """A function from the optional arrays by name to those of :data:`OPTIONAL`, empty ones if not given."""
+    """Function from optional arrays by name to the arrays of :data:`OPTIONAL`; missing arrays are empty."""
     no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)
     no_table, no_slopes, no_sinks = np.empty((0, 0), np.int32), np.empty((0, 0)), np.empty(0)
     no_seed = np.empty(0, np.uint64)

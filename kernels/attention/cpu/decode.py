@@ -1,4 +1,4 @@
-"""Attention of a few query rows over a key/value cache on the CPU: every K and V row is read once, as it lies.
+"""Attention of a few query rows over a key/value cache on the CPU: every K and V row is read once, in place.
 
 Reading the cache is the work: 2 * head_dim elements per key and KV head, and 4 * rows * head_dim flops,
 where the rows are all queries of all heads that share the KV head (GQA). So nothing is packed, and
@@ -14,7 +14,7 @@ vectors run along head_dim:
                     +--------------+
 
 The keys and values of a block are read in the order of memory, all KV heads of a key one after another if
-they lie side by side: head after head would come back to every row nheads_kv times, in short pieces that
+they are contiguous. Reading head after head would return to every row nheads_kv times, in short pieces that
 no hardware prefetcher follows. Rows are prefetched 12 KB ahead in that order: from the K rows of a block into its
 V rows, and from these into the next block. A task is one part of the keys of one sequence; attention_combine of
 attention.py merges the parts.
@@ -85,22 +85,22 @@ VARIANTS = tuple((t, rows, *results_of(t), t) for t in FLOATS for rows in (1, 2,
 
 
 def tile_rows(dtype: str, rows: int) -> int:
-    """Query rows that share a register tile; a vector of scores holds at least one key."""
+    """Number of query rows that share a register tile; a vector of scores holds at least one key."""
     width = VECTOR_BYTES // (8 if dtype == "float64" else 4)
     return min(rows if rows <= 2 else 4, width)
 
 
 def block_keys(row_bytes: int) -> int:
-    """Keys per block, a multiple of those in one vector of scores."""
+    """Keys per block, a multiple of the keys in one vector of scores."""
     return min(max(BLOCK_BYTES // max(row_bytes, 1) // 16 * 16, 16), 256)
 
 
 class Plan(NamedTuple):
-    """How a call is cut. ``tile``: a tuple of as many zeros as query rows share a register tile; its type counts."""
+    """Partition of a call. ``tile``: a tuple with a zero per query row of a register tile; its type matters."""
 
     tile: tuple[int, ...]
     call: Call
-    heads_kv: int  # KV heads that one task reads side by side
+    heads_kv: int  # KV heads that one task reads together
     ahead: int  # keys
 
 
@@ -111,7 +111,7 @@ Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks k_scale
 def prepare_decode(
     call: Call, dtype: np.dtype, results: tuple[Any, Any], of_keys: np.dtype, launch: Callable[..., None]
 ) -> Prepared:
-    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
+    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py passes
     them to its kernels. ``of_keys``: the dtype of k and v."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
@@ -129,7 +129,7 @@ def prepare_decode(
     together, separate = plan_of(max(call.nheads_kv, 1)), plan_of(1)
 
     def run(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
-        # Follow memory: all heads of a key in one task when they lie side by side.
+        # Follow memory: all heads of a key in one task when they are contiguous.
         strides = arrays[1].strides
         tasks, plan = together if abs(strides[2]) < abs(strides[1]) else separate
         launch(attention_decode[variant], tasks, plan, *arrays, *optional, *parts)
@@ -195,7 +195,7 @@ def attention_decode(
     variants=tuple(dict.fromkeys((*variant[:2], variant[-1]) for variant in VARIANTS)),
 )
 def attention_decode_work(state, n_tasks, plan, k, part_out):
-    """state[0] = bytes of the scratch of a thread. Only the types of the arrays count."""
+    """state[0] = scratch bytes of a thread. Only the types of the arrays matter."""
     size = arena_size()
     make_work(size, by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead), k, part_out)
     state[0] = size[0]
@@ -291,7 +291,7 @@ def make_work(memory, call, cut, k, part_out):
 
 @device_function
 def pack_queries(w, call, q, k, b, q_start, n):
-    """Row r of w.q = q of row r as score_keys takes it; zero where nothing is."""
+    """Pack row r of q to row r of w.q as score_keys takes it; the rest is zero."""
     w.q[:] = 0
     for kv in range(w.heads_kv):
         for r in range(n):
@@ -301,7 +301,7 @@ def pack_queries(w, call, q, k, b, q_start, n):
 
 @device_function
 def attend(w, call, x, b, first_kv, n, first, last, careful):
-    """Unnormalised O, row_max and row_sum over keys first..last. False if O is not finite."""
+    """Compute unnormalised O, row_max and row_sum over keys first..last. Returns whether O is finite."""
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
     w.o[:] = 0

@@ -1,4 +1,4 @@
-"""The steps of attention over a cache for one block of keys; attention_decode.py walks over the blocks."""
+"""Steps of attention over a cache for one block of keys; attention_decode.py walks over the blocks."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class Work(NamedTuple):
     q: Any  # (KV heads * block_m, head_dim filled up)
     o: Any  # (KV heads * block_m, head_dim_v filled up)
     part: Any  # like o, of one block: small terms keep their digits
-    special: Any  # (KV heads * block_m, head_dim_v) what is not finite in V; valid in a second pass
+    special: Any  # (KV heads * block_m, head_dim_v) elements of V that are not finite; valid in a second pass
     s: Any  # (tiles, block_n * rows + lanes): scores, weights; then alpha, the factor for what was summed before
     row_max: Any  # (tiles, lanes): lane c belongs to row c % rows of the tile
     row_sum: Any
@@ -111,7 +111,7 @@ def prefetched(x, ahead, keys, heads_kv):
 
 @device_function
 def weigh_block(w, padded):
-    """Scores become weights, and the sums of weights grow."""
+    """Turn scores into weights and add them to the sums of weights."""
     for t in range(w.s.shape[0]):
         at, count = t * w.s.shape[1], padded * len(w.tile)
         weigh_scores(w.tile, w.s, at, count, w.row_max, w.row_sum, t * w.row_max.shape[1])
@@ -140,7 +140,7 @@ def add_block(w, padded):
 
 @device_function
 def finish_scores(w, call, alibi, b, first, n_keys, n, offset):
-    """The options of scores but for bias; leaves them in base 2."""
+    """Apply the options of scores except bias; leaves scores in base 2."""
     rows = len(w.tile)
     tiles = call.block_m // rows
     for t in range(w.heads_kv * tiles):
@@ -157,7 +157,7 @@ def finish_scores(w, call, alibi, b, first, n_keys, n, offset):
 
 @device_function
 def mask_scores(w, call, first, n_keys, padded, n):
-    """-inf where a row does not see a key."""
+    """Set scores to -inf where a row does not see a key."""
     rows = len(w.tile)
     tiles = call.block_m // rows
     for t in range(w.s.shape[0]):
@@ -173,7 +173,7 @@ def mask_scores(w, call, first, n_keys, padded, n):
 
 @device_function
 def place_of(call, x, b, k_start, kv, key):
-    """The index of the row of ``key`` in V."""
+    """Index of the row of ``key`` in V."""
     if call.page_size > 0:
         return np.int64(x.table[b, key // call.page_size]), key % call.page_size, kv
     return np.int64(0 if call.packed else b), k_start + key, kv
@@ -181,7 +181,7 @@ def place_of(call, x, b, k_start, kv, key):
 
 @device_function
 def note_special(w, call, x, b, k_start, first_kv, first, n_keys, n):
-    """Note what is not finite in V for the rows whose scores are not -inf."""
+    """Note elements of V that are not finite for the rows whose scores are not -inf."""
     rows = len(w.tile)
     tiles = call.block_m // rows
     for kv in range(w.heads_kv):
@@ -199,7 +199,7 @@ def note_special(w, call, x, b, k_start, first_kv, first, n_keys, n):
 
 @device_function
 def values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n):
-    """part = p V without what is not finite in V."""
+    """part = p V without elements of V that are not finite."""
     rows = len(w.tile)
     tiles = call.block_m // rows
     w.part[:] = 0

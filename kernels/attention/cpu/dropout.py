@@ -1,6 +1,6 @@
 """Dropout of attention weights on the CPU; ``reference/attention/dropout.py`` defines which weights are kept.
 
-A draw gives 32 lanes, which are queries, the bits of 32 keys. It makes twice the words that are needed, since
+A draw gives 32 lanes (queries) the bits of 32 keys. It makes twice the words that are needed, since
 two lanes share them.
 """
 
@@ -21,9 +21,9 @@ WORDS = KEYS // 4 * LANES
 
 @device_function
 def drop(x, words, call, b, first, n, width, head, query, seed, careful):
-    """x = 0 where dropout drops the weight: rows of ``n`` keys from ``first`` on, ``width`` lanes.
+    """Set x = 0 where dropout drops the weight: rows of ``n`` keys from ``first`` on, ``width`` lanes.
 
-    ``words`` (4, WORDS) is scratch. ``careful``: nonzero numbers stay so, as zeros would hide what is not finite.
+    ``words`` (4, WORDS) is scratch. ``careful``: nonzero numbers stay nonzero, as zeros would hide non-finite values.
     """
     least, key = np.uint32(call.dropout_p * STEPS), call.key0 + first
     for lane in range(0, width, LANES):
@@ -45,7 +45,7 @@ def drop_lanes(tile, w, call, x, b, width, first, n, careful):
 
 @noinline_function
 def draw(words, b, key_group, width, head, query, query0, seed):
-    """The bits of a weight: element i * width + c of words[m] is of key i + 8 m and lane c."""
+    """Draw the bits of weights: element i * width + c of words[m] is for key i + 8 m and lane c."""
     c0, c1, c2, c3 = words[0], words[1], words[2], words[3]
     for i in range(8):
         for c in range(width):
@@ -63,7 +63,7 @@ def draw(words, b, key_group, width, head, query, query0, seed):
 
 @generic
 def drop_row(x, j, lane, bits, at, width, least, careful):
-    """Lanes of row j of floats, or of pairs of bfloat16 along the rows."""
+    """Drop lanes of row j of floats, or of pairs of bfloat16 along the rows."""
 
     def floats(x, j, lane, bits, at, width, least, careful):
         row, zero, least_number = x[j, lane : lane + width], like(x[0, 0], 0.0), like(x[0, 0], 1e-45)

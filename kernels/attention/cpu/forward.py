@@ -81,7 +81,7 @@ def prepare(
     ``results``: the dtypes of out and lse.
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``given``: the optional arrays
     block_table (k and v are then pages), k_scale and v_scale (of pages in one byte per element), alibi_slopes, sinks,
-    bias and visible. ``options``: of :class:`Call`, left, right, packed and the like.
+    bias and visible. ``options``: fields of :class:`Call`: left, right, packed and others.
     """
     sizes = {"nheads_kv": k.shape[2], "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     page_size = k.shape[1] if "block_table" in given else 0
@@ -132,7 +132,7 @@ def prepare(
 def prepare_ragged(
     q: Array, k: Array, v: Array, batch: int, *, config: Config, few: int, max_seqlen_q: int, **rest: Any
 ) -> Prepared:
-    """:func:`prepare` for sequences long and short. The decode kernel takes those of up to ``few`` queries: in tiles
+    """:func:`prepare` for long and short sequences. The decode kernel takes those of up to ``few`` queries: in tiles
     each head would pack their keys again, for a lane or two."""
     heads, shapes = (q.shape[2], k.shape[2]), (q, k, v, batch)
     attend = prepare(*shapes, config=config, max_seqlen_q=max_seqlen_q, **rest)
@@ -222,7 +222,7 @@ def attention_forward(
     variants=tuple((t, t) for t in FLOATS),
 )
 def attention_work(state, n_tasks, call, k, wide):
-    """state[0] = bytes of the scratch of a thread. Only the types of ``k`` and ``wide`` count."""
+    """state[0] = scratch bytes of a thread. Only the types of ``k`` and ``wide`` matter."""
     size = arena_size()
     make_work(size, by_reference(call), k, wide.dtype.type(0))
     state[0] = size[0]
@@ -232,9 +232,9 @@ def attention_work(state, n_tasks, call, k, wide):
 def attend(state, n_tasks, memory, call, x):
     zero = x.part_out.dtype.type(0)
     w = by_reference(make_work(memory, call, x.k, zero))
-    w.vt[:] = 0  # the columns beyond head_dim_v stay so
+    w.vt[:] = 0  # columns beyond head_dim_v stay 0
     if in_tiles(w.kt):
-        w.kt[:] = 0  # and those beyond head_dim
+        w.kt[:] = 0  # columns beyond head_dim stay 0
         w.q_rows[:] = 0
     open_tiles()
     groups = call.nheads // call.heads
@@ -245,7 +245,7 @@ def attend(state, n_tasks, memory, call, x):
     while task < n_tasks:
         split = task % call.n_splits
         pair = task // call.n_splits
-        block = blocks - 1 - pair // (call.batch * groups)  # causal: the longest first
+        block = blocks - 1 - pair // (call.batch * groups)  # causal: longest first
         b = pair % (call.batch * groups) // groups
         group = pair % groups
         sequence = x.sequences[b]
@@ -293,7 +293,7 @@ def attend(state, n_tasks, memory, call, x):
     variants=tuple((t, *results_of(t)) for t in FLOATS),
 )
 def attention_combine(state, n_tasks, call, part_out, part_sums, out, lse, sequences, sinks):
-    """out = sum over parts of their weight * out_part / the sum of the weights, which is exp(lse)."""
+    """Combine parts: out = sum over parts of weight * out_part / sum of the weights, which is exp(lse)."""
     total = np.empty(call.head_dim_v, part_out.dtype)
     task = claim(state)
     while task < n_tasks:

@@ -3,7 +3,7 @@
 lse = ln(e^lse1 + e^lse2)      out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
 
 A row is one query of one head. It is summed in scratch first: the result may be out1, and LLVM makes no vector code
-of a loop whose arrays may be one.
+of a loop whose arrays may overlap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def config(rows: int, cols: int) -> str:
 
 
 def merge(out1: Array, lse1: Array, out2: Array, lse2: Array, out: Array, lse: Array) -> None:
-    """out (outer, middle, inner, cols) and lse (outer, middle, inner); they may be out1 and lse1."""
+    """Fill out (outer, middle, inner, cols) and lse (outer, middle, inner); they may be out1 and lse1."""
     if out.size:
         rows = math.prod(out.shape[:3])
         chunk = items_per_task(rows, out.shape[3])

@@ -1,4 +1,4 @@
-"""Q, K and V as the matrix products of attention take them, and O back as rows.
+"""Packing of Q, K and V for the matrix products of attention, and of O back into rows.
 
     qt  [panel, d, lane]   queries in the lanes, panels of NR = 2 vectors of them     q.k:  d steps
     kt  [key, d]           rows
@@ -9,7 +9,7 @@ Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFL
 then one uint32, the pair of bfloat16 that ``codegen.gemm`` takes. Functions tell the two apart by the array's dtype.
 
 Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
-would find 8 of its columns in one set of the L1 cache. Quantized rows become float32 there.
+would place 8 of its columns in one set of the L1 cache. Quantized rows become float32 in the copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gpu_ops.kernels.common.cpu.packing import steps
 
 
 class Keys(NamedTuple):
-    """Where the keys of one task are: K and V of batch entry ``b`` and head ``head``, from row ``start`` on."""
+    """Keys of one task: K and V of batch entry ``b`` and head ``head``, from row ``start`` on."""
 
     k: Any
     v: Any
@@ -57,7 +57,7 @@ def is_pairs(packed):
 
 @generic
 def operand(x, wide):
-    """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
+    """Zero of the operand type of the products of array ``x``, computed in the type of ``wide``."""
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x, wide: np.uint32(0)
     return lambda x, wide: wide
@@ -65,7 +65,7 @@ def operand(x, wide):
 
 @generic(refcount=True)
 def weights(packed, s):
-    """The array in which the softmax leaves the weights of the scores ``s``: the same memory."""
+    """Array in which the softmax leaves the weights of the scores ``s``: the same memory."""
     if packed.dtype == types.uint32:
         return lambda packed, s: as_type(s, np.uint32(0))
     return lambda packed, s: s
@@ -73,7 +73,7 @@ def weights(packed, s):
 
 @generic
 def element(x, step, column):
-    """Element ``step`` of a product, widened, in an operand whose first axis counts the steps."""
+    """Widened element ``step`` of a product, in an operand whose first axis counts the steps."""
 
     def of_pair(x, step, column):
         word = x[step // 2, column]
@@ -84,7 +84,7 @@ def element(x, step, column):
 
 @generic
 def put_scaled_row(to, row, dim, scale):
-    """to = row times its scale, which is 1 unless it is quantized."""
+    """Write ``row`` times its scale, which is 1 unless the row is quantized."""
     if row.dtype in (types.int8, types.uint8):
         return lambda to, row, dim, scale: put_scaled(to, row, dim, scale)
     return lambda to, row, dim, scale: put_row(to, row, dim)
@@ -92,7 +92,7 @@ def put_scaled_row(to, row, dim, scale):
 
 @generic
 def put_row(to, row, dim):
-    """to = row, ``dim`` elements along the steps. An odd number of bfloat16 is followed by a zero."""
+    """Write ``dim`` elements of ``row`` along the steps. An odd number of bfloat16 is followed by a zero."""
     if to.dtype == row.dtype:
         return lambda to, row, dim: copy_row(to, row, dim)
 
@@ -110,7 +110,7 @@ def put_row(to, row, dim):
 
 @generic
 def put_values(to, j, row, dim, scale):
-    """Row j of V; in pairs with the one before, for an odd j."""
+    """Write row j of V; where operands are pairs, an odd row is paired with the row before."""
 
     def pairs(to, j, row, dim, scale):
         words = to[j // 2]
@@ -128,7 +128,7 @@ def put_values(to, j, row, dim, scale):
 
 @generic
 def transpose_queries(qt, at, nr, rows, d, factor):
-    """A square of ``rows`` from column ``d`` on, times ``factor``, to ``qt[at]``; pairs of bfloat16 take its sign."""
+    """Transpose a square of ``rows`` from column ``d``, times ``factor`` (pairs: its sign), to ``qt[at]``."""
 
     def pairs(qt, at, nr, rows, d, factor):
         if factor[0] < 0:
@@ -145,7 +145,7 @@ def transpose_queries(qt, at, nr, rows, d, factor):
 
 @generic(refcount=True)
 def turned(memory, a):
-    """Memory for the transpose of operand ``a`` where tile registers multiply, whose left operand lies in rows; else
+    """Memory for the transpose of operand ``a`` where tile registers multiply (their left operand is in rows); else
     ``a`` itself."""
 
     def room(memory, a):
@@ -157,7 +157,7 @@ def turned(memory, a):
 
 @device_function
 def k_unroll(a):
-    """Keys per step of a product of operands like ``a``: a tile of pairs, or the rows that the softmax unrolls."""
+    """Keys per step of a product of operands like ``a``: a tile of pairs, or the softmax's unrolled rows."""
     return 2 * TILE if in_tiles(a) else ROWS
 
 
@@ -208,7 +208,7 @@ def finite(a, m, n):
 
 @noinline_function
 def key_run(keys, call, key, n):
-    """The batch entry (or page) and row of ``key``, and how many of the ``n`` rows from there on follow it there."""
+    """Batch entry (or page) and row of ``key``, and the number of the ``n`` rows that are contiguous from there."""
     if call.page_size > 0:
         row = key % call.page_size
         return np.int64(keys.table[keys.b, key // call.page_size]), row, smaller(n, call.page_size - row)
@@ -233,7 +233,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
 
 @noinline_function
 def pack_keys(kt, keys, call, first, n):
-    """Rows first..first + n - 1 of K."""
+    """Pack rows first..first + n - 1 of K."""
     j = 0
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)

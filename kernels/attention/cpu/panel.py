@@ -1,4 +1,4 @@
-"""A block of queries against one tile of keys, panel by panel; and the block's O and lse at its end.
+"""Product of a block of queries with one tile of keys, panel by panel; O and lse at the end of the block.
 
 A panel is NR = 2 vectors of queries. Its scores take block_n * NR elements, 16 KiB (32 for pairs of bfloat16), so
 that they go from the first product through the softmax to the second without leaving the L1 cache:
@@ -50,7 +50,7 @@ from gpu_ops.kernels.common.cpu.packing import steps
 
 
 class Work(NamedTuple):
-    """Scratch of one thread, laid out as in attention_operands.py. m = block_m lanes, n = block_n keys."""
+    """Scratch of one thread, in the layout of attention_operands.py. m = block_m lanes, n = block_n keys."""
 
     qt: Any  # (panels * head_dim steps, NR)
     kt: Any  # (n, head_dim steps)
@@ -63,13 +63,15 @@ class Work(NamedTuple):
     o_rows: Any  # and after they are transposed out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
-    taken: Any  # (m) the same as P V takes them, which is rounded in pairs of bfloat16; else the same memory
-    alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / taken
+    taken: (
+        Any  # (m) sum of the weights as P V takes them: rounded if in pairs of bfloat16, else the same memory
+    )
+    alpha: Any  # (m) larger row_max, then factor for older sums; at first the factor of Q, at last 1 / taken
     head: Any  # (m) and so on: see place_lanes
     query: Any
     low: Any
     high: Any
-    special: Any  # (panels * head_dim_v, NR) what is not finite in V; valid if special_seen
+    special: Any  # (panels * head_dim_v, NR) elements of V that are not finite; valid if special_seen
     special_seen: Any  # (1)
     terms: Any  # see Terms
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
@@ -115,7 +117,7 @@ def make_work(memory, call, k, wide):
 
 @device_function
 def start_block(w, call, x, b, group, block, q_len, k_len):
-    """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
+    """Start a block of queries with empty sums. Returns (lanes used, first and last key that any of them sees)."""
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
     place_terms(w.terms, call, b, x.alibi, x.bias, n, k_len - q_len, w.head, w.query)
     nr = w.s.shape[1]
@@ -152,7 +154,7 @@ def factors(call, p):
 
 @device_function
 def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
-    """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
+    """Update O^T, row_max and row_sum of ``n`` lanes with keys first..first + n_keys - 1, packed in w.kt and w.vt.
 
     ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is.
     """
@@ -243,7 +245,7 @@ def restart(w, lane, width):
 
 @noinline_function
 def note_special(special, vt, skip, s, dim, width, n):
-    """Note what is not finite in rows skip..skip + n - 1 of V for the lanes whose scores are not -inf."""
+    """Note non-finite elements of rows skip..skip + n - 1 of V for the lanes whose scores are not -inf."""
     for j in range(n):
         for d in range(dim):
             x = element(vt, skip + j, d)
@@ -255,7 +257,7 @@ def note_special(special, vt, skip, s, dim, width, n):
 
 @device_function
 def add_finite(ot, vt, p, dim, width, n):
-    """O^T += V^T P^T without what is not finite in V."""
+    """O^T += V^T P^T without elements of V that are not finite."""
     for j in range(n):
         for d in range(dim):
             x = finite_or_zero(element(vt, j, d))
@@ -265,7 +267,7 @@ def add_finite(ot, vt, p, dim, width, n):
 
 @device_function
 def finish_block(w, call, x, b, n, split, q_start):
-    """O and lse of the block's lanes, or of its part of the keys."""
+    """Write O and lse of the block's lanes, or of its part of the keys."""
     factor = factors(call, w.p)[1] if is_plain(call) else 1.0
     ob = 0 if call.packed else b
     for c in range(n):
@@ -311,7 +313,7 @@ def put_output(to, row):
 
 @generic
 def add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
-    """A panel of ``width`` lanes at ``ot[at]`` and ``p``: keys skip..skip + count - 1 of the tile; all are finite."""
+    """Add V^T P^T of keys skip..skip + count - 1, all finite, for ``width`` lanes at ``ot[at]`` and ``p``."""
 
     def tiles(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
         ld, rows, depth = vd.shape[1], round_up(dim, TILE), round_up(steps(vt, count), TILE)

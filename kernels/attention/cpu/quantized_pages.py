@@ -37,7 +37,7 @@ def number(row, i):
 
 @generic
 def scale_at(scales, x, page, row, head):
-    """The scale of a row of array ``x``; 1 where it holds numbers."""
+    """Scale of a row of array ``x``; 1 if the array holds numbers."""
     if x.dtype in _CODES:
         return lambda scales, x, page, row, head: scales[page, row, head]
     return lambda scales, x, page, row, head: np.float32(1)
@@ -66,7 +66,7 @@ def _largest(codes):
 
 @generic
 def _encode(codes, i, x):
-    """Write the code of ``x``, of at most the largest number, rounded to nearest even."""
+    """Write the code of ``x``, which is at most the largest number, rounded to nearest even."""
 
     def int8(codes, i, x):
         codes[i] = np.int8(np.int32(np.rint(x)))
@@ -77,7 +77,7 @@ def _encode(codes, i, x):
         # Normal: rebias the exponent by 120 and round to even.
         odd = (a >> np.uint32(20)) & np.uint32(1)
         normal = ((a + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(120 << 3)
-        # Below 2^-6 numbers are multiples of 2^-9, which the last bit of 2^14 is worth.
+        # Below 2^-6 numbers are multiples of 2^-9, which is the value of the last bit of 2^14.
         small = as_uint32(as_float32(a) + np.float32(2.0**14)) - np.uint32(0x46800000)
         code = small if a < np.uint32(0x3C800000) else normal
         codes[i] = np.uint8(code | ((u >> np.uint32(24)) & np.uint32(0x80)))
@@ -87,7 +87,7 @@ def _encode(codes, i, x):
 
 @exact
 def encode_row(to, x):
-    """Write the codes of the float32 row ``x``; its scale."""
+    """Write the codes of the float32 row ``x``, and return its scale."""
     top = np.int32(0)
     for i in range(len(x)):
         top = larger(top, magnitude(x[i]))

@@ -14,7 +14,7 @@ PLUS, MINUS = 1, 2  # both are NaN
 
 @device_function
 def noted(bits, x):
-    """``bits`` of what has been seen so far, and x."""
+    """``bits`` of the values seen so far, updated by x."""
     if x - x == 0:
         return bits
     return np.uint8(bits | (PLUS if x == np.inf else MINUS if x == -np.inf else PLUS | MINUS))
@@ -22,7 +22,7 @@ def noted(bits, x):
 
 @device_function
 def with_special(x, bits):
-    """The result x, which is NaN or finite, with what is noted in ``bits``."""
+    """Result x, which is NaN or finite, combined with the values noted in ``bits``."""
     if bits & PLUS:
         x += like(x, np.inf)
     if bits & MINUS:

@@ -1,20 +1,20 @@
-"""The steps of one attention tile, shared by the forward and the backward kernel.
+"""Steps of one attention tile, shared by the forward and the backward kernel.
 
-Queries lie in the vector lanes, keys in the rows:
+Vector lanes are queries, rows are keys:
 
                      block_m queries (lanes)
                    +-------------------------+
-    block_n keys   |  S^T = K Q^T, then P^T  |     K and V tiles are used as they lie;
+    block_n keys   |  S^T = K Q^T, then P^T  |     K and V tiles are used in place;
                    +-------------------------+     only Q is transposed, once per block
     head_dim_v     |  O^T += V^T P^T         |
                    +-------------------------+
 
 so that the running maximum, the sum and exp2 are vertical operations, and P^T is already the operand
 of the second product. A lane is one (head, query) pair: with few queries per head the heads of a GQA
-group lie side by side and share every key that is read.
+group are adjacent and share every key that is read.
 
-Scores are kept in base 2 (softmax_scale * log2 e is folded into Q; softcap wants natural units first), -inf where
-masked. All that options do to them is here.
+Scores are kept in base 2 (softmax_scale * log2 e is folded into Q; softcap requires natural units), -inf where
+masked. All options of scores are applied here.
 """
 
 from typing import Any, NamedTuple
@@ -57,15 +57,15 @@ class Call(NamedTuple):
     page_size: int  # 0: contiguous keys
     block_q: int  # of the block mask, 0: none
     block_k: int
-    packed: bool  # sequences laid end to end: the batch axis of the arrays has length 1
+    packed: bool  # packed sequences: the batch axis of the arrays has length 1
     has_alibi: bool
     has_bias: bool
     has_sinks: bool
     softmax_scale: float
     softcap: float
     dropout_p: float  # as 16 bits hold it
-    ahead: int  # of ALiBi: left and right have it counted in
-    query0: int  # positions of the first query and key, of dropout alone
+    ahead: int  # of ALiBi: left and right include it
+    query0: int  # positions of the first query and key, only for dropout
     key0: int
 
 
@@ -81,7 +81,7 @@ def is_plain(call):
 
 @device_function
 def score_scale(call):
-    """The factor of q.k: scores are in base 2, but in natural units before softcap."""
+    """Factor of q.k: scores are in base 2, but in natural units before softcap."""
     return call.softmax_scale if call.softcap > 0 else call.softmax_scale * LOG2E
 
 
@@ -111,7 +111,7 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
         low[c], high[c] = least, greatest
         if least <= greatest:
             first, last = smaller(first, least), larger(last, greatest)
-    for c in range(n, call.block_m):  # lanes without a query: computed along, never stored
+    for c in range(n, call.block_m):  # lanes without a query: computed, never stored
         low[c], high[c] = 0, k_len
         head[c], query[c] = head[0], query[0]
     return n, first, last
@@ -119,13 +119,13 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
 
 @device_function
 def lse_of(top, total):
-    """From the largest score and the sum of the weights relative to it."""
+    """Return lse from the largest score and the sum of the weights relative to it."""
     return -np.inf if total == 0 else (top + np.log2(total)) * LN2
 
 
 @device_function
 def cap_scores(s, softcap, n, width, factor, derivative, keep):
-    """log2(e) * softcap * tanh(factor * s / softcap); with ``keep`` its derivative 1 - tanh^2 too."""
+    """s = log2(e) * softcap * tanh(factor * s / softcap); with ``keep`` also its derivative 1 - tanh^2."""
     cap = like(s[0, 0], softcap * LOG2E)
     inverse = like(s[0, 0], factor / softcap)
     for j in range(n):
@@ -147,9 +147,9 @@ def cap_row(row, call, n):
 
 
 class Terms(NamedTuple):
-    """Scratch of what is done to scores and weights."""
+    """Scratch of the operations on scores and weights."""
 
-    slope: Any  # (m) what a score loses, in base 2, per key between it and the lane's position
+    slope: Any  # (m) decrease of a score, in base 2, per key between it and the lane's position
     position: Any  # (m) of the query on the axis of keys
     starts: Any  # (m and a panel) addresses of the lanes' rows of bias
     derivative: Any  # (n, m) for gradients, of scores by softmax_scale * q.k, if it is not 1
@@ -201,10 +201,10 @@ def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
 
 @device_function
 def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep, bias):
-    """softcap, ALiBi and bias; leaves scores in base 2.
+    """Apply softcap, ALiBi and bias; leaves scores in base 2.
 
     ``factor``: the part of score_scale that is not applied yet. ``lane``: the first lane, counted in the block.
-    ``keep``: the derivative too.
+    ``keep``: keep the derivative too.
     """
     if call.softcap > 0:
         cap_scores(s, call.softcap, n, width, factor, terms.derivative if keep else s, keep)
@@ -222,7 +222,7 @@ def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep, 
 
 @device_function
 def unfinish_gradients(ds, dscore, call, n, width, terms):
-    """Gradients of scores become those of softmax_scale * q.k; ``dscore`` keeps the former."""
+    """Turn gradients of scores into those of softmax_scale * q.k; ``dscore`` keeps the former."""
     if not is_linear(call):
         for j in range(n):
             row, kept, derivative = ds[j], dscore[j], terms.derivative[j]
@@ -233,7 +233,7 @@ def unfinish_gradients(ds, dscore, call, n, width, terms):
 
 @noinline_function
 def mask_scores(s, first, n, width, low, high):
-    """-inf where lane c does not see key first + j."""
+    """Set scores to -inf where lane c does not see key first + j."""
     for j in range(n):
         row = s[j]
         key = np.int32(first + j)

@@ -43,7 +43,7 @@ __all__ = ["keys_kernel", "queries_kernel"]
 
 @cache
 def writer(dtype: str, add: bool):
-    """A device function: write a number in the dtype of gradients, or add it to what is there."""
+    """Device function that writes a number in the dtype of gradients, or adds it to the stored value."""
     f = functions(dtype)
 
     @cuda.jit(device=True, forceinline=True)
@@ -55,9 +55,9 @@ def writer(dtype: str, add: bool):
 
 @cache
 def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
-    """dQ. Arrays are those of ``forward_kernel``, and ``statistics`` (3, batch, nheads, seqlen_q) by
+    """Kernel for dQ. Arrays are those of ``forward_kernel``, and ``statistics`` (3, batch, nheads, seqlen_q) by
     :mod:`.backward_rows`. Pass 0 for an array that the kernel does not use. ``grads``: the dtype of dQ;
-    ``added``: to what it holds.
+    ``added``: add to its contents.
     """
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_rows, my_keys), my_columns = config.tile, slab // ROW_THREADS
@@ -160,7 +160,7 @@ def _label(config: Config, grads: str, added: bool) -> str:
 
 @cache
 def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
-    """dK and dV; the arguments are those of :func:`queries_kernel`."""
+    """Kernel for dK and dV; the arguments are those of :func:`queries_kernel`."""
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_keys, my_rows), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p

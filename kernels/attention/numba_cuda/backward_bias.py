@@ -1,4 +1,4 @@
-"""The gradient of attention's bias for Numba: dS, summed over the axes along which the bias was broadcast.
+"""Gradient of attention's bias for Numba: dS, summed over the axes along which the bias was broadcast.
 
     dbias = sum over batch, heads, queries or keys of P (dP - delta)
 
@@ -36,7 +36,7 @@ __all__ = ["bias_kernel", "bias_sum_kernel"]
 
 @cache
 def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKernel:
-    """Parts of dbias (parts, batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1).
+    """Kernel for parts of dbias (parts, batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1).
 
     ``batch_axis``, ``nheads_axis``: the lengths of these axes of dbias. The other arguments are those of
     ``queries_kernel``. Sequences have one length each for queries and keys.
@@ -95,7 +95,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
         tiles_q, tiles_k = (seqlen_q + block_m - 1) // block_m, (seqlen_k + block_n - 1) // block_n
         diagonal, n_rows, end = int32(seqlen_k - seqlen_q), int32(seqlen_q), int32(seqlen_k)
 
-        # The tile of dbias, and the part of its units, that this block has.
+        # The tile of dbias that this block has, and its part of the units.
         x = int64(cuda.blockIdx.x)
         owned_k, owned_q = int64(1) if sum_keys else tiles_k, int64(1) if sum_queries else tiles_q
         tile_k, x = x % owned_k, x // owned_k
@@ -114,7 +114,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
         for unit in range(first_unit, last_unit):
             unit_k, y = unit % each_k, unit // each_k
             unit_q, y = y % each_q, y // each_q
-            h, b = head_axis + y % each_head, b_axis + y // each_head  # of an axis of length 1, all
+            h, b = head_axis + y % each_head, b_axis + y // each_head  # all units, for an axis of length 1
             first = int32(tile_q + unit_q) * int32(block_m)
             first_key = int32(tile_k + unit_k) * int32(block_n)
             if masked:

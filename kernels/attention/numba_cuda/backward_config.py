@@ -1,4 +1,4 @@
-"""Chooses the tiles and features of the Numba kernels for the gradients of attention."""
+"""Tiles and features of the Numba kernels for the gradients of attention."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Config:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Owned ones and others of a thread."""
+        """Numbers of owned rows and of others of a thread."""
         return self.block_m // ROWS, self.block_n // ROW_THREADS
 
     @property
@@ -85,7 +85,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        """For example ``float32,masked,64x64,slab 64``."""
+        """Label, for example ``float32,masked,64x64,slab 64``."""
         return f"{self.problem.label},{self.block_m}x{self.block_n},slab {self.slab}"
 
     @property
@@ -97,7 +97,7 @@ class Config:
 
 
 def select_config(problem: Problem, owned: str, dim: int = 0) -> Config:
-    """``owned``: "queries" (dQ), "keys" (dK and dV) or "both" (dbias); ``dim``: columns of the accumulators, if any.
+    """Configuration. ``owned``: "queries" (dQ), "keys" (dK, dV) or "both" (dbias); ``dim``: columns of accumulators.
 
     ==========  ==========================================================================================
     block_m     64, or 32 where options or the accumulators would leave too few registers; 32 in float64

@@ -41,7 +41,7 @@ CHUNK = {
 def rows_kernel(
     problem: Problem, with_sinks: bool, lse_dtype: str, out_dtype: str, delta_given: bool = False
 ) -> NumbaKernel:
-    """Statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head, a thread one.
+    """Kernel for statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head.
 
     ``delta``: 0 if it is not given; if it is, ``out`` is not read.
     """
@@ -153,7 +153,7 @@ def rows_kernel(
 
 @cache
 def rounding_kernel(dtype: str) -> NumbaKernel:
-    """``rounded`` = a float32 dout (batch, seqlen_q, nheads, head_dim_v) in ``dtype``. A thread has an element."""
+    """Kernel that rounds a float32 dout (batch, seqlen_q, nheads, head_dim_v) to ``dtype``, an element per thread."""
     store = functions(dtype).store
 
     def attention_backward_round(dout, rounded):
@@ -172,7 +172,7 @@ def rounding_kernel(dtype: str) -> NumbaKernel:
 
 @cache
 def sinks_kernel(dtype: str) -> NumbaKernel:
-    """dsinks (nheads,) = -sum of exp(sink - lse) delta over the rows of a head. A block has a head.
+    """Kernel for dsinks (nheads,) = -sum of exp(sink - lse) delta over the rows of a head. A block has a head.
 
     d lse / d sink is the sink's probability; the sink has no value, so only -delta remains. The order is fixed.
     """
@@ -186,7 +186,7 @@ def sinks_kernel(dtype: str) -> NumbaKernel:
         for i in range(cuda.threadIdx.x, batch * seqlen, SINK_THREADS):
             b, at = i // seqlen, i % seqlen
             top = float64(statistics[0, b, head, at])
-            if top != -math.inf:  # else the sink is -inf as well
+            if top != -math.inf:  # otherwise the sink is -inf as well
                 share = libdevice.exp2(sink * log2e - top - statistics[1, b, head, at])
                 total += share * statistics[2, b, head, at]
         total = add_up(total, scratch)

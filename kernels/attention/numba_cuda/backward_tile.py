@@ -1,7 +1,7 @@
 """Operations of the Numba kernels for the gradients of attention on a tile of queries and keys.
 
 A block owns queries and walks over keys (``queries_own``), or owns keys and walks over queries. Thread (r, c) of its
-8 x 16 grid has owned ones r, r + 8, ... and, for each of them, others c, c + 16, ... The functions are inlined, so
+8 x 16 grid has owned rows r, r + 8, ... and, for each of them, others c, c + 16, ... The functions are inlined, so
 that the tile's numbers stay in registers. They are built once per set of sizes and options.
 
 P and dS of a hidden key are -0. A product must skip these, since the other factor may be NaN there. P and dS of a
@@ -38,12 +38,12 @@ __all__ = [
 
 @cache
 def scorers(problem: Problem):
-    """Two device functions that make a score of the product of a query and a key.
+    """Two device functions that turn the product of a query and a key into a score.
 
-    All kernels use them, and have to round a score alike: next to a bias of -1e9, one rounding is a factor of
-    exp(64). So no compiler may fuse their additions and multiplications. The first returns the scaled and capped
+    All kernels use them, because scores must be rounded alike: next to a bias of -1e9, one rounding is a factor of
+    exp(64). So the compiler may not fuse their additions and multiplications. The first returns the scaled and capped
     product, and the slope of the cap. The second adds ALiBi and bias, and returns the score in units of log2 as the
-    forward kernel rounds it, -inf for a hidden key. Of plain scores ``scale`` includes the factor log2(e).
+    forward kernel rounds it, -inf for a hidden key. For plain scores ``scale`` includes the factor log2(e).
     """
     number, scores = functions(problem.dtype).compute, problem.scores
     bias_load = functions(scores.bias or problem.dtype).load
@@ -81,7 +81,7 @@ def scorers(problem: Problem):
 
 @cuda.jit(device=True, forceinline=True)
 def span(masked, query, diagonal, left, right, end):
-    """The keys that a query sees: from the first to before the last."""
+    """Range of the keys that a query sees: first, and last + 1."""
     low, high = int32(0), int32(end)
     if masked:
         low = int32(query + diagonal - left)
@@ -91,7 +91,7 @@ def span(masked, query, diagonal, left, right, end):
 
 @cache
 def queries_locator(rows: int):
-    """A device function: where the rows of a tile lie. A row is a query of one of ``group`` heads from ``head`` on.
+    """Device function that locates the rows of a tile. A row is a query of one of ``group`` heads from ``head`` on.
 
     ``statistics`` (3, batch, nheads, seqlen_q): see :mod:`.backward_rows`; ``stats`` are those of the tile.
     """
@@ -116,7 +116,7 @@ def queries_locator(rows: int):
 
 @cache
 def keys_locator(keys: int):
-    """A device function: where the keys and values of a tile lie; past the end, those of the last one."""
+    """Device function that locates the keys and values of a tile; past the end, the last key and value."""
 
     @cuda.jit(device=True, forceinline=True)
     def locate(places, k, v, first, end, head, entry, start):
@@ -131,7 +131,7 @@ def keys_locator(keys: int):
 
 @cache
 def looker(config: Config):
-    """A device function: bits of the pairs of a thread that a block mask lets see each other."""
+    """Device function for the bits of a thread's pairs that a block mask makes visible."""
     queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
 
     @cuda.jit(device=True, forceinline=True)
@@ -150,7 +150,7 @@ def looker(config: Config):
 
 @cache
 def multiplier(config: Config):
-    """A device function: products of the rows of two arrays, owned times others, into a tile of registers."""
+    """Device function for products of rows of two arrays, owned times others, in a tile of registers."""
     dtype, chunk, stride = config.problem.dtype, config.chunk, config.stride
     number = functions(dtype).compute
     (my_rows, my_columns), others = config.tile, config.block_m * config.stride
@@ -161,7 +161,7 @@ def multiplier(config: Config):
 
     @cuda.jit(device=True, forceinline=True)
     def products(tile, staged, owned, owned_places, owned_at, other, other_places, other_at, r, c):
-        """The rows' places begin at ``owned_at`` and ``other_at`` of the tables."""
+        """Compute a tile of products. The rows' places begin at ``owned_at`` and ``other_at`` of the tables."""
         for i in range(my_rows):
             for j in range(my_columns):
                 tile[i, j] = zero
@@ -178,9 +178,9 @@ def multiplier(config: Config):
 
 @cache
 def differentiator(config: Config, with_slope: bool = True):
-    """A device function: from products of a tile, S before scaling and dP, to P and dS in their place.
+    """Device function that replaces the products of a tile, S before scaling and dP, by P and dS.
 
-    With dropout the statistics make P that of weights that are kept: then P and dP of the others are 0.
+    With dropout the statistics give P of the weights that are kept; P and dP of the others are 0.
 
     ``with_slope``: dS is the gradient of ``softmax_scale * q k^T``; without, that of the bias.
     """
@@ -256,7 +256,7 @@ def differentiator(config: Config, with_slope: bool = True):
 
 @cache
 def accumulator(config: Config):
-    """A device function: ``o += tile X`` for the ``slab`` columns of X from ``first_column`` on.
+    """Device function for ``o += tile X``, with the ``slab`` columns of X from ``first_column`` on.
 
     The tile is (owned, others) in registers and passes through ``p`` in shared memory. X has a row for each of the
     others; their places begin at ``at`` of the table.

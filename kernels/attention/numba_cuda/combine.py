@@ -1,4 +1,4 @@
-"""Split-KV for Numba: merges the partial results of attention over parts of the keys.
+"""Split-KV for Numba: kernel that merges the partial results of attention over parts of the keys.
 
     l = 2^(sink log2 e - m) + sum over parts of 2^(row_max_p - m) row_sum_p,    m the largest row_max_p, or the sink
     lse = m ln 2 + ln l,    out = sum over parts of 2^(row_max_p - m) row_sum_p / l out_p
@@ -26,7 +26,7 @@ __all__ = ["combine_kernel"]
 
 @cache
 def combine_kernel(dtype: str, sinks: bool, lse: str) -> NumbaKernel:
-    """``dtype`` and ``lse``: of the results. ``sinks``: whether there are any.
+    """Kernel that combines parts. ``dtype`` and ``lse``: dtypes of the results. ``sinks``: whether there are any.
 
     Takes ``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v) and the softmax statistics of each row,
     ``row_max_sum`` (2 * parts * batch, nheads, seqlen_q): the largest scores, in base 2, then the sums of powers of 2

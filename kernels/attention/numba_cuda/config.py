@@ -1,4 +1,4 @@
-"""Chooses the attention kernel for a problem: tiles, features, and how many parts the keys are split into."""
+"""Choice of the attention kernel for a problem: tiles, features, and number of parts of the keys."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        """For example ``attention_forward[float32,64x64,slab 64,masked]``."""
+        """Label, for example ``attention_forward[float32,64x64,slab 64,masked]``."""
         words = [self.dtype, f"{self.block_m}x{self.block_n}", f"slab {self.slab}"]
         words += [*(["masked"] if self.masked else []), *self.scores.words]
         words += [self.codes] if self.codes else []

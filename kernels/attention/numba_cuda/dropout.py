@@ -1,6 +1,6 @@
 """Dropout of attention weights in Numba kernels; ``reference/attention/dropout.py`` defines which are kept.
 
-One call of Philox per weight, of which an eighth is used: for reading. The CUDA C++ kernels use all of it.
+One call of Philox per weight, of which an eighth is used: easy to read. The CUDA C++ kernels use all of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["keeper"]
 
 @cache
 def keeper(dropout: str):
-    """A device function: whether the weight of a pair is kept. ``dropout``: of Features."""
+    """Device function that returns whether the weight of a pair is kept. ``dropout``: of Features."""
     in_array = dropout == "array"
 
     @cuda.jit(device=True)

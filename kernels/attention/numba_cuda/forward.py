@@ -47,7 +47,7 @@ __all__ = ["forward_kernel"]
 
 @cache
 def forward_kernel(config: Config) -> NumbaKernel:
-    """The kernel of a configuration, built once. Pass 0 for an array that it does not use.
+    """Kernel of a configuration, built once. Pass 0 for an array that it does not use.
 
     ==========  ======================================================================  ==================
     q           (batch, seqlen_q, nheads, head_dim)                                     any strides, as all

@@ -1,4 +1,4 @@
-"""The table of sequences that attention reads, int64 (batch, 4): q start, q length, k start, k length.
+"""Table of sequences that attention reads, int64 (batch, 4): q start, q length, k start, k length.
 
 For lengths that are on the device: a thread writes the row of a sequence.
 """

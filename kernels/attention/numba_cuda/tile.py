@@ -1,4 +1,4 @@
-"""The steps of the Numba attention kernel on one tile of keys: scores, online softmax, weighted values.
+"""Steps of the Numba attention kernel on one tile of keys: scores, online softmax, weighted values.
 
 Device functions for thread (r, c) of the block's 8 x 16 grid, which has rows r, r + 8, ... and keys or columns c,
 c + 16, ... They are inlined, so that the kernel's arrays ``s``, ``o``, ``row_max`` and ``row_sum`` stay in registers.
@@ -23,7 +23,7 @@ WARP = 0xFFFFFFFF  # all lanes
 
 @cache
 def scorer(number, block_m: int, block_n: int, chunk: int, stride: int):
-    """A device function: ``s += Q K^T`` over the staged columns. K follows Q in shared memory."""
+    """Device function for ``s += Q K^T`` over the staged columns. K follows Q in shared memory."""
     my_rows, my_keys, width = block_m // ROWS, block_n // ROW_THREADS, 128 // number.bitwidth
     staged_k = block_m * stride
 
@@ -45,7 +45,7 @@ def scorer(number, block_m: int, block_n: int, chunk: int, stride: int):
 
 @cache
 def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
-    """A device function for the online softmax: turns scores into weights in shared memory.
+    """Device function for the online softmax: turns scores into weights in shared memory.
 
     ``special``: O may hold infinities, which stay whatever the new maximum is.
     """
@@ -81,7 +81,7 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
 
 @cache
 def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int, stride_p: int):
-    """Two device functions: ``o += P V`` over the staged rows of V.
+    """Two device functions for ``o += P V`` over the staged rows of V.
 
     The second one skips hidden keys, and adds an infinity whatever its weight, unless that is NaN.
     """

@@ -1,4 +1,4 @@
-"""Elementwise ops: rows cut into blocks, so that one long row too keeps every core busy."""
+"""Division of rows into blocks for elementwise ops, so that even one long row keeps every core busy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def same_memory(a: Array, b: Array) -> bool:
 
 
 def long_rows(*arrays: Array) -> tuple[Array, ...]:
-    """One long row when nothing lies between the rows: short rows would leave vectors half empty."""
+    """Arrays as one long row if their rows are contiguous: short rows would leave vectors half empty."""
     if len(arrays[0]) > 1 and all(x.flags.c_contiguous for x in arrays):
         return tuple(x.reshape(1, -1) for x in arrays)
     return arrays
 
 
 def blocks_of(shape: tuple[int, ...], size: int) -> tuple[int, int]:
-    """The number of blocks of ``size`` elements of (rows, cols) arrays, and how many of them one task takes."""
+    """Number of blocks of ``size`` elements in (rows, cols) arrays, and number of blocks per task."""
     rows, cols = shape
     n_blocks = rows * -(-cols // size)
     return n_blocks, items_per_task(n_blocks, min(cols, size))
@@ -38,9 +38,9 @@ def config(rows: int, cols: int, size: int) -> str:
 
 @inner
 def block_of(row, k, count, size):
-    """Where block k of ``count`` starts and stops in a row: where lines do, so that blocks share none.
+    """Start and end of block k of ``count`` in a row, at boundaries of cache lines, so that blocks share no line.
 
-    The last one is longer than ``size`` by up to a line.
+    The last block is longer than ``size`` by up to a line.
     """
     past = past_line(row)
     return max(k * size - past, 0), len(row) if k == count - 1 else (k + 1) * size - past

@@ -1,4 +1,4 @@
-"""Elements and rows of every dtype and any strides: how kernels read and write them.
+"""Access of kernels to elements and rows of every dtype and any strides.
 
 ========  ================  ===================
 dtype     enters a kernel   computed in
@@ -45,13 +45,13 @@ _BITS = {
 
 
 def bits(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """An array of 16-bit floats or e4m3 as the integer view that kernels take; others unchanged."""
+    """Integer view of an array of 16-bit floats or e4m3, as kernels take it; other arrays unchanged."""
     as_integer = _BITS.get(x.dtype)
     return x if as_integer is None else x.view(as_integer)
 
 
 def all_bits(*arrays: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
-    """:func:`bits` of arrays of one dtype, which is looked up once."""
+    """:func:`bits` of arrays that share a dtype, which is looked up once."""
     as_integer = _BITS.get(arrays[0].dtype)
     return arrays if as_integer is None else [x.view(as_integer) for x in arrays]
 
@@ -137,12 +137,15 @@ as_int64 = _bitcast(types.int64)
 @intrinsic
 def like(typingctx, value, constant):
     """``constant`` in the type of ``value``."""
-    result, given = types.float64 if value == types.float64 else types.float32, types.unliteral(constant)
+    result, constant_type = (
+        types.float64 if value == types.float64 else types.float32,
+        types.unliteral(constant),
+    )
 
     def codegen(context, builder, sig, args):
-        return context.cast(builder, args[1], given, result)
+        return context.cast(builder, args[1], constant_type, result)
 
-    return signature(result, value, given), codegen
+    return signature(result, value, constant_type), codegen
 
 
 @generic
@@ -189,7 +192,7 @@ def rounded(x, value):
 
 @generic
 def magnitude(value):
-    """The bits of |value|: integers that order alike, NaN above infinity. LLVM makes vector code of their maximum."""
+    """Bits of |value|: integers in the same order, NaN above infinity. LLVM makes vector code of their maximum."""
     if value == types.float64:
         return lambda value: as_int64(value) & np.int64(0x7FFFFFFFFFFFFFFF)
     return lambda value: np.int32(as_uint32(value) & np.uint32(0x7FFFFFFF))
@@ -197,7 +200,7 @@ def magnitude(value):
 
 @generic
 def of_magnitude(m):
-    """The float of a :func:`magnitude`."""
+    """Float of a :func:`magnitude`."""
     return (lambda m: as_float64(m)) if m == types.int64 else (lambda m: as_float32(m))
 
 

@@ -1,6 +1,6 @@
 """exp, exp2 and tanh as polynomials: plain arithmetic that LLVM turns into vector code.
 
-NumPy's and libm's exp are scalar calls inside a Numba loop, five times slower. Split the argument into
+NumPy's and libm's exp are scalar calls inside a Numba loop, five times slower. Here the argument is split into
 an integer n and a remainder in [-1/2, 1/2] (in units of log 2); a polynomial gives the remainder's part
 and n goes straight into the exponent bits.
 
@@ -11,10 +11,10 @@ float32      6        3.1e-9 (so rounding dominates: about 1e-7 in all)
 float64      11       4.2e-18
 ===========  =======  =================================================
 
-exp(x) is no exp2(x * log2(e)): the product is rounded, which costs |x| units in the last place of the result.
+exp(x) is not exp2(x * log2(e)): rounding the product costs |x| units in the last place of the result.
 
 tanh is 1 - 2 / (e^2x + 1), and below 0.625, where that cancels, x plus a series (float32: Cephes' tanhf, float64: its
-tanh). A quotient of two polynomials is faster, but 5 units in the last place off in float32, which is too much for
+tanh). A quotient of two polynomials is faster, but has an error of 5 units in the last place in float32, too much for
 scores of attention that are capped at 50.
 
 Results too small for a normal number are 0, -inf gives 0, +inf gives inf, NaN stays NaN.
@@ -85,7 +85,7 @@ def exp2(x):
 
 @device_function
 def _clamp(x, low, high):
-    """NaN passes through, unlike min(max(...))."""
+    """Clamp x; NaN passes through, unlike min(max(...))."""
     return low if x < low else (high if x > high else x)
 
 

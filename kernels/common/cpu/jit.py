@@ -1,4 +1,4 @@
-"""Compile CPU kernels: once per variant, kept on disk. The first compilation of a process is announced.
+"""Compilation of CPU kernels: once per variant, kept on disk. The first compilation of a process is announced.
 
 A :class:`Kernel` is a Python function plus the signature of each *variant* (usually a dtype). Indexing
 compiles on first use: ``rmsnorm_forward["float32"]`` is a callable that releases the GIL.
@@ -71,10 +71,10 @@ def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
 
 
 def device_function(function: Any = None, *, refcount: bool = False) -> Any:
-    """Decorate a function that only compiled code calls; it is compiled as a part of each kernel that does.
+    """Decorate a function that only compiled code calls. It is compiled as a part of each kernel that calls it.
 
-    ``refcount``: it makes arrays, or returns some to a caller that counts references. Without, arrays are borrowed:
-    counting their references (atomic, 11 arrays per call) took a third of decoding's time.
+    ``refcount``: it makes arrays, or returns some to a caller that counts references. Otherwise arrays are borrowed:
+    counting references (atomic, 11 arrays per call) took a third of the time of decoding.
     """
     decorate = njit_once(**_device_options(refcount))
     return decorate if function is None else decorate(function)
@@ -106,7 +106,7 @@ def generic(function: Any = None, *, refcount: bool = False) -> Any:
 
 
 def constant(of: Callable[[types.Type], int | bool]) -> Any:
-    """Decorate a function of an argument's type: a number in compiled code, without a call."""
+    """Decorate a function of an argument's type. Its result is a number in compiled code, without a call."""
 
     def value(typingctx, x):
         number = of(x)
@@ -131,22 +131,22 @@ FLOATS = tuple(_NUMBA_TYPE)
 
 
 def scalar(dtype: str) -> types.Type:
-    """The Numba type in which elements of ``dtype`` enter a kernel."""
+    """Numba type of elements of ``dtype`` in a kernel's arguments."""
     return _NUMBA_TYPE.get(dtype) or getattr(types, dtype)
 
 
 def compute(dtype: str) -> types.Type:
-    """The type a kernel computes in, and that of lse, rstd and the like: float64 for float64, else float32."""
+    """Type that a kernel computes in, also that of lse, rstd and others: float64 for float64, else float32."""
     return types.float64 if dtype == "float64" else types.float32
 
 
 def read(dtype: str, ndim: int) -> types.Array:
-    """An input of any strides (the kernels' rule: unit stride on the last axis)."""
+    """Type of an input of any strides (the kernels' rule: unit stride on the last axis)."""
     return types.Array(scalar(dtype), ndim, "A", readonly=True, aligned=True)
 
 
 def write(dtype: str, ndim: int) -> types.Array:
-    """An output or a scratch array, same rule."""
+    """Type of an output or a scratch array, with the same rule."""
     return types.Array(scalar(dtype), ndim, "A", readonly=False, aligned=True)
 
 
@@ -183,7 +183,7 @@ class Kernel:
         KERNELS.append(self)
 
     def __getitem__(self, variant: Any) -> Callable[..., None]:
-        """Compiled for ``variant``: a dtype or its name, or a tuple of them."""
+        """Kernel compiled for ``variant``: a dtype or its name, or a tuple of them."""
         compiled = self._compiled.get(variant)
         return compiled if compiled is not None else self._compile(variant)
 
@@ -191,7 +191,7 @@ class Kernel:
         parts = variant if isinstance(variant, tuple) else (variant,)
         return "-".join([self.name, *map(str, parts)])
 
-    @uninterrupted  # an interrupt would leave half of what Numba fills in as it compiles
+    @uninterrupted  # an interrupt would leave Numba's data structures half filled
     def _compile(self, variant: Any) -> Callable[..., None]:
         parts = variant if isinstance(variant, tuple) else (variant,)
         names = tuple(part.name if isinstance(part, np.dtype) else part for part in parts)
@@ -201,7 +201,7 @@ class Kernel:
                 function = FunctionType(
                     function_.__code__, function_.__globals__, label, None, function_.__closure__
                 )
-                function.__qualname__ = label  # of its machine code too
+                function.__qualname__ = label  # names its machine code too
                 dispatcher = njit(
                     nogil=True,
                     error_model="numpy",
@@ -218,20 +218,20 @@ class Kernel:
                         )
                 dispatcher.disable_compile()
                 self._compiled[names] = dispatcher
-            self._compiled[variant] = self._compiled[names]  # the next look-up spells it the same way
+            self._compiled[variant] = self._compiled[names]  # the next look-up uses the same key
             return self._compiled[names]
 
 
 def compiling(label: str) -> AbstractContextManager[Callable[[], None]]:
-    """Announce a CPU kernel's compilation: for :class:`DiskCache`, which finds out whether there is one."""
+    """Announce a CPU kernel's compilation, if :class:`DiskCache` finds that there is one."""
     return compilation(label, "this CPU", kept=cache_dir(quiet=True) is not None)
 
 
 @contextmanager
 def _garbage_in_batches() -> Iterator[None]:
-    """Cyclic garbage is looked for after every 50000 new objects, instead of 700: a compiler makes a million.
+    """Collect cyclic garbage after every 50000 new objects, instead of 700: a compiler makes a million.
 
-    That halves the time of the search. Without any, one would follow of 0.2 s, in which no other thread runs.
+    That halves the time of collections. Without any, one of 0.2 s would follow, in which no other thread runs.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 5, 1000)
@@ -242,7 +242,7 @@ def _garbage_in_batches() -> Iterator[None]:
 
 
 def all_variants() -> Iterator[tuple[Kernel, Any]]:
-    """Every (kernel, variant) of the imported modules: what a warm-up compiles."""
+    """Every (kernel, variant) of the imported modules, for a warm-up."""
     for k in KERNELS:
         for variant in k.variants:
             yield k, variant
@@ -277,11 +277,11 @@ class DiskCache(Cache):
         entry = read_entry(*_parts(), f"{self._label}.nbc")
         if entry is None:
             return None
-        # machine code allocates; the rest of the compiler need not be made ready
+        # machine code allocates; the rest of the compiler need not be initialised
         rtsys.initialize(target_context)
         try:
             return restore(self._function, sig, target_context, entry)
-        except Exception as error:  # whole, but not ours
+        except Exception as error:  # complete, but not our format
             ignore_entry(f"{self._label}.nbc", repr(error))
             return None
 
@@ -305,6 +305,6 @@ def _parts() -> tuple[str, str]:
 
 @cache
 def build_id() -> str:
-    """Hashes of what shapes machine code: our sources, a dash, then the compilers and the CPU."""
+    """Hashes of the inputs of machine code: our sources, a dash, then the compilers and the CPU."""
     build = repr((*VERSIONS, sys.version, target(), request_amx()))
     return f"{cpu_sources()}-{hashlib.sha256(build.encode()).hexdigest()[:16]}"

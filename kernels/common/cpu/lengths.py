@@ -1,4 +1,4 @@
-"""Lengths of the sequences of a batch on the CPU: checked, and in the table that attention's kernels read.
+"""Checked lengths of the sequences of a batch on the CPU, in the table that attention's kernels read.
 
 Repeated calls skip the checks of shapes and options. The values in arrays of lengths and pages are checked by every
 call, here: in 2 us, where NumPy would take 10 to 30.
@@ -8,7 +8,7 @@ call, here: in 2 us, where NumPy would take 10 to 30.
 
 New tokens must go to different slots of a cache: a hash table finds two that are equal, in 2 ns per token.
 
-The functions here return a function, so that its kernel is compiled with the first call of a kind, not the second.
+These functions return a function, so that its kernel is compiled in the first call with such options, not the second.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from gpu_ops.kernels.common.cpu.parallel import launch_inline
 Array = np.ndarray[Any, Any]
 
 _NONE, _NO_TABLE = np.empty(0, np.int32), np.empty((0, 0), np.int32)
-_SPREAD = 0x9E3779B97F4A7C15 - 2**64  # over the golden ratio: slots at any distance from each other spread
+_SPREAD = (
+    0x9E3779B97F4A7C15 - 2**64
+)  # 2^64 over the golden ratio: spreads slots at any distance from each other
 
 
 def packed(total_q: int, total_k: int, *, num_pages: int, page_size: int) -> Callable[..., Array]:
-    """A function of the starts of sequences laid end to end: ``found``. The last row: the longest of q, the longest
+    """Function of the starts of packed sequences that returns ``found``. The last row: the longest of q, the longest
     of k, and 1 if both start at 0, never fall and end at their totals.
 
-    It also takes how many keys of each sequence are in use, and a table of pages in place of the starts of k;
-    ``total_k`` is then what the pages of a sequence hold. Sound: the keys hold what is in use, and its pages exist.
+    It also takes the number of keys in use of each sequence, and a table of pages in place of the starts of k;
+    ``total_k`` is then the capacity of the pages of a sequence. Sound: the keys in use fit, and their pages exist.
     """
     look = packed_lengths[None]
 
@@ -51,9 +53,9 @@ def packed(total_q: int, total_k: int, *, num_pages: int, page_size: int) -> Cal
 def cached(
     *, seqlen_q: int, new: int, page_size: int, num_pages: int
 ) -> Callable[[Array, Array | None], Array]:
-    """A function of ``used`` keys of each sequence, in a cache that ``new`` ones will join, and perhaps a table of
-    its pages: ``found``. The last row: the shortest, the longest, and 1 if no sequence outgrows the cache or lacks a
-    page: of those that hold its keys, with new keys of those that hold these.
+    """Function of ``used`` keys of each sequence, in a cache that ``new`` keys will join, and optionally a table of
+    its pages, that returns ``found``. Last row: shortest, longest, and 1 if no sequence outgrows the cache or lacks a
+    page: a page for its keys or, with new keys, for those.
     """
     look = cached_lengths[None]
 
@@ -67,7 +69,7 @@ def cached(
 
 
 def apart(new: int, page_size: int) -> Callable[[Array, Array], bool]:
-    """A function of keys and pages as those of :func:`cached`, where these are sound: whether no two of the new
+    """Function of keys and pages like those of :func:`cached`, if they are sound: whether no two of the new
     tokens share a row of a page."""
     look = paged_slots[None]
 
@@ -80,7 +82,7 @@ def apart(new: int, page_size: int) -> Callable[[Array, Array], bool]:
 
 
 def mapped(num_slots: int) -> Callable[[Array], bool]:
-    """A function of slots: whether all are below ``num_slots``, and those that are not negative differ."""
+    """Function of slots: whether all are below ``num_slots`` and the nonnegative ones are distinct."""
     look = mapped_slots[None]
 
     def differ(slots: Array) -> bool:
@@ -93,7 +95,7 @@ def mapped(num_slots: int) -> Callable[[Array], bool]:
 
 @inner
 def none_taken(count):
-    """An empty hash table for ``count`` slots: a power of two in size, at most half full."""
+    """Empty hash table for ``count`` slots: a power of two in size, at most half full."""
     size = 2
     while size < 2 * count:
         size *= 2
@@ -102,7 +104,7 @@ def none_taken(count):
 
 @inner
 def take(taken, slot):
-    """Insert ``slot``; whether it was new."""
+    """Insert ``slot``. Returns whether it was new."""
     last = len(taken) - 1
     at = (slot * _SPREAD >> 32) & last
     while taken[at] >= 0:

@@ -1,10 +1,10 @@
 """Operands of a matrix product, packed in the order in which the micro-kernels of codegen/gemm.py read them.
 
-B lies in *panels*, packed once per product and shared by its tasks: NR columns (two vectors) of a block of K,
+B is stored in *panels*, packed once per product and shared by its tasks: NR columns (two vectors) of a block of K,
 
     panels[block of K, panel][step, NR]        a panel is contiguous; its columns past n are zero
 
-A lies as (m, k) or (k, m), one tile and block of K at a time, per thread.
+A is stored as (m, k) or (k, m), one tile and block of K at a time, per thread.
 
 One step of K is one element, widened to the computing type; or, where the CPU multiplies bfloat16
 (``target.DOT_BFLOAT16``), two of them in one word, the first in the lower half. Two neighbours in a row already are
@@ -37,23 +37,23 @@ from gpu_ops.kernels.common.cpu.parallel import claim, launch
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 17  # steps of K times columns: 512 KiB of panels, half of an L2 cache
-# The same for tile registers, whose A and C leave less (256 tokens of the gated MLP: 7 % slower with 512 KiB); and
-# columns up to which they take A where it lies, in long blocks (16 to 64 tokens: 3 to 14 % slower in short ones).
+# BLOCK for tile registers, whose A and C leave less room (256 tokens of the gated MLP: 7 % slower with 512 KiB); and
+# columns up to which they take A in place, in long blocks (16 to 64 tokens: 3 to 14 % slower in short ones).
 BLOCK_OF_TILES, IN_PLACE = 1 << 15, 64
 GROUP = 4  # panels that one task packs
-# that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
+# steps that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
 SUM_STEPS = 128
 
 
 def packed(*dtypes: str) -> str:
-    """The type of one step of K for these dtypes of A and B."""
+    """Type of one step of K for these dtypes of A and B."""
     if set(dtypes) == {"bfloat16"} and DOT_BFLOAT16:
         return "uint32"
     return "float64" if "float64" in dtypes else "float32"
 
 
 def in_registers(kind: str) -> bool:
-    """Whether such steps are multiplied in tile registers."""
+    """Whether steps of type ``kind`` are multiplied in tile registers."""
     return TILES and kind == "uint32"
 
 
@@ -95,7 +95,7 @@ def panel_bytes(depth: int, n: int, kind: str) -> int:
 
 
 def pack(b: Array, kind: str, *, trans: bool) -> Panels:
-    """op(b), (k, n), in panels."""
+    """Pack op(b), (k, n), in panels."""
     n, depth = b.shape if trans else b.shape[::-1]
     panels = Panels.empty(depth, n, kind)
     tasks = panels.blocks * -(-len(panels.array) // (panels.blocks * GROUP))
@@ -133,7 +133,7 @@ def pack_panels(state, n_tasks, b, trans, panels, blocks, depth):
 
 @device_function
 def transpose(to, rows, k):
-    """Rows [NR, k] to a panel."""
+    """Transpose rows [NR, k] into a panel."""
     width = lanes(to)
     nr = 2 * width
     whole = k - k % width
@@ -188,7 +188,7 @@ def take_rows(to, x, r0, m, k0, k):
 
 @generic
 def take_columns(to, x, k0, k, c0, n, width):
-    """to[:k, :n] = steps of K from k0, made of rows of x, columns from c0; columns from n to ``width`` are zero."""
+    """to[:k, :n] = steps of K from k0, from rows of x, columns from c0; columns from n to ``width`` are zero."""
 
     def widen(to, x, k0, k, c0, n, width):
         for kk in range(k):
@@ -270,7 +270,7 @@ def room_a(panels, rows, block, trans):
 
 @device_function
 def pack_a(to, a, trans, m0, m, k0, k):
-    """op(a)[m0 : m0 + m], k steps from k0, as it lies, (m, k) or (k, m); zeros up to a multiple of MR rows."""
+    """Pack op(a)[m0 : m0 + m], k steps from k0, in its layout, (m, k) or (k, m); zeros up to whole MR rows."""
     if not trans:
         rows = round_up(m, TILE if in_tiles(to) else MR)
         take_rows(to, a, m0, m, k0, k)

@@ -1,19 +1,19 @@
-"""Run a compiled kernel on all cores: threads that wait for work claim tasks from one atomic counter.
+"""Execution of a compiled kernel on all cores: waiting threads claim tasks from one atomic counter.
 
 Why not ``prange``: Numba's default layers abort or stall when two Python threads launch at once
 (workqueue), after a fork (OpenMP), or while NumPy's own BLAS threads spin (OpenMP: 85 us become
-8 ms). Here the calling thread works itself and others join in as they wake, so a small call
+8 ms). Here the calling thread works itself and others join as they wake, so a small call
 never waits for them; and compiling without parfors is several times faster.
 
 A kernel is ``f(state, n_tasks, *arguments)`` with the loop::
 
     task = claim(state)
     while task < n_tasks:
-        ...                      all that is to be seen of the task
+        ...                      the whole body of the task
         task = claim(state)
 
     caller  | offers work | task 0 | task 2 | ... | finds none | spins until helpers end | returns
-    helper  | asleep | wakes up | task 1 | ... | task n - 1 | finds none | lets go of the arrays | asleep
+    helper  | asleep | wakes up | task 1 | ... | task n - 1 | finds none | releases the arrays | asleep
 
 The caller spins without the GIL, which the helper needs to finish. A caller that waits for a future or a queue wakes
 up 50 us later: RMSNorm of 512 x 4096 bfloat16 takes 334 us, with ``ThreadPoolExecutor`` 386.
@@ -60,7 +60,7 @@ _start = threading.Lock()
 
 
 MAX_THREADS_PER_CPU = 16
-"""More than one compute no faster; some more let a small machine check the results and the memory of a large one."""
+"""More than one is no faster; a few more let a small machine check the results and memory of a large one."""
 
 
 @cache
@@ -86,7 +86,7 @@ TASKS_PER_THREAD = 4  # enough for an even finish when one core is slower
 
 
 def items_per_task(n_items: int, elements_per_item: int) -> int:
-    """How many equal items (rows) one task takes."""
+    """Number of equal items (rows) per task."""
     least = -(-MIN_ELEMENTS_PER_TASK // max(elements_per_item, 1))
     even = -(-n_items // (thread_count() * TASKS_PER_THREAD))
     return max(least, even, 1)
@@ -95,13 +95,13 @@ def items_per_task(n_items: int, elements_per_item: int) -> int:
 def launcher(nanoseconds: float) -> Callable[..., None]:
     """:func:`launch`, or :func:`launch_inline` for so little work that other threads would wake up too late.
 
-    ``nanoseconds``: about what one thread takes for all of it.
+    ``nanoseconds``: approximate time of one thread for all tasks.
     """
     return launch if nanoseconds >= MIN_NANOSECONDS else launch_inline
 
 
 def most_threads(launcher: Callable[..., None], n_tasks: int) -> int:
-    """How many threads may work on a launch of :func:`launcher`'s."""
+    """Number of threads that may work on a launch of :func:`launcher`."""
     return min(thread_count() if launcher is launch else 1, n_tasks)
 
 
@@ -112,7 +112,7 @@ def launch_inline(compiled: Callable[..., None], n_tasks: int, *arguments: Any) 
 
 
 def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
-    """Run all tasks; when it returns or raises nobody works on them. Safe from any number of threads at once."""
+    """Run all tasks. When it returns or raises, no thread works on them. Any number of threads may call it."""
     count = min(thread_count(), n_tasks)
     if count > 1:
         offers = waiting_threads()
@@ -138,11 +138,11 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
     except BaseException:  # also Ctrl-C, here or while it waits
         while True:
             try:
-                state[0] = n_tasks  # nobody claims more, so nobody writes later
+                state[0] = n_tasks  # no thread claims more, so none writes later
                 withdrawn.extend(work)
                 _wait(helpers, withdrawn, errors, ends)
                 break
-            except BaseException:  # Ctrl-C again: those who have begun still write
+            except BaseException:  # Ctrl-C again: threads that have begun still write
                 continue
         raise
     for error in errors:
@@ -175,20 +175,20 @@ def _help(work: Iterator[_Work], ended: Array, errors: _Errors, ends: SimpleQueu
     del offer
     errors.append(raised)
     ends.put(None)
-    ended[0] += 1  # a hint: who misses it sleeps until ``ends``
+    ended[0] += 1  # a hint: a caller that misses it sleeps until ``ends``
 
 
 def waiting_threads() -> _Offers:
-    """Where threads wait for offers: as many as help one call."""
+    """Queue of offers that threads wait for; starts as many threads as help one call."""
     return _start_threads() if _offers is None else _offers
 
 
-@uninterrupted  # else fewer threads than asked for would be left for good
+@uninterrupted  # otherwise fewer threads than requested would remain permanently
 def _start_threads() -> _Offers:
     global _offers
     with _start:
         if _offers is None:
-            # compiled now: a child forked while another thread compiles would wait for that for ever
+            # compiled now: a child forked while another thread compiles would wait for it forever
             spin_wait[None]
             offers = _Offers()
             for i in range(max(thread_count() - 1, 1)):
@@ -196,7 +196,7 @@ def _start_threads() -> _Offers:
                 helper = threading.Thread(target=_wait_for_work, args=(offers,), name=name, daemon=True)
                 try:
                     helper.start()
-                except RuntimeError:  # the interpreter is shutting down, or has no thread to give
+                except RuntimeError:  # the interpreter is shutting down, or cannot start a thread
                     break
                 _helpers.append(helper)
             _offers = offers
@@ -205,7 +205,7 @@ def _start_threads() -> _Offers:
 
 @atexit.register
 def _stop() -> None:
-    """Threads end before the interpreter does, which would end them wherever they are; later calls work alone."""
+    """Stop threads before the interpreter would end them at any point; later calls use one thread."""
     if _offers is not None:
         for _ in _helpers:
             _offers.put(None)
@@ -224,7 +224,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 
 @intrinsic
 def claim(typingctx, state):
-    """Take the next task: ``state[0]`` before an atomic increment."""
+    """Claim the next task: ``state[0]`` before an atomic increment."""
 
     def codegen(context, builder, sig, args):
         array = context.make_array(sig.args[0])(context, builder, args[0])
@@ -236,7 +236,7 @@ def claim(typingctx, state):
 
 @intrinsic
 def pause(typingctx, state):
-    """``state[0]`` after a pause instruction, in which the core may serve another thread."""
+    """Return ``state[0]`` after a pause instruction, in which the core may serve another thread."""
 
     def codegen(context, builder, sig, args):
         if platform.machine().lower() in ("x86_64", "amd64"):

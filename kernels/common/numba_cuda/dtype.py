@@ -1,6 +1,6 @@
-"""Elements of any dtype in Numba kernels: bfloat16 as uint16 bits, the others as themselves.
+"""Elements of any dtype in Numba kernels: bfloat16 as uint16 bits, the others unchanged.
 
-``functions(name)`` returns what a kernel needs for a dtype: ``load(x)`` widens an element to the compute type
+``functions(name)`` returns the functions for a dtype: ``load(x)`` widens an element to the compute type
 (float32, or float64 for float64), ``store(x)`` rounds to nearest even. int8 and uint8, which has the bits of e4m3,
 are those of quantized pages: ``store`` takes numbers up to ``LARGEST``.
 """
@@ -59,7 +59,7 @@ def _same(value):
 
 @cuda.jit(device=True)
 def magnitude(value):
-    """The bits of |value|, a float32: integers that order alike, NaN above infinity."""
+    """Bits of |value|, a float32: integers in the same order, NaN above infinity."""
     return int32(libdevice.float_as_int(value) & int32(0x7FFFFFFF))
 
 
@@ -88,7 +88,7 @@ def _e4m3_of_float32(value):
     size = uint32(magnitude(value))
     if size < uint32(
         0x3C800000
-    ):  # 2^-6; numbers below are multiples of 2^-9, which the last bit of 2^14 is worth
+    ):  # 2^-6; numbers below are multiples of 2^-9, the value of the last bit of 2^14
         code = uint32(magnitude(of_magnitude(size) + float32(2.0**14))) - uint32(0x46800000)
     else:
         odd = (size >> uint32(20)) & uint32(1)

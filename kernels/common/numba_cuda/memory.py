@@ -1,4 +1,4 @@
-"""Global to shared memory, and shared memory to registers: accesses that Numba's array indexing cannot express."""
+"""Accesses that Numba's array indexing cannot express: global to shared memory, and shared memory to registers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fetch(typingctx, target, i, source, at):
 
 @cache  # shared by kernel variants, so that each is compiled once
 def stager(dtype: str, threads: int, rows: int, columns: int, stride: int) -> Callable[..., bool]:
-    """A device function that copies ``rows`` x ``columns`` elements of an array to shared memory."""
+    """Device function that copies ``rows`` x ``columns`` elements of an array to shared memory."""
     lanes = 32 if columns % 32 == 0 else 16  # adjacent threads along a row
     step = threads // lanes
     my_rows, my_columns = rows // step, columns // lanes

@@ -6,13 +6,13 @@ from numba import cuda, uint32, uint64
 
 __all__ = ["SEED_TYPES", "philox4x32"]
 
-# Of a seed in signatures, by where it is; "": there is none.
+# Type of a seed in signatures, by its place; "": there is none.
 SEED_TYPES = {"": "int32", "number": "uint64", "array": "uint64[:]"}
 
 
 @cuda.jit(device=True)
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Four random words for a counter of four; all are uint32, as the key."""
+    """Four random words for a counter of four words; all are uint32, like the key."""
     for _ in range(10):
         p0, p1 = uint64(c0) * uint64(0xD2511F53), uint64(c2) * uint64(0xCD9E8D57)
         c0, c1 = uint32(p1 >> uint64(32)) ^ c1 ^ k0, uint32(p1)

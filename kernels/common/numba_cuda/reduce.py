@@ -18,7 +18,7 @@ def plus(a, b):
 
 @cache
 def over_block(combine):
-    """A device function: reduces the values of a block's threads with ``combine``; all get the same bits.
+    """Device function that reduces the values of a block's threads with ``combine``; all get the same bits.
 
     First within warps, then across them through ``scratch``, WARPS values in shared memory.
     """

@@ -10,8 +10,8 @@ blocks of K:
     rows x block      |   C   |   C   |                            few steps, in the micro-kernel's loop
     of A              +-------+-------+----                   at the end C is rounded once and stored
 
-The vector lanes run along the columns of C. Of ``x @ w.T`` A is w, read once per 512 tokens: its rows are copied,
-widened or interleaved, never transposed, or multiplied where they lie (``_widest_in_place``). B is x.T, small and
+The vector lanes run along the columns of C. For ``x @ w.T``, A is w, read once per 512 tokens: its rows are copied,
+widened or interleaved, never transposed, or multiplied in place (``_widest_in_place``). B is x.T, small and
 packed once; C is stored transposed.
 A packed row is SKEW longer than its block: rows a power of two of bytes apart would share a few sets of the caches.
 """
@@ -84,7 +84,7 @@ def matmul(
     last: bool = True,
     addends: Sequence[Array | None] = (None, None),
 ) -> None:
-    """``out = op(a) @ op(b)``, op being the transposition where asked; ``trans_out`` stores the transposed product.
+    """``out = op(a) @ op(b)``, where op transposes if requested; ``trans_out`` stores the transposed product.
 
     A sum of products takes several calls with the same ``total``, an array like ``out`` in the type in which
     products add up (``out`` itself by default, if it is of that type): each but the first adds to it, and the last
@@ -119,7 +119,7 @@ def matmul(
 
 
 def tile_shape(m: int, n: int, kind: str) -> tuple[int, int]:
-    """Rows and columns of a tile, about ROWS x COLUMNS: of even size, and some for every thread down to 32 rows."""
+    """Rows and columns of a tile, about ROWS x COLUMNS: even sizes, and tiles for all threads down to 32 rows."""
     columns = _even(n, COLUMNS_OF_TILES if in_registers(kind) else COLUMNS, 64)
     rows = ROWS if n > 64 else 32  # long blocks of K: A stays in L2 (16 tokens: 14 ms against 17)
     while rows > 32 and -(-m // rows) * -(-n // columns) < TASKS_PER_THREAD * thread_count():
@@ -135,7 +135,7 @@ def _even(length: int, most: int, step: int) -> int:
 
 @device_function
 def tile_size(index, tile, length):
-    """Where tile ``index`` starts and its size."""
+    """Start and size of tile ``index``."""
     start = index * tile
     return start, max(0, min(tile, length - start))
 
@@ -146,7 +146,7 @@ Region = namedtuple("Region", "array r0 rows c0 columns")
 
 @device_function(refcount=True)
 def region(a, packed, trans, m0, m, k0, k):
-    """Where m rows from m0 and k steps from k0 of op(a) lie."""
+    """Region of m rows from m0 and k steps from k0 of op(a)."""
     if trans:
         return Region(a, elements(packed, k0), elements(packed, k), m0, m)
     return Region(a, m0, m, elements(packed, k0), elements(packed, k))
@@ -154,7 +154,7 @@ def region(a, packed, trans, m0, m, k0, k):
 
 @device_function
 def place(ahead, at, advance):
-    """``build.prefetcher``'s ahead: from ``at`` bytes into the region on, ``advance`` bytes each time."""
+    """Argument ``ahead`` of ``build.prefetcher``: from ``at`` bytes into the region, ``advance`` bytes each time."""
     length, stride = max(1, ahead.columns * ahead.array.itemsize), ahead.array.strides[0]
     start = row_address(ahead.array, ahead.r0, ahead.c0)
     return start + at // length * stride, at % length, advance, length, stride
@@ -192,7 +192,7 @@ _multiply_rows, _multiply_columns = _multiply(rows_2, rows_1, False), _multiply(
 
 @generic
 def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
-    """C (+)= A B of words from offset a0, as ``pack_a`` leaves them or as they lay, B from panel ``first`` on."""
+    """C (+)= A B of words from offset a0, packed by ``pack_a`` or in place, B from panel ``first`` on."""
 
     def vectors(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
         if trans:
@@ -204,7 +204,7 @@ def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
         ldc, panel, nr = c.shape[1], panels.shape[1], 2 * lanes(c)
         width = round_up(n, TILE)
         whole = k // TILE * TILE
-        # a line per 16 steps: with two on their way tiles wait for their own (1024 tokens: 8 % slower)
+        # a line per 16 steps: with two in flight tiles wait for their own loads (1024 tokens: 8 % slower)
         coming = place(ahead, 0, (ahead.rows > 0) * LINE_BYTES)
         for i in range(0, m, BAND):
             height, at_c, row = round_up(smaller(BAND, m - i), TILE), i * ldc, a0 + i * lda
@@ -214,7 +214,7 @@ def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
                 sizes = height, width, depth
                 multiply_tiles(c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, sizes, more, coming)
                 coming = later(coming, round_up(width, nr) // nr * depth // TILE)
-            if (whole < k) | (k == 0):  # a sum of nothing is written too
+            if (whole < k) | (k == 0):  # an empty sum is written too
                 more = accumulate | (whole > 0)
                 for j in range(0, width, nr):
                     at_b, across = (first + j // nr) * panel + whole * nr, smaller(nr, width - j)
@@ -238,7 +238,7 @@ def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
 
 
 def _widest_in_place(a: types.Array, panels: types.Array) -> int:
-    """Up to how many columns A is multiplied in place. Time over that with packed A, on a Xeon: float32 0.82
+    """Limit of columns up to which A is multiplied in place. Time over that with packed A, on a Xeon: float32 0.82
     (16 columns), 0.88 (64), 1.0 (1024); bfloat16 in tiles, whose loads wait for memory, 0.68, 0.80, 1.02 (96).
     """
     if takes_tiles(panels):
@@ -250,7 +250,7 @@ def _widest_in_place(a: types.Array, panels: types.Array) -> int:
 def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead):
     """C (+)= op(A) B: m rows of op(A) from m0 and k steps from k0, B from panel ``first`` on.
 
-    ``room`` is for what of A is packed, ``ahead`` the region to prefetch meanwhile.
+    ``room`` is scratch for packed A, ``ahead`` the region to prefetch meanwhile.
     """
     widest, step = _widest_in_place(a, panels), TILE if takes_tiles(panels) else MR
 
@@ -288,7 +288,7 @@ def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
     return pair, triple, *product, total, addends, flag, flag
 
 
-# what the gated MLP and linear layers call; others compile on demand
+# variants that the gated MLP and linear layers call; others compile on demand
 VARIANTS = (
     ("float32", "float32", "float32"),
     ("float64", "float64", "float64"),
@@ -344,7 +344,7 @@ def finish(c, m0, m, n0, n, out, trans_out, total, addends, add, last):
 
 @device_function
 def turn(turned, c, j, m):
-    """Columns of m rows of c, from j and as many as a vector holds, become rows."""
+    """Transpose columns of m rows of c, from j on and as many as a vector holds, into rows."""
     for i in range(0, m, lanes(c)):
         copy_transposed(turned, i, turned.shape[1], c, i * c.shape[1] + j, c.shape[1])
 

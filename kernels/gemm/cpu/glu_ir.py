@@ -29,7 +29,7 @@ from gpu_ops.kernels.common.cpu.codegen.target import VECTOR_BYTES
 
 @dataclass(frozen=True)
 class Number:
-    """A format in which e^x is computed: the polynomial's highest power first, log 2 in two parts."""
+    """Format in which e^x is computed: polynomial with the highest power first, log 2 in two parts."""
 
     mantissa: int
     bias: int
@@ -116,7 +116,7 @@ class Lanes:
         return self.of(fma(self.b, self.value, self.operand(factor), self.operand(term)))
 
     def at_least(self, low: float) -> Lanes:
-        """NaN stays NaN, also in the next."""
+        """Maximum of each lane and ``low``; NaN stays NaN, as in ``at_most``."""
         below = self.b.fcmp_ordered("<", self.value, self.operand(low))
         return self.of(self.b.select(below, self.operand(low), self.value))
 
@@ -125,7 +125,7 @@ class Lanes:
         return self.of(self.b.select(above, self.operand(high), self.value))
 
     def polynomial(self, coefficients: tuple[float, ...]) -> Lanes:
-        """The highest power's first."""
+        """Polynomial of the lanes; the coefficient of the highest power is first."""
         total = self.of(self.operand(coefficients[0]))
         for coefficient in coefficients[1:]:
             total = total.fma(self, coefficient)
@@ -133,7 +133,7 @@ class Lanes:
 
     def reciprocal(self) -> Lanes:
         """Reciprocal of a number from 0.5 to 2^120 (more in float64)."""
-        if VECTOR_BYTES == 64 and self.number is not DOUBLE:  # an estimate of 14 bits, and a step of Newton's
+        if VECTOR_BYTES == 64 and self.number is not DOUBLE:  # an estimate of 14 bits, and a Newton step
             none = ir.Constant(ir.IntType(16), -1)
             name, undefined = "llvm.x86.avx512.rcp14.ps.512", ir.Constant(self.value.type, ir.Undefined)
             near = self.of(call(self.b, name, self.value.type, self.value, undefined, none))
@@ -179,7 +179,7 @@ def silu(g: Lanes) -> Lanes:
 
 
 def silu_backward(g: Lanes) -> tuple[Lanes, Lanes]:
-    """act and act'."""
+    """Return act and act'."""
     s, rest = sigmoid(g)
     low, high = g.number.limits
     not_below = g.at_least(low)
@@ -286,7 +286,7 @@ _BACKWARD: dict[str, Callable[[Lanes], tuple[Lanes, Lanes]]] = {
 
 
 def _by_lanes(step: Callable[[list[Lanes]], tuple[Lanes, ...]]) -> Step:
-    """A step on vectors as one on chunks."""
+    """Turn a step on vectors into one on chunks."""
 
     def on_chunks(operands: list[Chunk], _: list[Chunk]) -> tuple[Chunk, ...]:
         b, row = operands[0].b, operands[0].row
@@ -304,7 +304,7 @@ def _forward(act: Callable[[Lanes], Lanes]) -> Step:
 
 
 def _backward(act: Callable[[Lanes], tuple[Lanes, Lanes]], *, hidden: bool) -> Step:
-    """dgate = dy * up * act'(gate), dup = dy * act(gate), and h = act(gate) * up where asked."""
+    """dgate = dy * up * act'(gate), dup = dy * act(gate), and h = act(gate) * up if ``hidden``."""
 
     def step(operands: list[Lanes]) -> tuple[Lanes, ...]:
         dy, gate, up = operands

@@ -1,6 +1,6 @@
 """A linear layer on the CPU: :mod:`.gemm` with the bias and the residual in its epilogue, and sums over tokens.
 
-forward     y = x w^T, as (w x^T)^T: w is read where it lies, once per ``TOKENS`` tokens; few: linear_few.py
+forward     y = x w^T, as (w x^T)^T: w is read in place, once per ``TOKENS`` tokens; few tokens: linear_few.py
 backward    dx = dy w, as (w^T dy^T)^T; dweight = dy^T x, which adds up in float32 in place
 """
 
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 TOKENS = 1024
 COLUMNS = 256  # of a sum over tokens, per task
-ROWS = 64  # that one sum adds up: sums of sums lose fewer digits
+ROWS = 64  # terms of one sum: sums of sums lose fewer digits
 
 
 def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
@@ -44,7 +44,7 @@ def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, i
 
 
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
-    """x (tokens, in_features), y and residual (tokens, out_features)."""
+    """Compute y; x is (tokens, in_features), y and residual (tokens, out_features)."""
     row = None if bias is None else bias[None]
     if linear_few.is_few(len(x), x.dtype.name) and y.dtype == x.dtype:  # not the float32 logits of a loss
         linear_few.forward(x, weight, (residual, row), y)
@@ -53,7 +53,7 @@ def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None,
         panels = pack(x[t], packed(x.dtype.name), trans=True)
         addends = (None if residual is None else residual[t], row)
         matmul(weight, panels, y[t], trans_out=True, addends=addends)
-        del panels  # before the next are made
+        del panels  # before the next panels are made
 
 
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:
@@ -64,7 +64,7 @@ def backward_input(dy: Array, weight: Array, dx: Array) -> None:
 
 
 def backward_weight(dy: Array, x: Array, dweight: Array, *, add: bool) -> None:
-    """``add``: to what dweight holds."""
+    """Compute dweight. ``add``: add to its contents."""
     for t in spans(len(x)):
         panels = pack(x[t], packed(x.dtype.name), trans=False)
         matmul(dy[t], panels, dweight, trans_a=True, first=t.start == 0 and not add)
@@ -72,7 +72,7 @@ def backward_weight(dy: Array, x: Array, dweight: Array, *, add: bool) -> None:
 
 
 def sum_rows(x: Array, total: Array, *, add: bool) -> None:
-    """``total`` (columns,) is the sum of the rows of x. ``add``: and of what it holds."""
+    """Store the sum of the rows of x in ``total`` (columns,). ``add``: add to its contents."""
     tasks = -(-x.shape[1] // COLUMNS)
     launch(column_sums[x.dtype], tasks, bits(x), total[None], add)
 

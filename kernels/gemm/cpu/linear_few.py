@@ -1,6 +1,6 @@
-"""A linear layer for a few tokens: bound by memory, with each row of the weight read once.
+"""Linear layer for a few tokens: bound by memory, with each row of the weight read once.
 
-The tiles of gemm.py would compute a vector of tokens, though there is one. Here vector lanes are rows of w:
+The tiles of gemm.py would compute a vector of tokens even for one token. Here vector lanes are rows of w:
 
     w    nr rows, SUM_STEPS steps of K at a time    transposed into a panel in the first cache; the next are fetched
     y    one token by ONE_ROW vectors of rows, or up to MR tokens by two vectors
@@ -47,17 +47,17 @@ Array = np.ndarray[Any, Any]
 
 
 def is_few(tokens: int, dtype: str) -> bool:
-    """Tile registers multiply a vector of tokens as fast as they read the weight."""
+    """Whether there are few tokens. Tile registers multiply a vector of tokens as fast as they read the weight."""
     return tokens <= MR and not in_registers(packed(dtype))
 
 
 def scratch_bytes(cols: int, dtype: str) -> int:
-    """The tokens in the computing type, of every thread."""
+    """Bytes of the tokens in the computing type, for every thread."""
     return thread_count() * MR * cols * (8 if dtype == "float64" else 4)
 
 
 def forward(x: Array, weight: Array, addends: Sequence[Array | None], y: Array) -> None:
-    """``addends``: to y; an array like it, and one row."""
+    """Compute y. ``addends``: an array like y, and one row."""
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
     a, b, w, y_bits, *more = all_bits(
         *(absent if array is None else array for array in addends), weight, y, x
@@ -84,7 +84,7 @@ def _signature(t: str) -> tuple[types.Type, ...]:
 
 @device_function
 def fetch(w, like, r0, n, kk):
-    """Prefetch SUM_STEPS steps from kk of n rows from r0, as far as there are any."""
+    """Prefetch SUM_STEPS steps from kk of n rows from r0, up to the end of the array."""
     first, count = elements(like, kk), elements(like, SUM_STEPS)
     for r in range(r0, smaller(r0 + n, len(w))):
         row = read_row(w, (r,))
@@ -93,7 +93,7 @@ def fetch(w, like, r0, n, kk):
 
 @generic
 def turn(panel, at, nr, lying, w, r0, m, kk, k):
-    """m rows of w from r0, k steps from kk, become columns of panel[k, nr] from ``at`` on."""
+    """Transpose m rows of w from r0, k steps from kk, into columns of panel[k, nr] from ``at`` on."""
 
     def copies(panel, at, nr, lying, w, r0, m, kk, k):
         ld = lying.shape[1]

@@ -21,13 +21,13 @@ def private_bytes(m: int, n: int, depth: int, kind: str, *, trans_a: bool = Fals
 
 
 def tile_bytes(rows: int, columns: int, kind: str) -> int:
-    """A tile of sums, and a few of its columns turned into rows."""
+    """Bytes of a tile of sums, and of a few of its columns transposed into rows."""
     height, itemsize = -(-rows // MAX_LANES) * MAX_LANES, 8 if kind == "float64" else 4
     return height * ((columns + SKEW) * itemsize + VECTOR_BYTES)
 
 
 def room_bytes(kind: str, depth: int, n: int, rows: int, *, trans: bool) -> int:
-    """Packed rows of A, for a product with B of (depth, n)."""
+    """Bytes of packed rows of A, for a product with B of (depth, n)."""
     itemsize = np.dtype(kind).itemsize
     block = panel_shape(depth, n, kind)[1][1] // (2 * VECTOR_BYTES // itemsize)
     return math.prod(room_shape.py_func(in_registers(kind), rows, block, trans)) * itemsize

@@ -1,4 +1,4 @@
-"""The gated MLP on the CPU: matrix products in blocks, the activation applied to tiles while they are in the cache.
+"""Gated MLP on the CPU: matrix products in blocks, with the activation applied to tiles while they are in the cache.
 
 forward    h = act(x @ w_gate.T) * (x @ w_up.T), y = h @ w_down.T
 backward   gate, up and dh = dy @ w_down tile by tile, from them dgate, dup and h; then a matmul for each
@@ -6,11 +6,11 @@ backward   gate, up and dh = dy @ w_down tile by tile, from them dgate, dup and 
 
 gate, up and dh exist as tiles only, and h, dgate and dup as blocks: TOKENS tokens by a block of ffn columns are
 in flight, in the order in which the products read them; y or dx adds up over the blocks. Everything between the
-first read and the last write is float32, but the gate and up of a backward, which are rounded as the forward stores
+first read and the last write is float32, except gate and up of a backward, which are rounded as the forward stores
 them; where the CPU multiplies bfloat16, h, dgate and dup are rounded to it once. A few tokens are bound by reading
 the weights: see swiglu_mlp_few.py.
 
-The forward may keep gate and up, and the backward take them. Both cut tokens and K alike, so a backward that computes
+The forward may keep gate and up, and the backward use them. Both cut tokens and K alike, so a backward that computes
 them again adds up in the same order: the bits are the same.
 """
 
@@ -53,7 +53,7 @@ def _few(tokens: int, hidden: int, ffn: int) -> bool:
 
 
 def _steps(tokens: int, ffn: int, gradients: bool) -> tuple[int, int]:
-    """Tokens and ffn columns in flight, these in equal blocks of an even number. Gradients have four such blocks."""
+    """Tokens and ffn columns in flight, columns in equal blocks of even size. Gradients have four such blocks."""
     step = max(1, min(tokens, TOKENS))
     limit = max(SCRATCH // (4 * step if gradients else step), 64)
     parts = max(1, -(-ffn // limit))
@@ -129,7 +129,7 @@ def forward(
             launch(mlp_hidden[x.dtype], tasks, plan, xt.array, bits(wg), bits(wu), h.array, *stored)
             ends = {"first": f.start == 0, "last": f.stop == ffn}
             matmul(w_down[:, f], h, yt, trans_out=True, total=None if total is None else total[: h.n], **ends)
-            del h  # before the next is made
+            del h  # before the next h is made
         del xt
 
 
@@ -143,13 +143,13 @@ def _halves(gate_up: Array | None, dtype: DType) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Gradients:
-    """``dw_gate, dw_up, dw_down`` of float32 (float64), and of each whether the gradient is added to it."""
+    """Float32 (float64) ``dw_gate, dw_up, dw_down``, and for each whether the gradient is added to it."""
 
     weights: Sequence[Array]
     added: Sequence[bool]
 
     def add(self, i: int, where: Any, a: Array, b: Panels, *, first: bool, trans_a: bool = False) -> None:
-        """A product to part of one; ``first``: that of the first tokens."""
+        """Add a product to part of gradient i; ``first``: it is the product of the first tokens."""
         matmul(a, b, self.weights[i][where], trans_a=trans_a, first=first and not self.added[i])
 
 
@@ -163,7 +163,7 @@ def backward(
     activation: str,
     gate_up: Array | None = None,
 ) -> None:
-    """Fills dx and the weights' gradients. Blocks of ffn outside: each adds up its own gradients over the tokens."""
+    """Fill dx and the weights' gradients. The outer loop is over blocks of ffn, which sum gradients over tokens."""
     w_gate, w_up, w_down = weights
     (tokens, hidden), ffn, sum_dtype = x.shape, len(w_gate), _wide(x.dtype)
     if gate_up is None and _few(tokens, hidden, ffn):
@@ -191,7 +191,7 @@ def backward(
             tasks = -(-len(h) // rows) * -(-n // columns)
             run = mlp_hidden_backward[x.dtype]
             launch(run, tasks, plan, *arrays, dgate_panels.array, dup_panels.array)
-            del xt, dyt, arrays  # before the next are made
+            del xt, dyt, arrays  # before the next arrays are made
             xt = pack(x[t], element, trans=False)
             gradients.add(0, f, dgate, xt, first=first)
             gradients.add(1, f, dup, xt, first=first)

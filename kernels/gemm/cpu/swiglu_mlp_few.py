@@ -1,6 +1,6 @@
-"""The gated MLP for a few tokens: bound by memory, with each weight read once.
+"""Gated MLP for a few tokens: bound by memory, with each weight read once.
 
-A task is some rows of the weights, against all tokens. Vector lanes run along K, rows are read in place, four at a
+A task multiplies some rows of the weights by all tokens. Vector lanes run along K, rows are read in place, four at a
 time, and the next ones are prefetched; gate and up meet at the end of a group of rows:
 
     addresses of a task's rows    gate 0..15 | up 0..15 | gate 16..31 | up 16..31 | ...     (fewer rows per group
@@ -28,7 +28,7 @@ from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_
 
 Array = np.ndarray[Any, Any]
 
-AT_ONCE = 4  # rows, and as many are prefetched
+AT_ONCE = 4  # rows; as many are prefetched
 
 
 def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str, kept: Sequence[Array]) -> None:
@@ -53,14 +53,14 @@ def _time(x: Array, weights: Sequence[Array]) -> float:
 
 
 def rows_per_task(rows: int) -> int:
-    """A few whole groups."""
+    """Rows per task: a few whole groups."""
     even = -(-rows // (8 * thread_count()))
     return max(1, min(4, even // MAX_LANES)) * MAX_LANES
 
 
 @device_function(refcount=True)
 def widened(x, w):
-    """The rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
+    """Rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
     tokens, depth = x.shape
     tokens_wide = scratch(round_up(tokens, 4), round_up(depth, 4 * MAX_LANES), sum_of(w))
     tokens_wide[:] = 0
@@ -72,7 +72,7 @@ def widened(x, w):
 
 @generic
 def few(sums):
-    """Two tuples: of four, or of as many lanes as a vector of sums has; and of the rows that fill it with those."""
+    """Two tuples: one of four, or of the lanes of a vector of sums if fewer; one of the rows that fill a vector."""
     width = VECTOR_BYTES * 8 // sums.dtype.bitwidth
     four = (0,) * min(AT_ONCE, width)
     rows = (0,) * (width // len(four))

@@ -1,8 +1,8 @@
-"""Tiles of the gated MLP: gate, up and, for the gradients, dh, with the activation applied while they are cached.
+"""Tiles of the gated MLP: gate, up and, for gradients, dh, with the activation applied while they are cached.
 
-A task is rows of ffn by columns of tokens. All of K adds up in float32; then the activation turns the tiles into h
+A task is rows of ffn by columns of tokens. Sums over K are float32. Then the activation turns the tiles into h
 (forward) or dgate, dup and h (backward), in place. They are stored as steps of K of the products that follow.
-Tiles are (ffn, tokens); gate and up that the forward keeps are (tokens, ffn), and the backward turns them again.
+Tiles are (ffn, tokens); gate and up kept by the forward are (tokens, ffn), and the backward transposes them again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _silu_backward, _gelu_backward, _gelu_tanh_backward, _relu2_backward = (
 
 @device_function
 def activate(activation, h, gate, up):
-    """One row; h may be gate."""
+    """Apply the activation to one row; h may be gate."""
     if activation == 0:
         _silu((h,), (gate, up), (), (), (), False)
     elif activation == 1:
@@ -44,7 +44,7 @@ def activate(activation, h, gate, up):
 
 @device_function
 def gate_tile_backward(activation, gate, up, dh, m, n):
-    """gate, up and dh become dgate, dup and h."""
+    """Replace gate, up and dh by dgate, dup and h."""
     for i in range(m):
         operands = dh[i], gate[i], up[i]
         results = from_beginning(gate[i], n), from_beginning(up[i], n), from_beginning(dh[i], n)
@@ -69,7 +69,7 @@ def put(to, tile, f0, m, t0, n):
 
 @device_function(refcount=True)
 def keep_tile(to, tile, f0, m, t0, n):
-    """Store a tile, turned and rounded, in rows from t0 and columns from f0."""
+    """Store a tile, transposed and rounded, in rows from t0 and columns from f0."""
     width = lanes(tile)
     turned = scratch(width, round_up(m, width), tile[0, 0])
     for j in range(0, n, width):
@@ -82,7 +82,7 @@ def keep_tile(to, tile, f0, m, t0, n):
 
 @device_function(refcount=True)
 def kept_tile(tile, kept, f0, m, t0, n):
-    """The tile that was stored there."""
+    """Load a tile that :func:`keep_tile` stored."""
     width = lanes(tile)
     turned = scratch(width, round_up(m, width), tile[0, 0])
     for j in range(0, n, width):
@@ -96,7 +96,7 @@ def kept_tile(tile, kept, f0, m, t0, n):
 
 @device_function
 def round_tile(tile, m, n, like):
-    """To the dtype of array ``like``, as if it had been stored."""
+    """Round a tile to the dtype of array ``like``, as if it had been stored."""
     of = read_row(like, (0,))
     for i in range(m):
         row = tile[i]
@@ -106,13 +106,13 @@ def round_tile(tile, m, n, like):
 
 @generic
 def sum_of(packed):
-    """A zero of the type in which products of ``packed`` add up."""
+    """Zero of the type in which products of ``packed`` add up."""
     zero = np.float64(0) if packed.dtype == types.float64 else np.float32(0)
     return lambda packed: zero
 
 
 class Plan(NamedTuple):
-    """How a product is cut: tiles of rows of ffn by columns of tokens, and operands into blocks of K."""
+    """Partition of a product: tiles of rows of ffn by columns of tokens, and operands in blocks of K."""
 
     rows: int
     columns: int

@@ -12,7 +12,7 @@ lse is rounded: float32 holds that of logits near 1e7 to the nearest integer. So
 Both read each logit once, by blocks that stay in the first cache; forward keeps a maximum and a sum relative to it,
 backward a row of exponentials in the second cache. Gradients too large for a cache are streamed past it. An ignored
 row is not read. In one kernel, a row is still in the second cache when it is read again; the gradient, no wider than
-the logits, may lie at the start of their memory.
+the logits, may be at the start of their memory.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
 Array = np.ndarray[Any, Any]
 
 BLOCK = 2048  # columns: 8 KB of float32
-LANES = 64  # maxima that grow side by side: LLVM makes no vector code of a single one
+LANES = 64  # independent maxima: LLVM makes no vector code of a single one
 
 
 class Options(NamedTuple):
-    """``weighted``: by class. ``others``: label_smoothing / vocab; ``weight_sum``: of the classes."""
+    """Options. ``weighted``: by class. ``others``: label_smoothing / vocab; ``weight_sum``: of the classes."""
 
     ignore_index: int
     weighted: bool
@@ -62,7 +62,7 @@ def config(rows: int, cols: int) -> str:
 
 
 def forward(logits: Array, targets: Array, weight: Array, loss: Array, lse: Array, options: Options) -> None:
-    """logits (rows, cols); targets int64, loss and lse (rows,)."""
+    """Run forward. logits (rows, cols); targets int64, loss and lse (rows,)."""
     chunk = items_per_task(*logits.shape)
     arrays = bits(logits), targets, weight, loss, lse
     launch(FORWARD[logits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options)
@@ -71,7 +71,7 @@ def forward(logits: Array, targets: Array, weight: Array, loss: Array, lse: Arra
 def backward(
     dloss: Array, logits: Array, targets: Array, lse: Array, weight: Array, dlogits: Array, options: Options
 ) -> None:
-    """dlogits may be logits. dloss (rows,) holds all factors of the rows' gradients."""
+    """Run backward. dlogits may be logits. dloss (rows,) holds all factors of the rows' gradients."""
     chunk, streaming = items_per_task(*logits.shape), not stays_in_cache(dlogits.nbytes)
     arrays = dloss, bits(logits), targets, lse, weight, bits(dlogits)
     launch(BACKWARD[logits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options, streaming)
@@ -87,7 +87,7 @@ def forward_backward(
     dlogits: Array,
     options: Options,
 ) -> None:
-    """Logits in the computing type. dlogits may lie at the start of each of their rows."""
+    """Run forward and backward. Logits in the computing type; dlogits may be at the start of each of their rows."""
     chunk = items_per_task(*logits.shape)
     arrays = dloss, logits, targets, weight, loss, lse, bits(dlogits)
     launch(FORWARD_BACKWARD[dlogits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options)
@@ -99,7 +99,7 @@ Room = namedtuple("Room", "u slope lanes")
 
 @inner
 def fill(row, start, n, softcap, u, slope):
-    """u from n logits, and du/dz where there is a cap."""
+    """Compute u of n logits, and du/dz if there is a cap."""
     for j in range(n):
         u[j] = load(row, start + j)
     if softcap > 0:
@@ -133,7 +133,7 @@ def sum_of_exponentials(u, n, row_max):
 
 @inner
 def exponentials(u, n, shift):
-    """u becomes exp(u - shift); returns the sum."""
+    """Replace u by exp(u - shift); returns the sum."""
     total = like(shift, 0.0)
     for j in range(n):
         u[j] = exp(u[j] - shift)
@@ -149,7 +149,7 @@ def distance(row_max, logit):
 
 @inner
 def weighted_distances(u, n, row_max, weight, start, weighted):
-    """The sums of w * (row_max - u) and of w."""
+    """Sums of w * (row_max - u) and of w."""
     total, weights = like(row_max, 0.0), like(row_max, n)
     if weighted:
         weights = like(row_max, 0.0)
@@ -164,7 +164,7 @@ def weighted_distances(u, n, row_max, weight, start, weighted):
 
 @inner
 def differentiate(weights, n, scale, weight, start, weighted, others):
-    """Exponentials become p * scale - others * w."""
+    """Replace exponentials by p * scale - others * w."""
     if weighted:
         for j in range(n):
             weights[j] = weights[j] * scale - others * weight[start + j]
@@ -184,7 +184,7 @@ def put_scaled(to, start, n, u, slope, factor, softcap):
 
 @device_function
 def loss_of_row(row, target, weight, o, room):
-    """The loss, lse, and the two that lse is made of: the maximum, and the sum of exponentials relative to it."""
+    """Return loss, lse, and the two terms of lse: the maximum, and the sum of exponentials relative to it."""
     u, cols, zero = room.u, len(row), like(o.own, 0.0)
     row_max, row_sum, at = like(o.own, -np.inf), zero, zero
     distances, weights = zero, zero
@@ -224,7 +224,7 @@ def scale_of_row(target, lse, row_sum, weight, o):
 
 @device_function
 def differentiate_block(weights, start, n, target, scale, weight, o):
-    """n exponentials become du."""
+    """Replace n exponentials by du."""
     differentiate(weights, n, scale, weight, start, o.weighted, o.others)
     if start <= target < start + n:
         weights[target - start] -= o.own * (weight[target] if o.weighted else like(o.own, 1.0))

@@ -1,6 +1,6 @@
 """Cross-entropy of a linear layer on the CPU, a chunk of rows at a time: :mod:`.gemm` and :mod:`.cross_entropy`.
 
-logits     x w^T + bias, float32 from the accumulators       once per chunk: w is read where it lies
+logits     x w^T + bias, float32 from the accumulators       once per chunk: w is read in place
 dlogits    in x's dtype, over the logits                     by the kernel of the losses
 dx         dlogits w                                         of dlogits, panels of one block at a time
 dweight    dlogits^T x, added up in place
@@ -42,7 +42,7 @@ def scratch_bytes(
 
 
 class Chunks:
-    """The loss, lse and gradients of runs of rows; all of them share the memory of their logits."""
+    """Loss, lse and gradients of runs of rows, which share the memory of their logits."""
 
     def __init__(self, weight: Array, bias: Array | None, logits: Array, options: tuple[Array, Any]) -> None:
         """logits (rows of a chunk, vocab); options: class weights and numbers for the kernels of the losses."""
@@ -54,7 +54,7 @@ class Chunks:
         cross_entropy.forward(logits, targets, class_weight, loss, lse, numbers)
 
     def forward_backward(self, dloss: Array, x: Array, targets: Array, loss: Array, lse: Array) -> Array:
-        """Gives dlogits, which stay until the next chunk."""
+        """Return dlogits, which stay valid until the next chunk."""
         logits, (class_weight, numbers) = self._logits_of(x), self.options
         dlogits = logits.view(x.dtype)[:, : logits.shape[1]]
         cross_entropy.forward_backward(dloss, logits, targets, class_weight, loss, lse, dlogits, numbers)
@@ -66,7 +66,7 @@ class Chunks:
         return logits
 
     def backward_input(self, dlogits: Array, dx: Array) -> None:
-        """By blocks of a fixed size, so that the bits are the same for any chunk."""
+        """Compute dx by blocks of a fixed size, so that the bits are the same for any chunk."""
         element, vocab = packed(dx.dtype.name), len(self.weight)
         for r in spans(len(dx), ROWS):
             part = dx[r]
@@ -75,5 +75,5 @@ class Chunks:
                 panels = pack(dlogits[r, v], element, trans=True)
                 ends = {"first": v.start == 0, "last": v.stop == vocab}
                 matmul(self.weight[v], panels, part, trans_a=True, trans_out=True, total=total, **ends)
-                del panels  # before the next are made
+                del panels  # before the next panels are made
             del total

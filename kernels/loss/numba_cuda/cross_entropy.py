@@ -11,7 +11,7 @@ lse is rounded: float32 holds that of logits near 1e7 to the nearest integer. So
 (max - u) + log(sum), and p divides by the sum of the row's exponentials.
 
 A block takes one row; thread i owns columns i, i + 256, ... A row whose target is ignored is not read. Gradients that
-are narrower than logits may lie over them.
+are narrower than logits may overlap them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _capped(dtype: str):
 
     @cuda.jit(device=True)
     def capped(z, softcap):
-        """u of a logit, and du/dz. u is rounded, the same in every kernel: no FMA may take the product in."""
+        """Return u of a logit, and du/dz. u is rounded alike in every kernel: no FMA may include the product."""
         if softcap == number(0.0):
             return z, number(1.0)
         t = math.tanh(z / softcap)
@@ -80,7 +80,7 @@ def forward(dtype: str, targets: str) -> NumbaKernel:
         has_lse,
         ignore_index,
         weighted,
-        on_target,
+        own,
         others,
         z_loss,
         softcap,
@@ -117,7 +117,7 @@ def forward(dtype: str, targets: str) -> NumbaKernel:
             if 0 <= target < cols:
                 at, _ = capped(load(logits[r, target]), cap)
             # the difference first: a loss near 0 keeps its digits, as does one of large logits
-            value = number(on_target * weight_of(target, weight, weighted, cols)) * ((row_max - at) + log_sum)
+            value = number(own * weight_of(target, weight, weighted, cols)) * ((row_max - at) + log_sum)
             if others > 0.0:
                 value += number(others) * (distances + weight_sum * log_sum)
             value += number(z_loss) * whole * whole
@@ -135,7 +135,7 @@ def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
     store, capped, narrows = functions(gradient).store, _capped(dtype), gradient != dtype
 
     def cross_entropy_backward(
-        targets, weight, dloss, factors, lse, logits, dlogits, step, ignore_index, weighted, on_target, others,
+        targets, weight, dloss, factors, lse, logits, dlogits, step, ignore_index, weighted, own, others,
         z_loss, softcap,
     ):  # fmt: skip
         r, cols, cap = cuda.blockIdx.x, logits.shape[1], number(softcap)
@@ -150,7 +150,7 @@ def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
             u, _ = capped(load(logits[r, c]), cap)
             exponentials += math.exp(u - row_lse)
         exponentials = block_sum(exponentials, scratch)
-        mine = number(on_target * weight_of(target, weight, weighted, cols))
+        mine = number(own * weight_of(target, weight, weighted, cols))
         weight_sum = float64(factors[1]) if weighted and others > 0.0 else float64(cols)
         scale = (mine + number(others * weight_sum) + number(2.0 * z_loss) * row_lse) / exponentials
         for start in range(0, cols, cuda.blockDim.x):
@@ -162,7 +162,7 @@ def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
                 if c == target:
                     share -= mine
                 value = factor * share * slope
-            if narrows:  # they lie over logits of this round and of earlier ones
+            if narrows:  # they overlap logits of this round and of earlier ones
                 cuda.syncthreads()
             if c < cols:
                 dlogits[r, c] = store(value)

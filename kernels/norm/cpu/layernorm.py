@@ -1,11 +1,11 @@
-"""LayerNorm on the CPU, forward and backward (what both norms share: norm.py).
+"""LayerNorm on the CPU, forward and backward (code shared by both norms: norm.py).
 
 forward    s = x + residual,  rstd = 1 / sqrt(mean((s - mean)^2) + eps),  y = (s - mean) * rstd * weight + bias
 backward   n = (x - mean) * rstd,  m = dy * weight,  dx = rstd * (m - n * mean(m * n) - mean(m)) + dresidual
            dweight = sum over rows of dy * n,  dbias = sum over rows of dy
 
-Squares are summed of what numbers differ from the mean, first from that of some of them, so that a mean far from 0
-costs no digits.
+Squares of deviations from the mean are summed, first from the mean of some numbers, so that a mean far from 0
+loses no digits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["backward", "config", "forward"]
 
 Array = np.ndarray[Any, Any]
 
-SOME = 64  # numbers whose mean is near enough to that of a row: a single one may be far off
+SOME = 64  # numbers whose mean is close enough to that of a row: a single number may be far off
 
 
 def forward(
@@ -52,7 +52,7 @@ def forward(
     *,
     eps: float,
 ) -> None:
-    """All (rows, cols) but ``weight``, ``bias`` (cols,) and ``mean``, ``rstd`` (rows,); ``s`` with ``residual``."""
+    """Run forward. ``weight``, ``bias`` (cols,), ``mean``, ``rstd`` (rows,), others (rows, cols)."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     some_residual, some_s = x if residual is None else residual, y if s is None else s
@@ -75,7 +75,7 @@ def backward(
     *,
     added: Sequence[str],
 ) -> None:
-    """Fills ``dx`` (rows, cols) and ``dweight``, ``dbias`` (cols,), in rstd's dtype. ``added``: what is added to."""
+    """Fill ``dx`` (rows, cols) and ``dweight``, ``dbias`` (cols,), in rstd's dtype. ``added``: sums added to."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     n_tasks = -(-rows // chunk)
@@ -93,10 +93,10 @@ _squares = short_sums(norm.squared_deviations, norm.exact_squares, TINY)
 
 @device_function
 def moments(x):
-    """The mean, and the sum of the squares of what numbers differ from it, float64.
+    """Return the mean and the sum of squared deviations from it, in float64.
 
     One pass around the mean of some of the numbers; where that is so far from the mean that digits of the squares
-    would cancel, another one around the mean.
+    would cancel, another pass around the mean.
     """
     n, some = len(x), min(SOME, len(x))
     near = like(load(x, 0), norm.exact_deviations((x,), (0.0,), 0, some) / some)
@@ -115,7 +115,7 @@ def moments(x):
 
 @device_function
 def sum_of_squares(x, mean):
-    """Around ``mean`` as it is rounded to the computing type, corrected for the rounding."""
+    """Sum of squares around ``mean`` rounded to the computing type, corrected for the rounding."""
     near = like(load(x, 0), mean)
     total = _squares((x,), (near,), (np.float64(near),)) - len(x) * (mean - near) ** 2
     return 0.0 if total < 0.0 else total

@@ -29,8 +29,8 @@ from gpu_ops.kernels.common.cpu.jit import device_function, inner
 from gpu_ops.kernels.common.cpu.parallel import items_per_task
 from gpu_ops.kernels.norm.cpu import norm_ir as norm
 
-SHORT_SUM = 16 * UNROLLED * MAX_LANES  # numbers that add up in the computing type: 16 in a lane
-CACHED = 1 << 16  # elements in all
+SHORT_SUM = 16 * UNROLLED * MAX_LANES  # numbers summed in the computing type: 16 per lane
+CACHED = 1 << 16  # total elements
 TINY = 2.0**-80  # a sum of float32 squares below this may have lost some to underflow
 
 
@@ -42,13 +42,13 @@ Array = np.ndarray[Any, Any]
 
 
 def store_sum(total: Array, partial: Array, add: bool) -> None:
-    """``total`` is the sum of the rows of ``partial``. ``add``: and of what it holds."""
+    """Store the sum of the rows of ``partial`` in ``total``. ``add``: add to its contents."""
     column_sums = partial.sum(axis=0)
     total[...] = total + column_sums if add else column_sums
 
 
 def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
-    """A function (operands, scalars, wide): the float64 sum over rows, of short sums in the computing type.
+    """Function (operands, scalars, wide) for the float64 sum over rows of short sums in the computing type.
 
     ``short`` and ``exact`` are passes of cpu/norm_ir.py. Where the size of a sum is not between ``least`` and
     infinity, ``exact`` takes the same numbers, with the scalars ``wide``, in float64. A device function, not
@@ -92,7 +92,7 @@ def shared_chunks(lines, of, result, r, first, stop):
 
 @njit
 def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
-    """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
+    """Compute ``sums[0] = row + residual[r]``, and store it in ``s[r]``, unless y stands in for a missing s."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))
     operands, coming = (row, read_row(residual, (r,))), (read_row(residual, (after,)),)
     if place_of(copy) == place_of(out):

@@ -1,4 +1,4 @@
-"""The passes of the norms over rows, as LLVM IR (codegen/rows.py, codegen/sums.py).
+"""Passes of the norms over rows, as LLVM IR (codegen/rows.py, codegen/sums.py).
 
 =====================  ====================================  ==============================================
 pass                   operands                              scalars
@@ -43,7 +43,7 @@ def _rms_scale(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
 
 
 def _rms_scale_llama(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
-    """Rounded where transformers' LlamaRMSNorm rounds."""
+    """RMSNorm with roundings at the same places as transformers' LlamaRMSNorm."""
     (x, weight), (rstd, offset) = operands, scalars
     return ((x * rstd).rounded() * (offset + weight).rounded(),)
 
@@ -55,7 +55,7 @@ def _rms_sums(operands: Chunks, shared: Chunks, scalars: Chunks) -> tuple[Chunk,
 
 
 def _rms_sums_llama(operands: Chunks, shared: Chunks, scalars: Chunks) -> tuple[Chunk, Chunk]:
-    """Forward multiplied the rounded n by weight."""
+    """Sums for the Llama casting, whose forward pass multiplies the rounded n by weight."""
     (dy, x), (weight,), (rstd, offset) = operands, shared, scalars
     n = x * rstd
     return dy * n * (offset + weight), dy * n.rounded()

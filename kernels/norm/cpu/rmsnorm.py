@@ -1,4 +1,4 @@
-"""RMSNorm on the CPU, forward and backward (what both norms share: norm.py).
+"""RMSNorm on the CPU, forward and backward (code shared by both norms: norm.py).
 
 forward    s = x + residual,  rstd = 1 / sqrt(mean(s^2) + eps),  y = (s * rstd) * (offset + weight)
 backward   n = x * rstd,  m = dy * (offset + weight),  dx = rstd * (m - n * mean(m * n)) + dresidual
@@ -45,7 +45,7 @@ def forward(
     weight_offset: float,
     casting: str,
 ) -> None:
-    """All (rows, cols) except ``weight`` (cols,) and ``rstd`` (rows,); ``s`` only with ``residual``."""
+    """Run forward. All (rows, cols) except ``weight`` (cols,) and ``rstd`` (rows,); ``s`` only with ``residual``."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     arrays = all_bits(x, weight, x if residual is None else residual, y, y if s is None else s)
@@ -67,7 +67,7 @@ def backward(
     casting: str,
     added: Sequence[str],
 ) -> None:
-    """Fills ``dx`` (rows, cols) and ``dweight`` (cols,), in rstd's dtype. ``added``: the sums that are added to."""
+    """Fill ``dx`` (rows, cols) and ``dweight`` (cols,), in rstd's dtype. ``added``: the sums that are added to."""
     rows, cols = x.shape
     if casting == "llama" and weight_offset:  # rounds their sum to x's dtype
         weight, weight_offset = (weight.astype(rstd.dtype) + weight_offset).astype(x.dtype), 0.0

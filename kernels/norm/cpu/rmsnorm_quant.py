@@ -5,7 +5,7 @@ q = round(y * 127 / absmax),  scale = absmax / 127,  rowsum = sum of q
 
 Each row is read from memory once and its y lives in a scratch row in the cache, so 3 bytes move per 16-bit
 element instead of the 7 of a norm followed by a quantisation. max|y| is taken over the bits as integers:
-they order like the magnitudes, a NaN above all, and LLVM makes vector code of an integer maximum.
+they have the order of the magnitudes, with NaN largest, and LLVM makes vector code of an integer maximum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def forward(
     weight_offset: float,
     llama: bool,
 ) -> None:
-    """x, residual, q, s (rows, cols); weight (cols,); scale, rowsum (rows,); ``s`` only with ``residual``."""
+    """Run forward. x, residual, q, s (rows, cols); weight (cols,); scale, rowsum (rows,); ``s`` if ``residual``."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     scratch = np.empty((1, 1), x.dtype) if s is None else s

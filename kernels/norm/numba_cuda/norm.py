@@ -167,7 +167,7 @@ def _dweight(dtype, _):
     compute = functions(dtype).compute
 
     def norm_dweight(partial, dweight, add):
-        """One thread per column adds the blocks' sums, first to last, and with ``add`` what is there."""
+        """Add the blocks' sums, first to last, one thread per column; with ``add``, add to dweight."""
         c = cuda.grid(1)
         if c < partial.shape[1]:
             total = 0.0

@@ -32,7 +32,7 @@ def kernel(dtype: str) -> NumbaKernel:
 
 @cuda.jit(device=True)
 def larger(a, b):
-    """The larger one; NaN if either is NaN."""
+    """Maximum of two numbers; NaN if either is NaN."""
     return a if a > b or a != a else b
 
 

@@ -33,7 +33,7 @@ from gpu_ops.kernels.rope.cpu.rotate_ir import (
 Array = np.ndarray[Any, Any]
 
 BLOCK_BYTES = 1 << 13  # of heads, in the first cache
-BLOCK_TOKENS = 64  # of a head: their cos and sin are there as well
+BLOCK_TOKENS = 64  # tokens of a head whose cos and sin are in the first cache too
 
 
 def config(inputs: list[Array]) -> str:
@@ -51,10 +51,10 @@ def rope(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """Rotate one or two arrays (batch, seqlen, nheads, head_dim), which differ in nheads alone.
+    """Rotate one or two arrays (batch, seqlen, nheads, head_dim), which may differ in nheads only.
 
     ``cos``, ``sin``: (positions, rotary_dim / 2) in the computing type; ``rows`` (batch or 1, seqlen): which
-    row of them each token takes. An output may be its input exactly, else they do not overlap.
+    row of them each token takes. An output may be exactly its input; otherwise they must not overlap.
     """
     q, q_out = inputs[0], outputs[0]
     # without k: q with no heads
@@ -79,7 +79,7 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
 
 
 class Turn(NamedTuple):
-    """How tokens are rotated: see :func:`rope`."""
+    """Arguments of the rotation of tokens: see :func:`rope`."""
 
     cos: Any
     sin: Any
@@ -90,7 +90,7 @@ class Turn(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Heads on their way past the caches."""
+    """Buffer for heads that are stored past the caches."""
 
     block: Any  # rotated heads, which are neighbours in memory
     waits: Any  # the end of the last block: see stream.put
@@ -120,10 +120,10 @@ def rope_rotate(
 
 @njit
 def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
-    """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen.
+    """Rotate all heads of ``count`` tokens from ``first`` on, counted over batch and seqlen.
 
-    What lies side by side goes together: the heads of a token, or (``heads_outer``) some tokens of a head whose
-    positions follow each other, then those of the next head, with the same cos and sin.
+    Neighbours in memory are processed together: the heads of a token, or (``heads_outer``) tokens of a head whose
+    positions are consecutive, then those of the next head, with the same cos and sin.
     """
     seqlen, nheads, head_dim = x.shape[1:]
     cos, sin, rows, rotary_dim = turn.cos, turn.sin, turn.rows, turn.rotary_dim
@@ -153,11 +153,11 @@ def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
         h = t = 0
         while h < nheads:
             n = min(at_once, tokens - t if heads_outer else nheads - h)
-            if t > 0 or n < tokens:  # else they are those of the first
+            if t > 0 or n < tokens:  # otherwise they are those of the first head
                 c, sn = read_row(cos, (rows[row, s + t],)), read_row(sin, (rows[row, s + t],))
             target, step = write_row(out, (b, s + t, h)), y_step
             if in_place:
-                # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
+                # the same pointer twice: LLVM then sees that nothing else aliases and still uses vectors
                 rotate(target, step, target, step, n, c, sn, turn_step, rotary_dim, interleaved, conjugate)
             else:
                 source = read_row(x, (b, s + t, h))
@@ -201,7 +201,7 @@ def following(rows, row, s, most):
 
 @njit(inline="always")
 def rotate(x, x_step, y, y_step, n, cos, sin, turn_step, rotary_dim, interleaved, conjugate):
-    """``n`` heads of a token, or tokens of a head, whose cos and sin are ``turn_step`` > 0 apart."""
+    """Rotate ``n`` heads of a token, or tokens of a head, whose cos and sin are ``turn_step`` > 0 apart."""
     half, sign = rotary_dim // 2, cos.dtype.type(-1.0 if conjugate else 1.0)
     if turn_step > 0 and interleaved:
         rotate_pairs_each(x, x_step, y, y_step, n, cos, sin, turn_step, half, sign, ())

@@ -1,13 +1,13 @@
 """RMSNorm of the heads of q and k, RoPE, and the cache write on the CPU: each element is read once and written once.
 
-All heads of a token go together where their halves are whole vectors and their results neighbours in memory::
+All heads of a token are processed together if their halves are whole vectors and their results neighbours in memory::
 
     x      | head | head | ...     read; the next token's heads are prefetched while results are stored
     line   | head | head |         x * (offset + weight) / rms, rotated (cpu/rotate_ir.py)
     out    | head | head | ...     past the caches, if too large for them; else line is not needed
 
-Others one by one, by way of ``head``, in the computing type. Values are copied. Heads of quantized pages all go
-one by one, keys by way of ``turned``, values by way of ``head``: the scale is known when all of a head is.
+Other heads are processed one by one, through ``head``, in the computing type. Values are copied. Heads of quantized
+pages are always processed one by one: keys wait in ``turned``, values in ``head``, until a head's scale is known.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def append(
     rotary_dim: int,
     interleaved: bool,
 ) -> None:
-    """All of q, out, k, v (batch, seqlen, heads, head_dim), caches (pages, page_size, nheads_kv, head_dim).
+    """Run the op. q, out, k, v (batch, seqlen, heads, head_dim), caches (pages, page_size, nheads_kv, head_dim).
 
-    ``slot_mapping`` (batch, seqlen), or ``seqused_k`` and perhaps ``block_table``; ``cos``, ``sin`` and ``rows`` as
+    ``slot_mapping`` (batch, seqlen), or ``seqused_k`` and maybe ``block_table``; ``cos``, ``sin`` and ``rows`` as
     in rope.py. ``out`` may be q. ``k_scale`` and ``v_scale``: of caches of int8 or e4m3.
     """
     chunk = _tokens_per_task(q, k)
@@ -135,7 +135,7 @@ def _signature(dtype: str, cache: str) -> tuple[types.Type, ...]:
 
 @device_function
 def find_scales(scales, x, b, s, eps, normalise):
-    """1 / rms of each head of a token, or 1. All before the first is needed: each takes a while to come."""
+    """Compute 1 / rms of each head of a token, or 1: all before the first is needed, to hide their latency."""
     for h in range(x.shape[2]):
         scales[h] = 1
         if normalise:
@@ -161,14 +161,14 @@ def rotated(line, y, cos, sin, rotary_dim, interleaved):
 
 @inner
 def widen(gain, weight, offset):
-    """``offset + weight``, in the computing type; 1 without weights."""
+    """Fill ``gain`` with ``offset + weight`` in the computing type; 1 without weights."""
     gain[:] = 1
     for i in range(len(weight)):
         gain[i] = offset + load(weight, i)
 
 
 class Heads(NamedTuple):
-    """How the heads of q, or of k, are normalised and rotated, and scratch."""
+    """Arguments and scratch of the normalisation and rotation of q's or k's heads."""
 
     gain: Any  # offset + weight
     normalise: bool
@@ -178,15 +178,15 @@ class Heads(NamedTuple):
     together: bool  # all heads of a token at once
     streaming: bool
     scales: Any  # 1 / rms of each head
-    head: Any  # one head, where they go one by one
-    line: Any  # a token's heads on their way past the caches
+    head: Any  # one head, if they are processed one by one
+    line: Any  # a token's heads that are stored past the caches
     waits: Any  # see stream.put
     where: Any
 
 
 @device_function
 def append_heads(x, b, s, y, page, row, cos, sin, how):
-    """All heads of token b, s of x, normalised and rotated, into y[page, row]."""
+    """Write all heads of token b, s of x, normalised and rotated, to y[page, row]."""
     nheads, head_dim = x.shape[2:]
     scales, gain, rotary_dim, head = how.scales, how.gain, how.rotary_dim, how.head
     find_scales(scales, x, b, s, how.eps, how.normalise)
@@ -215,7 +215,7 @@ def go_together(y, rotary_dim, interleaved):
 
 @generic
 def append_keys(k, b, s, cache, scales, page, row, cos, sin, how, turned):
-    """The keys of a token, into its place in the cache."""
+    """Write the keys of a token to its row in the cache."""
 
     def quantized(k, b, s, cache, scales, page, row, cos, sin, how, turned):
         find_scales(how.scales, k, b, s, how.eps, how.normalise)
@@ -232,7 +232,7 @@ def append_keys(k, b, s, cache, scales, page, row, cos, sin, how, turned):
 
 @generic
 def append_values(v, b, s, cache, scales, page, row, how):
-    """The values of a token, into its place in the cache."""
+    """Write the values of a token to its row in the cache."""
 
     def quantized(v, b, s, cache, scales, page, row, how):
         for h in range(v.shape[2]):

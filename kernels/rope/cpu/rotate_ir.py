@@ -6,7 +6,7 @@
     gain    | of x1's elements    | of x2's               x is x * gain * the head's scale, if there are any
 
 Both chunks of x are read before any of y is stored, so y may be x. Heads of a token share cos and sin in registers.
-Of a half that is no whole number of chunks the last one is masked.
+If a half is not a whole number of chunks, its last chunk is masked.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, typ
 
 
 def _rotation(*, pairs: bool, shared: bool) -> Any:
-    """An intrinsic (x, x_step, y, y_step, heads, cos, sin, turn_step, half, sign, gains).
+    """Intrinsic (x, x_step, y, y_step, heads, cos, sin, turn_step, half, sign, gains).
 
-    Rows x and y are the first of ``heads``, the others ``x_step`` and ``y_step`` elements on. They share cos and sin,
-    or those of each are ``turn_step`` elements on. ``half``: pairs of a head; x: in the type of y or of cos; sin
+    Rows x and y are the first of ``heads``; others follow at ``x_step``, ``y_step`` elements. They share cos and sin,
+    or use those ``turn_step`` elements on. ``half``: pairs of a head; x: in the type of y or of cos; sin
     times ``sign``; ``gains``: (), or gain for the elements of a head and a scale for each head, in the type of cos
     (of halves that share).
     """
@@ -34,7 +34,7 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
         x, y, cos, sin, gains = (sig.args[i] for i in (0, 2, 5, 6, 10))
         row = Rows(y.dtype)
         n = row.lanes
-        alternate = row.dtype == types.uint16  # a chunk becomes its even elements and its odd ones
+        alternate = row.dtype == types.uint16  # a chunk's vectors are its even and its odd elements
 
         table = Rows(cos.dtype)
 
@@ -49,7 +49,7 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
             return [shuffle(b, low, high, [2 * lane + odd for lane in range(n)]) for odd in range(2)]
 
         def wide(pointer: Any, count: Any) -> list[Any]:
-            """A chunk's elements in the computing type, in the order in which the chunk becomes vectors."""
+            """A chunk's elements in the computing type, in the order of its vectors."""
             parts = in_order(pointer, count)
             return apart(*parts) if alternate else parts
 
@@ -57,14 +57,14 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
             return row.load(b, pointer, count) if x.dtype == y.dtype else wide(pointer, count)
 
         def chunks_at(pointer: Any, count: Any) -> list[tuple[Any, Any]]:
-            """Where the two chunks of x or y are that hold ``count`` pairs, and how many elements of each count."""
+            """Pointers to the two chunks of x or y that hold ``count`` pairs, and the number of valid elements."""
             if not pairs:
                 return [(pointer, count), (b.gep(pointer, [half_]), count)]
             both = None if count is None else b.mul(count, number(2))
             return [(pointer, both), (b.gep(pointer, [number(row.elements)]), less(both, row.elements))]
 
         def load(pointer: Any, count: Any) -> tuple[list[Any], list[Any]]:
-            """x1 and x2, of as many elements each as a chunk has."""
+            """Load x1 and x2, a chunk's number of elements each."""
             first, second = (vectors(*chunk) for chunk in chunks_at(pointer, count))
             if not pairs:
                 return first, second
@@ -94,7 +94,7 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
         negate = splat(b, sign_, n)
 
         def turns_at(place: Any, count: Any) -> list[list[Any]]:
-            """cos for x1, sin for x2, cos for x2, sin for x1."""
+            """Factors: cos for x1, sin for x2, cos for x2, sin for x1."""
             c = load_factors(address(context, b, cos, cos_, place), count)
             s = [b.fmul(v, negate) for v in load_factors(address(context, b, sin, sin_, place), count)]
             return [c, s, c, s]
@@ -112,7 +112,7 @@ def _rotation(*, pairs: bool, shared: bool) -> Any:
             store(*results, address(context, b, y, y_, b.add(place, b.mul(head, y_step_))), count)
 
         def each_chunk(do: Callable[[Any, Any], None]) -> None:
-            """``do`` with the place of each chunk's first pair, and of the last one's rest how many pairs it has."""
+            """Call ``do`` with the place of each chunk's first pair, and the pairs of a partial last chunk."""
             elements = number(row.elements)
             with cgutils.for_range(b, b.udiv(half_, elements)) as loop:
                 do(b.mul(loop.index, elements), None)

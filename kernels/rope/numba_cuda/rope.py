@@ -24,13 +24,13 @@ THREADS = 128
 
 @cache
 def kernel(dtype: str, positions: str) -> NumbaKernel:
-    """``positions``: the dtype of that array (batch or 1, seqlen), or ``""`` if there is none."""
+    """RoPE kernel. ``positions``: the dtype of that array (batch or 1, seqlen), or ``""`` if there is none."""
     load, store, compute, element, _ = functions(dtype)
     has_positions = bool(positions)
 
     @cuda.jit(device=True)
     def rotate_heads(x, y, b, s, i, cos, sin, interleaved, pairs):
-        """Rotates pair i of every head of a token."""
+        """Rotate pair i of every head of a token."""
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, pairs + i)
         for h in range(x.shape[2]):
             x1, x2 = load(x[b, s, h, first]), load(x[b, s, h, second])

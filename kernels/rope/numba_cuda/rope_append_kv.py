@@ -7,7 +7,7 @@ A block takes one token at a time. Its threads write cos and sin of every freque
 float64 (the CUDA C++ kernel uses fixed-point turns). Then each warp takes a head, with adjacent columns in adjacent
 lanes. Sums over a head are float64, so that nothing finite overflows; the CUDA C++ kernel scales instead.
 
-Heads for quantized pages wait in shared memory, behind the table, until their scale is known.
+Heads for quantized pages wait in shared memory, after the table, until their scale is known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TINY = 2.0**-126  # the smallest scale: its inverse is finite
 
 @cache
 def kernel(dtype: str, positions: str, place: str, has_weights: bool, codes: str) -> NumbaKernel:
-    """``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token.
+    """Kernel. ``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token.
 
     ``codes``: the dtype of quantized pages, or ``""``.
     """
@@ -83,7 +83,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool, codes: str
 
     @cuda.jit(device=True)
     def encode_staged(staged, start, y, scales, page, row, h):
-        """The codes and the scale of the head that lies from ``staged[start]`` on."""
+        """Write the codes and the scale of the head at ``staged[start]``."""
         lane, columns = uint32(cuda.threadIdx.x % 32), uint32(y.shape[3])
         cuda.syncwarp()
         top = int32(0)
@@ -101,7 +101,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool, codes: str
             y[page, row, h, c] = encode(max(min(value, float32(largest)), -float32(largest)))
         if lane == 0:
             scales[page, row, h] = scale
-        cuda.syncwarp()  # the next head may come
+        cuda.syncwarp()  # staged may be overwritten
 
     @cuda.jit(device=True)
     def place_of(b, s, row, block_table, slot_mapping, num_pages, page_size):

@@ -39,7 +39,7 @@ ROUND = np.float32(1.5 * 2.0**23)  # x + this - this is x rounded to an integer
 
 
 class Numbers(NamedTuple):
-    """In the order of the kernels' array of them."""
+    """Numbers of a step, in the order of the kernels' array."""
 
     scale: float
     decay: float
@@ -70,7 +70,7 @@ def adamw_step(arrays: list[Any], numbers: Numbers, random: tuple[int, int] | No
     weights = params if master is None else master
     variant = "rounded" if weights.dtype.itemsize == 2 else "own" if master is None else "master"
     flags = mask is not None, random is not None
-    mask_or_m = m if mask is None else mask  # stand-ins for what is not read
+    mask_or_m = m if mask is None else mask  # m stands in for a mask that is not read
     states = m, v, m_scale, v_scale, m_scale if master is None else master
     lines = bits(params), bits(grads), *states, mask_or_m.view(np.uint8)
     seed, step = (0, 0) if random is None else random
@@ -122,7 +122,7 @@ def nearest(x, w):
 
 @as_written
 def stochastic(x, w, low):
-    """``low``: 16 random bits for each element. See reference/rows/adamw.py."""
+    """Round stochastically. ``low``: 16 random bits for each element. See reference/rows/adamw.py."""
     for i in range(len(w)):
         u = as_uint32(w[i])
         down = u >> np.uint32(16)
@@ -134,7 +134,7 @@ def stochastic(x, w, low):
 
 @as_written
 def random_bits(low, words, first, seed, step):
-    """For the elements of a block from ``first`` on, a multiple of TILE."""
+    """Draw bits for the elements of a block from ``first`` on, a multiple of TILE."""
     count = words.shape[1]
     c0, c1, c2, c3 = words[0], words[1], words[2], words[3]
     for i in range(count):
@@ -231,7 +231,7 @@ def encode_unsigned(codes, x, scale):
 
 
 def _kernel(kind: str, quantized: bool) -> Kernel:
-    """``own``: params are float32 or float64; ``master``: they are rounded from it; ``rounded``: they are alone."""
+    """Kernel. ``own``: float32 or float64 params; ``master``: params rounded from it; ``rounded``: no master."""
     find, keep = (decoded_states, encode_states) if quantized else (rows_of_states, keep_states)
 
     def adamw(

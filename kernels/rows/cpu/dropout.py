@@ -1,6 +1,6 @@
 """Dropout on the CPU, forward and backward; ``reference/rows/dropout.py`` defines which elements are kept.
 
-A block's bits are drawn into memory that stays in the first cache, by fours, and become ones and zeros; then one pass
+A block's bits are drawn by fours into memory that stays in the first cache, and become ones and zeros; then one pass
 over the block multiplies. Results too large for a cache are streamed past it, unless they are in place.
 """
 
@@ -32,7 +32,7 @@ def config(rows: int, cols: int) -> str:
 def dropout(
     x: Array, y: Array, *, seed: np.uint64, offset: np.uint64, dropped: np.uint32, factor: float
 ) -> None:
-    """x, y (rows, cols); y may be x's memory. Bits below ``dropped`` drop an element."""
+    """Apply dropout. x, y (rows, cols); y may be x's memory. Bits below ``dropped`` drop an element."""
     streaming = not (stays_in_cache(y.nbytes) or same_memory(x, y))
     x, y = long_rows(x, y)
     n_blocks, chunk = blocks_of(x.shape, BLOCK)

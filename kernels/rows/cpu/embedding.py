@@ -34,13 +34,13 @@ def config_backward(cols: int) -> str:
 
 
 def forward(ids: Array, weight: Array, x: Array, *, scale: float) -> None:
-    """ids int64 (rows,), weight (num_embeddings, cols), x (rows, cols)."""
+    """Gather rows. ids int64 (rows,), weight (num_embeddings, cols), x (rows, cols)."""
     chunk = items_per_task(*x.shape)
     launch(FORWARD[weight.dtype], -(-len(ids) // chunk), chunk, ids, bits(weight), bits(x), scale)
 
 
 def backward(dx: Array, ids: Array, dweight: Array, *, scale: float) -> None:
-    """Adds to what dweight holds."""
+    """Add the gradient to dweight."""
     width = stripe(dweight.shape[1])
     launch(BACKWARD[dx.dtype], -(-dweight.shape[1] // width), width, bits(dx), ids, dweight, scale)
 

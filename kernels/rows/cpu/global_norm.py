@@ -1,7 +1,7 @@
-"""The norm of arrays on the CPU: norms of blocks, then the norm of those. To the bit as global_norm.cu.
+"""Norm of arrays on the CPU: norms of blocks, then the norm of those. The bits are those of global_norm.cu.
 
-A block of BLOCK elements has LANES sums. Lane i takes elements i, i + LANES, ... in turn and keeps what the additions
-round off in a second number, so that only the squares are rounded. Lanes are added in float64, four neighbours first,
+A block of BLOCK elements has LANES sums. Lane i takes elements i, i + LANES, ... and keeps the rounding errors
+of additions in a second number: only the squares are rounded. Lanes are added in float64, four neighbours first,
 then halves. One task is a run of blocks; elements that a block lacks count as zeros. With few lanes their sums take
 little of the first cache, and few loads wait because a sum was stored at the same place of a page.
 """
@@ -21,28 +21,28 @@ from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch, l
 Array = np.ndarray[Any, Any]
 
 BLOCK, LANES, TOTAL_LANES = 16384, 256, 512
-AHEAD = 4096  # elements from what is added to what is prefetched: a quarter less time than without
+AHEAD = 4096  # prefetch distance in elements: a quarter less time than without
 
 
 def block_norms(x: Array, norms: Array) -> None:
-    """x (n,) contiguous; norms float64, one for each block."""
+    """Compute norms of blocks. x (n,) contiguous; norms float64, one for each block."""
     chunk = items_per_task(len(norms), BLOCK)
     launch(BLOCKS[x.dtype], -(-len(norms) // chunk), chunk, bits(x), norms, 1.0)
 
 
 def total(norms: Array, norm: Array, found_inf: Array) -> None:
-    """The norm of the norms of blocks, and whether one is not finite; both (1,)."""
+    """Compute the norm of the norms of blocks, and whether one is not finite; both (1,)."""
     launch_inline(global_norm_total[norm.dtype], 1, norms, norm, found_inf)
 
 
 def line(dtype: str, readonly: bool = False) -> types.Array:
-    """A contiguous array of one axis."""
+    """Type of a contiguous array of one axis."""
     return types.Array(scalar(dtype), 1, "C", readonly=readonly, aligned=True)
 
 
 @generic
 def rescale(squares, one):
-    """The power of two to scale values by before their squares are summed again; 1 where the sum is in range.
+    """Power of two by which values are scaled before their squares are summed again; 1 if the sum is in range.
 
     In float32, squares of values from 2^64 on overflow and those below 2^-63 lose bits. A sum below 2^-80 stays in
     range when it grows by 2^200, and bits that were lost next to larger ones do not count.
@@ -60,7 +60,7 @@ def rescale(squares, one):
 
 @exact
 def add_squares(sums, errors, row, scale):
-    """sums[i] + errors[i] += (scale row[i])^2, exactly but for the square (Dekker's two-sum)."""
+    """sums[i] + errors[i] += (scale row[i])^2, exact except for the square (Dekker's two-sum)."""
     for i in range(len(row)):
         value = load(row, i) * scale
         square = value * value
@@ -72,7 +72,7 @@ def add_squares(sums, errors, row, scale):
 
 @exact
 def over_lanes(sums, errors, parts):
-    """The error of a sum that is not finite is NaN."""
+    """Sum over the lanes. The error of a sum that is not finite is NaN."""
     for i in range(LANES):
         parts[i] = np.float64(sums[i]) + (np.float64(errors[i]) if sums[i] < np.inf else 0.0)
     for i in range(LANES // 4):

@@ -4,7 +4,7 @@ forward    t = scale * x + mask,  y = exp(t - max(t)) / sum(exp(t - max(t)))
 backward   dx = scale * y * (dy - sum(dy * y))
 
 Forward reads one array and writes one, backward reads two and writes one. A row is read from memory once: between the
-passes it lies in the cache. Results too large for a cache are streamed past it while the next row is prefetched.
+passes it stays in the cache. Results too large for a cache are streamed past it while the next row is prefetched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
 
-LANES = 64  # maxima of a row that grow side by side: LLVM makes no vector code of a single one
+LANES = 64  # independent maxima of a row: LLVM makes no vector code of a single one
 
 
 def config(rows: int, cols: int) -> str:
@@ -40,7 +40,7 @@ def config(rows: int, cols: int) -> str:
 
 
 def forward(x: Array, mask: Array | None, y: Array, *, scale: float) -> None:
-    """x, y (rows, cols); y may be x. mask (outer, middle, inner, cols or 1) with outer * middle * inner = rows."""
+    """Run forward. x, y (rows, cols); y may be x. mask (outer, middle, inner, cols or 1), their product = rows."""
     if mask is None:
         _run("unmasked", x, x[None, None], y, scale)
     elif mask.dtype == np.bool_:
@@ -50,7 +50,7 @@ def forward(x: Array, mask: Array | None, y: Array, *, scale: float) -> None:
 
 
 def backward(dy: Array, y: Array, dx: Array, *, scale: float) -> None:
-    """All (rows, cols); dx may be dy."""
+    """Run backward. All (rows, cols); dx may be dy."""
     _run("backward", dy, y[None, None], dx, scale)
 
 
@@ -82,7 +82,7 @@ def sum_in_float64(t):
 
 @generic
 def weights_and_sum(row, t, row_max):
-    """:func:`exponentials`, whose sum is rounded once for a row of float32."""
+    """:func:`exponentials` with a sum that is rounded once for a row of float32."""
     if row.dtype != types.float32:
         return lambda row, t, row_max: exponentials(t, row_max)
 
@@ -94,7 +94,7 @@ def weights_and_sum(row, t, row_max):
 
 
 def _weights(kind: str) -> Any:
-    """A function that fills ``t`` from a row of x and of its mask; returns the factor that makes the result of it."""
+    """Function that fills ``t`` from a row of x and of its mask, and returns the divisor of the result."""
 
     @inner
     def score(row, m, scale, j):
@@ -115,14 +115,14 @@ def _weights(kind: str) -> Any:
             t[j] = score(row, m, scale, j)
             lanes[0] = t[j] if t[j] > lanes[0] else lanes[0]
         row_sum = weights_and_sum(row, t, lanes.max())
-        return row_sum if row_sum != 0 else like(scale, 1.0)  # all is hidden
+        return row_sum if row_sum != 0 else like(scale, 1.0)  # all columns are hidden
 
     return weights
 
 
 @inner
 def gradients(dy, y, scale, t, lanes):
-    """Fills ``t`` with y * (dy - sum(dy * y))."""
+    """Fill ``t`` with y * (dy - sum(dy * y))."""
     dot = like(scale, 0.0)
     for j in range(len(y)):
         dot += load(dy, j) * load(y, j)
@@ -145,7 +145,7 @@ def quotients(result, t, divisor):
 
 @generic
 def divided(result, t, divisor):
-    """A reciprocal is rounded, which shows in the last place of float32 and float64, but not of 16 bits."""
+    """Divide. Multiplying by a rounded reciprocal would change the last place of float32 and float64."""
     if result.dtype in (types.float32, types.float64):
         return lambda result, t, divisor: quotients(result, t, divisor)
     return lambda result, t, divisor: scaled(result, t, like(divisor, 1.0) / divisor)

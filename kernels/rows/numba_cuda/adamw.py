@@ -3,8 +3,8 @@
 g = scale grads,  m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
 p = p - decay p - size m / (sqrt(v) correction + eps)
 
-factors    one thread: from step, learning rate and the like to scale, decay, size, correction, in float64
-step       a thread takes one element; the step is master's where there is one, and params receive it rounded
+factors    one thread: computes scale, decay, size, correction from step, learning rate and others, in float64
+step       a thread takes one element; it updates master if there is one, and params receive the rounded result
 
 8-bit moments have a scale for each block of 256 elements, of m and of sqrt(v): code c is scale c |c| / most^2.
 
@@ -32,7 +32,7 @@ SCALE, DECAY, SIZE, CORRECTION, SKIP, STEP = range(6)
 
 @cache
 def factors(step: str, lr: str, grad_scale: str, skip: str) -> NumbaKernel:
-    """The names are dtypes of arrays; a kind of 0 says that there is none."""
+    """Kernel for the factors. The names are dtypes of arrays; a kind of 0 means that there is none."""
 
     def adamw_factors(
         step, lr, grad_scale, skip, step_value, lr_value, scale_value, step_kind, lr_kind, scale_kind, skip_kind,
@@ -56,7 +56,7 @@ def factors(step: str, lr: str, grad_scale: str, skip: str) -> NumbaKernel:
 
 @cuda.jit(device=True)
 def stochastic(x, random):
-    """To a bfloat16, up or down by 16 random bits. What is exact stays, and what is not finite."""
+    """Round to bfloat16, up or down by 16 random bits. Exact and non-finite numbers are unchanged."""
     word = uint32(libdevice.float_as_int(x))
     down, up = word >> uint32(16), (word + random) >> uint32(16)
     if x != x:
@@ -102,9 +102,9 @@ def take_code(codes, scale, i, most):
 
 @cuda.jit(device=True)
 def keep_code(codes, scale, i, most, value):
-    """All threads of a block call it."""
+    """Write codes and their scale. All threads of a block call it."""
     scratch = cuda.shared.array(WARPS, np.int32)
-    # bits of magnitudes order as the numbers do, NaN above infinity
+    # bits of magnitudes have the order of the numbers, NaN above infinity
     bits = np.int32(libdevice.float_as_int(value) & np.int32(0x7FFFFFFF))
     top = libdevice.int_as_float(block_max(bits, scratch))
     if i >= len(codes):

@@ -18,7 +18,7 @@ __all__ = ["kernel"]
 
 @cache
 def kernel(dtype: str, seed: str) -> NumbaKernel:
-    """``seed``: of SEED_TYPES."""
+    """Dropout kernel. ``seed``: a key of SEED_TYPES."""
     element = f"{functions(dtype).element}[:, :]"
     signature = f"void({element}, {element}, {SEED_TYPES[seed]}, uint64, uint32, float64)"
     return NumbaKernel(_dropout(dtype, seed == "array"), signature, f"dropout_{dtype}_{seed}")

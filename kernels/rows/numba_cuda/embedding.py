@@ -4,7 +4,7 @@ forward    x[i] = scale weight[ids[i]], NaN where the index is outside the table
 backward   dweight[v] = sum of scale dx[i] over ids[i] = v
 
 The gradient sorts keys (index << 32 | i), of which no two are equal: blocks of RUN, then pairs of runs. It adds tiles
-of TILE sorted rows, then the sums of tiles that an index goes on into. A thread has one column.
+of TILE sorted rows, then the sums of tiles into which an index continues. A thread has one column.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpu_ops.kernels.compiler.jit import NumbaKernel
 __all__ = ["carry", "forward", "merge", "sort", "total"]
 
 RUN, TILE = 1024, 32
-OUTSIDE = 0xFFFFFFFF  # the index of rows that are added nowhere: sorted to the end
+OUTSIDE = 0xFFFFFFFF  # index of rows that are not added: sorted to the end
 NOT_A_NUMBER = math.nan
 
 
@@ -31,7 +31,7 @@ def index_of(key):
 
 @cuda.jit(device=True)
 def merged_place(keys, i, run, end):
-    """The place of keys[i] in two runs merged: ``first`` and its neighbour, of which only keys before end exist."""
+    """Position of keys[i] after two neighbouring runs are merged, of which only keys before ``end`` exist."""
     pair = i // (2 * run) * (2 * run)
     middle = pair + run
     low, high, before = pair, middle, run
@@ -130,7 +130,7 @@ def carry(dtype: str) -> NumbaKernel:
     _, _, number, _, statistics = functions(dtype)
 
     def embedding_carry(keys, partial, dweight, scale):
-        """For the tile in which an index starts that goes on into further ones."""
+        """Add the carries of an index to the tile in which it starts, if it continues into further tiles."""
         tile, c = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
         first, at = tile * TILE, (tile + 1) * TILE
         v = index_of(keys[at - 1])

@@ -1,7 +1,7 @@
-"""The Euclidean norm of arrays for Numba: the readable twin of global_norm.cu, to the bit.
+"""Euclidean norm of arrays for Numba: the readable twin of global_norm.cu, with the same bits.
 
 blocks   the norm of each block of BLOCK elements. Thread t has lanes 4 t .. 4 t + 3 of LANES; lane i takes elements
-         i, i + LANES, ... and keeps what the additions round off. Lanes are added in float64.
+         i, i + LANES, ... and keeps the rounding errors of additions. Lanes are added in float64.
 total    the norm of these norms, and whether one is not finite, by one block
 """
 
@@ -24,7 +24,7 @@ INFINITY = math.inf
 
 @cache
 def _over_threads(threads: int):
-    """A device function: the sum over the threads of a block, by halves in order. All threads get it."""
+    """Device function for the sum over the threads of a block, by halves in order. All threads get it."""
 
     @cuda.jit(device=True)
     def over_threads(value, scratch):
@@ -44,7 +44,7 @@ def _over_threads(threads: int):
 
 @cache
 def _rescale(dtype: str):
-    """A device function: the power of two to scale values by before their squares are summed again, or 1."""
+    """Device function for the power of two that scales values before their squares are summed again, or 1."""
     number, small, grown, large, shrunk = float32, 2.0**-80, 2.0**100, 2.0**126, 2.0**-80
     if dtype == "float64":
         number, small, grown, large, shrunk = float64, 2.0**-900, 2.0**640, INFINITY, 2.0**-560

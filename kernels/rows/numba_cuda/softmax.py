@@ -26,7 +26,7 @@ block_sum, block_max = over_block(plus), over_block(cuda.jit(device=True)(lambda
 
 @cache
 def forward(dtype: str, mask: str) -> NumbaKernel:
-    """``mask``: its dtype, or empty; it comes as (outer, middle, inner, cols or 1), booleans as uint8."""
+    """Forward kernel. ``mask``: its dtype, or empty; it is (outer, middle, inner, cols or 1), booleans as uint8."""
     load, store, number, element, _ = functions(dtype)
     added = functions(dtype if mask in ("", "bool") else mask)
     lowest = float(np.finfo(np.float64 if dtype == "float64" else np.float32).min)

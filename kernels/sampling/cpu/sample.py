@@ -3,10 +3,10 @@
 A row is read by blocks that stay in the first cache, once to find its maximum, three times (float64: six) for each of
 top_k and top_p, and up to twice to draw. Weights are integers, so that sums have no order.
 
-The edge of what top_k and top_p keep is found digit by digit of the logits' order-preserving bits, from the highest.
-Bins hold how many tokens, or what weight, each digit has. The bin in which the sum from above reaches its goal is
-that of the edge, and the next digit is looked at only where those before are the edge's. Of tokens with the edge's
-own logit the first ones are kept.
+The cutoff of top_k and top_p is found digit by digit of the logits' order-preserving bits, from the highest.
+Bins hold the number of tokens, or the weight, of each digit. The bin in which the sum from above reaches its goal is
+that of the cutoff; the next digit is read only where earlier digits equal the cutoff's. Of tokens with the cutoff's
+logit the first ones are kept.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from gpu_ops.kernels.sampling.cpu.sample_block import (
 Array = np.ndarray[Any, Any]
 
 BLOCK = 2048  # columns: 64 KB of scratch
-GROUP = 64  # keys of which none is looked at alone where none has the digits that are known
+GROUP = 64  # keys that are skipped together if none has the known digits
 DIGIT = 11  # bits
 BINS = 1 << DIGIT
-PASSES = 8  # as many as a row's elements cost those of other ops
+PASSES = 8  # cost of a row's elements relative to other ops
 DOMAIN = np.uint32(0xFFFFFFFE)
 HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -64,9 +64,9 @@ def sample(
     bits_of_weights: int,
     own: bool,
 ) -> None:
-    """logits (rows, vocab). ``by_token``: bias and counts, likewise or (1, vocab).
+    """Sample. logits (rows, vocab). ``by_token``: bias and counts, (rows, vocab) or (1, vocab).
 
-    ``options``: arrays of one number, or one for each row. ``own``: rows have their own seeds, and do not
+    ``options``: arrays of one number, or one for each row. ``own``: rows have separate seeds, and do not
     count their numbers in.
     """
     rows, vocab = logits.shape
@@ -117,7 +117,7 @@ def index_of(row, key, before, room):
 
 @device_function
 def narrowed(row, scale, cut, need, share, room):
-    """The cut that keeps the first ``need`` tokens of what ``cut`` keeps; 0: those with this share of its weight."""
+    """Cut that keeps the first ``need`` tokens of those in ``cut``; 0: those with this share of its weight."""
     vocab, by_weight = len(row.logits), need == 0
     above = 8 * room.z.itemsize
     shift, first, prefix, before, tied = above - DIGIT, True, 0, 0, 0
@@ -156,7 +156,7 @@ def narrowed(row, scale, cut, need, share, room):
 
 @device_function
 def drawn(row, scale, cut, least, number, room):
-    """The token in whose part of the kept weights the number falls, as a share of 2^64."""
+    """Token into whose part of the kept weights the number falls, as a fraction of 2^64."""
     vocab, total, before, last = len(row.logits), 0, 0, False
     target = 0
     while True:
@@ -182,7 +182,7 @@ def drawn(row, scale, cut, least, number, room):
 
 @device_function
 def high_product(a, b):
-    """The upper 64 bits of a product."""
+    """Upper 64 bits of a product."""
     a0, a1, b0, b1 = a & LOW, a >> HALF, b & LOW, b >> HALF
     middle, other = a1 * b0 + (a0 * b0 >> HALF), a0 * b1
     return a1 * b1 + (middle >> HALF) + ((middle & LOW) + other >> HALF)

@@ -12,12 +12,12 @@ import numpy as np
 from gpu_ops.kernels.common.cpu.dtype import as_float32, as_float64, as_int64, as_uint32, like, load
 from gpu_ops.kernels.common.cpu.jit import exact, generic, inner, types
 
-LEAST = -64.0  # exponents below count as this
+LEAST = -64.0  # lower exponents count as this
 
-# What a row is made of, and its penalties. Its maximum, log2(e) / temperature, coefficients of exp2, bits of weights.
+# Inputs of a row and its penalties. Its maximum, log2(e) / temperature, coefficients of exp2, bits of weights.
 Row = namedtuple("Row", "logits bias counts repetition frequency presence")
 Scale = namedtuple("Scale", "top factor exp2 bits")
-# Scratch of a thread: of a block z, exponents, what exp2 is made of, weights and keys; and bins.
+# Scratch of a thread for a block: z, exponents, terms of exp2, weights and keys; and bins.
 Room = namedtuple("Room", "z whole part power weights keys bins")
 # Kept are tokens whose key is above, or equal with an index up to ``last``.
 Cut = namedtuple("Cut", "key last")
@@ -25,7 +25,7 @@ Cut = namedtuple("Cut", "key last")
 
 @generic
 def key_of(z):
-    """Integers in the order of the numbers, NaN above infinity."""
+    """Key of a number: integers in the order of the numbers, NaN above infinity."""
     if z == types.float64:
 
         def of_float64(z):
@@ -45,7 +45,7 @@ def key_of(z):
 
 @generic
 def of_key(key, kind):
-    """The number, of the type of ``kind``."""
+    """Number of a key, in the type of ``kind``."""
     if kind == types.float64:
         return lambda key, kind: as_float64(key ^ ((key >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
     return lambda key, kind: as_float32(np.uint32(key ^ ((key >> 63) & np.int64(0x7FFFFFFF))))
@@ -53,7 +53,7 @@ def of_key(key, kind):
 
 @generic
 def nearest(x):
-    """The nearest integer, of two the even one; |x| is at most 64."""
+    """Nearest integer, ties to even; |x| is at most 64."""
     if x == types.float64:
         return lambda x: (x + 1.5 * 2.0**52) - 1.5 * 2.0**52
     return lambda x: (x + np.float32(1.5 * 2.0**23)) - np.float32(1.5 * 2.0**23)
@@ -68,7 +68,7 @@ def power_of_two(n):
 
 @exact
 def fill(row, start, n, z):
-    """n logits with penalties and bias."""
+    """Fill z with n logits with penalties and bias."""
     for j in range(n):
         z[j] = load(row.logits, start + j)
     if len(row.counts):
@@ -76,7 +76,7 @@ def fill(row, start, n, z):
             count, x = row.counts[start + j], z[j]
             x = x * row.repetition if x < 0 else x / row.repetition
             drawn = (x - row.frequency * like(x, count)) - row.presence
-            z[j] = drawn if count > 0 else x if count < 0 else z[j]  # < 0: in the prompt alone
+            z[j] = drawn if count > 0 else x if count < 0 else z[j]  # < 0: in the prompt only
     if len(row.bias):
         for j in range(n):
             z[j] += row.bias[start + j]
@@ -86,7 +86,7 @@ def fill(row, start, n, z):
 
 @exact
 def weigh(n, scale, room):
-    """Weights of n values of z."""
+    """Compute weights of n values of z."""
     whole, part, power = room.whole, room.part, room.power
     for j in range(n):
         x = (room.z[j] - scale.top) * scale.factor
@@ -125,7 +125,7 @@ def count_kept(keys, n, start, cut):
 
 @inner
 def count_near(keys, start, end, prefix, shift):
-    """Keys that begin with these digits."""
+    """Number of keys that begin with these digits."""
     count = 0
     for j in range(start, end):
         count += keys[j] >> shift == prefix
@@ -134,7 +134,7 @@ def count_near(keys, start, end, prefix, shift):
 
 @inner
 def drop(weights, keys, n, start, cut, least):
-    """Weights of tokens that are not kept become 0."""
+    """Set weights of tokens that are not kept to 0."""
     for j in range(n):
         is_kept = (keys[j] > cut.key) | ((keys[j] == cut.key) & (start + j <= cut.last))
         weights[j] = weights[j] if is_kept & (weights[j] >= least) else 0

@@ -1,8 +1,8 @@
 """Sampling for Numba: the readable twin of sample.cu.
 
 A block takes one row. Weights of tokens are integers, so that sums have no order; reference/sampling/sample.py
-defines them, and the random number. top_k and top_p keep the first tokens by descending logit; the edge is found
-digit by digit of the logits' order-preserving bits: bins hold how many tokens, or what weight, each digit has.
+defines them, and the random number. top_k and top_p keep the first tokens by descending logit; the cutoff is found
+digit by digit of the logits' order-preserving bits: bins hold the number of tokens, or the weight, of each digit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BINS = 1 << DIGIT
 LOG2E = math.log2(math.e)
 DOMAIN = 0xFFFFFFFE
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
-BEFORE, WEIGHT, FOUND = range(3)  # of what a search finds: the sum before it, its own weight, its place
+BEFORE, WEIGHT, FOUND = range(3)  # result of a search: the sum before a place, its weight, its index
 INFINITY, NOT_A_NUMBER, LARGEST = math.inf, math.nan, float(np.finfo(np.float32).max)
 
 block_sum = over_block(plus)
@@ -35,7 +35,7 @@ block_max = over_block(cuda.jit(device=True)(lambda a, b: a if a > b else b))
 
 @cache
 def _search(weigh):
-    """A device function: the first of n places up to which weigh(i, state) sums to more than a target.
+    """Device function for the first of n places up to which weigh(i, state) sums to more than a target.
 
     Each warp has a run of places.
     """
@@ -89,7 +89,7 @@ def _search(weigh):
 
 @cache
 def _keys(dtype: str):
-    """int64 in the order of the numbers, NaN above infinity; and back."""
+    """Device functions from numbers to int64 keys in their order, NaN above infinity, and back."""
     if dtype == "float64":
 
         @cuda.jit(device=True)
@@ -143,7 +143,7 @@ total_of_bins, find_bin = _search(of_bin)
 
 @cache
 def _of_token(dtype: str, exp2: tuple[float, ...]):
-    """Device functions of a token in a row, whose logits, bias, counts and penalties are one tuple."""
+    """Device functions for a token in a row, whose logits, bias, counts and penalties are one tuple."""
     load, _, number, *_ = functions(dtype)
     letter, size = ("d", np.float64) if dtype == "float64" else ("f", np.float32)
     mul, add, div = (getattr(libdevice, f"{letter}{name}_rn") for name in ("mul", "add", "div"))
@@ -160,14 +160,14 @@ def _of_token(dtype: str, exp2: tuple[float, ...]):
 
     @cuda.jit(device=True)
     def logit(c, row):
-        """With penalties and bias, each operation rounded."""
+        """Logit with penalties and bias, each operation rounded."""
         logits, bias, counts, repetition, frequency, presence = row
         z = number(load(logits[c]))
         if len(counts):
             seen = counts[c]
             if seen != 0:
                 z = mul(z, repetition) if z < number(0.0) else div(z, repetition)
-            if seen > 0:  # not in the prompt alone
+            if seen > 0:  # not only in the prompt
                 z = add(add(z, -mul(frequency, number(seen))), -presence)
         if len(bias):
             z = add(z, bias[c])
@@ -188,7 +188,7 @@ def _of_token(dtype: str, exp2: tuple[float, ...]):
 
 @cache
 def _row(dtype: str, exp2: tuple[float, ...]):
-    """The device function that draws the token of a row."""
+    """Device function that draws the token of a row."""
     number = functions(dtype)[2]
     logit, weight_of, div = _of_token(dtype, exp2)
     key_of, of_key = _keys(dtype)
@@ -212,7 +212,7 @@ def _row(dtype: str, exp2: tuple[float, ...]):
 
     @cuda.jit(device=True)
     def narrowed(row, cut_key, cut_last, need, share, top, factor, bits, bins, sums, result):
-        """The cut that keeps the first `need` tokens; 0: those whose weight has this share of what is kept."""
+        """Cut that keeps the first `need` tokens; 0: those whose weight is this share of the kept weight."""
         cols, by_weight = len(row[0]), need == 0
         shift, above, prefix, before, searching = first_shift, first_shift + DIGIT, int64(0), int64(0), True
         while searching:

@@ -1,9 +1,9 @@
-"""Byte pair encoding on the CPU: the words of a text, and their tokens. :mod:`.bpe_learn` finds the merges.
+"""Byte pair encoding on the CPU: words of a text, and their tokens. :mod:`.bpe_learn` finds the merges.
 
-word      a run of letters, of digits, of other signs or of white space, 128 bytes at most. A space before another
-          run belongs to that, and so does a single sign before letters. Bytes from 128 on are letters, so that no
+word      a run of letters, digits, other signs or white space, at most 128 bytes. A space before another
+          run belongs to it, as does a single sign before letters. Bytes from 128 on are letters, so that no
           character of UTF-8 changes the kind
-encoding  per word: the pair of the earliest merge is replaced until none is left; merges lie in a hash table. A word
+encoding  per word: the pair of the earliest merge is replaced until none is left; merges are in a hash table. A word
           of n bytes takes n * n / 2 steps at most
 """
 
@@ -21,26 +21,26 @@ Array = np.ndarray[Any, Any]
 MOST_WORD = 128
 BYTES = 256
 
-_SPREAD = 0x9E3779B97F4A7C15 - 2**64  # over the golden ratio
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio
 _NONE = np.int32(2**31 - 1)
 
 
 def split(data: Array) -> Array:
-    """Where the words of ``data`` (uint8) end."""
+    """Ends of the words of ``data`` (uint8)."""
     ends, count = np.empty(len(data), np.int64), np.zeros(1, np.int64)
     launch_inline(bpe_split[None], 1, data, ends, count)
     return ends[: count[0]]
 
 
 def table_of(merges: Array) -> Array:
-    """The hash table of merges, int32 (n, 2): (pair, token) per slot, at most a quarter full."""
+    """Hash table of merges, int32 (n, 2): (pair, token) per slot, at most a quarter full."""
     table = np.full((1 << (4 * len(merges) + 1).bit_length(), 2), -1, np.int64)
     launch_inline(bpe_table[None], 1, merges, table)
     return table
 
 
 def encode(data: Array, cuts: Array, table: Array) -> Array:
-    """Tokens of ``data`` (uint8), int32; words begin at all ``cuts`` (int64), whose first is 0 and last the end."""
+    """Tokens (int32) of ``data`` (uint8); words begin at all ``cuts`` (int64), from 0 to the end of ``data``."""
     n_tasks = len(cuts) - 1
     tokens, counts = np.empty(len(data), np.int32), np.zeros(n_tasks, np.int64)
     scratch = np.empty((n_tasks, MOST_WORD), np.int32)
@@ -52,7 +52,7 @@ def encode(data: Array, cuts: Array, table: Array) -> Array:
 
 @device_function
 def kind_of(byte):
-    """0: white space, 1: letters, 2: digits, 3: other signs."""
+    """Kind of a byte. 0: white space, 1: letters, 2: digits, 3: other signs."""
     if byte == 32 or 9 <= byte <= 13:
         return 0
     if byte >= 128 or 97 <= byte <= 122 or 65 <= byte <= 90:
@@ -62,7 +62,7 @@ def kind_of(byte):
 
 @device_function
 def word_end(data, start, end):
-    """The end of the word that begins at ``start``; a word begins or the text ends at ``end``."""
+    """End of the word that begins at ``start``; at ``end`` a word begins or the text ends."""
     at = start
     if at + 1 < end:
         first, second = kind_of(data[at]), kind_of(data[at + 1])
@@ -101,7 +101,7 @@ def bpe_split(state, n_tasks, data, ends, found):
 
 @device_function
 def slot_of(table, left, right):
-    """Where a pair is in the table, or would be."""
+    """Slot of a pair in the table, or the free slot for it."""
     key = (np.int64(left) << 32) | right
     slot = ((key * _SPREAD) >> 32) & (len(table) - 1)
     while table[slot, 0] != key and table[slot, 0] >= 0:
@@ -125,7 +125,7 @@ def token_of(table, left, right):
 
 @device_function
 def encode_word(word, table, merged, tokens):
-    """``tokens[j]`` and its successor merge to ``merged[j]``. How many tokens are left."""
+    """Encode a word. ``tokens[j]`` and its successor merge to ``merged[j]``. Returns the number of tokens."""
     count = len(word)
     for j in range(count):
         tokens[j] = word[j]

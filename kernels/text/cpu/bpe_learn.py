@@ -1,8 +1,8 @@
-"""Byte pair encoding on the CPU: the merges that the words of a text teach.
+"""Byte pair encoding on the CPU: learning of merges from the words of a text.
 
-place   each byte of the different words: its token, the next and the previous place of the word, and the places of
-        the same pair of tokens, linked in both directions. A merge visits the places of its pair alone
-heap    the pairs, by the count they had when they came in. Counts of old pairs only fall, so that a pair on top whose
+place   a byte of a distinct word: its token, the next and the previous place of the word, and the places of
+        the same pair of tokens, linked in both directions. A merge visits only the places of its pair
+heap    pairs, by their count when they were inserted. Counts of old pairs only fall, so that a pair on top whose
         count is still right is the most frequent of all
 
 A place is visited once per merge it takes part in, at most as often as its word has bytes.
@@ -20,16 +20,16 @@ from gpu_ops.kernels.text.cpu.bpe import BYTES, TABLE, VECTOR, packed
 
 Array = np.ndarray[Any, Any]
 
-SYMBOL, NEXT, PREVIOUS, AFTER, BEFORE, PAIR, WORD = range(7)  # of a place
-LEFT, RIGHT, COUNT, FIRST, LAST = range(5)  # of a pair
-MADE, USED, QUEUED, ENDED = range(4)  # of learning: merges, pairs, pairs in the heap, whether no pair is left
+SYMBOL, NEXT, PREVIOUS, AFTER, BEFORE, PAIR, WORD = range(7)  # fields of a place
+LEFT, RIGHT, COUNT, FIRST, LAST = range(5)  # fields of a pair
+MADE, USED, QUEUED, ENDED = range(4)  # progress: merges, pairs, pairs in the heap, whether no pair is left
 
 PLACES = packed(types.int32, 2)
 LEARNED = (PLACES, VECTOR, TABLE, TABLE)
 
 
 class Learner:
-    """Learns merges from words, some at a time.
+    """Learner of merges from words, some at a time.
 
     ``symbols`` (uint8): the words end to end, none of them empty; ``lengths`` and ``counts`` of each.
     """
@@ -47,7 +47,7 @@ class Learner:
         self._heap = np.empty((2 * BYTES * BYTES, 2), np.int64)
         # pairs of the new token: with each token on the left, on the right
         self._new = np.full((2, BYTES + most), -1, np.int32)
-        self._learn = bpe_learn[None]  # compiled before the caller shows how far learning is
+        self._learn = bpe_learn[None]  # compiled before the caller shows progress
         self._merges, self._progress = np.empty((most, 2), np.int32), np.zeros(4, np.int64)
         launch_inline(bpe_begin[None], 1, self._places, self._counts, self._pairs, self._heap, self._progress)
 
@@ -56,7 +56,7 @@ class Learner:
         return self._merges[: self._progress[MADE]]
 
     def learn(self, count: int) -> bool:
-        """``count`` merges more, or as many as there are pairs that occur twice. Whether there may be more."""
+        """Learn ``count`` more merges, while there are pairs that occur twice. Returns whether there may be more."""
         until = min(int(self._progress[MADE]) + count, len(self._merges))
         while self._progress[MADE] < until and not self._progress[ENDED]:
             args = (self._places, self._counts, self._pairs, self._heap, self._new)
@@ -69,7 +69,7 @@ class Learner:
 
 @device_function
 def add_place(places, counts, pairs, pair, i):
-    """The place of the left token, at the end of the pair's list: places of a list are in the order of the words."""
+    """Append the place of the left token to the pair's list: places of a list are in the order of the words."""
     last = pairs[pair, LAST]
     places[i, PAIR], places[i, BEFORE], places[i, AFTER] = pair, last, -1
     if last < 0:
@@ -96,7 +96,7 @@ def remove_place(places, counts, pairs, i):
 
 @device_function
 def comes_first(pairs, count, pair, other_count, other):
-    """The more frequent one; of two, the one of lower tokens."""
+    """Whether a pair comes first: it is more frequent, or as frequent with lower tokens."""
     if count != other_count:
         return count > other_count
     if pairs[pair, LEFT] != pairs[other, LEFT]:
@@ -118,7 +118,7 @@ def push(heap, pairs, queued, pair):
 
 @device_function
 def place_on_top(heap, pairs, queued, count, pair):
-    """In place of the pair on top of a heap of ``queued``."""
+    """Replace the pair on top of a heap of ``queued`` pairs."""
     at = 0
     while 2 * at + 1 < queued:
         down = 2 * at + 1
@@ -135,7 +135,7 @@ def place_on_top(heap, pairs, queued, count, pair):
 
 @device_function
 def pop_best(heap, pairs, queued):
-    """The most frequent pair that occurs twice, or -1; and how many are left in the heap."""
+    """Most frequent pair that occurs twice, or -1; and the number of pairs left in the heap."""
     while queued > 0:
         count, pair = heap[0, 0], heap[0, 1]
         now = pairs[pair, COUNT]
@@ -151,7 +151,7 @@ def pop_best(heap, pairs, queued):
 
 @kernel(lambda _: (*LEARNED, VECTOR), variants=(None,))
 def bpe_begin(state, n_tasks, places, counts, pairs, heap, progress):
-    """The pairs of bytes: number left * 256 + right."""
+    """Make the pairs of bytes: number left * 256 + right."""
     for pair in range(BYTES * BYTES):
         pairs[pair, LEFT], pairs[pair, RIGHT] = pair // BYTES, pair % BYTES
         pairs[pair, FIRST] = pairs[pair, LAST] = -1
@@ -168,7 +168,7 @@ def bpe_begin(state, n_tasks, places, counts, pairs, heap, progress):
 
 @device_function
 def add_new(places, counts, pairs, by_token, token, left, right, used, i):
-    """A place of a pair of the new token; ``by_token`` has the pairs there are. How many pairs there are now."""
+    """Add a place of a pair of the new token; ``by_token`` has the existing pairs. Returns the number of pairs."""
     if by_token[token] < 0:
         by_token[token] = used
         pairs[used, LEFT], pairs[used, RIGHT], pairs[used, COUNT] = left, right, 0
@@ -180,7 +180,7 @@ def add_new(places, counts, pairs, by_token, token, left, right, used, i):
 
 @device_function
 def merge(places, counts, pairs, new, pair, token, used):
-    """Replace a pair by a token wherever it is, from left to right. How many pairs there are now."""
+    """Replace a pair by a token everywhere, from left to right. Returns the number of pairs."""
     while pairs[pair, FIRST] >= 0:
         i = pairs[pair, FIRST]
         gone, before = places[i, NEXT], places[i, PREVIOUS]

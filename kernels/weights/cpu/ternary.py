@@ -1,6 +1,6 @@
-"""Ternary on the CPU: which kernel runs with which blocks, and the scratch it needs.
+"""Ternary matmul on the CPU: choice of kernel and blocks, and scratch.
 
-few tokens    ternary_gemv: vector lanes along K, codes read as they lie
+few tokens    ternary_gemv: vector lanes along K, codes read in place
 many tokens   ternary_gemm: codes unpacked into panels that all tokens of a block share
 """
 
@@ -32,12 +32,12 @@ from gpu_ops.kernels.weights.cpu.ternary_tokens import (
 Array = np.ndarray[Any, Any]
 
 FEW_TOKENS = 16
-# Scratch for the activations of one pass; more tokens go through in several passes.
+# Scratch for the activations of one pass; more tokens take several passes.
 SCRATCH_BYTES = 32 << 20
 
 
 def config(tokens: int, n: int, groups: int, dtype: str, activations: str) -> str:
-    """The kernel and blocks that :func:`matmul` takes, in words."""
+    """Description of the kernel and blocks that :func:`matmul` uses."""
     few = _few(tokens, groups, dtype, activations)
     instructions = "AMX" if TILES and activations == "int8" and not few else simd.describe()
     unit = f"{activations} activations, {instructions}"
@@ -142,7 +142,7 @@ def _tile_up(tokens: int, few: bool) -> int:
 
 
 def _padded(k: int) -> int:
-    """K as the vectors of words see it: whole chunks, at least one."""
+    """K rounded up to whole chunks of vectors of words, at least one."""
     return max(-(-k // simd.CHUNK), 1) * simd.CHUNK
 
 
@@ -168,8 +168,8 @@ def statistics(w: Array, group: int, center: Array) -> tuple[Array, Array, Array
 def limits(
     method: str, threshold: float, size: int, found: tuple[Array, Array, Array], limit: Array, scale: Array
 ) -> bool:
-    """Fills ``limit``, and ``scale`` for absmean, of :func:`statistics`, per scope of ``size`` weights: (1 or N,
-    groups). Whether the weights are finite, and the scale in float32."""
+    """Fill ``limit``, and ``scale`` for absmean, from :func:`statistics`, per scope of ``size`` weights: (1 or N,
+    groups). Returns whether the weights, and the scale in float32, are finite."""
     faults = np.zeros(1, np.int64)
     arrays = *found, limit, scale, faults
     launch_inline(ternary_limits[None], 1, LIMITS.index(method), threshold, size, *arrays)
@@ -177,14 +177,14 @@ def limits(
 
 
 def scales(count: Array, kept: Array, scale: Array) -> bool:
-    """Fills ``scale`` (1 or N, groups) of what :func:`encode` counted. Whether it is finite."""
+    """Fill ``scale`` (1 or N, groups) from the counts of :func:`encode`. Returns whether it is finite."""
     faults = np.zeros(1, np.int64)
     launch_inline(ternary_scales[None], 1, count, kept, scale, faults)
     return not faults[0]
 
 
 def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:
-    """w2 codes of sign(w) where |w| > limit (1 or N, groups), and per row and group how many, and their sum."""
+    """w2 codes of sign(w) where |w| > limit (1 or N, groups); per row and group, the number and sum of such |w|."""
     n, k = w.shape
     words = aligned_empty((n, -(-k // 64) * 4), np.uint32)
     count, total = np.empty((2, n, k // group))

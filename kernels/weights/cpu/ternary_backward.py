@@ -1,7 +1,7 @@
 """Gradients of the ternary matmul on the CPU: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
-Sums are float32 (float64 for float64). dw is a product like others. A task of dx is some tokens x columns, and some
-rows of W at a time exist in its caches, as words (packing.py) of which a row is what one step of the product takes:
+Sums are float32 (float64 for float64). dw is an ordinary product. A task of dx is some tokens x columns, and some
+rows of W at a time exist in its caches, as words (packing.py); a row of words is one step of the product:
 
                           columns of dx
                        +----------------+
@@ -11,10 +11,10 @@ rows of W at a time exist in its caches, as words (packing.py) of which a row is
  tokens |   dy   |     |       C        |      C += dy[tokens, rows] W[rows, columns]
         +--------+     +----------------+
 
-bfloat16 is multiplied in pairs where the CPU does that: xq is rounded to it then, and W times scales by row. A
+bfloat16 is multiplied in pairs where the CPU supports it: xq is then rounded to it, as is W times scales by row. A
 scale of the tensor, or of columns, multiplies C.
 
-Products so small that packing operands and waking threads would take longer than the sums go row by row:
+Products so small that packing operands and waking threads would take longer than the sums are computed row by row:
 
     for each row of W     dx += dy[:, n] * W[n]       dw[n] = sum over tokens of dy[:, n] * xq
 """
@@ -63,11 +63,11 @@ from gpu_ops.kernels.weights.cpu.ternary_tokens import absmax_of
 Array = np.ndarray[Any, Any]
 
 SMALL = 1 << 17  # products up to which rows are faster
-TOKENS, COLUMNS = 256, 512  # of a task of dx at most: C 512 KiB of float32
-STEPS = 128  # of W at a time: 256 KiB
+TOKENS, COLUMNS = 256, 512  # limits of a task of dx: C 512 KiB of float32
+STEPS = 128  # rows of W at a time: 256 KiB
 SOME = 8  # rows that are unpacked before they are put into panels
 AHEAD = 16  # rows
-ALL = 1 << 60  # columns: they share a scale
+ALL = 1 << 60  # columns of a group: all share a scale
 
 
 def config(tokens: int, n: int, k: int, dtype: str) -> str:
@@ -89,11 +89,11 @@ def tile_shape(tokens: int, k: int) -> tuple[int, int]:
 def backward(
     dy: Array, x: Array, codes: Array, scale: Array, dx: Array | None, dw: Array | None, *, activations: str
 ) -> None:
-    """dy (tokens, N), x and dx (tokens, K), dw (N, K); w2 codes (N, bytes), scale (1 or N, groups). A result that is
-    None is not wanted."""
+    """Compute dx and dw. dy (tokens, N), x, dx (tokens, K), dw (N, K); w2 codes (N, bytes), scale (1 or N, groups).
+    A result that is None is not computed."""
     (tokens, n), k = dy.shape, x.shape[1]
     rounding = activations == "int8"
-    if tokens * n * k <= SMALL:  # both in one call, wanted or not
+    if tokens * n * k <= SMALL:  # both in one call, requested or not
         dx = np.empty(x.shape, x.dtype) if dx is None else dx
         sum_dtype = np.float64 if x.dtype == np.float64 else np.float32
         dw = np.empty((n, k), sum_dtype) if dw is None else dw
@@ -114,7 +114,7 @@ def backward(
 
 
 def _used(dtype: str) -> str:
-    """The type in which xq is multiplied."""
+    """Type in which xq is multiplied."""
     return dtype if packed(dtype, dtype) == "uint32" else compute(dtype).name
 
 
@@ -133,7 +133,7 @@ def finish(to, row):
 
 @inner
 def scale_groups(to, scale, group, first):
-    """Columns from ``first`` on times the scales of their groups."""
+    """Multiply columns from ``first`` on by the scales of their groups."""
     for g in range(first // group, (first + len(to) - 1) // group + 1):
         for i in range(max(g * group, first), min((g + 1) * group, first + len(to))):
             to[i - first] *= scale[g]
@@ -141,7 +141,7 @@ def scale_groups(to, scale, group, first):
 
 @device_function
 def round_tokens(to, row, zero):
-    """One token as the forward pass multiplies it: rounded to int8, times its scale."""
+    """Write one token as the forward pass multiplies it: rounded to int8, times its scale."""
     absmax = absmax_of(row, zero)
     finite = absmax < np.inf
     s, unit = 127.0 / absmax if finite else 0.0, absmax / 127.0 if finite else np.nan
@@ -167,7 +167,7 @@ def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group
 
 @generic
 def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
-    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if there are some by row."""
+    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if scales are by row."""
 
     def pairs(panels, some, codes, n0, count, k0, width, scale, per_row, group):
         if (count % 2 > 0) | (per_row & (group % WORD > 0)):
@@ -205,7 +205,7 @@ def _dx_signature(t: str) -> tuple[types.Type, ...]:
 
 @kernel(_dx_signature)
 def ternary_dx(state, n_tasks, tile, dy, codes, scale, dx, words):
-    """``words``: of the type in which W is multiplied."""
+    """Compute dx. ``words``: an array of the type in which W is multiplied."""
     rows, columns = tile
     (tokens, k), n, unit = dx.shape, len(codes), like(load(read_row(dy, (0,)), 0), 1)
     per_row, group = len(scale) > 1, k // scale.shape[1] if scale.shape[1] > 1 else ALL

@@ -17,19 +17,19 @@ from gpu_ops.kernels.common.cpu.codegen.target import FEATURES, XEON
 LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)
 TILE_M = 8 if LANES == 16 else 4  # tokens of a tile: 16 (8) sums, in 32 (16) registers
-PANEL_ROWS = 2 * LANES  # rows of a panel: two vectors side by side
+PANEL_ROWS = 2 * LANES  # rows of a panel: two adjacent vectors
 CHUNK = 16 * LANES  # codes in one vector of words
 
 I8, I32 = ir.IntType(8), ir.IntType(32)
 INT = ir.VectorType(I32, LANES)
-# Into which cache codes that are read once are prefetched: the first alone, where a Xeon would read them
+# Cache into which codes that are read once are prefetched. Into the first only, a Xeon would read them
 # at little more than half the speed.
 ONCE = 3 if XEON else 0
 FLOAT = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
 
 
 def describe() -> str:
-    """The instructions that the int8 kernels run on."""
+    """Names of the instructions that the int8 kernels use."""
     return {16: "AVX-512 VNNI", 8: "AVX-VNNI" if VNNI else "AVX2"}.get(LANES, "128-bit vectors")
 
 
@@ -44,7 +44,7 @@ def splat(b: Any, scalar: Any) -> Any:
 def row_pointer(
     context: Any, b: Any, array_type: Any, codes: Any, offset: Any, stride: Any, r: int, last: Any
 ) -> Any:
-    """Row r of a block; rows past the matrix repeat the last one, and their results are not stored."""
+    """Pointer to row r of a block; rows past the matrix repeat the last one, and their results are not stored."""
     row = b.select(b.icmp_signed("<", i64(r), last), i64(r), last)
     return element_pointer(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
 

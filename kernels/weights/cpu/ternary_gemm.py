@@ -3,7 +3,7 @@
 A task is PANEL_ROWS rows of weights x up to ``block_m`` tokens. Along K it unpacks BLOCK_K codes of its
 rows into a panel that stays in L1 and multiplies all its tokens by it, TILE_M at a time: two vector
 sums per token, each step two loads from the panel and TILE_M broadcasts; where the CPU has tile registers, they
-multiply (codegen/tiles.py). Scales come in when a group of k ends.
+multiply (codegen/tiles.py). Scales are applied when a group of k ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gpu_ops.kernels.weights.cpu.ternary_ir import tile, unpack_panel
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
 BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel
 BLOCK_K_FLOAT = CHUNK  # 32 KB of float32 panel
-SUM_K = 64  # floats summed in a row; then such sums in float32 per block, and blocks in float64
+SUM_K = 64  # floats summed in sequence; then such sums in float32 per block, and blocks in float64
 SPAN = 2**22  # codes whose int32 sums cannot overflow: 3 * 128 * SPAN < 2^31
 
 
 @device_function
 def unpack_rows(codes, row_bytes, n, r0, k, words, panel, at, step):
-    """PANEL_ROWS rows of codes from r0, ``words`` words from code k on, into the panel from ``at`` on."""
+    """Unpack PANEL_ROWS rows of codes from r0, ``words`` words from code k on, to the panel from ``at`` on."""
     for h in range(2):
         first = smaller(r0 + h * LANES, n - 1)
         start = first * row_bytes + k // 4
@@ -80,7 +80,7 @@ def multiply(panel, p0, x, x0, x_stride, steps, acc, m):
 def ternary_gemm_int8(
     state, n_tasks, codes, row_bytes, words, depth, group, x, x_stride, sums, token_scale, scale, y
 ):
-    """``depth`` is K, or the padded K when one group spans it; sums per (token, group)."""
+    """Compute y of int8 tokens. ``depth`` is K, or the padded K when one group spans it; sums per (token, group)."""
     tokens, n = y.shape
     per_row = 0 if scale.shape[0] == 1 else 1
     panels = -(-n // PANEL_ROWS)
@@ -162,7 +162,7 @@ def ternary_gemm_int8(
     ),
 )
 def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_stride, scale, y):
-    """Scales per tensor or row multiply at the end, scales per group already in the panel."""
+    """Compute y of floats. Scales per tensor or row multiply at the end, scales per group already in the panel."""
     tokens, n = y.shape
     per_row = 0 if scale.shape[0] == 1 else 1
     panels = -(-n // PANEL_ROWS)

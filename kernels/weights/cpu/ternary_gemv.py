@@ -20,20 +20,20 @@ from gpu_ops.kernels.weights.cpu.ternary_ir import dot_float32, dot_int8
 
 # Rows of a task for several tokens: 64 rows of 4096 codes are 64 KB, which stay in L2 for all tokens.
 ROWS = 64
-# For one token: where a task ends, what was fetched ahead is another's (530 us against 505).
+# For one token: at the end of a task, the prefetched rows belong to another (530 us against 505).
 ROWS_OF_ONE = 256
 SPAN = 2**18  # words whose int32 sums cannot overflow: 16 * SPAN codes of 3 times an activation of 128 < 2^31
 SPAN_FLOAT = 256  # words summed in float32 before the lanes are: long sums lose digits
 
 
 def rows_per_task(n: int, tokens: int) -> int:
-    """A multiple of four, few enough for every thread to have some tasks."""
+    """Rows per task: a multiple of four, few enough for every thread to have some tasks."""
     even = -(-n // (TASKS_PER_THREAD * thread_count()))
     return ROWS if tokens > 1 else max(ROWS, min(ROWS_OF_ONE, even - even % 4))
 
 
 def _sums(dot: Any, span: int) -> Any:
-    """A device function: total[token, row] = codes of ``rows`` rows from ``r0`` times ``step`` (1 or 4) tokens of x
+    """Device function for total[token, row] = codes of ``rows`` rows from ``r0`` times ``step`` (1 or 4) tokens of x
     from ``x_at``; ``dot`` adds up ``span`` words at most, in the type of ``part``."""
 
     @device_function

@@ -1,4 +1,4 @@
-"""Vector micro-kernels on packed ``w2`` codes, as LLVM IR: what Numba's loops cannot express.
+"""Vector micro-kernels on packed ``w2`` codes, as LLVM IR: code that Numba's loops cannot express.
 
 A u32 word holds 16 codes ``c = t + 1``; code e sits at bit ``8 * (e % 4) + 2 * (e // 4)``. So the four
 byte lanes of ``word >> 2i & 0x03030303`` are codes 4i..4i+3: the unsigned operand of a 4 x int8 dot
@@ -6,7 +6,7 @@ product, and ``sum(c * x) - sum(x)`` is the dot product with the trits. Two ways
 trits as floats, or as pairs of bfloat16: unpack_row, unpack_pairs):
 
 =================  =============================  ====================================================
-lanes along K      dot_int8, dot_float32          few tokens: a row is read as it lies, and summed
+lanes along K      dot_int8, dot_float32          few tokens: a row is read in place, and summed
                                                   over the lanes once, at its end
 lanes along N      unpack_panel, then tile        many tokens: a block of rows is unpacked, transposed
                                                   into a panel that stays in L1, and reused by all
@@ -78,7 +78,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
         acc = [cgutils.alloca_once_value(b, zero) for _ in range(rows * tokens * sums)]
         for slot in acc:
             b.store(zero, slot)
-        parts = 4 if integer else 16  # vectors of x that meet one vector of words
+        parts = 4 if integer else 16  # vectors of x for one vector of words
 
         def step(index: Any, loaded: list[Any]) -> None:
             first = b.mul(index, i64(CHUNK))
@@ -102,7 +102,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
         full, ahead = b.udiv(words, i64(LANES)), b.mul(stride, i64(rows * (2 if tokens == 1 else 1)))
         with cgutils.for_range(b, full) as loop:
             byte = b.mul(loop.index, i64(4 * LANES))
-            for p in row_pointers:  # the same place in a later block of rows: cold weights come in time
+            for p in row_pointers:  # the same place in a later block of rows: cold weights arrive in time
                 prefetch(b, b.gep(p, [b.add(byte, ahead)]), ONCE if tokens == 1 else 3)
             step(loop.index, [load_vector(b, b.gep(p, [byte]), INT) for p in row_pointers])
         tail = b.urem(words, i64(LANES))
@@ -179,7 +179,7 @@ def _unpack(dtype: str) -> Any:
 
 @intrinsic
 def unpack_panel(typingctx, codes, offset, stride, last_row, words, panel, panel_offset):
-    """Unpack LANES rows of up to LANES words into half a panel; the panel's dtype says as what.
+    """Unpack LANES rows of up to LANES words into half a panel, as the panel's dtype.
 
     int8: codes, four k per 32-bit lane, ``panel[k // 4, row, k % 4]``. float: trits, ``panel[k, row]``.
     Words beyond ``words`` count as zero; always CHUNK values of k are written.
@@ -226,7 +226,7 @@ def _tile(tokens: int, dtype: str) -> Any:
                         slot,
                     )
         for at, slot in enumerate(slots):
-            target = b.gep(result, [i64(at * LANES)])  # added last: short sums first keep rounding small
+            target = b.gep(result, [i64(at * LANES)])  # added last: short sums keep rounding small
             store_vector(b, add(load_vector(b, target, vector), b.load(slot)), target)
         return context.get_dummy_value()
 
@@ -244,7 +244,7 @@ WORD = 16  # codes of a word
 
 
 def _codes(b: Any, row: Any, index: Any) -> Any:
-    """A vector of the codes in a word: code i is in byte i % 4, 2 (i // 4) bits up."""
+    """Vector of the codes in a word: code i is in byte i % 4, 2 (i // 4) bits up."""
     words = ir.VectorType(I32, WORD)
     word = b.load(b.gep(b.bitcast(row.data, I32.as_pointer()), [index]), align=1)
     shifts = ir.Constant(words, [8 * (i % 4) + 2 * (i // 4) for i in range(WORD)])

@@ -1,4 +1,4 @@
-"""Ternary x ternary on the CPU: 64 weights per word, bit planes made from w2 as they are needed.
+"""Ternary x ternary on the CPU: 64 weights per word, with bit planes computed from w2 on demand.
 
 nonzero, plus    a bit per weight; codes 2, 1, 0 are +1, 0, -1 (the order of bits is that of two w2 words, in both)
 dot              pc(na & nw) - 2 pc(na & nw & (pa ^ pw)): both nonzero count one, those of unlike sign minus one
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 ROWS = 8  # rows of w that share a row of a; their planes stay in L1
 BLOCK_M = 256
-WORD_NANOSECONDS, SUM_NANOSECONDS = 0.1, 2  # of a word of a row of a and of one of w; of all of them
+WORD_NANOSECONDS, SUM_NANOSECONDS = 0.1, 2  # per word of a row of a and a row of w; per pair of rows
 
 ONE, EVEN, ODD = np.uint64(1), np.uint64(0x5555555555555555), np.uint64(0xAAAAAAAAAAAAAAAA)
 
@@ -57,14 +57,14 @@ def config(skipping: bool) -> str:
 
 
 def _as_words(codes: Array) -> Array:
-    """Two words per 64 codes; a copy where the codes are part of a file and begin anywhere."""
+    """View of codes as two words per 64 codes; a copy if they are part of a file and not aligned."""
     words = codes.view(np.uint64)
     return words if words.flags.aligned else codes.copy().view(np.uint64)
 
 
 @intrinsic
 def popcount(typingctx, word):
-    """The bits that are set; LLVM has vectors of it."""
+    """Number of bits that are set; LLVM vectorises it."""
 
     def codegen(context, builder, sig, args):
         return builder.ctpop(args[0])
@@ -74,7 +74,7 @@ def popcount(typingctx, word):
 
 @njit(inline="always")
 def _split(low, high):
-    """The planes nonzero and plus of 64 codes in two words."""
+    """Planes nonzero and plus of 64 codes in two words."""
     return ~(((low & EVEN) << ONE) | (high & EVEN)), (low & ODD) | ((high & ODD) >> ONE)
 
 
@@ -89,7 +89,7 @@ def ternary_planes_unpack(state, n_tasks, chunk, codes, planes):
 
 
 def _arguments(*more: types.Type) -> tuple[types.Type, ...]:
-    """planes of a, its scale, w2 words of w, its scale, y."""
+    """Types of the planes of a, its scale, w2 words of w, its scale, y."""
     scale = read("float32", 2)
     return (*more, read("uint64", 3), scale, read("uint64", 2), scale, write("float32", 2))
 

@@ -1,7 +1,7 @@
 """Ternary quantisation: statistics of |w| per group, then codes straight into packed w2 words.
 
-Two passes over the weights (three for mean + std), float64 sums, no trit ever stored unpacked. A scope, of which
-there is one limit and one scale, is a group of one row, or of all rows.
+Two passes over the weights (three for mean + std), float64 sums, no trit ever stored unpacked. A scope, which has
+one limit and one scale, is a group of one row, or of all rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ternary_statistics(state, n_tasks, chunk, w, group, center, total, squares, 
     fastmath=REASSOC,
 )
 def ternary_encode(state, n_tasks, chunk, w, group, limit, words, count, total):
-    """Codes 1 + sign(w) where |w| > limit, else 1, 16 to a word; how many |w| are beyond it, and their sum."""
+    """Codes 1 + sign(w) where |w| > limit, else 1, 16 to a word; number and sum of the |w| above the limit."""
     rows = w.shape[0]
     per_row = 0 if limit.shape[0] == 1 else 1
     codes = np.ones(16 * words.shape[1], np.uint32)
@@ -65,7 +65,7 @@ def ternary_encode(state, n_tasks, chunk, w, group, limit, words, count, total):
                 kept, kept_sum = 0, 0.0
                 for i in range(g * group, (g + 1) * group):
                     v = np.float64(load(row, i))
-                    beyond = abs(v) > d  # of a limit below zero, zeros too
+                    beyond = abs(v) > d  # with a limit below zero, zeros too
                     codes[i] = np.uint32(1) + np.uint32(beyond & (v > 0.0)) - np.uint32(beyond & (v < 0.0))
                     kept += np.int64(beyond)
                     kept_sum += abs(v) if beyond else 0.0

@@ -14,12 +14,12 @@ from gpu_ops.kernels.common.cpu.dtype import load, magnitude, of_magnitude, read
 from gpu_ops.kernels.common.cpu.jit import compute, device_function, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim
 
-_EPS = 1e-5  # the smallest absmax that a scale is made of
+_EPS = 1e-5  # the smallest absmax for a scale
 
 
 @njit(inline="always")
 def absmax_of(row, zero):
-    """The largest magnitude, at least _EPS; infinite or NaN if one is. ``zero``: one of the row's dtype."""
+    """Largest magnitude, at least _EPS; infinite or NaN if an element is. ``zero``: a zero of the row's dtype."""
     largest = magnitude(load(zero, 0))
     for i in range(len(row)):
         m = magnitude(load(row, i))
@@ -29,7 +29,7 @@ def absmax_of(row, zero):
 
 @device_function
 def put(natural, k, group, lanes, target, sums):
-    """The int8 codes ``natural`` of a token in the order of ``lanes``, and their sums per group."""
+    """Store the int8 codes ``natural`` of a token in the order of ``lanes``, and their sums per group."""
     for g in range(len(sums)):
         total = np.int64(0)
         for i in range(g * group, min(k, (g + 1) * group)):
@@ -115,7 +115,7 @@ def ternary_take_tokens(state, n_tasks, chunk, x, x_scale, q, group, lanes, sums
 
 @kernel(lambda t: (types.int64, read(t, 2), write(compute(t).name, 2), types.int64))
 def ternary_widen_tokens(state, n_tasks, chunk, x, wide, lanes):
-    """x in the computing type."""
+    """Widen x to the computing type."""
     tokens, k = x.shape
     padded = wide.shape[1]
     task = claim(state)

@@ -28,7 +28,7 @@ QUANTIZE_THREADS = 128
 
 @cache
 def quantize_kernel(dtype: str, back: bool = False) -> NumbaKernel:
-    """``(x, q, inverse)``, one block per token; inverse is 1 / s in float64, NaN for a token that is not finite.
+    """Kernel ``(x, q, inverse)``, one block per token; inverse is 1 / s in float64, NaN for a non-finite token.
 
     ``back``: write q / s in x's dtype in place of q.
     """
@@ -72,7 +72,7 @@ def _fma(a, b, c):
 
 @cache
 def matmul_kernel(dtype: str, activations: str, inverse_dtype: str = "float64") -> NumbaKernel:
-    """``(x, inverse, words, scale, y, group)``; for int8, x is q, and only then inverse (tokens or 1) is read.
+    """Kernel ``(x, inverse, words, scale, y, group)``; for int8, x is q, and only then inverse (tokens or 1) is read.
 
     ``dtype``: of y, and of an x that is not int8.
     """

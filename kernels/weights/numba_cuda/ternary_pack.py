@@ -1,6 +1,6 @@
 """Packing and unpacking trits for Numba: the readable twin of ternary_pack.cu.
 
-Blocks take turns with parts of the packed lines. To pack, a thread builds one byte from its codes, trit + 1; to
+Parts of the packed lines alternate among blocks. To pack, a thread builds one byte from its codes, trit + 1; to
 unpack, it takes the byte apart. Formats differ in which weights a byte holds, and how:
 
 w2         byte b of a line: columns 16 (b / 4) + b % 4 + 4i at bits 2i; padding is 1
@@ -27,7 +27,7 @@ THREADS = 128
 
 @cuda.jit(device=True)
 def report(flags, bad):
-    """Store whether any thread of the block met an error."""
+    """Store whether any thread of the block found an error."""
     any_bad = cuda.syncthreads_or(bad)
     if cuda.threadIdx.x == 0:
         flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
@@ -45,7 +45,7 @@ def _step():
 
 @cache
 def _place(format: str):
-    """A device function: row and column of part ``i`` of byte ``b`` of a line."""
+    """Device function for row and column of part ``i`` of byte ``b`` of a line."""
 
     @cuda.jit(device=True)
     def w2(line, b, i, lines):

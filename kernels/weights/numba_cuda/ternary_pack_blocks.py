@@ -38,7 +38,7 @@ _LAYOUTS = {"tq1_0": _Layout(256, 52, 0), "tq2_0": _Layout(256, 64, 0), "q2_0": 
 
 @cache
 def _weight(format: str):
-    """A device function: the weight in part ``i`` of byte ``b`` of a block."""
+    """Device function for the weight in part ``i`` of byte ``b`` of a block."""
 
     @cuda.jit(device=True)
     def tq1_0(b, i):

@@ -29,14 +29,14 @@ def _corner(strip, first, rows, columns, step, across):
 
 @cuda.jit(device=True)
 def _row_of(byte):
-    """The row of a byte among 32 rows of tl2: 0-7, 16-23, 8-15, 24-31."""
+    """Row of a byte among 32 rows of tl2: 0-7, 16-23, 8-15, 24-31."""
     order = byte // 8
     return ((order & 1) << 1 | order >> 1) * 8 + byte % 8
 
 
 @cache
 def _four(format: str):
-    """A device function: row and first column, within a strip, of its byte ``b``."""
+    """Device function for row and first column, within a strip, of its byte ``b``."""
 
     @cuda.jit(device=True)
     def tl1(b, step):

@@ -1,6 +1,6 @@
 """Ternary quantisation for Numba: the readable twin of ternary_quantize.cu, in any dtype and for any group.
 
-A run is a contiguous piece of a row with one scale: a group or the whole row. A scope is what has one scale: a run or
+A run is a contiguous part of a row with one scale: a group or the whole row. A scope has one scale: a run or
 the tensor. Statistics are taken per run first, then combined per scope:
 
 sums       sum |w|, max |w|          limit, and, for absmean, the scale
@@ -8,7 +8,7 @@ squares    sum (|w| - limit)^2       limit = mean + threshold * std, if the limi
 kept       sum |w| and count of |w| > limit       scale = sum / count
 
 ``ranks`` finds a percentile as the limit: one block per scope finds the weight of a rank by radix selection on its
-bits, counting how many weights begin with the digits known so far.
+bits, counting the weights that begin with the digits known so far.
 
 A word has 16 codes, 1 + trit: code e is in byte e % 4, at bits 2 (e / 4). Sums are float64, in a fixed order.
 """
@@ -121,7 +121,7 @@ def _float64_of_key(key):
 
 @cuda.jit(device=True)
 def _bin_of(counts, bins, rank):
-    """The bin that holds a rank, and how many are below it; ``bins`` if the rank is beyond all of them."""
+    """Bin that holds a rank, and the count below it; ``bins`` if the rank is beyond all of them."""
     below = 0
     for b in range(bins):
         if rank < below + counts[b]:

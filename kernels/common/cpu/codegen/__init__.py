@@ -1,4 +1,4 @@
-"""Code generation for the CPU kernels: LLVM IR through Numba intrinsics, for what Numba's loops cannot express.
+"""Code generation for the CPU kernels: LLVM IR through Numba intrinsics, for code that Numba's loops cannot express.
 
 ==================  =================================================================================
 numba_api           everything that is imported from Numba and llvmlite
@@ -10,11 +10,11 @@ arena               all scratch of a thread in one allocation; named tuples pass
 stream              non-temporal stores
 rows, norm, sums    functions of rows, chunk by chunk; the passes of the norms and their sums
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
-tiles               the same in AMX tile registers
+tiles               gemm in AMX tile registers
 exp2                powers of two of vectors
-softmax             a tile of scores becomes weights; maximum and sum are updated
-attention_gradient  S and dP of a tile of keys become P and dS in registers
-bias                bias of scores: squares of it transposed in registers, and added
+softmax             turns a tile of scores into weights; updates maximum and sum
+attention_gradient  turns S and dP of a tile of keys into P and dS in registers
+bias                adds bias to scores: squares are transposed in registers
 decode              attention over a cache: scores, maxima, sums, weighted rows
 decode_rows         rows of any element type to vectors; convert: vectors to rows
 rotate              halves of heads, rotated: of all heads of a token, or of tokens of a head

@@ -1,7 +1,7 @@
 """Scratch memory of one thread: an arena of arrays, and named tuples of them that are passed by reference.
 
 A kernel with many arrays makes one allocation. It runs the code that makes the arrays twice: with :func:`arena_size`,
-which only counts bytes, and with an :func:`arena` of that many::
+which only counts bytes, and with an :func:`arena` of that size::
 
     def make(memory, n): return arena_array(memory, (n, 8), np.float32(0)), arena_array(memory, n, np.int64(0))
 
@@ -36,7 +36,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
 
 @intrinsic
 def arena_size(typingctx):
-    """An arena at address 0 that holds nothing: element 0 counts the bytes of the arrays made from it."""
+    """Empty arena at address 0: element 0 counts the bytes of the arrays made from it."""
 
     def codegen(context, builder, sig, args):
         count = cgutils.alloca_once_value(builder, number(0))
@@ -67,7 +67,7 @@ def arena(typingctx, size):
 def arena_array(typingctx, memory, shape, of):
     """Uninitialised C-contiguous array of the type of ``of`` from an arena, on a cache line.
 
-    Arrays are one line further apart than they have to be: arrays whose size is a power of two would otherwise begin
+    Arrays are one line further apart than necessary: arrays whose size is a power of two would otherwise begin
     in one set of the first cache.
     """
     sizes = (shape,) if isinstance(shape, types.Integer) else shape
@@ -101,7 +101,7 @@ def arena_array(typingctx, memory, shape, of):
 
 @intrinsic
 def as_type(typingctx, x, of):
-    """The memory of ``x`` (rows contiguous) as elements of the type of ``of``; a partial one is dropped."""
+    """View of ``x`` (rows contiguous) as elements of the type of ``of``; a partial one is dropped."""
     array = x.copy(dtype=of, layout="A" if of.bitwidth > x.dtype.bitwidth else x.layout)
 
     def codegen(context, builder, sig, args):
@@ -163,7 +163,7 @@ def _field(context, b, reference, pointer, name):
 def by_reference(typingctx, fields):
     """A pointer to the named tuple ``fields``, read like the tuple; valid until the calling function returns.
 
-    Numba passes a tuple by value, field by field: two tuples of 27 arrays and 22 numbers are over 200 arguments of
+    Numba passes a tuple by value, field by field: two tuples of 27 arrays and 22 numbers were over 200 arguments of
     each of a dozen functions, and were a sixth of the instructions that LLVM was given.
     """
 

@@ -21,7 +21,7 @@ def every(vector: Any, value: float) -> Any:
 
 
 def call(b: Any, name: str, result: Any, *args: Any) -> Any:
-    """An LLVM intrinsic by name."""
+    """Call an LLVM intrinsic by name."""
     function = get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
     return b.call(function, args)
 
@@ -57,7 +57,7 @@ def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
 
 
 def maximum(b: Any, vectors: list[Any]) -> Any:
-    """The largest per lane; a NaN may be lost."""
+    """Maximum per lane; a NaN may be lost."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=False)
         larger = [b.select(b.fcmp_ordered(">", x, y), x, y) for x, y in pairs]
@@ -66,7 +66,7 @@ def maximum(b: Any, vectors: list[Any]) -> Any:
 
 
 class _BFloat(ir.Type):
-    """llvmlite has no bfloat, LLVM does."""
+    """The type bfloat, which LLVM has and llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -95,7 +95,7 @@ def round_bfloat16(b: Any, low: Any, high: Any) -> Any:
 def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
     """Prefetch the cache line of ``pointer``, which need not be a valid address.
 
-    ``near`` 3: into the first cache; 2 into the second alone, which on a Zen core makes loops that read from L2 a
+    ``near`` 3: into the first cache; 2: into the second alone, which on a Zen core makes loops that read from L2 a
     fifth slower, and from memory a tenth.
     """
     i32 = ir.IntType(32)
@@ -104,7 +104,7 @@ def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
 
 
 def prefetcher(b: Any, ahead: Any, count: int) -> Callable[[], None]:
-    """A function that prefetches the next ``count`` places of rows.
+    """Function that prefetches the next ``count`` places of rows.
 
     ``ahead``: the first row's address, bytes into it, bytes to prefetch each time (0: nothing), bytes of a row, bytes
     from a row to the next; or () for no prefetch at all.
@@ -136,7 +136,7 @@ def hidden(b: Any, value: Any) -> Any:
 
 
 def lane_sum(b: Any, vector: Any) -> Any:
-    """The sum over the lanes of a vector: halves are added, then their halves."""
+    """Sum over the lanes of a vector: halves are added, then their halves."""
     count = half = vector.type.count
     add = b.add if isinstance(vector.type.element, ir.IntType) else b.fadd
     while half > 1:
@@ -146,7 +146,7 @@ def lane_sum(b: Any, vector: Any) -> Any:
 
 
 def lane_sums(b: Any, vectors: list[Any]) -> Any:
-    """Lane i of the result is the sum over the lanes of ``vectors[i]``; of fewer vectors than lanes, over and over.
+    """Vector whose lane i is the sum over the lanes of ``vectors[i]``; fewer vectors than lanes repeat.
 
     Each step adds neighbours and halves the number of vectors: 15 steps for 16 vectors.
     """

@@ -1,4 +1,4 @@
-"""Vectors back to rows of any element type: the way back of ``decode_rows.Rows``, in its order of elements."""
+"""Conversion of vectors to rows of any element type: the inverse of ``decode_rows.Rows``, in its element order."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The vector steps of attention over a cache, as LLVM IR: lanes along head_dim, rows as they lie.
+"""Vector steps of attention over a cache, as LLVM IR: lanes along head_dim, rows in place.
 
-A K or V row is named by its address, so pages and strides are all the same here; decode_rows.py
-says how it becomes vectors. One call takes a few ``keys`` of a tile of ``rows`` (1, 2 or 4) query rows: their sums,
+A K or V row is identified by its address, so pages and strides make no difference here; decode_rows.py
+converts it to vectors. One call takes a few ``keys`` of a tile of ``rows`` (1, 2 or 4) query rows: their sums,
 weights and addresses are in registers.
 
-Scores lie as s[key, row] in one flat array: lane c belongs to row c % rows. Sums and maxima are
+Scores are stored as s[key, row] in one flat array: lane c belongs to row c % rows. Sums and maxima are
 vertical. ``rows`` and ``keys`` come as tuples of that length, of which only the type matters: the code is unrolled
 by them.
 """
@@ -31,20 +31,20 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir,
 from gpu_ops.kernels.common.cpu.codegen.target import NEAR, VECTOR_BYTES
 from gpu_ops.kernels.common.cpu.jit import generic
 
-# Keys of 8 or 16 bits per element at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB
-# are a page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for
-# values alone, because O, which is larger, is read and written for each. Others come one by one, in memory's order.
+# Keys of 8 or 16 bits per element at a time, so that a vector of a query, or of O, serves all. Two rows of 2 KB
+# are a page of 4 KB: alternating between more rows costs a fifth of the memory bandwidth. That is worth it for
+# values only, because O, which is larger, is read and written for each. Other keys come one by one, in memory order.
 SCORED_KEYS, ADDED_KEYS = 2, 4
-STRAIGHT = 128  # elements of a row that take no loop: to set one up takes as long as a few chunks
+STRAIGHT = 128  # elements of a row that are unrolled: setting up a loop takes as long as a few chunks
 _I8 = ir.IntType(8)
 _SIZE = types.intp
 
 
 def _each_tile(context, b, x_type, x, places, later, sizes, count, step):
-    """``step(n, rows)`` for each tile n of query rows, all ``sizes`` = (KV heads, tiles of one), head after head.
+    """Run ``step(n, rows)`` for each tile n of query rows, all ``sizes`` = (KV heads, tiles of one), head after head.
 
     ``rows``: pointers to the head's ``count`` rows, whose addresses for the first head are at ``places``, and to what
-    is prefetched meanwhile: ``later`` = (how many places on; from there, how far for each head and for each row).
+    is prefetched meanwhile: ``later`` = (offset in places; from there, bytes per head and per row).
     All tiles of a head prefetch the same lines: repeats are free.
     """
     strides = context.make_array(x_type)(context, b, x).strides
@@ -90,7 +90,7 @@ def added_keys(rows, x):
 
 
 def _each_chunk(b, row, dim, step):
-    """``step(index, byte)`` for every whole chunk of ``dim`` elements, then ``step(index, byte, rest)``."""
+    """Run ``step(index, byte)`` for every whole chunk of ``dim`` elements, then ``step(index, byte, rest)``."""
     full, rest = b.sdiv(dim, number(row.elements)), b.srem(dim, number(row.elements))
 
     def chunk(i, *rest):
@@ -111,7 +111,7 @@ def _each_chunk(b, row, dim, step):
 def score_keys(typingctx, rows, keys, x, places, first, later, sizes, q, dim, s, at, scale):
     """s[tile, at:] = scale * q[row] . x[key] for all ``keys``, whose addresses are ``places[first:]``, and all tiles.
 
-    As much is prefetched elsewhere: see :func:`_each_tile`. Where q holds words of two bfloat16, one
+    As many rows are prefetched elsewhere: see :func:`_each_tile`. Where q holds words of two bfloat16, one
     instruction multiplies them with those of x; else both are in the order of the vectors.
     """
     n_rows, n_keys, pairs = rows.count, keys.count, q.dtype == types.uint32
@@ -160,7 +160,7 @@ def score_keys(typingctx, rows, keys, x, places, first, later, sizes, q, dim, s,
 
 @intrinsic
 def weigh_scores(typingctx, rows, s, s_at, n, row_max, row_sum, at):
-    """s = exp2(s - row_max), maxima and sums of rows move along; behind the n weights: the factor for older sums.
+    """s = exp2(s - row_max); updates maxima and sums of rows. The factor for older sums follows the n weights.
 
     ``row_sum`` [at] is per lane. A row that has seen nothing yet keeps its -inf: -inf - (-inf) would be NaN.
     """
@@ -173,7 +173,7 @@ def weigh_scores(typingctx, rows, s, s_at, n, row_max, row_sum, at):
         top_at, sum_at = (address(context, b, sig.args[i], args[i], args[6]) for i in (4, 5))
         old = load_vector(b, top_at, row.vector)
         top, total = cgutils.alloca_once_value(b, old), cgutils.alloca_once_value(b, row.zero)
-        b.store(row.zero, total)  # a block by itself: small terms keep their digits
+        b.store(row.zero, total)  # a separate sum per block: small terms keep their digits
         vectors = b.sdiv(args[3], number(row.lanes))
         with cgutils.for_range(b, vectors) as loop:
             x = load_vector(b, b.gep(scores, [b.mul(loop.index, number(row.lanes))]), row.vector)
@@ -202,7 +202,7 @@ def weigh_scores(typingctx, rows, s, s_at, n, row_max, row_sum, at):
 def add_values(typingctx, rows, keys, x, places, first, later, sizes, p, at, o, dim):
     """o[row] += sum over the ``keys`` of p[tile, at:][key, row] * x[key], for all tiles as in :func:`score_keys`.
 
-    Their weights stay in registers (one each, in all lanes), and O comes by, chunk after chunk.
+    Their weights stay in registers (one each, in all lanes), and O is streamed, chunk after chunk.
     """
     n_rows, n_keys = rows.count, keys.count
 

@@ -1,4 +1,4 @@
-"""How rows of K and V become vectors, and where their elements are then.
+"""Conversion of rows of K and V to vectors, and the order of their elements.
 
 64 bytes of a row (one *chunk*; VECTOR_BYTES on smaller CPUs) are one, two or four vectors of the computing type:
 
@@ -34,7 +34,7 @@ _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
 @generic
 def query_type(x):
-    """A zero of the type in which ``score_keys`` takes queries to rows of ``x``: words of two, or as it computes."""
+    """Zero of the type of queries in ``score_keys`` for rows of ``x``: words of two, or the computing type."""
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x: np.uint32(0)
     if x.dtype == types.float64:
@@ -44,7 +44,7 @@ def query_type(x):
 
 @generic
 def to_query(x, dst, row, n):
-    """dst = row, ``n`` elements, as ``score_keys`` takes it."""
+    """Copy ``n`` elements of ``row`` to ``dst`` in the form that ``score_keys`` takes."""
     if dst.dtype == types.uint32:
         return lambda x, dst, row, n: copy_row(dst, row, n)
     return lambda x, dst, row, n: to_slots(x, dst, row, n, like(dst[0], 1.0))
@@ -52,7 +52,7 @@ def to_query(x, dst, row, n):
 
 @generic
 def slot(x, d):
-    """Where element ``d`` of a row of array ``x`` is once it is in vectors."""
+    """Position of element ``d`` of a row of array ``x`` in its vectors."""
     if x.dtype != types.uint16:
         return lambda x, d: d
     chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
@@ -107,7 +107,7 @@ def chunk_elements(x):
 
 
 class Rows:
-    """How rows of one element type become vectors."""
+    """Conversion of rows of one element type to vectors."""
 
     def __init__(self, dtype: types.Type) -> None:
         self.wide = ir.DoubleType() if dtype == types.float64 else ir.FloatType()
@@ -131,18 +131,18 @@ class Rows:
         self.kind = f"v{self.elements}{element}"
 
     def elements_of_lanes(self) -> list[list[int]]:
-        """For each vector of a chunk, the element in each lane."""
+        """Element in each lane, for each vector of a chunk."""
         n = self.lanes
         if self.dtype == types.uint16:
             return [[2 * lane + odd for lane in range(n)] for odd in range(2)]
         return [[part * n + lane for lane in range(n)] for part in range(self.parts)]
 
     def load(self, b: Any, pointer: Any, count: Any = None) -> list[Any]:
-        """The vectors of the chunk at ``pointer``; with ``count`` its first elements, then zeros."""
+        """Load the vectors of the chunk at ``pointer``; with ``count``, its first elements, then zeros."""
         return self.widen(b, self.load_raw(b, pointer, count))
 
     def load_raw(self, b: Any, pointer: Any, count: Any = None) -> Any:
-        """The chunk as it lies."""
+        """Load the chunk without conversion."""
         if count is None:
             return load_vector(b, pointer, self.raw)
         zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self.raw)
@@ -150,7 +150,7 @@ class Rows:
         return call(b, f"llvm.masked.load.{self.kind}.p0", self.raw, *args)
 
     def store_raw(self, b: Any, raw: Any, pointer: Any, count: Any) -> None:
-        """The first ``count`` elements of a chunk."""
+        """Store the first ``count`` elements of a chunk."""
         pointers = b.bitcast(raw, self.raw), b.bitcast(pointer, self.raw.as_pointer())
         mask = self.first(b, count)
         call(b, f"llvm.masked.store.{self.kind}.p0", ir.VoidType(), *pointers, ir.Constant(_I32, 1), mask)
@@ -161,7 +161,7 @@ class Rows:
         return b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
 
     def widen(self, b: Any, raw: Any) -> list[Any]:
-        """The vectors of a chunk, from its elements side by side."""
+        """Vectors of a chunk, from its contiguous elements."""
         if self.parts == 1:
             return [raw]
         words = ir.VectorType(_I32, self.lanes)

@@ -1,4 +1,4 @@
-"""2^x per lane: an integer power of two times a polynomial of the rest."""
+"""Exponential 2^x per lane: an integer power of two times a polynomial of the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_ops.kernels.common.cpu.codegen.target import SCALEF
 
 LOG2E = 1.4426950408889634
 # 2^f = 1 + f * polynomial for f in [0, 1), highest power first; 2^0 is exactly 1. Largest relative errors 3.3e-6,
-# for weights that become bfloat16, 8.2e-8 and 3.2e-18. PAIRS comes to 2 at 1: the weight of a largest score is
+# for weights that become bfloat16, 8.2e-8 and 3.2e-18. PAIRS is 2 at 1: the weight of a largest score is
 # 2^x of an x that rounding may leave just below 0.
 PAIRS = (0.013555747234615785, 0.05203236900823575, 0.2413797629377184, 0.6930321208194301)
 FLOAT32 = (
@@ -38,8 +38,8 @@ FLOAT64 = (
 def exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
     """2^x of a vector, for x up to 127 (float64: 1023); NaN stays NaN.
 
-    0 where that is no normal number, perhaps for the smallest too: some processors are a hundred times slower where
-    a result is below those, 0 too, but for -inf (bfloat16 attention of scores that fall off steeply: 72 ms, and 25).
+    0 where 2^x is not a normal number, perhaps for the smallest too: some processors are a hundred times slower if
+    a result is below those, even if 0, except for -inf (bfloat16 attention of steeply falling scores: 72 ms, and 25).
     """
     return (_scalef if SCALEF else _shift)(b, x, polynomial)
 
@@ -52,7 +52,7 @@ def _polynomial(b: Any, f: Any, polynomial: tuple[float, ...]) -> Any:
 
 
 def _scalef(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
-    """With x - floor(x), 0 for -inf, and p * 2^floor(x) in one instruction each: 10 in place of 14."""
+    """2^x with x - floor(x), 0 for -inf, and p * 2^floor(x) in one instruction each: 10 instead of 14."""
     vector, i32 = x.type, ir.IntType(32)
     name, lowest = ("pd", -1022.0) if vector.element == ir.DoubleType() else ("ps", -126.0)
     lanes, zero = ir.IntType(vector.count), every(vector, 0.0)
@@ -65,7 +65,7 @@ def _scalef(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
 
 
 def _shift(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
-    """``magic`` rounds to an integer and leaves it, with the exponent's bias added, in the low mantissa bits.
+    """2^x by shifts: ``magic`` rounds to an integer, and leaves it plus the exponent's bias in the low mantissa bits.
 
     So f is in [0, 1], and 1 for some integers x, but 0 for 0.
     """

@@ -6,7 +6,7 @@
     (broadcast)   |  ...   |  ...   |    fused multiply-adds; C is touched once, at the end
                   +--------+--------+
 
-Two forms differ in where A's elements lie, so that no operand is ever transposed in memory:
+Two forms differ in the layout of A, so that no operand is ever transposed in memory:
 
     gemm_rows     C[m, n] (+)= sum_k A[m, k] B[k, n]
     gemm_columns  C[m, n] (+)= sum_k A[k, m] B[k, n]
@@ -41,14 +41,14 @@ from gpu_ops.kernels.common.cpu.codegen.target import MR, TILES, VECTOR_BYTES
 from gpu_ops.kernels.common.cpu.codegen.tiles import TILE, multiply_tiles
 from gpu_ops.kernels.common.cpu.jit import constant, device_function, generic
 
-ROUND = 4  # steps of k between two looks at the end: a loop of 16 rounds, not of 64, ends as the CPU foresaw
+ROUND = 4  # steps of k between loop tests: the CPU predicts the end of a loop of 16 rounds, not of 64
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
 def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False, mr: int = MR) -> Any:
     """C tile of ``mr`` rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words).
 
-    ``columns``: A lies as (k, m). ``scaled``, ``largest``: an epilogue reads, or keeps, a number per column of C.
+    ``columns``: A is (k, m). ``scaled``, ``largest``: an epilogue reads, or keeps, a number per column of C.
     """
 
     def emit(types_, args, context, builder):
@@ -93,7 +93,7 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False, 
                 builder.store(multiply_add(builder, va[m], vb[n], builder.load(total)), total)
 
         rounds = builder.sdiv(k_, number(ROUND))
-        # a round of half a panel takes half the time, for as much of A
+        # a round of half a panel takes half the time, for the same amount of A
         ask = (lambda: None) if scaled or largest else prefetcher(builder, args[11], max(1, 4 // nv))
         with cgutils.for_range(builder, rounds) as loop:
             ask()
@@ -158,14 +158,14 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False, 
 
 
 rows_1, rows_2, columns_1, columns_2 = (_micro(columns, nv) for columns in (False, True) for nv in (1, 2))
-ONE_ROW = 4  # vectors of C of a single row, enough sums to hide how long an addition takes
+ONE_ROW = 4  # vectors of C of a single row: enough sums to hide the latency of an addition
 one_row = _micro(False, ONE_ROW, mr=1)
 _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 _largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 
 
 def transpose_vectors(b: Any, rows: list[Any]) -> list[Any]:
-    """A square: interleaving rows i and i + half, log2(width) times, transposes."""
+    """Transpose a square by interleaving rows i and i + half, log2(width) times."""
     width, half = len(rows), len(rows) // 2
     orders = [[i // 2 + start + i % 2 * width for i in range(width)] for start in (0, half)]
     for _ in range(width.bit_length() - 1):
@@ -196,7 +196,7 @@ def _emit_copy(context: Any, builder: Any, sig: Any, args: Any, transposed: bool
 
 
 def _copy(transposed: bool) -> Any:
-    """Moves one vector, or the transpose of a square of vectors: compiled loops over two arrays do it by elements."""
+    """Copy one vector, or a square of vectors transposed: compiled loops over two arrays do it by elements."""
 
     @intrinsic
     def copy(typingctx, to, to0, ldt, source, source0, lds):
@@ -242,7 +242,7 @@ def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
         if depth > 0:
             sizes = rows, n, depth
             multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, 2 * TILE, sizes, accumulate, ())
-        if (depth < k) | (k == 0):  # a sum of nothing is written too
+        if (depth < k) | (k == 0):  # an empty sum is written too
             after, more = b0 + depth * ldb, accumulate | (depth > 0)
             _vector_rows(c, c0, ldc, a, a0 + depth, lda, b, after, ldb, rows, n, k - depth, more)
         at_c, at_a = c0 + rows * ldc, a0 + rows * lda
@@ -265,7 +265,7 @@ def _vector_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
 
 @generic
 def gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
-    """C[m, n] = A[m, k] B[k, n] from offsets c0, a0, b0, and top[n] the largest of the column and of itself."""
+    """C[m, n] = A[m, k] B[k, n] from offsets c0, a0, b0; top[n] = max(top[n], column n)."""
 
     def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
         gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, False)
@@ -302,7 +302,7 @@ def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
 
 @device_function
 def gemm_columns_scaled(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, factor, factor0):
-    """C[m, n] = C[m, n] factor[n] + A[k, m] B[k, n], where gemm_columns adds to C as it is."""
+    """C[m, n] = C[m, n] factor[n] + A[k, m] B[k, n]; gemm_columns adds to C without a factor."""
     width = lanes(c)
     paired = n - n % (2 * width)
     for j in range(0, paired, 2 * width):

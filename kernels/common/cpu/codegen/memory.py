@@ -26,7 +26,7 @@ LINE_BYTES = 64  # of a cache
 
 @intrinsic
 def copy_row(typingctx, to, row, count):
-    """The first ``count`` elements of ``row`` as they are, into the memory of ``to`` (of another type, maybe).
+    """Copy the first ``count`` elements of ``row``, without conversion, to the memory of ``to`` (of any type).
 
     Line by line: a call of memcpy per row took 3 % of attention's time.
     """
@@ -112,7 +112,7 @@ def row_address(typingctx, x, row, column):
 
 
 def _borrow(context: Any, builder: Any, row: Any, value: Any, start: Any, count: Any) -> Any:
-    """``count`` elements of a row from ``start``, as a view that owns no reference."""
+    """View of ``count`` elements of a row from ``start`` that owns no reference."""
     result = make_array(row)(context, builder, value)
     result.data = builder.gep(result.data, [start])
     result.shape = cgutils.pack_array(builder, [count])
@@ -123,7 +123,7 @@ def _borrow(context: Any, builder: Any, row: Any, value: Any, start: Any, count:
 
 @intrinsic
 def from_beginning(typingctx, row, count):
-    """The memory from the row's first element on, as a row of ``count`` elements."""
+    """Row of ``count`` elements from the memory of the row's first element on."""
 
     def codegen(context, builder, sig, args):
         return _borrow(context, builder, row, args[0], number(0), args[1])
@@ -133,7 +133,7 @@ def from_beginning(typingctx, row, count):
 
 @intrinsic
 def span(typingctx, row, start, count):
-    """``row[start : start + count]`` without checks, which take longer than to copy 32 elements."""
+    """``row[start : start + count]`` without checks, which take longer than copying 32 elements."""
 
     def codegen(context, builder, sig, args):
         return _borrow(context, builder, row, args[0], args[1], args[2])
@@ -143,7 +143,7 @@ def span(typingctx, row, start, count):
 
 @intrinsic
 def place_of(typingctx, row):
-    """The address of the first element. Inputs and results share memory only if their addresses are equal."""
+    """Address of the first element. Inputs and results share memory only if their addresses are equal."""
 
     def codegen(context, builder, sig, args):
         data = context.make_array(sig.args[0])(context, builder, args[0]).data

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""The parts of Numba and llvmlite that this package builds on: the one place to look when a release moves them.
+"""Parts of Numba and llvmlite that this package builds on: the only place to update when a release moves them.
 
 Numba documents ``njit``, ``intrinsic``, ``overload`` and ``register_model``. The rest is internal and may change with
 any release, which is why ``pyproject.toml`` bounds Numba's version.

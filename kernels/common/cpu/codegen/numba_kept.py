@@ -1,4 +1,4 @@
-"""A compiled function as an entry of the disk cache, and back: machine code, bitcode, and the names of their symbols.
+"""Conversion of compiled functions to disk-cache entries and back: machine code, bitcode, and their symbol names.
 
 Numba's own form is a pickle of the compile result. This one holds no Python objects: the function and its types are
 the caller's.
@@ -23,7 +23,7 @@ _FIELDS = ("library", "function", "environment")
 
 
 def reduce(result: Any) -> Entry:
-    """A compile result to be kept. ValueError if machine code alone would not restore it."""
+    """Entry of a compile result. ValueError if machine code alone would not restore it."""
     if result.objectmode or result.lifted or result.reload_init or result.environment.consts:
         raise ValueError(f"{result.fndesc.qualname} holds Python objects, which are not kept")
     name, _, (code, bitcode) = result.library.serialize_using_object_code()
@@ -32,7 +32,7 @@ def reduce(result: Any) -> Entry:
 
 
 def restore(function: Callable[..., Any], sig: Any, target_context: Any, entry: Entry) -> Any:
-    """The compile result of ``function`` for the signature ``sig``, which names the result's type too."""
+    """Compile result of ``function`` for the signature ``sig``, which includes the result's type."""
     arguments, result = normalize_signature(sig)
     if result is None:
         raise ValueError("a signature without the type of its result")

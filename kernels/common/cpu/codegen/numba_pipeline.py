@@ -1,14 +1,14 @@
 """Numba pipelines: kernels, and device functions, which are compiled only inside a kernel.
 
 Numba optimises every function that it compiles and makes machine code of it, although the code of a callee is then
-linked into its caller and compiled there once more. For a kernel made of fifty functions three levels deep that was
-half of the compile time. A *device function* stays LLVM IR: the IR of all that a kernel reaches is linked into the
+linked into its caller and compiled there again. For a kernel made of fifty functions three levels deep that was
+half of the compile time. A *device function* stays LLVM IR: IR of all functions in a kernel is linked into the
 kernel, and compiled once.
 
 Numba tells functions of the same name and signature apart by a number, counted per process. Machine code from the
 disk cache comes from several processes, and of two functions with one symbol the first that is loaded would serve
-both: silu in a kernel that is to compute gelu. So what a kernel calls is internal to it, and kernels have names of
-their own (jit.py).
+both: silu in a kernel that should compute gelu. So functions that a kernel calls are internal to it, and kernels have
+unique names (jit.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _DeviceLibrary(JITCodeLibrary):
         return self
 
     def set_env(self, name: str, environment: Any) -> None:
-        """The environment holds Python objects, of which only code that runs by itself has a use."""
+        """Do nothing: the environment holds Python objects, which only code that runs by itself uses."""
 
     def _optimize_functions(self, module: Any) -> None: ...
 
@@ -75,11 +75,11 @@ class _DeviceLibrary(JITCodeLibrary):
             if not function.is_declaration and function.linkage == Linkage.external:
                 function.linkage = (
                     Linkage.linkonce_odr
-                )  # several kernels may hold a copy, none has to keep it
+                )  # several kernels may hold a copy, and none has to keep it
         self._finalized = True
 
     def _get_module_for_linking(self) -> Any:
-        """With all device functions that it reaches, each once. Only a kernel's library asks for this."""
+        """Module with all device functions that it reaches, each once. Only a kernel's library calls this."""
         reached = [self]
         for library in reached:
             if isinstance(library, _DeviceLibrary):
@@ -106,12 +106,12 @@ class _NoinlineLibrary(_DeviceLibrary):
 
 
 class _Passes(PassManager):
-    """Without the checks of each pass's result."""
+    """Pass manager without the checks of each pass's result."""
 
     _ENFORCING = False
 
 
-# The passes of Numba's that a device function needs: it has no closures, ``with`` or branches on constants.
+# Numba's passes that a device function needs: it has no closures, ``with`` or branches on constants.
 _FRONT = (
     TranslateByteCode,
     FixupArgs,
@@ -143,13 +143,13 @@ class DeviceCompiler(CompilerBase):
 
 
 class NoinlineCompiler(DeviceCompiler):
-    """A function that stays one in the kernel."""
+    """Compiler for a function that stays separate in the kernel."""
 
     library_class = _NoinlineLibrary
 
 
 def njit_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit(**options)`` that compiles no further version for an argument that is a constant."""
+    """``numba.njit(**options)`` that compiles no extra version for a constant argument."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)

@@ -1,7 +1,7 @@
 """Ten rounds of Philox 4x32 in registers, as LLVM IR: a word of a counter per 64-bit lane.
 
-A product of two words is one instruction then (pmuludq), which sees only the low halves of lanes: a product serves as
-its own low half, with what is above it, and a shift makes the high half. In lanes of 32 bits, a product takes seven.
+A product of two words is then one instruction (pmuludq), which sees only the low halves of lanes: a product serves as
+its own low half, with garbage above it, and a shift makes the high half. In lanes of 32 bits, a product takes seven.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ROUNDS, _LOW = 10, 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 LANES = VECTOR_BYTES // 8
-_VECTORS = 2  # that go through the rounds together, as each product waits for the one before
+_VECTORS = 2  # vectors that go through the rounds together, as each product waits for the one before
 DRAWN = LANES * _VECTORS  # counters at a time
 _ONES = {  # 1 as arrays of float16, bfloat16, float32 and float64 store it
     types.int16: (0x3C00, ir.IntType(16)),
@@ -61,7 +61,7 @@ def philox_rounds(typingctx, c0, c1, c2, c3, n, k0, k1):
 
 
 def rounds(b: Any, counters: list[list[Any]], key: Any) -> list[list[Any]]:
-    """The random words of counters, four vectors each; what is above a word is of no meaning."""
+    """Random words of counters, four vectors each; bits above a word are garbage."""
     word = counters[0][0].type
 
     def every(value: int) -> Any:
@@ -82,7 +82,7 @@ def rounds(b: Any, counters: list[list[Any]], key: Any) -> list[list[Any]]:
 
 @intrinsic
 def draw_bits(typingctx, kept, group, n, k0, k1, least):
-    """Ones and zeros in ``kept``, an array of floats: whether a word is at least ``least``.
+    """Fill ``kept``, an array of floats, with ones and zeros: whether a word is at least ``least``.
 
     Four words each of ``n`` counters (group, low and high half, 0, 2**32 - 1) and those that follow, up to whole
     vectors. Even lanes have the first half of the counters of a vector, odd ones the second: pairs of lanes then hold

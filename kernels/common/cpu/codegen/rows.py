@@ -1,11 +1,11 @@
-"""Rows of any element type to vectors and back, as LLVM IR: chunk by chunk of VECTOR_BYTES.
+"""Conversion of rows of any element type to vectors and back, as LLVM IR: in chunks of VECTOR_BYTES.
 
     x     | chunk | chunk | ...        a chunk is one or two vectors (decode_rows.py)
     more  | chunk | chunk | ...
-    y     | chunk | chunk | ...        past the caches where asked, from where a chunk is a line (or a part of one)
+    y     | chunk | chunk | ...        past the caches if requested, once a chunk is a line (or a part of one)
 
-    y of row r      ... | chunk | te         rows that follow each other share a chunk: what the first has of it waits
-    y of row r + 1              xt | chunk   in ``shared`` for the second, and it goes past the caches whole
+    y of row r      ... | chunk | te         consecutive rows share a chunk: the first row's part of it waits
+    y of row r + 1              xt | chunk   in ``shared`` for the second, and the whole chunk goes past the caches
 
 ``map_rows`` writes rows, ``fold_rows`` sums over one, ``sum_rows`` of sums.py over several. All operands of a chunk
 are read before its results are stored, so a result may be an operand's memory.
@@ -38,7 +38,7 @@ DOUBLE = ir.DoubleType()
 
 
 class Chunk:
-    """The vectors of one chunk, in the computing type, with arithmetic."""
+    """Vectors of one chunk, in the computing type, with arithmetic."""
 
     def __init__(self, b: Any, row: Rows, parts: list[Any]) -> None:
         self.b, self.row, self.parts = b, row, parts
@@ -57,12 +57,12 @@ class Chunk:
         return self.each(self.b.fmul, x)
 
     def rounded(self) -> Chunk:
-        """To the rows' element type, still in the computing type."""
+        """Chunk rounded to the rows' element type, still in the computing type."""
         stored = self.b.bitcast(narrow(self.b, self.row.dtype, self.parts), self.row.raw)
         return Chunk(self.b, self.row, self.row.widen(self.b, stored))
 
     def in_order(self) -> Chunk:
-        """The elements one after another."""
+        """Chunk with the elements one after another."""
         if self.row.dtype != types.uint16:
             return self
         n, (even, odd) = self.row.lanes, self.parts
@@ -70,7 +70,7 @@ class Chunk:
         return Chunk(self.b, self.row, [shuffle(self.b, even, odd, half) for half in (order[:n], order[n:])])
 
     def doubles(self) -> Chunk:
-        """In float64: twice the vectors, unless they are."""
+        """Chunk in float64: twice the vectors, unless they are float64."""
         if self.row.wide == DOUBLE:
             return self
         n = self.row.lanes // 2
@@ -92,7 +92,7 @@ def everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
 
 
 def map_rows(step: Step, *, streamed: int = 1) -> Any:
-    """A compiled function (results, operands, scalars, following, shared, streaming).
+    """Compiled function (results, operands, scalars, following, shared, streaming).
 
     results = step(operands, scalars): tuples of rows of one type and length, and of scalars in the computing type.
     Where ``streaming``, the first ``streamed`` results go past the caches, and as much of the rows ``following`` is
@@ -125,7 +125,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
             store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
 
         def store_part(place: Any, size: Any, common: int, by_line: Callable[..., None]) -> None:
-            """``size`` elements from ``place`` on; ``by_line``, if the flag ``common`` of ``shared`` is set."""
+            """Store ``size`` elements from ``place`` on, by ``by_line`` if ``shared``'s flag ``common`` is set."""
             vectors = chunk(place, size)
             for i, (v, p) in enumerate(zip(vectors, at(targets, place), strict=True)):
                 if i < streamed and shared.type.elements:
@@ -174,7 +174,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
 
     @njit
     def aligned(results, operands, scalars, following, shared, streaming):
-        """``streaming``: from the first whole vector on, if that is at one place in all results."""
+        """Map rows. ``streaming``: from the first whole vector on, if it is at one place in all results."""
         elements, head = chunk_elements(results[0]), 0
         if streaming:
             past = past_line(results[0]) % elements
@@ -188,7 +188,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
 
 
 def over_lanes(b: Any, vectors: list[Any]) -> Any:
-    """The float64 sum of all lanes."""
+    """Float64 sum of all lanes."""
     total = reduce(b.fadd, vectors)
     if total.type.element != DOUBLE:
         total = b.fpext(total, ir.VectorType(DOUBLE, total.type.count))
@@ -200,10 +200,10 @@ def over_lanes(b: Any, vectors: list[Any]) -> Any:
 
 
 def fold_rows(term: Step, *, sums: int = 1, double: bool = False) -> Any:
-    """An intrinsic (operands, scalars, first, count): the sum of term(operands, scalars) over these elements.
+    """Intrinsic (operands, scalars, first, count): the sum of term(operands, scalars) over these elements.
 
-    Of a term of several ``sums`` a tuple. Lane by lane, in the computing type, or in float64, which the term is in
-    then; over the lanes in float64. The same order wherever a row begins.
+    For a term of several ``sums``, a tuple. Sums are lane by lane in the computing type or float64, as the term is
+    then, and over the lanes in float64. The order does not depend on where a row begins.
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One step of an online softmax, as LLVM IR: a tile of scores becomes weights, maximum and sum stay in registers.
+"""One step of an online softmax, as LLVM IR: turns a tile of scores into weights; maximum and sum stay in registers.
 
     lanes: queries
     +-------------+
@@ -7,11 +7,11 @@
     |   ...       |  over the scores, and its sum.
     +-------------+
 
-The product that makes the scores also finds the largest of each lane (``gemm_rows_largest``); where they change
-after that, :func:`largest_scores` does.
+The product that makes the scores also finds the maximum of each lane (``gemm_rows_largest``); where scores change
+later, :func:`largest_scores` does.
 
 Weights are floats in place of the scores, or, in a target array of uint32, pairs of bfloat16 for codegen/gemm.py: row
-j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
+j of the weights is rows 2j and 2j + 1 of the scores, and is in the first half of their memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STEP = 4  # rows that are weighed in one round
 
 @intrinsic
 def largest_scores(typingctx, s, at, ld, rows, top, lane):
-    """top[lane] is at least what it was, and every score of the vector of lanes at ``s[at]``."""
+    """top[lane] = maximum of top[lane] and every score of the vector of lanes at ``s[at]``."""
     size = s.dtype.bitwidth // 8
 
     def codegen(context, b, sig, args):
@@ -62,10 +62,10 @@ def largest_scores(typingctx, s, at, ld, rows, top, lane):
 
 @intrinsic
 def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, taken, alpha, lane):
-    """Weights of the vector of lanes at ``s[at]``, ``rows`` rows (a multiple of ROWS) that lie ``ld`` apart.
+    """Weights of the vector of lanes at ``s[at]``, ``rows`` rows (a multiple of ROWS) ``ld`` apart.
 
-    ``alpha`` [lane] comes as the new ``row_max`` and leaves as the factor for what was summed before; ``row_max`` and
-    ``row_sum`` move along. ``p`` is ``s``, or the uint32 view of it; ``factor`` > 0 is 1 except for pairs, whose
+    ``alpha`` [lane] is the new ``row_max`` on entry and the factor for older sums on return; ``row_max`` and
+    ``row_sum`` are updated. ``p`` is ``s``, or the uint32 view of it; ``factor`` > 0 is 1 except for pairs, whose
     weights are also summed as they were rounded, in ``taken``.
     """
 
@@ -98,18 +98,18 @@ def _lanes(b: Any, s: Any, factor: Any) -> tuple[ir.VectorType, Any]:
 
 
 def _seen(b: Any, top: Any) -> Any:
-    """``top``, and 0 where nothing has been seen: no -inf - -inf."""
+    """``top``, or 0 where no key has been seen, to avoid -inf - -inf."""
     lowest = b.fcmp_ordered("==", top, every(top.type, float("-inf")))
     return b.select(lowest, every(top.type, 0.0), top)
 
 
 def _rescale(b: Any, old: Any, new: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
-    """exp2(factor * (old - new)), as weights have it: exactly 1 where nothing moves."""
+    """exp2(factor * (old - new)), computed as weights are: exactly 1 where the maximum does not change."""
     return exp2(b, _exponent(b, old, _seen(b, new), scale, polynomial), polynomial)
 
 
 def _exponent(b: Any, x: Any, top: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
-    """factor * (x - top): the difference first. That of rounded products is far from 0 where they are huge."""
+    """factor * (x - top), difference first: the difference of rounded products is far from 0 where they are huge."""
     distance = b.fsub(x, top)
     return b.fmul(distance, scale) if polynomial is PAIRS else distance
 
@@ -124,7 +124,7 @@ def _weigh(
     scale: Any,
     polynomial: tuple[float, ...],
 ) -> list[Any]:
-    """Scores become weights; their sum, a tile's by itself: its small terms keep their digits. Of pairs, also the sum
+    """Turn scores into weights. A tile has a separate sum: small terms keep their digits. Of pairs, also the sum
     of the rounded weights."""
     pairs, vector = polynomial is PAIRS, top.type
     ones = every(ir.VectorType(ir.IntType(32), vector.count), 0x3F803F80)  # pairs of bfloat16

@@ -3,10 +3,10 @@
 A cached store first reads its line (write-allocate): a third of a copy's traffic. Non-temporal stores of whole lines
 avoid it; use them for results too large to stay cached.
 
-    target    | ... a | a a a a | a a b | b b b b | b ...    pieces that follow each other share a line: what the
+    target    | ... a | a a a a | a a b | b b b b | b ...    consecutive pieces share a line: the part that the
                                                              first has of it *waits* for the second (``put``)
 
-Results that NumPy makes seldom begin with a line. Parts of lines, stored through a cache between lines that go past
+Arrays that NumPy allocates seldom begin with a line. Parts of lines, stored through a cache among lines that bypass
 it, also fetch the rest of their line, which is then evicted: RMSNorm of rows of 8 KB took a fifth longer.
 """
 
@@ -26,16 +26,16 @@ _LINE = ir.VectorType(ir.IntType(32), LINE_BYTES // 4).as_pointer()
 
 @device_function
 def past_line(row):
-    """Elements from the line's beginning to the row's."""
+    """Number of elements from the beginning of the line to that of the row."""
     return (place_of(row) & (LINE_BYTES - 1)) // row.itemsize
 
 
 @device_function
 def put(source, target, waits, where, following, start):
-    """Copy as much of ``source`` as ``target`` has, past the caches.
+    """Copy as many elements of ``source`` as ``target`` has, past the caches.
 
-    ``waits``: a line, in which the end of the last piece may be; ``where``: the address at which that ends, and how
-    many elements of it there are. ``finish`` stores them. Meanwhile the cache fetches as much of the rows
+    ``waits``: a line, in which the end of the last piece may be; ``where``: the address at which that ends, and the
+    number of its elements. ``finish`` stores them. Meanwhile the cache fetches as many elements of the rows
     ``following``, a tuple, from element ``start`` on.
     """
     step, count, past, place = LINE_BYTES // target.itemsize, len(target), past_line(target), place_of(target)
@@ -60,7 +60,7 @@ def put(source, target, waits, where, following, start):
 
 @device_function
 def finish(waits, where):
-    """Store what waits, through a cache."""
+    """Store the waiting elements, through a cache."""
     if where[1] > 0:
         _copy_to(waits, where[0] - where[1] * waits.itemsize, where[1])
         where[1] = 0
@@ -81,7 +81,7 @@ def _copy(typingctx, source, first, target, start, count):
 
 @intrinsic
 def _copy_to(typingctx, source, place, count):
-    """The first elements of ``source``, to an address."""
+    """Copy the first elements of ``source`` to an address."""
 
     def codegen(context, builder, sig, args):
         start = address(context, builder, sig.args[0], args[0], number(0))
@@ -94,7 +94,7 @@ def _copy_to(typingctx, source, place, count):
 
 @intrinsic
 def _stream(typingctx, source, i, place):
-    """One line from element ``i`` on, to the address of a line."""
+    """Stream one line from element ``i`` on to the address of a line."""
 
     def codegen(context, builder, sig, args):
         start = builder.bitcast(address(context, builder, sig.args[0], args[0], args[1]), _LINE)

@@ -1,4 +1,4 @@
-"""Sums over a few rows, along them and across, as LLVM IR: each chunk is read once and goes into both.
+"""Sums over a few rows, along them and across, as LLVM IR: each chunk is read once and added to both.
 
         chunk by chunk ->
 row 0 | x x x x x x x ... | -> a sum    a vector for each row: SHORT chunks add up in the computing type
@@ -27,14 +27,14 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir,
 from gpu_ops.kernels.common.cpu.codegen.rows import DOUBLE, Chunk, everywhere, over_lanes
 from gpu_ops.kernels.common.cpu.codegen.target import NEAR
 
-TOGETHER = 4  # rows at most
+TOGETHER = 4  # maximum number of rows
 SHORT = 16  # chunks
 
 Term = Callable[[list[Chunk], list[Chunk], list[Chunk]], tuple[Chunk, ...]]
 
 
 class _RowSums:
-    """A sum of ``kinds`` terms for each row, of chunks."""
+    """Sums of ``kinds`` terms for each row, chunk by chunk."""
 
     def __init__(self, b: Any, row: Rows, kinds: int, n_rows: Any) -> None:
         self.b, self.row, self.kinds, self.n_rows = b, row, kinds, n_rows
@@ -47,7 +47,7 @@ class _RowSums:
                 b.store(every(vector, 0.0), b.gep(sums, [loop.index]))
 
     def add(self, r: Any, terms: tuple[Chunk, ...], rest: Any) -> None:
-        """``rest``: elements of the chunk that count, or None, all."""
+        """Add terms to row r. ``rest``: number of elements of the chunk that count; None: all."""
         b, lanes = self.b, self.row.elements_of_lanes()
         for sum_index, term in enumerate(terms):
             for part, x in enumerate(term.parts):
@@ -67,7 +67,7 @@ class _RowSums:
             b.store(every(self.row.vector, 0.0), p)
 
     def store(self, results: list[Any]) -> None:
-        """To an array for each kind."""
+        """Store the sums, in an array for each term."""
         b = self.b
         with cgutils.for_range(b, self.n_rows) as loop:
             for sum_index, p in enumerate(results):
@@ -82,11 +82,11 @@ def _grow(b: Any, p: Any, x: Any) -> None:
 
 
 def sum_rows(term: Term) -> Any:
-    """An intrinsic that adds up term(operands, shared, scalars): first results are for rows, the last for columns.
+    """Intrinsic that sums term(operands, shared, scalars): first results are for rows, the last for columns.
 
-    ``sums``: float64 arrays = the sums of each row. ``totals``: float64 rows += the sums of each column, in the
-    computing type. ``operands``: the first row of each; ``strides``: bytes from a row to the next; ``shared``: a row
-    that goes with all. ``scalars``: arrays of a number per row, then ``constants``. As many of the following rows are
+    ``sums``: float64 arrays = the sums of each row. ``totals``: float64 rows += the sums of each column in the
+    computing type. ``operands``: first row of each; ``strides``: bytes from a row to the next; ``shared``: a row
+    used with all. ``scalars``: arrays of a number per row, then ``constants``. As many of the following rows are
     prefetched here, not in the pass that streams its stores: there LayerNorm took a fifth longer.
     """
 
@@ -103,7 +103,7 @@ def sum_rows(term: Term) -> Any:
         across = [[cgutils.alloca_once(b, row.vector) for _ in range(row.parts)] for _ in targets]
 
         def step(at: Any, rest: Any = None) -> list[list[Any]]:
-            """The chunks from element ``at`` on: their sums across the rows, in float64."""
+            """Sums across the rows, in float64, of the chunks from element ``at`` on."""
             shared = [Chunk(b, row, row.load(b, b.gep(p, [at]), rest)) for p in beside]
             for total in (total for parts in across for total in parts):
                 b.store(every(row.vector, 0.0), total)

@@ -1,4 +1,4 @@
-"""Matrix products on x86's tile registers (AMX): 16 rows of 16 words each, and one instruction multiplies two of
+"""Matrix products in x86's tile registers (AMX): 16 rows of 16 words each. One instruction multiplies two of
 them, 16 times the operations of a vector of float32.
 
                  16 columns   16
@@ -12,9 +12,9 @@ them, 16 times the operations of a vector of float32.
     | A tmm5 | |  C  tmm2   |  C  tmm3   |
  16 +--------+ +------------+------------+
 
-A[row, step], B[step, column] and C[row, column] lie in memory as ``gemm.gemm_rows`` takes them. A thread calls
+A[row, step], B[step, column] and C[row, column] are in memory as ``gemm.gemm_rows`` takes them. A thread calls
 :func:`open_tiles` before its first product, and :func:`close_tiles` after its last: between them the registers have
-the shape of above, and a switch to another thread saves them.
+the shape above, and a switch to another thread saves them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpu_ops.kernels.common.cpu.jit import device_function, generic
 
 TILE = 16  # rows of a tile, and words of a row
 _I8, _VOID = ir.IntType(8), ir.VoidType()
-# palette 1; of eight tiles each, bytes in a row and rows
+# palette 1; bytes per row, and rows, of each of eight tiles
 _CONFIG = struct.pack("<BB14x16H16B", 1, 0, *[4 * TILE] * 8, *[0] * 8, *[TILE] * 8, *[0] * 8)
 _A, _B = 4, 6  # the first register of each; C's are 0 to 3
 _WORD, _ROW = 4, 4 * TILE  # bytes
@@ -105,7 +105,7 @@ def _micro(down: int, across: int) -> Any:
                 rows_a = builder.gep(pa, [builder.mul(step, number(_WORD))])
                 rows_b = builder.gep(pb, [builder.mul(step, stride_b)])
                 ask()
-                for i, j in tile:  # what a product takes is loaded just before it
+                for i, j in tile:  # operands are loaded just before their product
                     if j == 0:
                         _move(builder, "tileload", _A + i, at(rows_a, stride_a, i, 0), stride_a)
                     if i == 0:
@@ -140,7 +140,7 @@ def later(ahead, count):
 def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, sizes, accumulate, ahead):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0; ``sizes`` = (m, n, k) in whole tiles, k > 0.
 
-    B lies in panels of two tiles' columns, ``panel`` elements from one to the next. ``ahead``: see
+    B is in panels of two tiles' columns, ``panel`` elements from one to the next. ``ahead``: see
     ``build.prefetcher``.
     """
     m, n, k = sizes
