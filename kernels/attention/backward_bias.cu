@@ -1,10 +1,10 @@
-// The gradient of attention's bias: dbias = dS, summed over the axes along which bias is broadcast.
+// Gradient of attention's bias: dbias = dS, summed over the axes along which bias is broadcast.
 //
 //   S = q k^T     P = 2^(score(S) - lse)     dP = dout v^T     dS = P (dP - delta), 0 where hidden
 //
 // A block owns BLOCK_M x BLOCK_N elements of dbias (one in place of BLOCK_M or BLOCK_N along an axis of length 1) and
 // goes through everything that they are added to: batches, heads, tiles of queries, tiles of keys, in this order. So
-// sums have a fixed order, and no memory beside dbias is needed. 4 seqlen_q seqlen_k head_dim flops per head.
+// sums have a fixed order, and no memory in addition to dbias is needed. 4 seqlen_q seqlen_k head_dim flops per head.
 //
 //   shared memory   | q | dout | k | v |        after the last tile: dS in float, summed along axes of length 1
 //
@@ -14,7 +14,7 @@
 
 static_assert(!kOwnsKeys && WARPS_D == 1 && kBias != Bias::kNone && !VARLEN, "see above");
 
-constexpr int kSumStride = kColumns + 1;  // of the float tile: a column's rows lie in different banks
+constexpr int kSumStride = kColumns + 1;  // of the float tile: a column's rows are in different banks
 
 __device__ __forceinline__ int tiles_along(int length, int tile) { return (length + tile - 1) / tile; }
 

@@ -1,4 +1,4 @@
-// What attention backward computes row by row, after backward_sm80.cu. One entry each:
+// Row-by-row steps of attention backward, after backward_sm80.cu. One entry each:
 //
 //   attention_backward_rows         dq, dk or dv from accumulators of mma.sync (d._sum), summed over parts
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
@@ -17,7 +17,7 @@ typedef Statistics<WIDE_LSE> RowStatistics;
 
 constexpr int kThreads = 256;
 
-// A thread writes eight columns of a row. Lanes take two rows of an accumulator and 16 of them side by side: whole
+// A thread writes eight columns of a row. Lanes take two rows of an accumulator and 16 adjacent ones: whole
 // sectors are read and whole lines written.
 enum class Of { kQ, kK, kV };
 constexpr Of kOf = Of::ROWS;

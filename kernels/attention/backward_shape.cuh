@@ -8,7 +8,7 @@
 //
 //   statistics      (batch, nheads, rows) of Statistics
 //   rests           (batch, nheads, rows) float: of rows whose lse is_coarse, the others are not written
-//   dq_sum          (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync as they lie in
+//   dq_sum          (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync in the layout of
 //                   registers, so that a warp adds 32 adjacent floats at a time
 //   dk_sum, dv_sum  (parts, batch, nheads_kv, rows / 16, HEAD_DIM(_V) / 8, 4, 32) float, the same, for parts > 1
 #pragma once
@@ -20,8 +20,8 @@ constexpr int kPad = 64;
 // dq, dk and dv: of DTYPE, of float, or of float and added to what they hold.
 enum class Grads { kPlain, kFloat, kAdded };
 
-// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
-// 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: then dP = 0 for the others is all.
+// Inputs of a row of P: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
+// 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: the others only need dP = 0.
 //
 // A large lse is too coarse: float32 of -1e9 + log(100) is -1e9, and keys that all have this bias would weigh 1 each
 // instead of 1 / 100. There lse is the largest score of the row, and P = 2^(score - lse - rest), with the log2 of the
@@ -72,7 +72,7 @@ struct BackwardShape {
     AttentionScores scores;                // with the sign of softmax_scale in its factors
 };
 
-// Where a sequence lies in q, k and the padded arrays.
+// Position of a sequence in q, k and the padded arrays.
 struct Sequence {
     int number, q_begin, seqlen_q, k_begin, seqlen_k;
 

@@ -41,7 +41,7 @@
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK DROPOUT      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
-//   VARLEN      0 or 1: sequences lie end to end from cu_seqlens_q, cu_seqlens_k (batch + 1) on
+//   VARLEN      0 or 1: sequences are packed end to end from cu_seqlens_q, cu_seqlens_k (batch + 1) on
 //
 //   grid   (ceil(rows / block), nheads_kv parts or nheads, batch); blocks past the end of their sequence return
 //   block  32 WARPS_R WARPS_D
@@ -53,7 +53,7 @@
 constexpr Grads kGrads = Grads::GRADS;
 typedef ChooseType<kGrads == Grads::kPlain, scalar, float>::type grad;
 
-// Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that
+// Number of parts into which warps divide the columns of a tile of dq_sum; others divide its queries. The choice that
 // reads least; 0 if there is none.
 __device__ constexpr int dq_across() {
     int best = 0, least = 0;
@@ -192,7 +192,7 @@ struct Backward {
         }
     }
 
-    // Writes the rows of a gradient as they lie in the accumulators.
+    // Writes the rows of a gradient in the layout of the accumulators.
     template <int kTiles, int kCols>
     __device__ __forceinline__ void store_part(const float (&acc)[kSlabs][kTiles][4], float* to) const {
         const Place me = Place::mine();

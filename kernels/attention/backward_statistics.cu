@@ -1,12 +1,12 @@
-// What attention backward needs of every row of q, ahead of backward_sm80.cu:
+// Statistics of every row of q for attention backward, computed before backward_sm80.cu:
 //
 //   lse      in units of log2
 //   delta    sum over head_dim_v of dout * out, if not given. A dout in float is rounded first: delta is that of the
-//            dout that dP is computed of
+//            dout that dP is computed from
 //
 // Where lse is too coarse (backward_shape.cuh), the block goes through the keys of such rows again for the largest
-// score and the sum of the weights relative to it. These scores have to be those of the other kernels to the bit, since
-// beside a bias of 1e9 one rounding is a factor of 2^128. So products come from the same tensor-core steps in the same
+// score and the sum of the weights relative to it. These scores must have the bits of the other kernels' scores, since
+// next to a bias of 1e9 one rounding is a factor of 2^128. So products come from the same tensor-core steps in the same
 // order. (Where keys are rows, float32 adds two small terms of a step in another order.)
 //
 // Macros: DTYPE, MASK, SOFTCAP, ALIBI, BLOCK_MASK, BIAS, VARLEN, WIDE_LSE as in backward_sm80.cu
@@ -119,7 +119,7 @@ __device__ __forceinline__ void weigh_slab(const BackwardShape& shape, const Sco
     }
 }
 
-// Whether the lse given for a row is that of these weights, since k may be a part of the keys. From 2^40 on none says.
+// Whether the lse passed for a row is that of these weights, since k may be a part of the keys. Unknown from 2^40 on.
 __device__ __forceinline__ bool is_lse_of(const Weights& weights, float lse) {
     if (!(fabsf(weights.top) >= kCoarse<WIDE_LSE> && weights.total > 0.0f && weights.total < infinity())) return false;
     const float error = fabsf(weights.top + log2f(weights.total) - lse);

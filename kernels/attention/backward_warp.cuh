@@ -95,7 +95,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kSlabs][kTilesS][4], un
 // acc += A B: kDepth rows of B from row0 on, and of its columns every kStride-th unit from `unit` on. source(i, a)
 // gives the A operand of step i.
 //
-// float32 takes 8 rows per step. A operands come from accumulators, which hold columns 2t and 2t + 1 where A wants t
+// float32 takes 8 rows per step. A operands come from accumulators, which hold columns 2t and 2t + 1 where A requires t
 // and t + 4: the rows of B are read in that order.
 template <typename TileB, int kDepth, int kStride, int kA, int kTiles, typename Source>
 __device__ __forceinline__ void add_product(float (&acc)[kA][kTiles][4], unsigned tile, int row0, int unit,
@@ -224,7 +224,7 @@ template <typename TileT> __device__ __forceinline__ float element(int offset, i
     return widened(*reinterpret_cast<const scalar*>(dynamic_shared + at));
 }
 
-// Which limits depend on the row: columns left of the diagonal are queries if the rows are keys.
+// Whether limits depend on the row: columns left of the diagonal are queries if the rows are keys.
 constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
 constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwnsKeys);
 
@@ -258,7 +258,7 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                                               float (&d)[kSlabs][kTilesS][4], unsigned passing,
                                               const RowStatistics (&statistics)[kOwnsKeys ? 1 : kLaneRows]) {
     const Place me = Place::mine();
-    // A lane's rows are 8 apart, so that one register and constants make the limits of all.
+    // A lane's rows are 8 apart, so that one register and constants give the limits of all.
     const int row0 = work.row0 + me.row(0), diagonal = work.diagonal(row0) - first;
     const int begin = diagonal - seen_before(shape), end = diagonal + seen_after(shape) + 1;
     const int rows_left = work.rows() - row0, columns_left = work.columns() - first;
@@ -361,7 +361,7 @@ __device__ __forceinline__ unsigned drop_gradients(const BackwardShape& shape, c
     draw<kOwnsKeys ? kTilesS : kLaneRows, kOwnsKeys ? kLaneRows : kTilesS, kOwnsKeys>(
         work.seed, shape.scores, work.sequence.number, head, kOwnsKeys ? first : row, kOwnsKeys ? row : first,
         drop);
-    return ptx::opaque(dropped);  // else the bits become so many predicates, which do not find room
+    return ptx::opaque(dropped);  // otherwise each bit becomes a predicate, and there are too few
 }
 
 // P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on

@@ -2,7 +2,7 @@
 //
 //   partial   (num_splits, batch, nheads, seqlen_q, head_dim_v)  float, contiguous within a split; shape.out_split
 //   row_max   (num_splits, batch, nheads, seqlen_q)  float, in units of log2; shape.lse_split
-//   row_sum   the same, right behind row_max: the sum of 2^(score - row_max)
+//   row_sum   likewise, right after row_max: the sum of 2^(score - row_max)
 //   out       (batch, seqlen_q, nheads, head_dim_v)  DTYPE, strides in shape.out
 //   lse       (batch, nheads, seqlen_q)  float, or double with WIDE_LSE
 //

@@ -1,4 +1,4 @@
-// Which attention weights dropout keeps: see reference/attention/dropout.py. One call of Philox serves
+// Attention weights that dropout keeps: see reference/attention/dropout.py. One call of Philox serves
 //
 //                 keys   j    j + 8   j + 16   j + 24
 //     query i            w0    w1       w2       w3      low half of a word
@@ -10,7 +10,7 @@
 #include "scores.cuh"
 #include "philox.cuh"
 
-// Calls visit(a, c, e, kept) for a lane's pairs of query tile a and key tile c, which lie 8 apart from `query` and
+// Calls visit(a, c, e, kept) for a lane's pairs of query tile a and key tile c, 8 apart from `query` and
 // `key` on; e is 0 or 1, the one of the two neighbouring columns. kKeyRows: the columns are queries, else keys.
 template <int kQueryTiles, int kKeyTiles, bool kKeyRows, typename Visit>
 __device__ __forceinline__ void draw(Seed seed, const AttentionScores& scores, unsigned sequence, unsigned head,

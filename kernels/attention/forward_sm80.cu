@@ -20,7 +20,7 @@
 // memory that a second block per SM uses better. With ONE_K neither is: K of tile n - 1 loads from S on, under the
 // softmax and O += P V, for a barrier more.
 //
-// Quantized pages: the numbers of a tile lie in shared memory as DTYPE, and behind them the codes of the next tile
+// Quantized pages: the numbers of a tile are in shared memory as DTYPE, and after them the codes of the next tile
 // arrive. Each thread turns the codes that it has copied into numbers, so that a tile takes two barriers here as well.
 // Codes of K are exact; the scale of a key multiplies its scores. Values are rounded to DTYPE, beyond whose range they
 // are infinite. With their scales in P instead, small weights would underflow in float16, and a row that sees one key
@@ -48,7 +48,7 @@
 //   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0; lse is (nheads, total_q)
 //   SEQUSED_K   0 or 1: seqused_k (batch) int are the lengths of the keys
 //   PAGED       0; 1: key j of a sequence is row j % page_size of page block_table[j / page_size], and cu_seqlens_k is
-//               not used; 2: the same where page_size is a multiple of BLOCK_N, so that a tile lies in one page
+//               not used; 2: the same where page_size is a multiple of BLOCK_N, so that a tile is in one page
 //   PACK_GQA    0 or 1: a row is a (query, head of the group) pair, heads adjacent; K is read once per group
 //   SPLIT       0 or 1: shape.num_splits blocks share the tiles of a row. out is float, one per split (out_split);
 //               lse holds row_max (in units of log2), then row_sum (2, lse_split). combine.cu merges them.

@@ -16,7 +16,7 @@ struct Place {
     __device__ __forceinline__ int first_key() const { return warp_n * kWarpN; }        // of the warp, in the tile
 };
 
-// What a warp keeps for its 16 or 32 rows. lane = 4 g + t; a lane's row r = 2 slab + h is row 16 slab + 8 h + g.
+// State of a warp for its 16 or 32 rows. lane = 4 g + t; a lane's row r = 2 slab + h is row 16 slab + 8 h + g.
 //
 //   q[step][slab]      A operand, 32 bytes of head_dim     a0 (row g), a1 (row g + 8); a2, a3: 16 bytes to the right
 //   s[slab][tile][c]   scores, then weights                c = 2 h + e: row 16 slab + 8 h + g, key 8 tile + 2t + e
@@ -186,7 +186,7 @@ struct Forward {
     //
     //   a0, a1 = (c0 c1), (c2 c3) of the first tile      a2, a3 = those of the second
     //
-    // float32 takes 8 keys per step. Its A operand wants keys t and t + 4, but the accumulator holds 2t and 2t + 1, so
+    // float32 takes 8 keys per step. Its A operand takes keys t and t + 4, but the accumulator holds 2t and 2t + 1, so
     // the rows of V are read in that order.
     __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
         constexpr bool kHalf = sizeof(scalar) == 2;
@@ -230,7 +230,7 @@ struct Forward {
         }
     }
 
-    // Processes tile n, whose K is already loading. Tile `next` follows, unless it lies before `begin`.
+    // Processes tile n, whose K is already loading. Tile `next` follows, unless it is before `begin`.
     // masked: some row does not see all of tile n; partly: because of the block mask.
     __device__ __forceinline__ void step(int n, int next, int begin, bool masked, bool partly) {
         if constexpr (kCodes) {

@@ -1,4 +1,4 @@
-// Which keys a row sees. The limits are computed once per row, so that an element costs one comparison of its
+// Visibility of keys to rows. The limits are computed once per row, so that an element costs one comparison of its
 // constant column index with a register.
 #pragma once
 #include "shape.cuh"

@@ -6,7 +6,7 @@
 //   lse = ln(e^lse1 + e^lse2)      out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
 //
 // Moves three times out; 4 flops per element. In place is allowed (out = out1, lse = lse1): an element of out is read
-// and written by the same thread, and all threads of a row, which lie in one warp, have read lse1 before one writes lse.
+// and written by the same thread, and all threads of a row, in one warp, have read lse1 before one writes lse.
 // A part with lse -inf saw no key: it has weight 0, and its out does not count, whatever it holds.
 //
 // Double is for differences and sums of lse only. The exponential and the logarithm of their difference are float: all

@@ -1,4 +1,4 @@
-// What options do to the scores of attention; kernels/attention/scores.py mirrors the structure and sets the macros.
+// Effect of options on the scores of attention; kernels/attention/scores.py mirrors the structure and sets the macros.
 //
 //   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + offset - j|, + bias
 //   offset = seqlen_k - seqlen_q + ahead
@@ -15,7 +15,7 @@ struct AttentionScores {
     float scale_log2;                      // |softmax_scale| log2(e), > 0
     float softcap_in, softcap_log2;        // |softmax_scale| / softcap and softcap log2(e)
     int negate;                            // softmax_scale < 0
-    int ahead;                             // of ALiBi alone; the host counts it in with windows
+    int ahead;                             // only for ALiBi; the host includes it in windows
     unsigned dropped;                      // 2^32 dropout_p: with DROPOUT, random bits below it drop a weight
     float keep_scale, keep_scale_log2;     // 1 / (1 - dropout_p) and its log2
     int query0, key0;                      // positions of the first query and key, multiples of 16 and 32: of dropout
@@ -30,7 +30,7 @@ constexpr float kLowestBias = -2.28e38f;
 // The scale of plain scores folds into the FMA that computes the exponent.
 constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;
 
-// tanh.approx errs by half a unit of float16. That is too much for float32: a cap that is large beside the scores
+// tanh.approx errs by half a unit of float16. That is too much for float32: a cap that is large relative to the scores
 // magnifies the error of small ones.
 template <typename scalar> __device__ __forceinline__ float soft_sign(float x) {
     if constexpr (sizeof(scalar) == 2) return ptx::tanh(x);

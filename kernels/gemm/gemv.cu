@@ -12,7 +12,7 @@
 //            second. Rows 0 .. 7 of A are group 2 i, rows 8 .. 15 are group 2 i + 1, or zero without such a group.
 // float32    FMA: exact products, at most 16 per weight, which stay hidden behind the loads.
 //
-// The WARPS warps of a block share its rows and take turns along k, UNROLL chunks each. Their sums are added in shared
+// The WARPS warps of a block share its rows and alternate along k, UNROLL chunks each. Their sums are added in shared
 // memory in a fixed order: the same bits every time.
 //
 // Macros, all required:

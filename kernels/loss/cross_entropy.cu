@@ -15,12 +15,12 @@
 // (max - u) + log(sum), and p divides by the sum of the row's exponentials: backward reads a row again, from the L2 cache.
 //
 // Rows compute in float and round once; p - 1 is formed before it is rounded. A row whose target is ignored is not read:
-// loss 0, lse -inf, gradient 0. One whose target is no class has the loss and gradient NaN. In place is allowed: each
-// gradient is written by the thread that read its logit, or, where it is narrower and lies over another thread's logit,
+// loss 0, lse -inf, gradient 0. One whose target is not a class has loss and gradient NaN. In place is allowed: each
+// gradient is written by the thread that read its logit, or, where it is narrower and overlaps another thread's logit,
 // after a barrier. Memory-bound: one exponential per element, two in backward.
 //
 // Macros:
-//   DTYPE    f16, bf16 or f32        GRADIENT   f16 or bf16 beside f32; undefined: the same
+//   DTYPE    f16, bf16 or f32        GRADIENT   f16 or bf16 with f32; undefined: the same
 //   ACCESS   elements per access: a vector of 16 bytes, or 1 where not all rows are aligned to vectors
 //   PLAIN    1: without softcap, without sums over the row that label smoothing and class weights need
 #include "columns.cuh"
@@ -49,14 +49,14 @@ __device__ __forceinline__ long long target_of(const void* targets, long long ro
     return o.wide ? static_cast<const long long*>(targets)[row] : static_cast<const int*>(targets)[row];
 }
 
-// The weight of a row, 0 if it is ignored, NaN if its target is no class.
+// The weight of a row, 0 if it is ignored, NaN if its target is not a class.
 __device__ __forceinline__ float weight_of(long long target, const float* class_weight, long long cols, const Options& o) {
     if (target == o.ignore_index) return 0.0f;
     if (target < 0 || target >= cols) return __int_as_float(0x7fffffff);
     return o.weighted ? class_weight[target] : 1.0f;
 }
 
-// u of a logit, and du/dz. u is rounded, the same in every kernel: no FMA may take the product in.
+// u of a logit, and du/dz. u is rounded alike in every kernel: no FMA may include the product.
 __device__ __forceinline__ float capped(float z, const Options& o, float& slope) {
     slope = 1.0f;
     if (kPlain || o.softcap == 0.0f) return z;
@@ -65,7 +65,7 @@ __device__ __forceinline__ float capped(float z, const Options& o, float& slope)
     return __fmul_rn(o.softcap, t);
 }
 
-// What a block knows of the row of this thread. Rows that are ignored or beyond the last one have no elements.
+// A block's view of the row of this thread. Rows that are ignored or beyond the last one have no elements.
 struct Row {
     RowColumns columns;
     long long target;
@@ -82,7 +82,7 @@ private:
         : columns{row, y == o.ignore_index ? 0 : cols}, target(y), exists(row < rows), kept(y != o.ignore_index) {}
 };
 
-// What a sum of w (maximum - u) gains when the maximum grows; `weights`: the sum of w, 0 before the first element.
+// Increase of a sum of w (maximum - u) when the maximum grows; `weights`: the sum of w, 0 before the first element.
 __device__ __forceinline__ float growth(float weights, float maximum, float grown) {
     return weights == 0.0f ? 0.0f : weights * (grown - maximum);
 }
@@ -138,12 +138,12 @@ cross_entropy_forward(const void* targets, const float* class_weight, const scal
     loss[row.columns.row] = value;
 }
 
-// What a row's gradients have in common. scale: what exp(u - lse) is multiplied by.
+// Values shared by a row's gradients. scale: the factor of exp(u - lse).
 struct RowGradient {
     float factor, lse, own, scale;
     long long target;
 
-    // Those of `count` logits become gradients.
+    // Replaces those of `count` logits by gradients.
     __device__ __forceinline__ void operator()(Values& u, const float* class_weight, long long column, int count,
                                                const Options& o) const {
         Values w;
@@ -159,8 +159,8 @@ struct RowGradient {
     }
 };
 
-// Gradients that are narrower than the logits, whose memory may be theirs: those of a round lie over logits of this round
-// and of earlier ones. All threads of the block take part; `end` is 0 in rows without gradients of their own.
+// Gradients that are narrower than the logits, in whose memory they may be: those of a round overlap logits of it
+// and of earlier ones. All threads of the block take part; `end` is 0 in rows without gradients.
 __device__ __forceinline__ void narrowed_gradients(const RowGradient& gradient, const scalar* logits, narrow* dlogits,
                                                    const float* class_weight, long long end, long long cols,
                                                    bool exists, const Options& o) {

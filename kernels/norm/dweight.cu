@@ -1,11 +1,11 @@
 // The last step of the RMSNorm and LayerNorm backward: adds partial dweight and dbias in a fixed order.
 //
 //   partial  (gridDim.y, parts, cols) float      dweight, dbias  (cols,) float; dbias if gridDim.y is 2
-//   add_dweight, add_dbias: 1 if it is added to what is there
+//   add_dweight, add_dbias: 1 if it is added to the existing values
 //
 // Reads partial once. blockDim = (32, 32): 32 adjacent columns per warp access, 32 threads per column. Thread k of a
 // column adds parts k, k + 32, ... with Kahan compensation, so that the number of parts does not affect the error. One
-// warp then adds the 32 sums of a column, which stand in a column of shared memory:
+// warp then adds the 32 sums of a column, which are in a column of shared memory:
 //
 //            column 0   1  ...  31   pad
 //   thread 0        o   o  ...   o    .      written by rows, read by columns: the pad makes

@@ -37,7 +37,7 @@ __device__ __forceinline__ void add(quad& sum, int e, float a, float b) {
     sum.word[e] = __float_as_uint(fmaf(a, b, __uint_as_float(sum.word[e])));
 }
 
-// What one word (one or two values) contributes to the gradients.
+// Contribution of one word (one or two values) to the gradients.
 struct Gradients {
     float m[vec::kPerWord], n[vec::kPerWord];  // for dx: m = dy * (weight_offset + weight)
     float centred[vec::kPerWord];              // n / rstd

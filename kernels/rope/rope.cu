@@ -18,7 +18,7 @@
 //
 // A unit is a thread's share of a head: two vectors rotary_dim / 2 apart, so that adjacent lanes read adjacent vectors.
 // Half-split, the two hold both halves of their pairs. Interleaved, each holds whole pairs (with VEC = 1 a vector is
-// half a pair, and the two are adjacent). If the outputs are separate arrays, more units copy the tail behind
+// half a pair, and the two are adjacent). If the outputs are separate arrays, more units copy the tail after
 // rotary_dim:
 //
 //   unit   | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 4 | 5 |     one box per vector
@@ -58,7 +58,7 @@ __device__ __forceinline__ int64 position_at(const void* positions, int64 b, int
     return shape.first + s;
 }
 
-// Where a unit's vectors are in a head. With an odd number of copied vectors, the last has no partner.
+// Positions of a unit's vectors in a head. With an odd number of copied vectors, the last has no partner.
 struct Unit {
     int first, second;
     bool rotates, has_second;

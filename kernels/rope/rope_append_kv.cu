@@ -10,7 +10,7 @@
 //   turns             (rotary_dim / 2,)                              frequencies: rope.cuh
 //   positions         (batch, seqlen) int or long long, or null      null: the row in the sequence
 //
-//   where token s of sequence b goes:
+//   place of token s of sequence b:
 //   seqused_k         (batch,) int, or null                          row = seqused_k[b] + s (null: s)
 //   block_table       (batch, max_pages) int, or null                page = block_table[b, row / page_size] (null: b)
 //   slot_mapping      (batch, seqlen) long long, or null             overrides both: page * page_size + row in the page
@@ -31,7 +31,7 @@
 //   INTERLEAVED  0 or 1: which components form a pair
 //   UNITS        units per thread
 //
-// A unit is what a thread rotates by one set of angles: two vectors, or one that holds whole pairs. Units behind
+// A unit is the part that a thread rotates by one set of angles: two vectors, or one of whole pairs. Units after
 // rotary_dim are not rotated. Units of two vectors, in a head of 12 with rotary_dim 8:
 //
 //   half-split             | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | 4 | 5 | 4 | 5 |
@@ -132,7 +132,7 @@ struct UnitData {
         return total;
     }
 
-    // The numbers, as they are.
+    // The numbers, unchanged.
     __device__ __forceinline__ void widen(float (&x)[kElements]) const {
         #pragma unroll
         for (int i = 0; i < kElements; ++i) x[i] = element(vector[i / VEC], i % VEC);
@@ -185,7 +185,7 @@ __device__ __forceinline__ float rstd_of(const UnitData (&head)[kUnits], const A
 
 // The scale of a head of quantized pages, in all threads that hold part of it.
 __device__ __forceinline__ float scale_of(const float (&head)[kKept][kElements]) {
-    unsigned top = 0;  // |x| as integers, which order alike, NaN above infinity
+    unsigned top = 0;  // |x| as integers in the same order, NaN above infinity
     #pragma unroll
     for (int u = 0; u < kKept; ++u) {
         #pragma unroll

@@ -6,7 +6,7 @@
 //   g = scale grads,  m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
 //   p = p - decay p - size m / (sqrt(v) correction + eps)
 //
-//   factors   one thread: from step, learning rate and the like to scale, decay, size and correction, in double
+//   factors   one thread: from step, learning rate and others to scale, decay, size and correction, in double
 //   step      moves each array once: 28 bytes per parameter in float
 //
 // No operation is fused with another, so that bits are those of other devices.
@@ -21,7 +21,7 @@
 // Macros:
 //   PARAM, GRAD   f16, bf16 or f32
 //   MASTER        1: the step is master's, and params receive it rounded
-//   STATES        32, or 8: a code c stands for scale c |c| / most^2, where most is the largest code
+//   STATES        32, or 8: a code c represents scale c |c| / most^2, where most is the largest code
 //   ACCESS        elements per access: 4, or 1 for unaligned arrays
 #include "columns.cuh"
 #include "number.cuh"
@@ -80,7 +80,7 @@ template <int kBits, typename Code, int kMost> struct Moment {
 
     static __device__ __forceinline__ void keep(Code* p, float* scale, const int (&count)[kParts],
                                                 const Part (&value)[kParts]) {
-        unsigned top = 0;  // bits of magnitudes order as the numbers do, NaN above infinity
+        unsigned top = 0;  // bits of magnitudes have the order of the numbers, NaN above infinity
         #pragma unroll
         for (int i = 0; i < kParts; ++i) {
             #pragma unroll

@@ -9,7 +9,7 @@
 // The gradient takes four kernels. A key is (index << 32 | i): no two are equal, so any way to sort them gives one order.
 //
 //   sort     blocks of kRun keys           merge    two sorted runs become one, until one is left
-//   sum      tiles of kTile sorted rows    carry    the sums of tiles that an index goes on into
+//   sum      tiles of kTile sorted rows    carry    the sums of tiles into which an index continues
 //
 //      keys   3 3 5 5 | 5 5 5 5 | 5 5 7 8        sum writes 3, the first part of 5, 7 and 8 to dweight, and the parts of
 //      tile      0    |    1    |    2           5 in tiles 1 and 2 to partial; carry adds them to row 5
@@ -24,7 +24,7 @@ typedef DTYPE scalar;
 
 constexpr int kVec = 16 / sizeof(scalar), kMaxThreads = 256;
 constexpr int kRun = 1024, kTile = 32, kPart = 4, kAhead = 8;  // kAhead rows are in flight
-constexpr unsigned kOutside = 0xffffffffu;  // the index of rows that are added nowhere: sorted to the end
+constexpr unsigned kOutside = 0xffffffffu;  // index of rows that are not added: sorted to the end
 
 typedef unsigned long long Key;
 
@@ -51,7 +51,7 @@ embedding_forward(const void* ids, const scalar* weight, scalar* x, int wide, fl
     });
 }
 
-// The place of keys[i] in two runs merged: `first` and its neighbour, of which only keys before `end` exist.
+// Position of keys[i] after the run at `first` and its neighbour are merged; only keys before `end` exist.
 __device__ __forceinline__ long long merged_place(const Key* keys, long long i, long long run, long long end) {
     const long long pair = i / (2 * run) * (2 * run), middle = pair + run;
     const bool left = i < middle;
@@ -135,7 +135,7 @@ embedding_sum(const Key* keys, const scalar* dx, float* dweight, float* partial,
     }
 }
 
-// For the tile in which an index starts that goes on into further ones: adds their parts, in order.
+// For the tile in which an index starts that continues into further tiles: adds their parts, in order.
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
 embedding_carry(const Key* keys, const float* partial, float* dweight, float scale, long long rows, long long cols,
                 long long dweight_stride) {

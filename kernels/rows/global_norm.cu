@@ -1,10 +1,10 @@
-// The Euclidean norm of arrays, in a fixed order: the same bits for any grid, and as kernels/rows/cpu/global_norm.py.
+// Euclidean norm of arrays, in a fixed order: the same bits for any grid, and as kernels/rows/cpu/global_norm.py.
 //
 //   global_norm_blocks   x (n,) DTYPE, contiguous      norms (ceil(n / kBlock),) double, one for each block of x; reads x once
 //   global_norm_total    norms (n,) double             norm, found_inf (1,) float; of all arrays, by one block
 //
 // Thread t has lanes 4 t .. 4 t + 3 of 4 kThreads. Lane i adds the squares of elements i, i + 4 kThreads, ... of its block
-// and keeps what these additions round off (Dekker's two-sum), so that only the squares are rounded. That takes 8
+// and keeps the rounding errors of additions (Dekker's two-sum), so that only the squares are rounded. That takes 8
 // instructions an element, less than memory takes; GeForce cards add only 2 doubles per clock and SM. Lanes are added in
 // double: four neighbours, then halves of the threads.
 //
@@ -66,7 +66,7 @@ template <bool kWhole> __device__ __forceinline__ double thread_sum(const scalar
 }
 
 // Squares of values from 2^64 on overflow in float, and those below 2^-63 lose bits. A sum below 2^-80 stays in range when
-// it grows by 2^200, and bits that were lost beside larger ones do not count. Squares of float16 never leave the range.
+// it grows by 2^200, and bits lost next to larger ones do not count. Squares of float16 never leave the range.
 __device__ __forceinline__ float rescale(double squares) {
     if (!Packed<scalar>::kWideRange) return 1.0f;
     return squares < 0x1p-80 ? 0x1p100f : squares < 0x1p126 ? 1.0f : 0x1p-80f;

@@ -6,10 +6,10 @@
 // A block has a row, and reads it from L2 after the first time: once for its maximum, three times for each of top_k and
 // top_p, up to twice to draw, once for the log-probability. Weights are integers, so that sums have no order.
 //
-// top_k and top_p keep the first tokens by descending logit. The edge is found digit by digit of the logits'
-// order-preserving bits, from the highest: bins hold how many tokens, or what weight, each digit has; the one in which
-// the sum from above reaches its goal is the edge's, and the next digit is looked at only where those before are the
-// edge's. Digits of 11 bits spread logits over a few bins per factor of two: with fewer bits all would meet in one.
+// top_k and top_p keep the first tokens by descending logit. The cutoff is found digit by digit of the logits'
+// order-preserving bits, from the highest: bins hold the number of tokens, or weight, of each digit. The bin in which
+// the sum from above reaches its goal is the cutoff's, and the next digit is read only where earlier digits are the
+// cutoff's. Digits of 11 bits spread logits over a few bins per factor of two: with fewer bits all would meet in one.
 //
 //   bins of a digit     2047 | 2046 | ... | d | ...        sum over bins above d < goal <= sum with d
 //
@@ -27,14 +27,14 @@ constexpr bool kPlain = PLAIN;
 constexpr int kVec = 16 / sizeof(scalar), kThreads = 512, kWarps = kThreads / 32;
 constexpr int kDigit = 11, kBins = 1 << kDigit, kKeyBits = 32;
 constexpr int kStep = 32 * kVec;            // columns that a warp takes at once
-constexpr unsigned kDomain = 0xfffffffeu;   // the last word of counters: other ops have other ones
+constexpr unsigned kDomain = 0xfffffffeu;   // the last word of counters: it differs between ops
 typedef float Values[kVec];
 typedef Weight Weights[kVec];
 
 struct Shared {
     unsigned low[kBins], high[kBins];  // halves of the bins' sums
     Weight warp_sum[kWarps];
-    Weight before, weight;             // of what was found: the sum before it, and its own
+    Weight before, weight;             // of a search's result: the sum before it, and its own weight
     long long found;
     unsigned top;
 };
@@ -80,7 +80,7 @@ struct Search {
         return min((warp + 1) * ((n + kWarps * kStep - 1) / (kWarps * kStep) * kStep), n);
     }
 
-    // The sum of all weights, for all threads; find needs what it leaves behind.
+    // The sum of all weights, for all threads; find needs the sums that it stores.
     template <typename F> __device__ __forceinline__ Weight total(F weigh) const {
         Weight sum = 0;
         const long long last = end();
@@ -138,7 +138,7 @@ private:
     }
 };
 
-// What top_k and top_p keep: tokens whose key is above, or equal in columns up to `last`.
+// Tokens that top_k and top_p keep: those whose key is above, or equal in columns up to `last`.
 struct Cut {
     unsigned key;
     long long last;
@@ -164,7 +164,7 @@ struct Row {
                 const int seen = counts == nullptr ? 0 : counts[column + e];
                 if (seen != 0) {
                     z[e] = z[e] < 0.0f ? __fmul_rn(z[e], repetition) : __fdiv_rn(z[e], repetition);
-                    if (seen > 0)  // else in the prompt alone
+                    if (seen > 0)  // otherwise only in the prompt
                         z[e] = __fsub_rn(__fsub_rn(z[e], __fmul_rn(frequency, __int2float_rn(seen))), presence);
                 }
                 if (bias != nullptr) z[e] = __fadd_rn(z[e], bias[column + e]);
@@ -198,7 +198,7 @@ struct Row {
         return shared.top;
     }
 
-    // The column of the token with this key before which so many others have it.
+    // The column of the token with this key that follows `before` other tokens with it.
     __device__ __forceinline__ long long tied(Shared& shared, unsigned key, Weight before) const {
         const auto is_tied = [&](long long column, int count, Weights& w) {
             Values z;
@@ -373,7 +373,7 @@ sample(const scalar* logits, const float* bias, const int* counts, int* tokens, 
                   of_row(presence, presence_value)};
     const Options o{of_row(temperature, temperature_value), of_row(top_p, top_p_value), of_row(min_p, min_p_value),
                     of_row(top_k, top_k_value)};
-    // rows with a seed of their own draw alike wherever they are
+    // rows with separate seeds draw the same numbers wherever they are
     const unsigned number = seed == nullptr ? blockIdx.x : 0;
     const long long token =
         token_of(shared, row, o, bits, of_row(seed, seed_value), of_row(step, step_value), number);

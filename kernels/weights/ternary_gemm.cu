@@ -13,7 +13,7 @@
 // 2 tokens n k operations, plus padding at the edges.
 //
 // A block computes BLOCK_N rows of weights by BLOCK_M tokens. It walks over K by UNITS units of 64, pipelined STAGES
-// deep. WARPS_K warps share a tile of the result and take turns with the units. A stage (u: unit):
+// deep. WARPS_K warps share a tile of the result and alternate among the units. A stage (u: unit):
 //
 //     weights       [u][row] 16 bytes + gap       lane 4 g + t reads word t of row g: 8 rows cover all banks
 //     activations   [u][token] 64 numbers + gap   lane 4 g + t reads vectors of token g, permuted by `swizzled`

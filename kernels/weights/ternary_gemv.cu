@@ -19,11 +19,11 @@
 //     lane               0  1 .. 31   0 ..  31
 //     step               0            1                     2048 codes
 //
-// DIVIDED: for small n, `shares` warps of a block (2, 4 or 8) take turns with the steps of one row and add their sums
+// DIVIDED: for small n, `shares` warps of a block (2, 4 or 8) alternate along the steps of one row and add their sums
 // through shared memory. More than one block per row would not pay, because each block quantises all of x.
 //
 // Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 consecutive chunks of 16 bytes, and 8
-// lanes read one chunk each at a time. So chunk c lies at c ^ (c / 8 % 4), which spreads them over the banks.
+// lanes read one chunk each at a time. So chunk c is at c ^ (c / 8 % 4), which spreads them over the banks.
 //
 // Macros: DTYPE f16, bf16, f32 or q8, and GIVEN: whether it is q8; OUT; TOKENS; ROWS; DIVIDED; GROUPED: groups > 1, flushed to float after each vector.
 #include "ptx.cuh"
@@ -211,7 +211,7 @@ ternary_gemv(const scalar* x, const float* x_scale, const unsigned char* codes, 
                 }
             }
         }
-        // Each result of the warp is finished by a lane of its own.
+        // Each result of the warp is finished by a separate lane.
         int whole_sum = 0;
         float grouped_sum = 0.0f;
         #pragma unroll

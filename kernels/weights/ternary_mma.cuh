@@ -52,7 +52,7 @@ __device__ __forceinline__ unsigned tf32_rest(unsigned x) {
     return round_tf32(__float_as_uint(value - __uint_as_float(tf32_part(x))));
 }
 
-// c += a b + x y, in TF32. The two are summed apart: tensor cores truncate sums, and this way c is rounded instead.
+// c += a b + x y, in TF32. The two are summed separately: tensor cores truncate sums; this way c is rounded instead.
 __device__ __forceinline__ void add_products(Accumulator& c, const Operand& a, unsigned b0, unsigned b1,
                                              const Operand& x, unsigned y0, unsigned y1) {
     Accumulator step = {};

@@ -30,7 +30,7 @@ constexpr int kThreads = 256;
 constexpr int kPiece = 4 * kThreads;  // in units
 constexpr int kZero = kFormat == Format::kBitnetGpu ? 2 : 1;  // the code of trit 0
 
-// A mask of those of the four bytes 4i .. 4i + 3 that lie before `count`.
+// A mask of those of the four bytes 4i .. 4i + 3 before `count`.
 __device__ __forceinline__ unsigned there(long long count, int i) {
     const long long left = count - 4 * i;
     return left >= 4 ? 0xffffffffu : left <= 0 ? 0u : (1u << (8 * left)) - 1;

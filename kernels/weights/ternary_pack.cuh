@@ -8,7 +8,7 @@ constexpr unsigned kOnes = 0x01010101u;
 
 __device__ __forceinline__ unsigned codes_of(unsigned trits) { return ((trits & 3 * kOnes) + kOnes) & 3 * kOnes; }
 
-// Trits of codes in which kZero stands for 0. Code 3 gives +2.
+// Trits of codes in which kZero represents 0. Code 3 gives +2.
 template <int kZero = 1> __device__ __forceinline__ unsigned trits_of(unsigned codes) {
     return ((codes | 128 * kOnes) - kZero * kOnes) ^ 128 * kOnes;
 }

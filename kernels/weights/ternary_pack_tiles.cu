@@ -13,8 +13,8 @@
 //   ternary_pack_tiles      flags[block] = 1 if it met a value other than -1, 0, +1
 //   ternary_unpack_tiles    flags[block] = 1 if it met bits that no encoder writes
 //
-// Adjacent packed bytes belong to different rows, adjacent trits to the same row. A warp takes what 512 packed bytes
-// hold and transposes it in shared memory: trits are accessed 16 at a time along a row, packed bytes 16 at a time.
+// Adjacent packed bytes belong to different rows, adjacent trits to the same row. A warp takes the data of 512 packed
+// bytes and transposes it in shared memory: trits are accessed 16 at a time along a row, packed bytes 16 at a time.
 //
 //   tl1        bm rows x 2048 / bm columns        tl2   32 rows x 96 columns        tl2 pairs   32 rows x 64 columns
 //
@@ -40,7 +40,7 @@ struct Shape {
     int whole, packed_whole;   // trits, packed are aligned to 16 bytes
 };
 
-// The upper left weight of a chunk of `step` rows and `wide` columns. A tile has several chunks side by side.
+// The upper left weight of a chunk of `step` rows and `wide` columns. A tile has several adjacent chunks.
 __device__ __forceinline__ long long corner(const Shape& at, unsigned chunk, int wide) {
     const unsigned per_step = at.columns / wide, steps = at.rows / at.step;
     const unsigned part = chunk % per_step, strip = chunk / per_step;

@@ -18,10 +18,10 @@
 //   ternary_quantize_count     one scale: histogram of the next bits of those |w| that begin with the known bits
 //   ternary_quantize_pick      the bin that holds the rank: one block. The first call clears, the last sets the limit
 //
-// A rank is found by radix selection on the bits of |w|, which order like the numbers: 11 bits at a time, fewer if a
+// A rank is found by radix selection on the bits of |w|, in the order of the numbers: 11 bits at a time, fewer if a
 // block has several runs. A float32 tensor is read three times for it, a 16-bit one twice, and once more to encode.
 //
-// Sums are in double and their order depends on the shape alone. The float scale equals the reference's except where
+// Sums are in double and their order depends only on the shape. The float scale equals the reference's except where
 // the last bits of the sum decide its rounding. Codes follow from that scale by exact comparisons.
 //
 // blockDim = (threads per run: part of a warp or 128, runs per block). A thread owns vectors of 16 bytes; kLanes
@@ -192,7 +192,7 @@ __device__ __forceinline__ float scale_of(Sums kept, double limit) {  // largest
 
 // Writes the words of a run. With kCount, returns the sum and count of |w| > limit.
 template <bool kCount> __device__ __forceinline__ Sums encode(const Run& run, double limit) {
-    const float zero_to = __double2float_rd(limit);  // same comparisons: no float lies between the two
+    const float zero_to = __double2float_rd(limit);  // same comparisons: no float is between the two
     double total = 0.0;
     int count = 0;
     run.each<Cache::kOnce>(0xffffffffu, [&](int at, const float (&value)[kVec]) {  // padding is NaN: never kept

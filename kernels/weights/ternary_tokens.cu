@@ -4,7 +4,7 @@
 //                             of q: one per token, or, with GROUPED, one per unit of 64. DTYPE q8: x is copied, and
 //                             inverse is x_scale[token * x_scale_step]
 //   ternary_pad_tokens        x to a padded copy
-//   ternary_round_tokens      x to q / s in DTYPE: what an int8 product effectively multiplied, for its gradients
+//   ternary_round_tokens      x to q / s in DTYPE: the effective operand of an int8 product, for its gradients
 //
 // The first two write rows of whole units, zero beyond k. One block per token. x is read twice, the second time from L1
 // or L2.

@@ -92,7 +92,7 @@ template <> __device__ __forceinline__ unsigned encode<s8>(float x) { return __f
 template <> __device__ __forceinline__ unsigned encode<e4m3>(float x) {
     const unsigned bits = __float_as_uint(x), size = bits & 0x7fffffffu;
     unsigned code;
-    if (size < 0x3c800000u) {  // 2^-6: numbers below are multiples of 2^-9, which the last bit of 2^14 is worth
+    if (size < 0x3c800000u) {  // 2^-6: numbers below are multiples of 2^-9, the value of the last bit of 2^14
         code = __float_as_uint(__uint_as_float(size) + 0x1p14f) - 0x46800000u;
     } else {
         code = (size + 0x7ffffu + (size >> 20 & 1) >> 20) - (120 << 3);

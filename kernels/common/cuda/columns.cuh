@@ -1,4 +1,4 @@
-// Rows of any length: the vectors of a row that a thread owns, and what is reduced over the threads of a row.
+// Rows of any length: the vectors of a row that a thread owns, and reductions over the threads of a row.
 //
 // blockDim = (threads per row, rows per block). Thread t owns vectors t, t + blockDim.x, ... of its row for any access,
 // so that sums have the same bits wherever an array lies.
@@ -25,7 +25,7 @@ template <int kVec, int kVecs, bool kHeld> struct Columns {
     }
 };
 
-// kVec elements, the first `count` of which exist, by vectors if kAccess is kVec. Floats beside 16-bit elements take two
+// kVec elements, the first `count` of which exist, by vectors if kAccess is kVec. Floats for 16-bit elements take two
 // accesses.
 template <int kAccess, Cache kCached, int kVec, typename T>
 __device__ __forceinline__ void fetch(const T* p, int count, float (&value)[kVec]) {

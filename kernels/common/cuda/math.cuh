@@ -13,7 +13,7 @@ __device__ __forceinline__ float rsqrt_accurate(float x) {
     return x < infinity() ? fmaf(0.5f * residual, r, r) : r;
 }
 
-// The factor to scale values by before their squares are summed again, after a first sum left float's range although
+// Factor that scales values before their squares are summed again, after a first sum left float's range although
 // the values did not. 1 if no second sum is needed. Squares of float16 never leave the range.
 //
 //   sum is infinite (or NaN)   2^-80   |x| < 2^128 becomes < 2^48, squares < 2^96

@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply<f32>(Accumulator& c, const Operand& a, 
     const Split x[4] = {Split(a[0]), Split(a[1]), Split(a[2]), Split(a[3])}, y[2] = {Split(b0), Split(b1)};
     const unsigned big[4] = {x[0].big, x[1].big, x[2].big, x[3].big};
     const unsigned small[4] = {x[0].small, x[1].small, x[2].small, x[3].small};
-    Accumulator step = {};  // summed apart, so that the larger c is rounded once
+    Accumulator step = {};  // summed separately, so that the larger c is rounded once
     ptx::mma<f32>(step, small, y[0].big, y[1].big);
     ptx::mma<f32>(step, big, y[0].small, y[1].small);
     ptx::mma<f32>(step, big, y[0].big, y[1].big);

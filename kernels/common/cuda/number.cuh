@@ -1,4 +1,4 @@
-// A number that a call gives by value, or in an array on the device.
+// A number that a call passes by value, or in an array on the device.
 #pragma once
 
 struct Number { double value; int kind, unused; };

@@ -1,11 +1,11 @@
 // Tiles of a matrix in shared memory, swizzled so that neither reads nor writes have bank conflicts.
 //
 // ldmatrix reads one 16-byte chunk from each of 8 rows; a copy writes whole rows. If rows are a multiple of 128 bytes
-// (all 32 banks), chunk c of row r lies at c ^ (r & 7):
+// (all 32 banks), chunk c of row r is at c ^ (r & 7):
 //
 //              chunk   0 1 2 3 4 5 6 7
 //     row 0            0 1 2 3 4 5 6 7         If rows are an odd multiple of 64 bytes, two of them share
-//     row 1            1 0 3 2 5 4 7 6         a line of banks, and the chunk lies at c ^ ((r / 2) & 3).
+//     row 1            1 0 3 2 5 4 7 6         a line of banks, and the chunk is at c ^ ((r / 2) & 3).
 //     row 2            2 3 0 1 6 7 4 5
 #pragma once
 #include "ptx.cuh"
@@ -57,8 +57,8 @@ template <typename TileT> struct LaneAddress {
 // row_at(row) returns the global address of the thread's column() in that row of the tile. It is called once per row.
 // Rows from `rows` on are not read, so their addresses may be anything.
 //
-// Source: the dtype in global memory. Where it is not that of the tile, the copy goes to a place of its own, from which
-// each thread fills its chunks of the tile (KeyRows::decode): elements of a chunk side by side, and threads in order.
+// Source: the dtype in global memory. If it is not that of the tile, the copy goes to a separate place, from which
+// each thread fills its chunks of the tile (KeyRows::decode): elements of a chunk adjacent, and threads in order.
 template <typename TileT, int kThreads, typename Source = typename TileT::Scalar> struct Copy {
     static constexpr bool kInPlace = sizeof(Source) == sizeof(typename TileT::Scalar);
     static constexpr int kChunkBytes = TileT::kChunk * sizeof(Source);
@@ -78,7 +78,7 @@ template <typename TileT, int kThreads, typename Source = typename TileT::Scalar
         each_chunk(tile, [&](uint4& x) { x.x = rule(x.x), x.y = rule(x.y), x.z = rule(x.z), x.w = rule(x.w); });
     }
 
-    // The bits that `test` gives for any of them.
+    // The bits that `test` returns for any of them.
     template <typename Test> static __device__ __forceinline__ unsigned any_word(unsigned char* tile, Test test) {
         unsigned any = 0;
         each_chunk(tile, [&](const uint4& x) { any |= test(x.x) | test(x.y) | test(x.z) | test(x.w); });

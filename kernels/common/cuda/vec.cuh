@@ -1,6 +1,6 @@
 // Vectors of a row: N consecutive elements that one thread reads or writes at once, packed in words.
 //
-// The shape alone decides which thread owns which vector, so sums are added in the same order wherever an array lies
+// Only the shape decides which thread owns which vector, so sums are added in the same order wherever an array is
 // in memory. Alignment decides how a vector is loaded: one access of up to 128 bits, or, with kAccess < N, element by
 // element (the rest of the line then comes from L1).
 #pragma once
