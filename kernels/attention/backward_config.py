@@ -139,7 +139,7 @@ def select_tile(
 def head_parts(blocks: int, group: int, tiles: int, sms: int, *, causal: bool) -> int:
     """Number of parts for the ``group`` query heads of a key head, so that ``blocks`` keep ``sms`` busy.
 
-    A block goes through ``tiles`` per head. Parts are written in float32 and read again: 8 % of the work for each.
+    A block processes ``tiles`` per head. Parts are written in float32 and read again: 8 % of the work for each.
     Causal blocks have half the work on average, and the longest start first.
     """
 

@@ -70,14 +70,14 @@ _TILES = (
     Tile(128, 64, 4),
     # head_dim 32: half the barriers of the first; autotune tries it with 64 as well, where two blocks fit
     Tile(128, 128, 4),
-    Tile(128, 32, 4),  # head_dim 160; 128 with bias and the like, which leave no registers for 64 keys
+    Tile(128, 32, 4),  # head_dim 160; 128 with bias or similar options, which leave no registers for 64 keys
     Tile(64, 64, 4),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
     # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
     Tile(128, 64, 8),
     # head_dim 256: 96 KB, the one block of cards with 99 KB, or two where an SM has 227 KB
     Tile(64, 64, 4, one_k=True),
     Tile(128, 32, 4, one_k=True),  # head_dim 128 on cards with 99 KB: 48 KB, two blocks per SM
-    Tile(64, 32, 4),  # float32 up to 128: 64 KB; head_dim 256 with bias and the like on cards with 99 KB
+    Tile(64, 32, 4),  # float32 up to 128: 64 KB; head_dim 256 with bias or similar on cards with 99 KB
     Tile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
     Tile(32, 64, 2),  # 17 to 32 rows
     Tile(32, 16, 2),  # the widest heads on cards with 99 KB

@@ -77,7 +77,7 @@ def step_raw(spec: Spec, on: Builder) -> None:
     numbers = map(float32, (beta1, 1 - beta1, beta2, 1 - beta2, spec["eps"]))
     flags = mask is not None, spec["rounding"] == "stochastic"
     options = np.array((*numbers, *flags), _OPTIONS)[()]
-    optional = (factors if x is None else x for x in (master, mask))  # stand-ins for what is not read
+    optional = (factors if x is None else x for x in (master, mask))  # stand-ins for arrays that are not read
     args = (params, grads, *states, *optional, factors, _seed(spec), options, np.int64(params.size))
     blocks = -(-params.size // (_THREADS // 32 * _TILE))
     on.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), args)
@@ -97,7 +97,7 @@ def step_numba(spec: Spec, on: Builder) -> None:
     options = map(np.float64, (beta1, 1 - beta1, beta2, 1 - beta2, spec["eps"]))
     flags = np.int32(mask is not None), np.int32(spec["rounding"] == "stochastic")
     kernel = twins.step(params.dtype.name, grads.dtype.name, master is not None, _bits(spec))
-    stand_ins = states[2], factors.view(np.uint8)  # for what is not read
+    stand_ins = states[2], factors.view(np.uint8)  # for arrays that are not read
     optional = (stand_in if x is None else x for x, stand_in in zip((master, mask), stand_ins, strict=True))
     args = (params, grads, *states, *optional, factors, _seed(spec), *options, *flags)
     on.launch(kernel, (-(-params.size // _THREADS), 1, 1), (_THREADS, 1, 1), args)

@@ -3,7 +3,7 @@
     l = 2^(sink log2 e - m) + sum over parts of 2^(row_max_p - m) row_sum_p,    m the largest row_max_p, or the sink
     lse = m ln 2 + ln l,    out = sum over parts of 2^(row_max_p - m) row_sum_p / l out_p
 
-A part's own lse would not do: next to a bias of -1e9 it loses ln(row_sum), and with it the number of keys.
+A part's lse would not suffice: next to a bias of -1e9 it loses ln(row_sum), and with it the number of keys.
 
 Few queries give too few blocks for a GPU. Then each block gets a part of the keys (flash decoding), and this kernel
 follows. A block takes one query of one head; thread t has columns t, t + 128, ...

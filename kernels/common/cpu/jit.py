@@ -117,7 +117,7 @@ def constant(of: Callable[[types.Type], int | bool]) -> Any:
     return intrinsic(value)
 
 
-hold_in_forks(global_compiler_lock)  # a fork waits until nobody compiles, other users of Numba included
+hold_in_forks(global_compiler_lock)  # a fork waits until no thread compiles, other users of Numba included
 
 KERNELS: list[Kernel] = []
 

@@ -49,7 +49,7 @@ class KernelLibrary(JITCodeLibrary):
 
 
 class KernelCompiler(Compiler):
-    """For ``numba.njit(pipeline_class=...)``."""
+    """Compiler of kernels for ``numba.njit(pipeline_class=...)``."""
 
     def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
         if library is None:
@@ -125,7 +125,7 @@ _BACK = AnnotateTypes, NativeLowering, NoPythonBackend
 
 
 class DeviceCompiler(CompilerBase):
-    """For ``numba.njit(pipeline_class=...)``."""
+    """Compiler of device functions for ``numba.njit(pipeline_class=...)``."""
 
     library_class = _DeviceLibrary
 
