@@ -20,7 +20,7 @@ ROWS = 64
 
 @cache
 def kernel(dtype: str, add: bool) -> NumbaKernel:
-    """``total`` (1, cols) becomes the sum of the rows of x. ``add``: plus what it holds."""
+    """Kernel that stores the sum of the rows of x in ``total`` (1, cols). ``add``: add to its contents."""
     of = functions(dtype)
     load, number = of.load, of.compute
     signature = f"void({of.element}[:, :], {of.statistics}[:, :])"

@@ -36,7 +36,7 @@ PADDED = BLOCK + 2  # a warp stores 16 columns of 2 rows, all in different banks
 def kernel(
     dtype: str, out: str, a_across: bool, b_across: bool, summed: bool, epilogue: str, activation: str
 ) -> NumbaKernel:
-    """``*_across``: the operand is (k, rows) in memory. ``summed``: also adds ``a1 b1^T``. ``out``: dtype of c."""
+    """Kernel. ``*_across``: the operand is (k, rows) in memory. ``summed``: adds ``a1 b1^T``. ``out``: dtype of c."""
     number, element, c = functions(dtype).compute, functions(dtype).element, functions(out).element
     total = functions(dtype).statistics if epilogue == "kAdd" else c
     arrays = [element] * 4 + [c] * 3 + [total]
@@ -95,7 +95,7 @@ def clear(sums):
 
 @cache
 def adder(number):
-    """A device function: adds the products of two tiles for a thread's rows r and columns q."""
+    """Device function that adds the products of two tiles for a thread's rows r and columns q."""
 
     @cuda.jit(device=True, forceinline=True)
     def add_tile(sums, staged_a, staged_b, r, q):
@@ -114,7 +114,7 @@ def adder(number):
 
 @cache
 def stager(dtype: str, across: bool):
-    """A device function: copies 64 rows by 16 columns of an operand to shared memory, zero-filled past the edges."""
+    """Device function that copies 64 rows by 16 columns of an operand to shared memory, zero past the edges."""
     load, number = functions(dtype).load, functions(dtype).compute
 
     @cuda.jit(device=True)
@@ -132,7 +132,7 @@ def stager(dtype: str, across: bool):
 
 @cache
 def finisher(epilogue: str, activation: str, dtype: str, out: str):
-    """A device function: the epilogue of one element."""
+    """Device function for the epilogue of one element."""
     load, store, number = functions(dtype).load, functions(out).store, functions(dtype).compute
     load_out = functions(out).load
     of = activated(activation, dtype)

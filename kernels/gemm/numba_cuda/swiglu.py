@@ -32,7 +32,7 @@ def kernel(which: str, dtype: str, activation: str) -> NumbaKernel:
 
 @cache
 def gate(activation, dtype):
-    """A device function: c and c' for a finite g."""
+    """Device function for c and c' of a finite g."""
     real = functions(dtype).compute
     unit, half = real(1.0), real(0.5)
     linear, cubic = real(math.sqrt(8 / math.pi)), real(0.044715 * math.sqrt(8 / math.pi))
@@ -65,7 +65,7 @@ def gate(activation, dtype):
 
 @cache
 def activated(activation, dtype):
-    """A device function: act and act' for any g."""
+    """Device function for act and act' of any g."""
     real = functions(dtype).compute
     if activation == "relu2":
         return _relu2(real)
@@ -82,7 +82,7 @@ def activated(activation, dtype):
 
 
 def _relu2(real):
-    """Its c is max(g, 0), which does not end at 1."""
+    """Act and act' of relu2, whose c is max(g, 0) and has no limit at 1."""
 
     @cuda.jit(device=True)
     def relu2(g):
