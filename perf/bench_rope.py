@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference.rope.rope import rope as reference
+from gpu_ops.reference.rope import rope as reference
 from perf.build import backends, calls, made_by, normal, torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 

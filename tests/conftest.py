@@ -63,7 +63,7 @@ def _cell(device, name):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config, items):
-    """What cannot run here skips, one test of each file for all. CUDA C++ kernels take no float64: left out."""
+    """Skip what cannot run here, one test of each file for all; leave out float64 on CUDA C++ kernels."""
     addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addresses:  # another one in each process of pytest-xdist, which then runs nothing
         raise pytest.UsageError(f"{addresses[0]}: a name with an address; give this parameter an id")
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _collapse(config, items, mark, reason):
-    """Of a file's tests with this mark one stays: it skips, and says how many there are."""
+    """Keep one of a file's tests with this mark: it skips, and says how many there are."""
     first, dropped = {}, []
     counts = Counter()
     for item in items:
@@ -139,7 +139,7 @@ def _is_slow_on_emulator(item):
 
 
 def pytest_collection_finish():
-    """What pytest has collected stays until the end: searches for cyclic garbage leave it out."""
+    """Exempt the collected items, which stay until the end, from searches for cyclic garbage."""
     gc.collect()
     gc.freeze()
 

@@ -16,7 +16,7 @@ from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.rope import rope as kernels
 from gpu_ops.kernels.rope.frequencies import turns
 from gpu_ops.presets import ARCHES, PRESETS
-from gpu_ops.reference.rope.rope import rope as reference
+from gpu_ops.reference.rope import rope as reference
 from tests.support.cards import CARDS, each_card, slow
 from tests.support.compare import random
 from tests.support.compilers import needs_nvrtc

@@ -8,7 +8,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import RopeScaling, rope, rope_backward
-from gpu_ops.reference.rope.rope import rope as reference
+from gpu_ops.reference.rope import rope as reference
 from gpu_ops.reference.tolerance import GRADIENT
 from tests.rows.row_cases import emulator_dtypes
 from tests.support.compare import assert_close, random
