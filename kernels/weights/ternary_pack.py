@@ -224,7 +224,7 @@ def _tiles(t: _Task, on: Builder, most: int) -> None:
 
 
 def _twin(on: Builder, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
-    twins = importlib.import_module(f"gpu_ops.kernels.common.numba_cuda.{module}")
+    twins = importlib.import_module(f"gpu_ops.kernels.weights.numba_cuda.{module}")
     kernel = (twins.pack_kernel if which == "pack" else twins.unpack_kernel)(format)
     on.launch(kernel, grid, (twins.THREADS, 1, 1), args)
 

@@ -19,7 +19,6 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from importlib import import_module
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -30,13 +29,20 @@ from rich.table import Table
 import gpu_ops
 from gpu_ops import memory, models
 from gpu_ops.cli.terminal import make_console, print_table
+from gpu_ops.reference.attention import forward as attention
+from gpu_ops.reference.gemm import linear, swiglu
+from gpu_ops.reference.norm import rmsnorm
+from gpu_ops.reference.rope import rope
 from gpu_ops.reference.tolerance import tolerance
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # (ours, the definition)
-    op: (getattr(gpu_ops, op), getattr(import_module(f"gpu_ops.reference.{op.removesuffix('_mlp')}"), op))
-    for op in ("rmsnorm", "linear", "rope", "attention", "swiglu_mlp")
+    "rmsnorm": (gpu_ops.rmsnorm, rmsnorm.rmsnorm),
+    "linear": (gpu_ops.linear, linear.linear),
+    "rope": (gpu_ops.rope, rope.rope),
+    "attention": (gpu_ops.attention, attention.attention),
+    "swiglu_mlp": (gpu_ops.swiglu_mlp, swiglu.swiglu_mlp),
 }
 
 

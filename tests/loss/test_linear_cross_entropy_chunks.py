@@ -45,8 +45,8 @@ def test_the_same_bits_for_any_number_of_threads(monkeypatch, rng):
     arrays, bias = problem(rng, 150, 130, 700, BF16)
     results = []
     for threads in (thread_count(), 1, 3, 7):
-        for module in ("gemm", "parallel"):
-            monkeypatch.setattr(f"gpu_ops.kernels.common.cpu.{module}.thread_count", lambda n=threads: n)
+        for module in ("gemm.cpu.gemm", "common.cpu.parallel"):
+            monkeypatch.setattr(f"gpu_ops.kernels.{module}.thread_count", lambda n=threads: n)
         gradients = gpu_ops.linear_cross_entropy(*arrays, bias=bias, grads=True, chunk=64)
         results.append([x.tobytes() for x in gradients])
     assert all(bits == results[0] for bits in results)
