@@ -1,6 +1,6 @@
 """The CPU decode kernel alone: its row tiles, chunk tails, blocks, parts and address modes.
 
-The options of attention_decode are crossed in test_attention_decode.py; the sizes here are those at which this
+The options of attention_decode are crossed in test_decode.py; the sizes here are those at which this
 kernel takes a different path.
 """
 

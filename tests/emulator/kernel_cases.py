@@ -1,4 +1,4 @@
-"""Launches of the kernels of emulator_kernels.cu, with their results computed in NumPy."""
+"""Launches of the kernels of kernels.cu, with their results computed in NumPy."""
 
 from __future__ import annotations
 

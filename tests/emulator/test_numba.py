@@ -161,8 +161,8 @@ def test_a_race_is_found_in_the_python_source(rng):
         run(racy_reverse, "void(float32[::1], float32[::1])", 1, THREADS, (x, np.zeros_like(x)))
     assert caught.value.kind == "shared-memory race"
     first = racy_reverse.__code__.co_firstlineno
-    assert f"test_emulator_numba.py:{first + 3}" in str(caught.value)
-    assert f"test_emulator_numba.py:{first + 4}" in str(caught.value)
+    assert f"test_numba.py:{first + 3}" in str(caught.value)
+    assert f"test_numba.py:{first + 4}" in str(caught.value)
 
 
 def test_an_index_past_the_end_is_found():

@@ -1,7 +1,7 @@
 """Pytest plugin, ``-p tests.support.report_log``: results as they arrive, and a selection of the most useful tests.
 
 ``GPU_OPS_TEST_LOG``: a file that gets a JSON line per test, so that an interrupted run keeps its results.
-``GPU_OPS_TEST_FIRST=1``: one test per backend of each file; all of test_gpu.py and test_gpu_models.py.
+``GPU_OPS_TEST_FIRST=1``: one test per backend of each file; all of test_gpu.py and of test_models.py in its folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow"):
             continue
         backend = next((b for b in BACKENDS if b in item.name), "")
-        if item.path.name in ("test_gpu.py", "test_gpu_models.py") or (item.path, backend) not in seen:
+        place = "/".join(item.path.parts[-2:])
+        if place in ("gpu/test_gpu.py", "gpu/test_models.py") or (item.path, backend) not in seen:
             seen.add((item.path, backend))
             chosen.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
