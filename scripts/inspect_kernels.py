@@ -7,8 +7,8 @@
     python scripts/inspect_kernels.py --check --each-on 2       each kernel on two of the architectures, in turn
     python scripts/inspect_kernels.py --check --issue-all       judge all kernels that memory bounds, not one per op
 
-Kernels are those that ``kernels/<room>/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions, and the check
-that a memory-bound kernel issues them in less time than its bytes take (``issue_gate.py``), need nvdisasm
+Kernels are those that ``kernels/<room>/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions, and the
+check that a memory-bound kernel issues them in less time than its bytes take (``issue_gate.py``), need nvdisasm
 (``pip install nvidia-cuda-nvdisasm``).
 """
 

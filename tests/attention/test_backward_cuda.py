@@ -21,6 +21,7 @@ from gpu_ops.kernels.attention.backward_config import (
 )
 from gpu_ops.kernels.attention.shape import BACKWARD_SHAPE
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
+from gpu_ops.kernels.compiler.sources import KERNELS
 from gpu_ops.reference.attention import forward as reference
 from tests.attention.cases import (
     DTYPES,
@@ -75,7 +76,7 @@ def test_the_struct_is_what_the_host_packs():
     source = f"""#include "backward_shape.cuh"
     extern "C" __global__ void layout(int* out) {{ const BackwardShape* p = (BackwardShape*)out; {stores} }}"""
     compiled = np.zeros(len(offsets), np.int32)
-    emulator.launch(source, "layout", 1, 1, [compiled])
+    emulator.launch(source, "layout", 1, 1, [compiled], include=[KERNELS / "attention"])
     assert dict(zip(offsets, compiled, strict=True)) == offsets
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from gpu_ops import BlockMask, emulator
 from gpu_ops.kernels.attention.shape import ATTENTION_SHAPE
+from gpu_ops.kernels.compiler.sources import KERNELS
 from gpu_ops.reference.attention import forward as reference
 from tests.attention.cases import DTYPES, assert_lse, expected, make, row_id
 from tests.attention.cuda import Tiles, run_attention
@@ -43,7 +44,7 @@ def test_the_struct_is_what_the_host_packs():
     source = f"""#include "shape.cuh"
     extern "C" __global__ void layout(int* out) {{ const AttentionShape* p = (AttentionShape*)out; {stores} }}"""
     compiled = np.zeros(len(offsets), np.int32)
-    emulator.launch(source, "layout", 1, 1, [compiled])
+    emulator.launch(source, "layout", 1, 1, [compiled], include=[KERNELS / "attention"])
     assert dict(zip(offsets, compiled, strict=True)) == offsets
 
 

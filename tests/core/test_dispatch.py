@@ -64,7 +64,7 @@ def test_without_numbas_compiler_ops_run_on_the_reference_and_say_so_once(where,
         + """
 import logging
 import numpy as np, gpu_ops
-from gpu_ops import warmup
+from gpu_ops.cli import warmup
 said = []
 logging.getLogger("gpu_ops").addFilter(lambda record: said.append(record.getMessage()))
 x, w = np.ones((2, 8), np.float32), np.ones(8, np.float32)

@@ -222,7 +222,8 @@ def test_without_threads_a_call_works_alone(monkeypatch):
 
 COMPILING = """
 import os, sys, threading, time, numpy as np, gpu_ops
-from gpu_ops.kernels.common.cpu import jit, layernorm
+from gpu_ops.kernels.common.cpu import jit
+from gpu_ops.kernels.norm.cpu import layernorm
 
 x = np.ones((4, 32), np.float32)
 compile_, begun = jit.KernelCompiler.compile_extra, threading.Event()

@@ -321,10 +321,10 @@ def test_shapes_are_those_of_the_kernels():
     seen = set()
     for variant in gemm.variants("sm_80"):
         kernel = variant.kernel
-        if kernel.stem in seen or kernel.stem == "gemm_sum":
+        if kernel.stem in seen or kernel.stem == "gemm/sum":
             continue
         seen.add(kernel.stem)
         compiled = compile_kernel(kernel, "sm_80")
-        twin = {"gemm_sm80": gemm.GEMM_SHAPE, "gemv": gemm.GEMV_SHAPE}[kernel.stem]
+        twin = {"gemm/gemm_sm80": gemm.GEMM_SHAPE, "gemm/gemv": gemm.GEMV_SHAPE}[kernel.stem]
         assert cubin.parameter_sizes(compiled.cubin, compiled.entry)[-1] == twin.itemsize
-    assert seen == {"gemm_sm80", "gemv"}
+    assert seen == {"gemm/gemm_sm80", "gemm/gemv"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import reference
+from gpu_ops.reference.norm import layernorm, rmsnorm
 from tests.support.calls import DTYPES, call
 from tests.support.laws import law_call, outcome
 
@@ -69,8 +69,8 @@ def test_the_gradient_of_a_row_of_zeros(op, dtype, eps, backend):
 @pytest.mark.parametrize("precision", ["rounded", "float64", "naive"])
 def test_the_definition_itself(precision):
     x, weight = np.zeros((2, 4), np.float32), np.ones(4, np.float32)
-    assert (reference.rmsnorm.rmsnorm(x, weight, eps=0.0, precision=precision) == 0).all()
-    assert (reference.layernorm.layernorm(x, weight, eps=0.0, precision=precision) == 0).all()
+    assert (rmsnorm.rmsnorm(x, weight, eps=0.0, precision=precision) == 0).all()
+    assert (layernorm.layernorm(x, weight, eps=0.0, precision=precision) == 0).all()
 
 
 @pytest.mark.parametrize("name", OPS)
