@@ -31,5 +31,5 @@ if [[ ! -f $stamp || $(<"$stamp") != "$state" ]]; then
 fi
 
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=2
-mapfile -t files < <(grep -lE '^(@pytest\.mark\.peers|pytestmark = pytest\.mark\.peers)$' tests/test_*.py)
+mapfile -t files < <(grep -lE '^(@pytest\.mark\.peers|pytestmark = pytest\.mark\.peers)$' tests/*/test_*.py)
 exec .venv-peers/bin/python -m pytest -m "peers and not slow" -k "not emulator and not cuda" "${files[@]}" "$@"
