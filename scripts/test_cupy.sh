@@ -24,6 +24,6 @@ for major in "$@"; do
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[cuda$major]" "${tools[@]}"
         printf '%s' "$state" >"$venv/.installed"
     fi
-    "$venv/bin/python" -W error -m pytest -p no:cacheprovider -q tests/core/test_real_cupy.py || status=1
+    "$venv/bin/python" -W error -m pytest -p no:cacheprovider -m 'not slow' -q tests/core/test_real_cupy.py || status=1
 done
 exit "$status"

@@ -22,4 +22,4 @@ if [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$state" ]]; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[mpi,nccl$major]" "${tools[@]}"
     printf '%s' "$state" >"$venv/.installed"
 fi
-exec "$venv/bin/python" -m pytest -p no:cacheprovider -q tests/distributed/test_real_nccl.py
+exec "$venv/bin/python" -m pytest -p no:cacheprovider -m "not slow" -q tests/distributed/test_real_nccl.py
