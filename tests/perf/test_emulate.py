@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from io import StringIO
 
@@ -51,8 +52,9 @@ def two_passes(inputs):
 
 
 def printed(planned):
-    out = StringIO()
+    out, environment = StringIO(), dict(os.environ)
     code = emulate.run(planned, Console(file=out, width=1000, color_system=None))
+    assert os.environ == environment, "later launches of the process keep their sanitizer"
     return code, out.getvalue()
 
 
