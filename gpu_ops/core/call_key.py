@@ -123,9 +123,8 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
         return describe(x)
     if kind is type or isinstance(x, np.dtype):  # a result's dtype
         return kind, x
-    key = (
-        x.call_key if hasattr(kind, "call_key") else None
-    )  # look on the class: an object may answer to any name
+    # look on the class: an object may answer to any name
+    key = x.call_key if hasattr(kind, "call_key") else None
     return None if key is None else (kind, key)
 
 

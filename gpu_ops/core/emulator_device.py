@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.arrays import as_bits
-from gpu_ops.core.defaults import DEFAULTS, default
+from gpu_ops.core.defaults import default
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, Launch, Limits, Memset, Tensor
 from gpu_ops.presets import ARCHES, select_preset
@@ -38,14 +38,14 @@ class EmulatorDevice:
     on_host = True
 
     def __init__(self) -> None:
-        arch = default("GPU_OPS_ARCH")
-        # None: GPU_OPS_ARCH, which an error then names
-        preset = select_preset(_DEFAULT_ARCH if not arch else arch if DEFAULTS.get() else None)
+        arch = default("GPU_OPS_ARCH") or _DEFAULT_ARCH
+        from_variable = arch == os.environ.get("GPU_OPS_ARCH")
+        preset = select_preset(None if from_variable else arch)  # None: an error names GPU_OPS_ARCH
         self._preset = preset.name
         self.limits = Limits(preset.arch.name, preset.sms, preset.arch.smem_per_block_optin, "", preset.name)
         mode = os.environ.get("GPU_OPS_SANITIZE", "")
         self.sanitize: bool | str = "collect" if mode == "collect" else mode != "0"
-        self._why_arch = "from GPU_OPS_ARCH" if arch else "the default; GPU_OPS_ARCH selects another"
+        self._why_arch = "from GPU_OPS_ARCH" if from_variable else "the default; GPU_OPS_ARCH selects another"
         self._names: dict[int, str] = {}
         self._unwritten: set[int] = set()
         self._keep: list[Array] = []  # a freed array's address could come back as another's

@@ -33,10 +33,11 @@ _DEFAULTS: dict[str, Any] = {
     "reduction": "mean",
     "denominator": None,
 }
+# size of a chunk's logits, and its minimum rows, as in linear_cross_entropy
 _CHUNK_BYTES, _CHUNK_ROWS = (
     16 << 20,
     64,
-)  # size of a chunk's logits, and its minimum rows, as in linear_cross_entropy
+)
 
 
 def rows_of_rank(vocab: int, comm: Comm, rank: int) -> slice:

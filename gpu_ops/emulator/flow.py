@@ -65,9 +65,8 @@ class Flow:
     compares: bool = False  # ``op`` is a comparison
     words: set[str] = field(default_factory=set)
     controls: tuple[int, ...] = ()  # sources of ``op`` that decide which bits of the others matter
-    results: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # result of op and first bit, for each target
+    # result of op and first bit, for each target
+    results: list[tuple[int, int]] = field(default_factory=list)
     tile: Mma | None = None  # product of tiles of numbers that have a NaN
     tiles: list[list[int | None]] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)

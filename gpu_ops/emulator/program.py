@@ -39,9 +39,8 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)
-    callees: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # addresses of the table of each indirect call
+    # addresses of the table of each indirect call
+    callees: dict[str, list[int]] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=dict)  # name -> address
     parameters: list[Variable] = field(default_factory=list)
     signature: tuple[Parameter, ...] = ()  # names and types of the parameters, if they are known

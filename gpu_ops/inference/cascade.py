@@ -52,9 +52,8 @@ def cascade_of(step: Step, page_size: int, device: str) -> Cascade | None:
     if np.count_nonzero((table[1:, at] == table[:-1, at]) & (table[1:, at] >= 0)) < MIN_SEQUENCES - 1:
         return None
     equal = (table[1:] == table[:-1]) & (table[1:] >= 0)
-    common = np.logical_and.accumulate(equal, axis=1).sum(
-        axis=1
-    )  # pages that a row shares with the previous one
+    # pages that a row shares with the previous one
+    common = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
     first = np.flatnonzero(np.r_[True, common * page_size < MIN_TOKENS])  # rows that begin a group
     ends = np.r_[first[1:], batch]
     # Pages written in this step belong to one sequence each: shared pages end before every new token.

@@ -25,9 +25,8 @@ __all__ = ["Pool", "limit"]
 _CUDA_ROUNDS = 512  # CuPy's pool allocates multiples of it
 _MOST_HOLDERS = 3  # number of holders that an error names
 
-_lock = (
-    threading.Lock()
-)  # lock of the counts of all pools: an allocation counts in every pool around it, or in none
+# lock of the counts of all pools: an allocation counts in every pool around it, or in none
+_lock = threading.Lock()
 
 
 def _new_lock() -> None:

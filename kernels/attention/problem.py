@@ -48,9 +48,8 @@ class Attention(Scores):
         options = dict(spec.options)
         layout = options["layout"]
         k, v = ("k", "v") if spec.get("k_cache") is None else ("k_cache", "v_cache")
-        out = (
-            "dout" if spec.get("out") is None else "out"
-        )  # same shape: a backward pass with delta does not read out
+        # same shape: a backward pass with delta does not read out
+        out = "dout" if spec.get("out") is None else "out"
         q_, k_, v_, out_ = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, out))
         lse = spec.get("lse")
         cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]

@@ -91,9 +91,8 @@ def _choose(space: Space, problem: Any, limits: Any, card: str) -> tuple[Any, st
         winner = _winners[key]
         if winner is not None:
             config = space.candidates(problem, limits).get(winner)
-            if (
-                config is not None
-            ):  # otherwise the kernel no longer has this candidate, or never had it for this problem
+            # otherwise the kernel no longer has this candidate, or never had it for this problem
+            if config is not None:
                 return config, winner
     return space.model(problem, limits), None
 

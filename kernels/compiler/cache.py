@@ -242,9 +242,8 @@ def alone(*parts: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool
                 time.sleep(0.02)
         yield waited
     finally:
-        path.unlink(
-            missing_ok=True
-        )  # a process that opened it before still compiles alone, or finds the entry
+        # a process that opened it before still compiles alone, or finds the entry
+        path.unlink(missing_ok=True)
         os.close(handle)
 
 

@@ -42,6 +42,7 @@ from gpu_ops.kernels.compiler.sources import (
     CUDA_FOLDER,
     KERNELS,
     NUMBA_FOLDER,
+    cuda_folders,
     cuda_headers,
     python_sources,
     sources_digest,
@@ -188,7 +189,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
         return replace(unit, entry=unit.entries[0])
     path = kernel.folder / f"{kernel.stem}.cu"
     files = _read_tree(path)
-    includes = (f"-I{folder}" for folder in dict.fromkeys((path.parent, CUDA_FOLDER)))
+    includes = (f"-I{folder}" for folder in cuda_folders(path))
     flags = (*includes, *(f"-D{name}={value}" for name, value in kernel.defines))
     # Entries of one file with the same macros share a compilation.
     unit = _cached(

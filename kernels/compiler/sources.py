@@ -15,6 +15,7 @@ __all__ = [
     "CUDA_FOLDER",
     "KERNELS",
     "NUMBA_FOLDER",
+    "cuda_folders",
     "cuda_headers",
     "python_sources",
     "sources_digest",
@@ -24,12 +25,15 @@ KERNELS = Path(__file__).resolve().parents[1]
 CUDA_FOLDER, NUMBA_FOLDER, CPU_FOLDER = (KERNELS / "common" / name for name in ("cuda", "numba_cuda", "cpu"))
 
 
+def cuda_folders(source: Path) -> list[Path]:
+    """Folders that a .cu file may include from: its own and ``common/cuda``."""
+    return list(dict.fromkeys((source.parent, CUDA_FOLDER)))
+
+
 def cuda_headers(source: Path) -> list[Path]:
-    """Headers that a .cu file may include: those in the same folder and in ``common/cuda``."""
-    folders = dict.fromkeys((source.parent, CUDA_FOLDER))
-    return [
-        path for folder in folders for path in sorted(folder.glob("[!.]*.cuh"))
-    ]  # no editor's hidden files
+    """Headers that a .cu file may include."""
+    # no editor's hidden files
+    return [path for folder in cuda_folders(source) for path in sorted(folder.glob("[!.]*.cuh"))]
 
 
 def python_sources(folder: Path) -> list[Path]:

@@ -73,9 +73,8 @@ def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
     ]
     linked = [(n, axis) for n, axis in trial.linked if n in arguments and arguments[n].ndim > 0]
     ways = ["option"] * 2 + ["dtype", "no array"] * bool(floats) + ["length"] * 2 * bool(linked)
-    is_result = (
-        "out" in known and known["out"].kind is inspect.Parameter.KEYWORD_ONLY
-    )  # for a gradient it is an input
+    # for a gradient it is an input
+    is_result = "out" in known and known["out"].kind is inspect.Parameter.KEYWORD_ONLY
     ways += ["out"] * 2 * (is_result and isinstance(arguments.get("out"), np.ndarray))
     match draw.pick(*ways):
         case "option":

@@ -24,9 +24,8 @@ def frequencies(m: Maths, rotary: int, theta: float, scaling: tuple[Any, ...]) -
         return np.asarray(result / m.wide(numbers[0]))
     if method == "llama3":
         factor, original = numbers
-        turns = (
-            original * result / (2 * m.wide(math.pi))
-        )  # over the original context: 1 and fewer, 4 and more
+        # over the original context: 1 and fewer, 4 and more
+        turns = original * result / (2 * m.wide(math.pi))
         blend = np.clip((turns - 1) / 3, 0, 1)
         return np.asarray((1 - blend) * result / factor + blend * result)
     return np.asarray(result)

@@ -44,9 +44,8 @@ def adamw_step(draw: Draw) -> Trial:
     beta1, beta2 = arguments["betas"] = draw.pick((0.9, 0.999), (0.0, 0.5))
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        r = (
-            m.r if dtype == state_dtype else Maths(state_dtype, m.textbook).r
-        )  # states and steps are wide for all parameters
+        # states and steps are wide for all parameters
+        r = m.r if dtype == state_dtype else Maths(state_dtype, m.textbook).r
         g = r(m.load(grads) * scale)
         first = r(r(beta1 * m.load(values["m"])) + r((1 - beta1) * g))
         second = r(r(beta2 * np.abs(m.load(values["v"]))) + r((1 - beta2) * r(g * g)))

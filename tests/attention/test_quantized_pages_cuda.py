@@ -62,7 +62,7 @@ def test_blocks_that_share_the_values(dtype, head_dims):
 @pytest.mark.parametrize("page_size", [64, 16])
 @pytest.mark.parametrize("codes", ["int8", "uint8"])
 def test_parts_of_the_keys(codes, page_size, only):
-    """A tile lies in one page or in several."""
+    """Tiles within one page, and tiles that span several."""
     only(Tile(16, 64, 1, 4), num_splits=3)
     lengths = ((1, 450), (1, 64), (1, 0))
     check(RAW, *make("float16", codes, lengths, page_size, head_dims=(128, 128)))

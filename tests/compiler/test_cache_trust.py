@@ -117,9 +117,8 @@ def test_what_others_may_have_written_is_not_read(top, monkeypatch, change, wher
     entry, lines = said(cache.read_entry, *NAME)
     assert entry is None
     assert len(lines) == 1
-    assert (
-        str(path) in lines[0] or change is give_away
-    )  # whose folder comes first when the process pretends to be another user
+    # whose folder comes first when the process pretends to be another user
+    assert str(path) in lines[0] or change is give_away
     assert said(cache.read_entry, *NAME) == (None, [])
 
 

@@ -70,9 +70,8 @@ def test_a_captured_call_adds_at_every_replay(cupy, op, kernels):
     twice = [x.host.copy() for x in sums]
     out = {"out": FakeArray(np.zeros_like(first.host))} if op in OUT else {}
     size = gpu_ops.workspace_size(op, *case.arrays.values(), **case.options, backend=kernels)
-    workspace = FakeArray(
-        np.zeros(size, np.uint8)
-    )  # the graph holds the addresses of this and of the results
+    # the graph holds the addresses of this and of the results
+    workspace = FakeArray(np.zeros(size, np.uint8))
     with cupy.capture():
         held = case(backend=kernels, workspace=workspace, **out)
     for x, start in zip(sums, before, strict=True):

@@ -195,9 +195,8 @@ SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o =
 def test_any_array_of_another_float_dtype(op, name):
     """There is no silent promotion, for any argument of another dtype."""
     case = law_call(op)
-    odd = np.dtype(
-        np.float16 if name.startswith("lse") else np.float64
-    )  # lse may be float64 with any other dtype
+    # lse may be float64 with any other dtype
+    odd = np.dtype(np.float16 if name.startswith("lse") else np.float64)
     refused(case.having(**{name: case.arrays[name].astype(odd)}), DTypeError, f"{name} is {odd}")
 
 

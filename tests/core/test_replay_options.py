@@ -232,9 +232,8 @@ def test_two_tokens_of_one_slot():
         with pytest.raises(OptionError, match=rf"\[{i}\] and slot_mapping\[{j}\] are both {twice};"):
             case.having(slot_mapping=np.array(slots))()
         assert_same(list(case.arrays.values()), before)
-    case = call(
-        "rope_append_kv pages", max_seqlen=8, page_size=4
-    )  # five pages of four rows, two per sequence
+    # five pages of four rows, two per sequence
+    case = call("rope_append_kv pages", max_seqlen=8, page_size=4)
     for table, used, clash in (
         ([[0, 4], [1, 4]], (2, 2), True),  # separate rows 2, 3, then row 0 of page 4
         ([[2, 2], [1, 1]], (3, 5), False),  # one page twice, and other rows of it

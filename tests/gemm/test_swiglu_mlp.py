@@ -302,9 +302,8 @@ def peak_memory(call):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_scratch_does_not_grow_with_the_tokens(dtype, rng, monkeypatch):
     """The peak is equal at 4x the tokens; the 16-bit backward adds dx in float32. A (tokens, ffn) array is 24 MiB."""
-    monkeypatch.setattr(
-        memory_pool.POOL, "limit", 0
-    )  # scratch is then allocated by NumPy, and seen by tracemalloc
+    # scratch is then allocated by NumPy, and seen by tracemalloc
+    monkeypatch.setattr(memory_pool.POOL, "limit", 0)
     hidden, ffn = 8, 1024
     forward, backward = [], []
     for tokens in (2048, 8192):

@@ -68,9 +68,8 @@ def test_int8(size, rng):
     a, b = rng.integers(-128, 128, (m, 4 * k), np.int8), rng.integers(0, 256, (4 * k, n), np.uint8)
     c = rng.integers(-1000, 1000, size, np.int32)
     expected = c + a.astype(np.int64) @ b.astype(np.int64)
-    fours = (
-        b.reshape(k, 4, n).transpose(0, 2, 1).reshape(k, 4 * n).copy()
-    )  # four elements of a column are adjacent
+    # four elements of a column are adjacent
+    fours = b.reshape(k, 4, n).transpose(0, 2, 1).reshape(k, 4 * n).copy()
     whole_tiles(c, a, fours.view(np.int8), k, True)
     np.testing.assert_array_equal(c, expected)
 

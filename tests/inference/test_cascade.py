@@ -17,10 +17,11 @@ from tests.support.compare import assert_close, random
 from tests.support.compilers import needs_numba_cuda, needs_nvrtc
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
+# prefixes of two groups, with four and seven whole pages of 4
 PREFIX = [
     list(range(1, 18)),
     list(range(30, 60)),
-]  # prefixes of two groups, with four and seven whole pages of 4
+]
 
 
 @pytest.fixture(autouse=True)

@@ -25,9 +25,8 @@ from gpu_ops.errors import OptionError, OutOfPages, StateError
 from gpu_ops.inference import PagedKVCache
 
 LAYERS = 2
-TOKENS = st.lists(
-    st.integers(0, 1), min_size=1, max_size=7
-)  # two distinct tokens: many sequences share a prefix
+# two distinct tokens: many sequences share a prefix
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 PICK = st.integers(0, 999)
 
 

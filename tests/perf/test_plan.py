@@ -157,9 +157,8 @@ def test_memory_by_hand():
     job = Job(LLAMA405, Cluster.parse("h100x8192"), 8192, 2048)
     layer, kept = job.layer_weights, job.kept["none"] * 8192 / 8
     parts = plan_step.memory(job, Layout(8, 1, 16, 8, 64))
-    assert (
-        parts["weights"] == 2 * 8 * layer / 8
-    )  # the ends have seven layers, and a table smaller than a layer
+    # the ends have seven layers, and a table smaller than a layer
+    assert parts["weights"] == 2 * 8 * layer / 8
     assert parts["gradients"] == 4 * 8 * layer / 8
     assert parts["optimizer"] == 12 * 8 * layer / 8 / 64
     assert parts["activations"] == pytest.approx(126 * (1 + 15 / 128) * kept)

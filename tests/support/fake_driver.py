@@ -35,10 +35,11 @@ class FakeDriver:
     def __init__(self):
         self.streams, self.entered, self.launched, self.waits = [], [], [], []
         self.capturing, self.deferred, self.sms = False, False, 56
+        # records of a captured stream: functions, and launched FakeGraphs
         self.graph, self.graphs = (
             [],
             [],
-        )  # records of a captured stream: functions, and launched FakeGraphs
+        )
         self._queues, self._done = {}, {}
         self.default_device = 0
 

@@ -15,9 +15,8 @@ BACKENDS = ("cuda-raw", "cuda-numba")
 
 def pytest_configure(config):
     path = os.environ.get("GPU_OPS_TEST_LOG")
-    if path and not hasattr(
-        config, "workerinput"
-    ):  # with xdist: in the process that gets the reports of all tests
+    # with xdist: in the process that gets the reports of all tests
+    if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Log(path))
 
 

@@ -10,11 +10,12 @@ from gpu_ops.reference.rows import adamw as reference
 from tests.rows.adamw_cases import F32, FORMS, made, same_bits
 
 DEVICES = ("cpu", "emulator", "cuda")
+# each other form compiles for seconds
 QUICK = (
     "float32",
     "bfloat16 of master, stochastic",
     "bfloat16 alone",
-)  # each other form compiles for seconds
+)
 
 
 def is_slow(case):

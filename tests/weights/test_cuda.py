@@ -189,9 +189,8 @@ def multiply(x, w, y, activations, sms=None):
 def test_gemv_reads_each_packed_byte_once(m, n, k):
     (profile,) = profiles_of(m, n, k, BF16, sms=2)
     codes = next(b for b in profile.buffers if b.name == "w.codes")
-    assert (
-        n % gemv_config(m, n, k, 1, sms=2).rows == 0
-    )  # otherwise the last rows are computed as a whole, some twice
+    # otherwise the last rows are computed as a whole, some twice
+    assert n % gemv_config(m, n, k, 1, sms=2).rows == 0
     assert codes.bytes_read == n * k // 4
     weights = [i for i in profile.instructions if ".cs" in i.form and i.global_requests]
     assert weights
@@ -264,9 +263,8 @@ def test_weights_are_copied_to_a_device_once(cupy, rng):
     ternary_matmul(FakeArray(x, 1), w)
     assert [device for _, device in copies] == [0, 0, 1, 1]
     assert "grid" in str(gpu_ops.explain("ternary_matmul", FakeArray(x), w))
-    y = ternary_matmul(
-        x, w, device="cuda"
-    )  # x is copied to the device and y back; the weights are on the device
+    # x is copied to the device and y back; the weights are on the device
+    y = ternary_matmul(x, w, device="cuda")
     np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, w.scale))
     assert [shape for shape, _ in copies[4:]] == [x.shape]
 

@@ -53,9 +53,8 @@ def test_an_mlp_runs_from_packed_weights(gate, format, rng):
     y = mlp(x, lambda name, x: layers[name](x))
     np.testing.assert_array_equal(y, mlp(x, lambda name, x: TernaryLinear(weights[name])(x)))
     expected = mlp(x, unpacked)
-    np.testing.assert_allclose(
-        y, expected, atol=1e-2 * np.abs(expected).max()
-    )  # one step of an int8 activation
+    # one step of an int8 activation
+    np.testing.assert_allclose(y, expected, atol=1e-2 * np.abs(expected).max())
 
 
 # --- a model's weights -----------------------------------------------------------------------------

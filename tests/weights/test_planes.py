@@ -193,9 +193,8 @@ def test_every_kernel_is_listed_and_spills_nothing():
 def test_on_a_gpu(cupy, rng):
     x, w = trits(rng, (3, 300), 0.6), clustered(rng, (7, 300), 0.1)
     a, b, expected = TernaryMatrix.from_trits(x), TernaryMatrix.from_trits(w), x.astype(int) @ w.T.astype(int)
-    y = ternary_matmul(
-        a, b, device="cuda"
-    )  # no argument is on the device: a NumPy result, as for NumPy arguments
+    # no argument is on the device: a NumPy result, as for NumPy arguments
+    y = ternary_matmul(a, b, device="cuda")
     assert isinstance(y, np.ndarray)
     np.testing.assert_array_equal(y, expected)
     out = np.zeros((3, 7), np.float32)

@@ -67,10 +67,11 @@ def test_a_loaded_matrix_multiplies(tmp_path, rng):
     w = gpu_ops.ternary_quantize(rng.standard_normal((64, 128), dtype=np.float32), group_size=64)
     w.save(tmp_path / "w")
     x = rng.standard_normal((3, 128), dtype=np.float32)
+    # the reference compiles nothing
     read, on = (
         gpu_ops.TernaryMatrix.load(tmp_path / "w"),
         {"backend": "reference"},
-    )  # the reference compiles nothing
+    )
     np.testing.assert_array_equal(gpu_ops.ternary_matmul(x, read, **on), gpu_ops.ternary_matmul(x, w, **on))
 
 
@@ -211,9 +212,8 @@ def test_a_formats_name_may_come_from_an_npz_file(name):
     assert w.scale == np.float32(0.5)
     assert w.to(format) is w
     assert gpu_ops.TernaryMatrix.from_trits(t, format=format).to(np.array("w2")).format == "w2"
-    words = [
-        np.array(other, "U10") for other in ("w2", name, "i2_s", name)
-    ]  # arrays that differ only in value
+    # arrays that differ only in value
+    words = [np.array(other, "U10") for other in ("w2", name, "i2_s", name)]
     for word in (format, *words, np.str_(name), np.array(name, np.dtypes.StringDType())):
         plain = str(word)
         np.testing.assert_array_equal(gpu_ops.ternary_pack(t, word), gpu_ops.ternary_pack(t, plain))

@@ -24,9 +24,8 @@ from gpu_ops.kernels.common.cpu.parallel import launch_inline
 Array = np.ndarray[Any, Any]
 
 _NONE, _NO_TABLE = np.empty(0, np.int32), np.empty((0, 0), np.int32)
-_SPREAD = (
-    0x9E3779B97F4A7C15 - 2**64
-)  # 2^64 over the golden ratio: spreads slots at any distance from each other
+# 2^64 over the golden ratio: spreads slots at any distance from each other
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64
 
 
 def packed(total_q: int, total_k: int, *, num_pages: int, page_size: int) -> Callable[..., Array]:

@@ -86,9 +86,8 @@ def _float32_of_e4m3(code):
 @cuda.jit(device=True)
 def _e4m3_of_float32(value):
     size = uint32(magnitude(value))
-    if size < uint32(
-        0x3C800000
-    ):  # 2^-6; numbers below are multiples of 2^-9, the value of the last bit of 2^14
+    # 2^-6; numbers below are multiples of 2^-9, the value of the last bit of 2^14
+    if size < uint32(0x3C800000):
         code = uint32(magnitude(of_magnitude(size) + float32(2.0**14))) - uint32(0x46800000)
     else:
         odd = (size >> uint32(20)) & uint32(1)

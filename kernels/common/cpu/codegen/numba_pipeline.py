@@ -73,9 +73,8 @@ class _DeviceLibrary(JITCodeLibrary):
     def finalize(self) -> None:
         for function in self._final_module.functions:
             if not function.is_declaration and function.linkage == Linkage.external:
-                function.linkage = (
-                    Linkage.linkonce_odr
-                )  # several kernels may hold a copy, and none has to keep it
+                # several kernels may hold a copy, and none has to keep it
+                function.linkage = Linkage.linkonce_odr
         self._finalized = True
 
     def _get_module_for_linking(self) -> Any:
