@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -112,10 +113,22 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         return roofline.run(config.dtypes, unique(args.seqlen), console)
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
-    os.environ["GPU_OPS_DEVICE"] = config.device  # or gpu_ops may move NumPy arrays to a GPU
-    if emulated:
-        return emulate.run(chosen, console)
+    # Until the end of the run, children included: gpu_ops may move NumPy arrays to a GPU otherwise.
+    with mock.patch.dict(os.environ, GPU_OPS_DEVICE=config.device):
+        if emulated:
+            return emulate.run(chosen, console)
+        run, code = measure(args, config, chosen, console)
+    if old is not None:
+        comparison = compare.compare(old, run, threshold=args.threshold, ops=set(names))
+        report.print_comparison(console, comparison)
+        code = max(code, comparison.exit_code)
+    return code
 
+
+def measure(
+    args: argparse.Namespace, config: Config, chosen: Mapping[str, list[Case]], console: Console
+) -> tuple[runs.Run, int]:
+    """Measure the cases; print, save and draw the results. Returns them with the exit code."""
     start = time.perf_counter()
     with waiting(console, "measuring the limits of this machine"):
         facts = machine.describe(config.device)
@@ -131,7 +144,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         if args.save:
             runs.save(run, args.save)
 
-    if tour and config.device == "cpu":
+    if config.tour and config.device == "cpu":
         compile_ahead(
             [case for cases in chosen.values() for case in cases], config, facts["threads"], console
         )
@@ -149,11 +162,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     if args.plot:
         for path in pictures.draw(pictures.Machine([run]), folder):
             console.print(f"drew {path}")
-    if old is not None:
-        comparison = compare.compare(old, run, threshold=args.threshold, ops=set(names))
-        report.print_comparison(console, comparison)
-        code = max(code, comparison.exit_code)
-    return code
+    return run, code
 
 
 def run_comm(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:

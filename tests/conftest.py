@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import sys
 from collections import Counter
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -156,6 +157,15 @@ def pytest_runtest_teardown(item):
         return
     if int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MOST_MEMORY:
         emulator_run.link_source.drop()
+
+
+@pytest.fixture(autouse=True)
+def _same_environment():
+    """Fail a test that changes environment variables for the tests after it, which may run in any order."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in before.items() ^ os.environ.items()} - {"PYTEST_CURRENT_TEST"}
+    assert not changed, f"this test changed {', '.join(sorted(changed))} for the whole process"
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
