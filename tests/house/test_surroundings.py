@@ -67,7 +67,7 @@ def test_a_run_in_the_background_whose_processes_die(tmp_path):
         check=False,
     )
     assert "2 failed, 3 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
-    crashed, killed = done.stdout.split("a test process died")[1:]
+    crashed, killed = done.stdout.split("crashed while running")[1:3]
     assert "ended by SIGABRT" in crashed
     assert 'test_run.py", line 15 in test_that_crashes' in crashed
     assert "ended by SIGKILL, which the kernel sends when memory runs out" in killed

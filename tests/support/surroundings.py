@@ -65,7 +65,7 @@ class Deaths:
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="gpu_ops_tests_"))
-        self._deaths: list[str] = []
+        self._deaths: dict[str, str] = {}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node) -> None:
@@ -78,10 +78,14 @@ class Deaths:
         if error and files["tests"].exists():
             tests, stacks = (file.read_text(errors="replace") for file in files.values())
             last = "".join(tests.splitlines(keepends=True)[-3:])
-            self._deaths.append(f"{worker} ended by {_end_of(node)}; its last tests:\n{last}{stacks}")
+            self._deaths[worker] = f"{worker} ended by {_end_of(node)}; its last tests:\n{last}{stacks}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report) -> None:  # called after the hook above
+        report.longrepr += "\n" + self._deaths.pop(report.node.gateway.id, "")
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        for death in self._deaths:
+        for death in self._deaths.values():  # between two tests
             terminalreporter.section("a test process died")
             terminalreporter.write_line(death)
 
