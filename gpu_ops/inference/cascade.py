@@ -16,9 +16,16 @@ from gpu_ops.inference.step import Step, sent
 
 __all__ = ["MAX_QUERIES", "MIN_SEQUENCES", "MIN_TOKENS", "Cascade", "cascade_of"]
 
-# Time of both parts and the merge, over that of one call. float32, two cores, decoding with heads 8/8 of 64 and 32/8
-# of 128. 16 sequences, 2048 shared tokens: 0.36, 0.42; 512: 0.52, 0.42; 256: 0.82, 0.82. 8 sequences, 512: 0.71,
-# 0.34; 256: 0.86, 1.04. 5 sequences, 2048: 0.62, 0.96. 32 queries each: 0.60, 0.94, since products dominate.
+# Time of both parts and the merge over that of one call, decoding in float32 on two cores. With 32 queries of each
+# sequence the ratios are 0.60 and 0.94, since products dominate.
+#
+#     sequences  shared tokens  8/8 heads of 64  32/8 heads of 128
+#            16           2048             0.36               0.42
+#            16            512             0.52               0.42
+#            16            256             0.82               0.82
+#             8            512             0.71               0.34
+#             8            256             0.86               1.04
+#             5           2048             0.62               0.96
 MIN_SEQUENCES = 8
 MIN_TOKENS = 512
 MAX_QUERIES = 32

@@ -175,8 +175,8 @@ attention_forward(const scalar* q, const page_scalar* k, const page_scalar* v, o
                   const float* k_scale, const float* v_scale, const float* sinks, const float* alibi_slopes,
                   const unsigned char* bias, const unsigned char* block_mask, const Seed* seed,
                   const __grid_constant__ AttentionShape shape) {
-    // If O is not finite, neither is some input, or scores are huge. Run again: leave what V has of that out of the
-    // product, and round scores before the maximum is subtracted.
+    // O is not finite: an input is not, or scores are huge. Run again, skip non-finite values of V in P V (added at
+    // the end), and round scores before the maximum is subtracted.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         if (VARLEN && work.row0 >= work.rows) return;
