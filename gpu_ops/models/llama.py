@@ -11,7 +11,7 @@ from gpu_ops.errors import DTypeError, ShapeError
 from gpu_ops.models.block import Sequences, block_forward
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import softcapped
-from gpu_ops.models.passes import Held, Pass, last_norm
+from gpu_ops.models.passes import LocalParams, Pass, last_norm
 from gpu_ops.models.table import embed, head_logits, head_loss
 from gpu_ops.models.weights import Llama, check_models
 from gpu_ops.ops.loss.options import LossOptions
@@ -86,7 +86,7 @@ def loss_and_grads(
     loss : 0-d array, float32 (float64 for float64)
     """
     _check(weights, grads, config, options)
-    batch_pass = Pass(Held(weights, grads), config, policy=policy, sequences=sequences)
+    batch_pass = Pass(LocalParams(weights, grads), config, policy=policy, sequences=sequences)
     return batch_pass.run(ids, targets, dloss=dloss, options=options)
 
 

@@ -21,7 +21,7 @@ from gpu_ops.models.table import embed, embed_backward, head_loss
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.norm.rmsnorm import rmsnorm, rmsnorm_backward
 
-__all__ = ["Held", "Part", "Parts", "Pass", "last_norm", "names_of", "part_of", "parts_of"]
+__all__ = ["LocalParams", "Part", "Parts", "Pass", "last_norm", "names_of", "part_of", "parts_of"]
 
 Part = int | Literal["embed", "head"]
 """Part of a model: the embedding, a layer by its number, or the last norm and the output layer."""
@@ -40,7 +40,7 @@ class Parts(ABC):
         """Context with the part's weights and gradient arrays; the gradients have been added when it exits."""
 
 
-class Held(Parts):
+class LocalParams(Parts):
     """Parts of a model whose arrays are all in this process."""
 
     def __init__(self, weights: Llama, grads: Llama) -> None:
