@@ -15,8 +15,8 @@ from gpu_ops.core import checks
 from gpu_ops.distributed.bucket_sums import Gradients, Weights
 from gpu_ops.distributed.buckets import Owned, buckets_of
 from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.replicated import ReplicatedWeights
 from gpu_ops.distributed.tensor_parallel import TensorParallel, squares
-from gpu_ops.distributed.undivided import Undivided
 from gpu_ops.errors import OptionError, ShapeError, StateError
 from gpu_ops.models.block import Sequences
 from gpu_ops.models.config import LlamaConfig
@@ -118,7 +118,7 @@ class DataParallel(Parts):
     ) -> None:
         checks.instance(_OP, "model", model, LlamaConfig, TensorParallel)
         checks.instance(_OP, "comm", comm, Comm)
-        self.division = model if isinstance(model, TensorParallel) else Undivided(model)
+        self.division = model if isinstance(model, TensorParallel) else ReplicatedWeights(model)
         self.config, self.comm = self.division.config, comm
         self.stage = checks.integer(_OP, "stage", stage, low=0, high=3)
         least = checks.number(_OP, "bucket_mb", bucket_mb, low=0.0) * _MB

@@ -11,10 +11,10 @@ from gpu_ops.distributed.single import Single
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Block, Llama
 
-__all__ = ["Undivided"]
+__all__ = ["ReplicatedWeights"]
 
 
-class Undivided:
+class ReplicatedWeights:
     """Model whose weights are not divided."""
 
     def __init__(self, config: LlamaConfig) -> None:
