@@ -1,7 +1,7 @@
 """Communicators: exchange of arrays between ranks, the same for every engine.
 
 This module has validation, layouts and counts; a :class:`Transport` moves the arrays, by an engine
-(:class:`Single`, ``Mpi``) or by NCCL.
+(:class:`SingleProcess`, ``Mpi``) or by NCCL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Comm(Engine):
     in rank order, in float32 for 16-bit floats and otherwise in x's dtype: every rank gets the same bits, under any
     MPI, and they equal those of one rank that adds in this order.
 
-    ``Nccl`` and ``Single`` take CuPy arrays as well, in every operation but send and recv. These run on CuPy's
+    ``Nccl`` and ``SingleProcess`` take CuPy arrays as well, in every operation but send and recv. These run on CuPy's
     current stream, without a wait on the host. Transfers that ``start_...`` and shift begin run on a stream of the
     group, after the work queued on the current stream; ``wait()`` makes the current stream wait for them. NCCL
     chooses its own order of additions; every rank gets the same bits.

@@ -9,7 +9,7 @@ import threading
 from gpu_ops.core import checks
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.launchers import Launch, launched
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import CommError, MissingPackageError, OptionError
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.compiler.install import install_command
@@ -33,7 +33,7 @@ def world(timeout: float | None = None) -> Comm:
     Returns
     -------
     Comm
-        ``Single`` without a launcher (or under one that starts one process). Under mpiexec, mpirun, srun or
+        ``SingleProcess`` without a launcher (or under one that starts one process). Under mpiexec, mpirun, srun or
         ``scripts/launch.sh N command``: ``Nccl`` on a machine with CUDA devices and nccl4py, which takes CuPy arrays
         and arrays in host memory; else ``Mpi``.
 
@@ -78,7 +78,7 @@ def world(timeout: float | None = None) -> Comm:
 
 def _start(launch: Launch | None, timeout: float) -> Comm:
     if launch is None or launch.size == 1:
-        return Single(timeout=timeout)
+        return SingleProcess(timeout=timeout)
     if not launch.has_mpi:
         raise CommError(
             f"{launch.launcher} started {launch.size} processes; arrays in host memory travel by MPI: start them by "
@@ -132,7 +132,7 @@ class Mesh:
     >>> from gpu_ops.distributed import Mesh
     >>> mesh = Mesh(tp=1, dp=1)
     >>> mesh.tp, mesh.group("dp", "cp").size
-    (<Single 'tp': rank 0 of 1>, 1)
+    (<SingleProcess 'tp': rank 0 of 1>, 1)
     """
 
     def __init__(

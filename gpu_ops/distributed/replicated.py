@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Block, Llama
 
@@ -19,7 +19,7 @@ class ReplicatedWeights:
 
     def __init__(self, config: LlamaConfig) -> None:
         self.config = self.whole = config
-        self.comm: Comm = Single("tp")
+        self.comm: Comm = SingleProcess("tp")
         self._shapes = config.shapes()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

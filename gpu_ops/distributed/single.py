@@ -13,12 +13,12 @@ from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.engine import Transfer
 from gpu_ops.distributed.transport import DONE
 
-__all__ = ["Single"]
+__all__ = ["SingleProcess"]
 
 Array = npt.NDArray[Any]
 
 
-class Single(Comm):
+class SingleProcess(Comm):
     """Group of one rank, which sends nothing: results are copies."""
 
     _takes_cuda = True
@@ -26,8 +26,8 @@ class Single(Comm):
     def __init__(self, name: str = "world", timeout: float = 600.0) -> None:
         super().__init__(0, [0], name, timeout)
 
-    def _split(self, color: int, name: str) -> Single:
-        return Single(name, self.timeout)
+    def _split(self, color: int, name: str) -> SingleProcess:
+        return SingleProcess(name, self.timeout)
 
     def abort(self, message: str, status: int = 1) -> None:
         """Print ``message`` and raise SystemExit."""

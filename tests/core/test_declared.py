@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import distributed, emulator, formats, inference, memory, models
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import Engine
 from gpu_ops.models import Llama, LlamaConfig
@@ -92,7 +92,7 @@ def test_wrong_arguments_are_typed_errors(label, kinds, tmp_path, monkeypatch):
         ),
         (
             "DataParallel: model must be a LlamaConfig or TensorParallel, got int",
-            lambda: distributed.DataParallel(1, Single()),
+            lambda: distributed.DataParallel(1, SingleProcess()),
         ),
         (
             "logits: weights must be a Llama, got dict; models.Llama.of makes",

@@ -20,7 +20,7 @@ import pytest
 from gpu_ops import distributed
 from gpu_ops.distributed import mesh
 from gpu_ops.distributed.launchers import launched
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import CommError, MissingPackageError
 from tests.distributed.ranks import faults
 from tests.support.processes import PATIENCE, ROOT, python
@@ -190,9 +190,9 @@ def test_last_words_are_waited_for():
 def test_a_kill_while_saving_leaves_the_state_before(tmp_path):
     done = ranks_run(3, "-m", "tests.distributed.ranks.faults", "killed_while_saving", str(tmp_path))
     assert done.returncode != 0
-    checkpoints = distributed.ShardedCheckpoints(tmp_path, Single())
+    checkpoints = distributed.ShardedCheckpoints(tmp_path, SingleProcess())
     assert checkpoints.steps() == [1]
-    parallel = distributed.DataParallel(faults.CONFIG, Single())
+    parallel = distributed.DataParallel(faults.CONFIG, SingleProcess())
     assert checkpoints.load(parallel) == (1, {})
     assert all((x == 1).all() for x in parallel.gather_weights().values())
     checkpoints.save(3, parallel)
@@ -270,12 +270,12 @@ def test_one_process_needs_no_mpi():
         "import sys; from gpu_ops import distributed; c = distributed.world(); print(type(c).__name__, c.size, "
         "'mpi4py' in sys.modules, 'numba' in sys.modules)"
     )
-    assert python("-c", code, PMI_RANK="0", PMI_SIZE="1").split() == ["Single", "1", "False", "False"]
+    assert python("-c", code, PMI_RANK="0", PMI_SIZE="1").split() == ["SingleProcess", "1", "False", "False"]
 
 
 def test_abort_of_one_rank():
     with pytest.raises(SystemExit) as ended:
-        Single().abort("no more disk", 3)
+        SingleProcess().abort("no more disk", 3)
     assert ended.value.code == 3
 
 
@@ -293,7 +293,7 @@ def test_one_rank(group):
 def test_torch_tensors():
     """Results of torch tensors are torch tensors."""
     torch = pytest.importorskip("torch")
-    comm = Single()
+    comm = SingleProcess()
     x = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     for result in (
         comm.all_reduce(x.T),

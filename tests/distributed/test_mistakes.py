@@ -9,7 +9,7 @@ import pytest
 
 from gpu_ops import distributed, inference, models
 from gpu_ops.core.device import cuda_missing
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
 
 CONFIG = models.LlamaConfig(vocab=16, hidden=16, ffn=16, nlayers=1, nheads=2)
@@ -18,7 +18,7 @@ WEIGHTS = models.Llama.of(ARRAYS, CONFIG)
 IDS = np.zeros((1, 4), np.int32)
 Q = np.ones((1, 4, 2, 8), np.float32)
 STARTS = np.array([0, 4], np.int32)
-COMM = Single()
+COMM = SingleProcess()
 NOTHING = (None, "world", 4)
 
 OF_A_COMMUNICATOR = {

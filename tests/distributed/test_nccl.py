@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import distributed, models
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import DeviceError, DTypeError, MissingPackageError, OptionError
 from tests.distributed.test_distributed import needs_mpi, passes
 from tests.support.fake_cupy import FakeArray, ForeignArray
@@ -26,7 +26,7 @@ def test_ranks_with_gpus(ranks):
 
 
 def test_one_rank_copies(cupy):
-    comm = Single()
+    comm = SingleProcess()
     x = FakeArray(np.arange(6, dtype=np.float32).reshape(2, 3))
     out = FakeArray(np.zeros((2, 3), np.float32))
     for result in (
@@ -89,9 +89,9 @@ def test_parts_of_sequences_on_a_gpu(cupy):
         return {n: np.zeros_like(x) for n, x in arrays.items()}
 
     expected = run(np.copy, None, ids)
-    context = distributed.ContextParallel(Single(), 8, device="cuda")
+    context = distributed.ContextParallel(SingleProcess(), 8, device="cuda")
     actual = run(lambda x: FakeArray(x.copy()), context, context.part(FakeArray(ids)))
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x.host, y, rtol=1e-4, atol=1e-5)
     with pytest.raises(OptionError, match="device='gpu' is unknown"):
-        distributed.ContextParallel(Single(), 8, device="gpu")
+        distributed.ContextParallel(SingleProcess(), 8, device="gpu")

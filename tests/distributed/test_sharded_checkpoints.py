@@ -12,7 +12,7 @@ import pytest
 
 from gpu_ops.distributed import DataParallel, ShardedCheckpoints
 from gpu_ops.distributed.runs import Slices, common, covers, runs_of
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.models import LlamaConfig
 
@@ -20,7 +20,7 @@ SIZES = {"vocab": 16, "hidden": 8, "ffn": 16, "nlayers": 2, "nheads": 2}
 
 
 def model(fill=1.0, **changes):
-    parallel = DataParallel(LlamaConfig(**SIZES | changes), Single(), stage=1)
+    parallel = DataParallel(LlamaConfig(**SIZES | changes), SingleProcess(), stage=1)
     parallel.flat.buffers["params"].fill(fill)
     parallel.publish()
     return parallel
@@ -28,7 +28,7 @@ def model(fill=1.0, **changes):
 
 @pytest.fixture
 def saved(tmp_path):
-    checkpoints = ShardedCheckpoints(tmp_path / "saved", Single(), keep=1)
+    checkpoints = ShardedCheckpoints(tmp_path / "saved", SingleProcess(), keep=1)
     checkpoints.save(1, model())
     return checkpoints
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from tests.support.cuda_cases import to_cupy, to_numpy
 
 pytestmark = pytest.mark.gpu
@@ -75,4 +75,4 @@ def test_a_captured_sum_follows_its_input(cupy, transport):
 
 def test_a_world_of_one_takes_cupys_arrays(cupy):
     x = to_cupy(numbers("float32"))
-    np.testing.assert_array_equal(to_numpy(Single().all_reduce(x)), numbers("float32"))
+    np.testing.assert_array_equal(to_numpy(SingleProcess().all_reduce(x)), numbers("float32"))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops import distributed, inference, memory, models, training
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from tests.support.public_values import VALUES, Letters, Parts
 
 PACKAGES = ("distributed", "inference", "memory", "models", "training")
@@ -80,8 +80,8 @@ INSTANCES: dict[str, Callable[[Parts], Any]] = {
     "Block": lambda p: p.llama.layers[0],
     "BytePairEncoding": lambda p: p.encoding,
     "Checkpoints": lambda p: training.Checkpoints(p.folder / "new"),
-    "Comm": lambda p: Single(),
-    "ContextParallel": lambda p: distributed.ContextParallel(Single(), 4),
+    "Comm": lambda p: SingleProcess(),
+    "ContextParallel": lambda p: distributed.ContextParallel(SingleProcess(), 4),
     "DataParallel": lambda p: p.parallel,
     "Engine": lambda p: p.engine,
     "FlatParams": lambda p: p.flat,
@@ -89,18 +89,20 @@ INSTANCES: dict[str, Callable[[Parts], Any]] = {
     "Latent": lambda p: models.Latent(np.ones((16, 16), np.float32)),
     "Llama": lambda p: p.llama,
     "LlamaConfig": lambda p: p.config,
-    "Mesh": lambda p: distributed.Mesh(Single()),
+    "Mesh": lambda p: distributed.Mesh(SingleProcess()),
     "PagedKVCache": lambda p: p.cache,
-    "Pipeline": lambda p: distributed.Pipeline(p.config, Single()),
+    "Pipeline": lambda p: distributed.Pipeline(p.config, SingleProcess()),
     "Pool": lambda p: memory.Pool(1 << 20),
     "Sequences": lambda p: p.sequences,
     "Service": lambda p: inference.Service(p.engine),
-    "ShardedCheckpoints": lambda p: distributed.ShardedCheckpoints(p.folder / "new", Single()),
+    "ShardedCheckpoints": lambda p: distributed.ShardedCheckpoints(p.folder / "new", SingleProcess()),
     "TensorParallel": lambda p: p.tensor_parallel,
     "TextStream": lambda p: inference.TextStream(Letters()),
     "TokenFile": lambda p: training.TokenFile(p.tokens_file),
     "Trace": lambda p: p.trace,
-    "VocabularyRows": lambda p: distributed.VocabularyRows(Single(), np.ones((32, 16), np.float32), 32),
+    "VocabularyRows": lambda p: distributed.VocabularyRows(
+        SingleProcess(), np.ones((32, 16), np.float32), 32
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import distributed, inference, memory, models, training
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 
 
 def cache_for_all(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -105,13 +105,13 @@ class Parts:
 
     @cached_property
     def parallel(self) -> distributed.DataParallel:
-        parallel = distributed.DataParallel(self.config, Single())
+        parallel = distributed.DataParallel(self.config, SingleProcess())
         parallel.assign(self.arrays)
         return parallel
 
     @cached_property
     def tensor_parallel(self) -> distributed.TensorParallel:
-        return distributed.TensorParallel(self.config, Single())
+        return distributed.TensorParallel(self.config, SingleProcess())
 
     @cached_property
     def tokens_file(self) -> Path:
@@ -164,7 +164,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "bias": lambda p: None,
     "cache": lambda p: p.cache,
     "color": lambda p: 0,
-    "comm": lambda p: Single(),
+    "comm": lambda p: SingleProcess(),
     "concat": lambda p: 0,
     "config": lambda p: p.config,
     "count": lambda p: 4,
@@ -261,7 +261,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "Lora.b": lambda p: _x(16, 2),
     "Lora.base": lambda p: _x(16, 16),
     "merged.weight": lambda p: models.Lora(_x(16, 16), _x(2, 16), _x(16, 2)),
-    "Mesh.comm": lambda p: Single(),
+    "Mesh.comm": lambda p: SingleProcess(),
     "Mesh.group.axes": lambda p: "dp",
     "PagedKVCache.accept.paths": lambda p: {},
     "PagedKVCache.add.tokens": lambda p: [1, 2],
@@ -344,6 +344,6 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     **{f"{op}.{x}": lambda p: KV[0] for op in FLAT for x in ("k", "v")},
     **{f"{op}.lse": lambda p: _x(2, 4) for op in FLAT},
     "ulysses_attention_backward.saved": lambda p: distributed.ulysses_attention(
-        Single(), Q, KV, KV, return_saved=True
+        SingleProcess(), Q, KV, KV, return_saved=True
     )[1],
 }

@@ -11,7 +11,7 @@ import pytest
 
 from gpu_ops import models, training
 from gpu_ops.distributed import DataParallel, Mesh, Pipeline, TensorParallel, pipeline
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import CommError, OptionError, ShapeError, StateError
 from gpu_ops.models import LlamaConfig
 from tests.distributed.ranks.tensor import ALL_BIASES, same_on_all
@@ -52,7 +52,7 @@ def schedules(comm):
 
 def held_by(comm, line, config=CONFIG, **options):
     """Parts of the model held by this rank."""
-    parallel = DataParallel(config, Single(), parts=line.parts, **options)
+    parallel = DataParallel(config, SingleProcess(), parts=line.parts, **options)
     parallel.assign(made(config, np.float32)[0])
     return parallel
 
@@ -202,7 +202,7 @@ def check_pipeline_mistakes(comm):
     parallel = held_by(comm, line)
     ids, targets = batch(6)
     run, options = line.loss_and_grads, {"microbatches": 3}
-    three = DataParallel(CONFIG, Single(), stage=2, parts=line.parts)
+    three = DataParallel(CONFIG, SingleProcess(), stage=2, parts=line.parts)
     before = dict(comm.bytes_sent)
     mistakes = [
         (OptionError, "did you mean '1f1b'", lambda: Pipeline(CONFIG, comm, schedule="1f1")),
@@ -217,7 +217,7 @@ def check_pipeline_mistakes(comm):
         (ShapeError, "targets", lambda: run(ids, targets[:5], parallel, **options)),
     ]
     if p > 1:
-        tied, whole = dataclasses.replace(CONFIG, tied=True), DataParallel(CONFIG, Single())
+        tied, whole = dataclasses.replace(CONFIG, tied=True), DataParallel(CONFIG, SingleProcess())
         uneven = Pipeline(CONFIG, comm, schedule="interleaved", chunks=2).loss_and_grads
         mistakes += [
             (OptionError, "tied=False", lambda: Pipeline(tied, comm)),

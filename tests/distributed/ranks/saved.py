@@ -21,7 +21,7 @@ from gpu_ops.distributed import (
     TensorParallel,
     sharded_checkpoints,
 )
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import CommError, DTypeError, FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.training import Batches
 from tests.distributed.ranks.tensor import ALL_BIASES, UNEVEN, config_for
@@ -146,8 +146,8 @@ def check_any_layout_loads_any_other(comm):
                 assert again["next_step"] == 3
                 same(actual, expected)
                 same(target.parts.gather_weights(target.parallel.gather_weights()), weights)
-            alone = DataParallel(config, Single(), dtype="bfloat16")
-            ShardedCheckpoints(folder / f"from{number}", Single()).load(alone)
+            alone = DataParallel(config, SingleProcess(), dtype="bfloat16")
+            ShardedCheckpoints(folder / f"from{number}", SingleProcess()).load(alone)
             same(alone.gather_weights(), weights)
 
 
@@ -181,7 +181,7 @@ def check_pipelines(comm):
     line = Pipeline(config, comm)
     with folder_of_all(comm) as folder:
         for backwards in (False, True):
-            layers = DataParallel(config, Single(), parts=line.parts)
+            layers = DataParallel(config, SingleProcess(), parts=line.parts)
             shares = DataParallel(config, comm, stage=3)
             source, target = (shares, layers) if backwards else (layers, shares)
             source.assign(whole)
@@ -265,15 +265,15 @@ def check_ranks_without_which_the_model_is_not_whole(comm):
     with folder_of_all(comm) as folder:
         for parallel in (
             DataParallel(config, comm, stage=1),
-            DataParallel(config, Single(), parts=("embed",)),
+            DataParallel(config, SingleProcess(), parts=("embed",)),
         ):
             with pytest.raises(OptionError, match=r"do not have all of .* such as mesh\.comm"):
-                ShardedCheckpoints(folder / str(comm.rank), Single()).save(1, parallel)
+                ShardedCheckpoints(folder / str(comm.rank), SingleProcess()).save(1, parallel)
 
 
 def check_interrupted_saves(comm):
     """Wherever a save is interrupted, the previous state is the last one; the next save is complete."""
-    config, alone = config_of(comm), Single()
+    config, alone = config_of(comm), SingleProcess()
     parallel = DataParallel(config, alone)
     parallel.assign(made(config, np.float32)[0])
 
@@ -302,7 +302,7 @@ def check_interrupted_saves(comm):
 
 
 def check_damaged_files(comm):
-    config, alone = config_of(comm), Single()
+    config, alone = config_of(comm), SingleProcess()
     parallel = DataParallel(config, alone)
     with folder_of_all(comm) as folder:
         checkpoints = ShardedCheckpoints(folder / str(comm.rank), alone)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.distributed import DataParallel, Mesh, TensorParallel
-from gpu_ops.distributed.single import Single
+from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import CommError
 from tests.distributed.ranks.data import CONFIG, STAGES, STEPS, many, share
 from tests.models.test_block import made
@@ -46,7 +46,7 @@ def check_a_rank_without_rows(comm):
     ids, targets = share(0, 0, 0)
     rows = len(ids) if comm.rank == 0 else 0
     for stage in STAGES:
-        alone, parallel = (DataParallel(CONFIG, c, stage=stage, mean=False) for c in (Single(), comm))
+        alone, parallel = (DataParallel(CONFIG, c, stage=stage, mean=False) for c in (SingleProcess(), comm))
         for each, n in ((alone, len(ids)), (parallel, rows)):
             each.assign(made(CONFIG, np.float32)[0])
             loss = each.loss_and_grads(ids[:n], targets[:n], denominator=float(ids.size))
