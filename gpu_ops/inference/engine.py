@@ -18,10 +18,10 @@ from gpu_ops.core import checks
 from gpu_ops.errors import OptionError, OutOfPages
 from gpu_ops.inference.captured import Graphs
 from gpu_ops.inference.cascade import MIN_TOKENS
-from gpu_ops.inference.draws import Draws, Row
 from gpu_ops.inference.forward import check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
+from gpu_ops.inference.sampler import Row, Sampler
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
@@ -99,7 +99,7 @@ class Engine:
         self.draft, self.drafted, self.accepted = draft, 0, 0
         captures = checks.flag("Engine", "capture", capture) and cache.device == "cuda"
         self._graphs = Graphs(weights, config, cache, self.max_seqlen) if captures else None
-        self._draws = Draws(cache.device)
+        self._draws = Sampler(cache.device)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._submitted = 0

@@ -11,8 +11,8 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, on_cuda
 from gpu_ops.core.state_arrays import StateArray
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.inference.draws import Draws, Row
 from gpu_ops.inference.requests import Sampling
+from gpu_ops.inference.sampler import Row, Sampler
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.tree import parent_list
 from gpu_ops.reference.sampling.sample import adjusted_logits, kept_tokens, random_number, token_weights
@@ -158,7 +158,7 @@ def _drawn(
     rows = [row]
     for node in range(1, len(ids)):
         rows.append(rows[above[node]].after(ids[node]))
-    tokens, _ = Draws("cuda" if on_cuda(logits) else "cpu")(logits, rows)
+    tokens, _ = Sampler("cuda" if on_cuda(logits) else "cpu")(logits, rows)
     path = [0]
     while True:
         token = int(tokens[path[-1]])

@@ -17,7 +17,7 @@ from gpu_ops.inference import (
     generate,
     prompt_lookup,
 )
-from gpu_ops.inference.draws import Draws
+from gpu_ops.inference.sampler import Sampler
 from tests.inference.test_speculative import CONFIG, PROMPTS, SAMPLINGS, WEIGHTS
 
 
@@ -117,7 +117,7 @@ def test_a_stop_token_among_the_guesses_ends_the_text():
 
 
 def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
-    whole, calls = Draws.__call__, []
+    whole, calls = Sampler.__call__, []
 
     def failing(*args):
         calls.append(args)
@@ -125,7 +125,7 @@ def test_a_pass_with_drafts_that_fails_runs_again(monkeypatch):
             raise KeyboardInterrupt
         return whole(*args)
 
-    monkeypatch.setattr(Draws, "__call__", failing)
+    monkeypatch.setattr(Sampler, "__call__", failing)
     engine = Engine(WEIGHTS, CONFIG, cache_for(WEIGHTS, CONFIG, num_pages=64), draft=oracle)
     engine.submit(PROMPTS[0], max_new_tokens=24)
     text = []

@@ -12,7 +12,7 @@ import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.errors import GpuOpsError, OptionError, OutOfPages
 from gpu_ops.inference import Engine, Sampling, cache_for, generate, next_logits
-from gpu_ops.inference.draws import Draws
+from gpu_ops.inference.sampler import Sampler
 from tests.support.compilers import needs_nvrtc
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
@@ -258,7 +258,7 @@ def test_weights_config_and_cache_belong_together(changes, error):
 
 
 @pytest.mark.parametrize(
-    ("owner", "part"), [(inference.engine, "next_logits"), (Draws, "__call__")], ids=["logits", "draws"]
+    ("owner", "part"), [(inference.engine, "next_logits"), (Sampler, "__call__")], ids=["logits", "draws"]
 )
 def test_a_pass_that_fails_runs_again(owner, part, rng, monkeypatch):
     weights, (text,) = model(), prompts(rng, 9)

@@ -12,7 +12,7 @@ from gpu_ops.core.state_arrays import StateArray, to_device
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.ops.sampling.sample import sample
 
-__all__ = ["Draws", "Row"]
+__all__ = ["Row", "Sampler"]
 
 _DTYPES = {"top_k": np.int32, "seed": np.int64}  # dtypes of options in arrays; the others are float32
 
@@ -36,7 +36,7 @@ class Row:
         return Row(self.sampling, self.step + 1, counts)
 
 
-class Draws:
+class Sampler:
     """Draws of tokens, pass by pass; the arrays of options are kept for the next pass of the same requests."""
 
     def __init__(self, device: str) -> None:
