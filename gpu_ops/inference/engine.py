@@ -21,7 +21,7 @@ from gpu_ops.inference.cascade import MIN_TOKENS
 from gpu_ops.inference.forward import check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.requests import Request, Sampling, Token
-from gpu_ops.inference.sampler import Row, Sampler
+from gpu_ops.inference.sampler import Sampler, SamplerRow
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.step import Step
 from gpu_ops.models.config import LlamaConfig
@@ -275,9 +275,9 @@ class Engine:
         self, logits: Any, batch: list[Request], guesses: dict[int, list[int]]
     ) -> list[tuple[Request, list[tuple[int, float]]]]:
         """Draw tokens with log-probabilities for each ready request, up to the first that was not guessed."""
-        rows: list[Row] = []
+        rows: list[SamplerRow] = []
         for r in batch:
-            rows.append(Row(r.sampling, len(r.tokens) - r.prompt, r.counts))
+            rows.append(SamplerRow(r.sampling, len(r.tokens) - r.prompt, r.counts))
             for token in guesses.get(r.handle, ()):
                 rows.append(rows[-1].after(token))
         ready = [self.cache.length(r.handle) >= len(r.tokens) for r in batch]

@@ -12,13 +12,13 @@ from gpu_ops.core.state_arrays import StateArray, to_device
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.ops.sampling.sample import sample
 
-__all__ = ["Row", "Sampler"]
+__all__ = ["Sampler", "SamplerRow"]
 
 _DTYPES = {"top_k": np.int32, "seed": np.int64}  # dtypes of options in arrays; the others are float32
 
 
 @dataclass(frozen=True)
-class Row:
+class SamplerRow:
     """Options and state of the draw of a token after a row of logits."""
 
     sampling: Sampling
@@ -27,13 +27,13 @@ class Row:
     counts: Any = None
     """int32 (vocab,), with penalties: number of times each token was drawn, -1 for tokens only in the prompt."""
 
-    def after(self, token: int) -> Row:
+    def after(self, token: int) -> SamplerRow:
         """Return the row that follows once this token is drawn."""
         counts = self.counts
         if counts is not None:
             counts = counts.copy()
             counts[token] = max(counts[token], 0) + 1
-        return Row(self.sampling, self.step + 1, counts)
+        return SamplerRow(self.sampling, self.step + 1, counts)
 
 
 class Sampler:
@@ -44,7 +44,7 @@ class Sampler:
         self._of: list[Sampling] = []
         self._options: dict[str, Any] = {}
 
-    def __call__(self, logits: Any, rows: Sequence[Row]) -> tuple[Any, Any]:
+    def __call__(self, logits: Any, rows: Sequence[SamplerRow]) -> tuple[Any, Any]:
         """Draw a token for each row of logits; return tokens and log-probabilities as arrays in host memory."""
         penalised = any(row.counts is not None for row in rows)
         if self._of != (of := [row.sampling for row in rows]):

@@ -12,7 +12,7 @@ from gpu_ops.core.arrays import Array, on_cuda
 from gpu_ops.core.state_arrays import StateArray
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.requests import Sampling
-from gpu_ops.inference.sampler import Row, Sampler
+from gpu_ops.inference.sampler import Sampler, SamplerRow
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.tree import parent_list
 from gpu_ops.reference.sampling.sample import adjusted_logits, kept_tokens, random_number, token_weights
@@ -86,7 +86,9 @@ def verify(
     """
     ids, above, x = _tree(logits, tokens, parents)
     sampling = sampling or Sampling()
-    row = Row(sampling, checks.integer("verify", "step", step, low=0), _counts(sampling, counts, x.shape[1]))
+    row = SamplerRow(
+        sampling, checks.integer("verify", "step", step, low=0), _counts(sampling, counts, x.shape[1])
+    )
     below: list[list[int]] = [[] for _ in ids]
     for node, parent in enumerate(above[1:], start=1):
         below[parent].append(node)
@@ -152,7 +154,7 @@ def _distribution(z: Array, sampling: Sampling) -> Array:
 
 
 def _drawn(
-    logits: Any, ids: list[int], above: list[int], below: list[list[int]], row: Row
+    logits: Any, ids: list[int], above: list[int], below: list[list[int]], row: SamplerRow
 ) -> tuple[list[int], int]:
     """Walk by tokens drawn after every node."""
     rows = [row]
@@ -169,7 +171,7 @@ def _drawn(
 
 
 def _accepted(
-    logits: Array, ids: list[int], below: list[list[int]], row: Row, draft: Array
+    logits: Array, ids: list[int], below: list[list[int]], row: SamplerRow, draft: Array
 ) -> tuple[list[int], int]:
     """Walk by random acceptance."""
     path = [0]
@@ -197,7 +199,7 @@ def _accepted(
         row = row.after(ids[accepted])
 
 
-def _number(row: Row, i: int) -> float:
+def _number(row: SamplerRow, i: int) -> float:
     """Random number i of a step, in [0, 1)."""
     return (random_number(row.sampling.seed, row.step, _FIRST_ROW + i) >> 11) * 2.0**-53
 
