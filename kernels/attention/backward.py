@@ -30,7 +30,7 @@ for _op in ("attention_backward", "attention_varlen_backward"):
 
 @lowers("attention_backward", "cpu")
 @lowers("attention_varlen_backward", "cpu")
-def backward(spec: Spec, on: Builder) -> None:
+def backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.cpu import backward as kernels
     from gpu_ops.kernels.attention.cpu.backward_bias import sinks_gradient
     from gpu_ops.kernels.attention.cpu.backward_rows import deltas, round_rows
@@ -41,11 +41,11 @@ def backward(spec: Spec, on: Builder) -> None:
     differentiate = prepared(kernels.prepare, a, lse_dtype=lse_dtype, add=spec["accumulate"])
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     if a.known_lengths:
-        on.constant(sequence_table(a), "sequences")
+        builder.constant(sequence_table(a), "sequences")
     layout, dout_ = spec["layout"], as_bshd(spec.tensor("dout"), spec["layout"])
     rounds = dout_.dtype != a.q.dtype
     if rounds:
-        on.empty(dout_.shape, a.q.dtype, "rounded dout")
+        builder.empty(dout_.shape, a.q.dtype, "rounded dout")
     has_options = bool(optional_tensors(a))
 
     def run(views: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def backward(spec: Spec, on: Builder) -> None:
     scratch_bytes = 0 if dbias is None else dbias.size * computing.itemsize
     for x in (spec.tensor("lse"), delta):  # in float64 for the kernels
         scratch_bytes += 8 * rows if x is None or x.dtype != np.float64 else 0
-    on.call(run, str(kernels.config_of(*shape)), lambda: scratch_bytes + differentiate.scratch())
+    builder.call(run, str(kernels.config_of(*shape)), lambda: scratch_bytes + differentiate.scratch())
 
 
 def variants(arch: str) -> Iterator[Variant]:

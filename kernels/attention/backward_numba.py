@@ -19,7 +19,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor
 __all__ = ["backward", "numba_variants"]
 
 
-def backward(spec: Spec, on: Builder) -> None:
+def backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
     from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, select_config
     from gpu_ops.kernels.attention.numba_cuda.backward_rows import (
@@ -33,15 +33,15 @@ def backward(spec: Spec, on: Builder) -> None:
     a, layout = Attention.of(spec), spec["layout"]
     dout, dq, dk, dv = (as_bshd(spec.tensor(name), layout) for name in ("dout", "dq", "dk", "dv"))
     if dout.dtype != a.q.dtype:
-        wide_dout, dout = dout, on.empty(dout.shape, a.q.dtype, "dout, rounded")
+        wide_dout, dout = dout, builder.empty(dout.shape, a.q.dtype, "dout, rounded")
         grid = (-(-dout.size // THREADS),)
-        on.launch(rounding_kernel(a.q.dtype.name), grid, (THREADS,), (wide_dout, dout))
+        builder.launch(rounding_kernel(a.q.dtype.name), grid, (THREADS,), (wide_dout, dout))
     left, right = a.window(UNLIMITED)
     masked = left < UNLIMITED or right < UNLIMITED
     problem = Problem(a.q.dtype.name, a.features(sinks=False), masked)
     dtype = np.float64 if problem.itemsize == 8 else np.float32
-    statistics = on.empty((3, *a.lse_shape), dtype, "statistics of rows")
-    sequences = sequences_of(a, on)
+    statistics = builder.empty((3, *a.lse_shape), dtype, "statistics of rows")
+    sequences = sequences_of(a, builder)
     _, slopes, _, bias, visible, seed = score_arrays(a, with_sinks=False)
     scale, *numbers = a.numbers.values()
     scale *= LOG2E if problem.scores.plain else 1.0
@@ -54,7 +54,7 @@ def backward(spec: Spec, on: Builder) -> None:
     rows = rows_kernel(problem, a.sinks is not None, *dtypes, delta_given=delta is not None)
     delta_argument = 0 if delta is None else delta if delta.ndim == 3 else delta[None]
     per_row = delta_argument, 0 if a.sinks is None else a.sinks
-    on.launch(rows, grid, (THREADS,), (dout, a.q, a.k, a.out, a.lse, *per_row, *common))
+    builder.launch(rows, grid, (THREADS,), (dout, a.q, a.k, a.out, a.lse, *per_row, *common))
 
     def tiles(owned: str, length: int, dim: int) -> tuple[Any, tuple[int]]:
         config = select_config(problem, owned, dim)
@@ -63,19 +63,21 @@ def backward(spec: Spec, on: Builder) -> None:
 
     grads = dq.dtype.name, spec["accumulate"]
     config, grid = tiles("queries", a.seqlen_q * a.nheads // a.nheads_kv, a.head_dim)
-    on.launch(queries_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dq, *common))
+    builder.launch(queries_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dq, *common))
     config, grid = tiles("keys", a.seqlen_k, max(a.head_dim, a.head_dim_v))
-    on.launch(keys_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dk, dv, *common))
+    builder.launch(keys_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dk, dv, *common))
 
     dbias, dsinks = spec.get("dbias"), spec.get("dsinks")
     if dbias is not None:
-        _bias(a, on, problem, dout, dbias, common)
+        _bias(a, builder, problem, dout, dbias, common)
     if dsinks is not None:
-        on.launch(sinks_kernel(problem.dtype), (a.nheads,), (SINK_THREADS,), (a.sinks, statistics, dsinks))
+        builder.launch(
+            sinks_kernel(problem.dtype), (a.nheads,), (SINK_THREADS,), (a.sinks, statistics, dsinks)
+        )
 
 
 def _bias(
-    a: Attention, on: Builder, problem: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]
+    a: Attention, builder: Builder, problem: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]
 ) -> None:
     from gpu_ops.kernels.attention.numba_cuda.backward_bias import bias_kernel, bias_sum_kernel
     from gpu_ops.kernels.attention.numba_cuda.backward_config import count_parts, select_config
@@ -89,12 +91,12 @@ def _bias(
     owned = (batch, nheads, 1 if sum_queries else tiles_q, 1 if sum_keys else tiles_k)
     blocks = math.prod(owned)
     units = a.batch * a.nheads * tiles_q * tiles_k // max(blocks, 1)
-    parts = count_parts(blocks, units, on.sms)
-    sums = on.empty((parts * batch, *target.shape[1:]), common[0].dtype, "parts of dbias")
+    parts = count_parts(blocks, units, builder.sms)
+    sums = builder.empty((parts * batch, *target.shape[1:]), common[0].dtype, "parts of dbias")
     arguments = (dout, a.q, a.k, a.v, sums, batch, nheads, *common)
-    on.launch(bias_kernel(config, sum_queries, sum_keys), (blocks * parts,), (THREADS,), arguments)
+    builder.launch(bias_kernel(config, sum_queries, sum_keys), (blocks * parts,), (THREADS,), arguments)
     grid = (-(-dbias.size // THREADS),)
-    on.launch(bias_sum_kernel(problem.dtype, dbias.dtype.name), grid, (THREADS,), (sums, target))
+    builder.launch(bias_sum_kernel(problem.dtype, dbias.dtype.name), grid, (THREADS,), (sums, target))
 
 
 def numba_variants() -> Iterator[Variant]:

@@ -86,47 +86,49 @@ class _Call:
 _NULL = np.uint64(0)
 
 
-def backward(spec: Spec, on: Builder) -> None:
+def backward(spec: Spec, builder: Builder) -> None:
     """Gradients of q, k and v, and of bias and sinks if arrays for them are passed."""
     a = Attention.of(spec)
-    call = _prepare(spec, a, on)
+    call = _prepare(spec, a, builder)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
-    sizes = a.q.itemsize, *call.head_dims, on.smem_per_block_optin
+    sizes = a.q.itemsize, *call.head_dims, builder.smem_per_block_optin
     tile = select_tile(*sizes, options=options, wide_lse=call.wide_lse)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
-    _launch_statistics(call, on, spec.get("delta"), of_queries)
+    _launch_statistics(call, builder, spec.get("delta"), of_queries)
     if spec["deterministic"]:
-        _gradients_of_keys(call, on, tile, None)
-        _launch(call, on, tile, keys=False)
+        _gradients_of_keys(call, builder, tile, None)
+        _launch(call, builder, tile, keys=False)
     else:
-        dq_sum = on.zeros((call.statistics.shape[0], call.head_dims[0]), np.float32, "sums of dq")
-        _gradients_of_keys(call, on, tile, dq_sum)
-        _add_parts(call, on, "q", of_queries, dq_sum)
+        dq_sum = builder.zeros((call.statistics.shape[0], call.head_dims[0]), np.float32, "sums of dq")
+        _gradients_of_keys(call, builder, tile, dq_sum)
+        _add_parts(call, builder, "q", of_queries, dq_sum)
     dsinks, dbias = spec.get("dsinks"), spec.get("dbias")
     if dsinks is not None and a.sinks is not None:
         arguments = (call.statistics, call.rests, a.sinks, *call.starts, dsinks)
-        _launch_rows(call, on, "sinks", (a.nheads, 1, 1), arguments)
+        _launch_rows(call, builder, "sinks", (a.nheads, 1, 1), arguments)
     if dbias is not None:
-        _launch_bias(call, on, dbias)
+        _launch_bias(call, builder, dbias)
 
 
-def _gradients_of_keys(call: _Call, on: Builder, tile: Tile, dq_sum: Tensor | None) -> None:
+def _gradients_of_keys(call: _Call, builder: Builder, tile: Tile, dq_sum: Tensor | None) -> None:
     """dk, dv and their share of dq. With few blocks, the query heads are divided into parts whose sums are added."""
     a = call.a
     blocks, tiles = -(-a.seqlen_k // tile.rows) * a.nheads_kv * a.batch, -(-a.seqlen_q // tile.columns)
-    parts = head_parts(blocks, a.nheads // a.nheads_kv, tiles, on.sms, causal=a.window(UNLIMITED)[1] == 0)
+    parts = head_parts(
+        blocks, a.nheads // a.nheads_kv, tiles, builder.sms, causal=a.window(UNLIMITED)[1] == 0
+    )
     call.shape["parts"], call.shape["part_heads"] = parts, a.nheads // a.nheads_kv // parts
     if parts == 1:
-        _launch(call, on, tile, keys=True, dq_sum=dq_sum)
+        _launch(call, builder, tile, keys=True, dq_sum=dq_sum)
         return
     call.shape["padded_part"] = rows = call.rows_of_keys
     sums = [
-        on.empty((parts * rows, columns), np.float32, f"sums of {name}")
+        builder.empty((parts * rows, columns), np.float32, f"sums of {name}")
         for name, columns in zip(("dk", "dv"), call.head_dims, strict=True)
     ]
-    _launch(call, on, tile, keys=True, dq_sum=dq_sum, sums=sums)
+    _launch(call, builder, tile, keys=True, dq_sum=dq_sum, sums=sums)
     for name, x in zip("kv", sums, strict=True):
-        _add_parts(call, on, name, (-(-a.seqlen_k // PAD), a.nheads_kv, a.batch), x)
+        _add_parts(call, builder, name, (-(-a.seqlen_k // PAD), a.nheads_kv, a.batch), x)
 
 
 def raw_unsupported(spec: Spec) -> str | None:
@@ -159,7 +161,7 @@ def _padded_rows(a: Attention, x: Tensor, seqlen: int) -> tuple[int, int]:
     return per_head, 0 if a.packed else x.shape[2] * per_head
 
 
-def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
+def _prepare(spec: Spec, a: Attention, builder: Builder) -> _Call:
     if a.lse is None:
         raise ValueError("attention backward needs lse")
     rows, wide_dout = _tensors(spec), None
@@ -167,7 +169,7 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     if rows["dout"].dtype != a.q.dtype:
         wide_dout = rows["dout"]
         shape["wide_dout"] = strides_of(wide_dout)[:3]
-        rows["dout"] = on.empty(wide_dout.shape, a.q.dtype, "dout, rounded")
+        rows["dout"] = builder.empty(wide_dout.shape, a.q.dtype, "dout, rounded")
     for name, x in rows.items():
         shape[name] = strides_of(x)[:3]
     shape["lse"] = strides_of(a.lse)
@@ -178,8 +180,12 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     per_head, per_batch = _padded_rows(a, a.q, a.seqlen_q)
     shape["padded_head"], shape["padded_batch"] = per_head, per_batch
     numbers_per_row = 4 if wide_lse else 2
-    statistics = on.empty((a.q.shape[0] * a.nheads * per_head, numbers_per_row), np.float32, "lse and delta")
-    rests = _NULL if wide_lse else on.empty(statistics.shape[:1], np.float32, "what a coarse lse leaves out")
+    statistics = builder.empty(
+        (a.q.shape[0] * a.nheads * per_head, numbers_per_row), np.float32, "lse and delta"
+    )
+    rests = (
+        _NULL if wide_lse else builder.empty(statistics.shape[:1], np.float32, "what a coarse lse leaves out")
+    )
     shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
     for name, array in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
         if array is not None:
@@ -203,7 +209,7 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
 
 def _launch(
     call: _Call,
-    on: Builder,
+    builder: Builder,
     tile: Tile,
     *,
     keys: bool,
@@ -228,12 +234,12 @@ def _launch(
         a.with_seed(call.shape),
     )
     shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys, wide_lse=call.wide_lse)
-    on.launch(
+    builder.launch(
         kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared
     )
 
 
-def _launch_statistics(call: _Call, on: Builder, delta: Any, grid: tuple[int, int, int]) -> None:
+def _launch_statistics(call: _Call, builder: Builder, delta: Any, grid: tuple[int, int, int]) -> None:
     a, rows = call.a, call.rows
     arrays = tuple(_NULL if x is None else x for x in (delta, call.wide_dout))
     alibi_slopes, bias, visible, _ = call.options
@@ -245,28 +251,30 @@ def _launch_statistics(call: _Call, on: Builder, delta: Any, grid: tuple[int, in
     macros = {**_features(a), "OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
     macros |= {"WIDE_LSE": int(call.wide_lse), "WIDE_DOUT": int(call.wide_dout is not None)}
     kernel = statistics_kernel(call.dtype, _mask(a), **macros)
-    on.launch(kernel, grid, (ROW_THREADS, 1, 1), arguments)
+    builder.launch(kernel, grid, (ROW_THREADS, 1, 1), arguments)
 
 
-def _add_parts(call: _Call, on: Builder, of: str, grid: tuple[int, int, int], sums: Tensor) -> None:
+def _add_parts(call: _Call, builder: Builder, of: str, grid: tuple[int, int, int], sums: Tensor) -> None:
     """dq, dk or dv from their sums."""
     columns = call.head_dims[1] if of == "v" else call.head_dims[0]
     arguments = (sums, *call.starts, call.rows[f"d{of}"])
-    _launch_rows(call, on, "rows", grid, arguments, ROWS=f"k{of.upper()}", COLUMNS=columns, GRADS=call.grads)
+    _launch_rows(
+        call, builder, "rows", grid, arguments, ROWS=f"k{of.upper()}", COLUMNS=columns, GRADS=call.grads
+    )
 
 
 def _launch_rows(
-    call: _Call, on: Builder, what: str, grid: tuple[int, int, int], arguments: Any, **macros: str | int
+    call: _Call, builder: Builder, what: str, grid: tuple[int, int, int], arguments: Any, **macros: str | int
 ) -> None:
     """A kernel of ``backward_rows.cu``."""
     split = int(call.wide_lse and what != "rows")
     kernel = rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), WIDE_LSE=split, **macros)
-    on.launch(kernel, grid, (ROW_THREADS, 1, 1), (*arguments, call.shape[()]))
+    builder.launch(kernel, grid, (ROW_THREADS, 1, 1), (*arguments, call.shape[()]))
 
 
-def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
+def _launch_bias(call: _Call, builder: Builder, dbias: Tensor) -> None:
     a = call.a
-    tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
+    tile = select_bias_tile(a.q.itemsize, *call.head_dims, builder.smem_per_block_optin)
     macros = {**_features(a), "WIDE_LSE": int(call.wide_lse)}
     kernel = bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
     batches, heads, queries, keys = four_axes(dbias).shape
@@ -274,7 +282,7 @@ def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
     arguments = (*inputs, call.statistics, call.rests, *call.options, dbias, a.with_seed(call.shape))
     shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
-    on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
+    builder.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
 
 
 def _mask(a: Attention) -> str:

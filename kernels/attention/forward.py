@@ -51,19 +51,19 @@ for _op in ("attention", "attention_varlen", "attention_decode"):
 @lowers("attention", "raw")
 @lowers("attention_varlen", "raw")
 @lowers("attention_decode", "raw")
-def forward(spec: Spec, on: Builder) -> None:
+def forward(spec: Spec, builder: Builder) -> None:
     """One launch, or two where the keys are divided: the parts, then the kernel that combines them."""
     a = Attention.of(spec)
     if a.batch * a.seqlen_q == 0:
         return
     problem = tile_problem(a)
-    config = choose(on, SPACE, problem, DeviceLimits(on.sms, on.smem_per_block_optin))
+    config = choose(builder, SPACE, problem, DeviceLimits(builder.sms, builder.smem_per_block_optin))
     split = config.num_splits > 1
     out, lse = a.out, a.lse
     if split:
         parts = (config.num_splits, *a.lse_shape)  # packed sequences: one of total_q
-        out = on.empty((*parts, a.head_dim_v), np.float32, "parts of out")
-        lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
+        out = builder.empty((*parts, a.head_dim_v), np.float32, "parts of out")
+        lse = builder.empty((2, *parts), np.float32, "maxima and sums of parts")
     lengths = (*(*a.cu_seqlens, None, None)[:2], a.seqused_k, a.block_table, a.k_scale, a.v_scale)
     visible = None if a.visible is None else a.visible.view(np.uint8)
     scores = (None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
@@ -74,9 +74,9 @@ def forward(spec: Spec, on: Builder) -> None:
     results = {} if split else results
     reads = _reads(a, config)
     kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **reads, **results)
-    on.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
+    builder.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
     if lse is not None and split:
-        _combine_parts(a, on, out, lse, shape)
+        _combine_parts(a, builder, out, lse, shape)
 
 
 def raw_unsupported(spec: Spec) -> str | None:
@@ -194,7 +194,7 @@ def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **more: st
     return CudaKernel("attention/forward_sm80", "attention_forward", tuple(defines.items()))
 
 
-def _combine_parts(a: Attention, on: Builder, parts: Tensor, lse_parts: Tensor, shape: Any) -> None:
+def _combine_parts(a: Attention, builder: Builder, parts: Tensor, lse_parts: Tensor, shape: Any) -> None:
     shape = shape.copy()
     _place(shape, a.out, a.lse, False)
     shape["out_split"], shape["lse_split"] = parts[0].size, lse_parts[0, 0].size
@@ -203,7 +203,7 @@ def _combine_parts(a: Attention, on: Builder, parts: Tensor, lse_parts: Tensor, 
     arrays = (parts, lse_parts, a.sinks, a.out, a.lse)
     kernel = _combine(a.out.dtype.name, a.sinks is not None, _wide_lse(a))
     grid, block = (-(-rows // _COMBINE_ROWS), 1, 1), (32 * _COMBINE_ROWS, 1, 1)
-    on.launch(kernel, grid, block, (*map(_pointer, arrays), np.int64(rows), shape[()]))
+    builder.launch(kernel, grid, block, (*map(_pointer, arrays), np.int64(rows), shape[()]))
 
 
 def _combine(dtype: str, sinks: bool, wide_lse: int = 0) -> CudaKernel:

@@ -17,13 +17,13 @@ __all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "
 UNLIMITED = 1 << 29  # side of a window that hides nothing: sums of three lengths still fit in 31 bits
 
 
-def forward(spec: Spec, on: Builder) -> None:
+def forward(spec: Spec, builder: Builder) -> None:
     a = Attention.of(spec)
     if a.batch * a.seqlen_q:
-        attend(a, on, sequences_of(a, on))
+        attend(a, builder, sequences_of(a, builder))
 
 
-def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
+def attend(a: Attention, builder: Builder, sequences: Tensor) -> None:
     """``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length."""
     from gpu_ops.kernels.attention.numba_cuda.combine import combine_kernel
     from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, THREADS, count_splits, select_config
@@ -43,8 +43,8 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         codes=a.codes,
     )
     blocks = -(-rows // config.block_m) * a.batch * a.nheads_kv * -(-a.head_dim_v // config.slab)
-    parts = min(a.num_splits or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
-    lse = on.empty(a.lse_shape, a.lse_dtype, "lse") if a.lse is None else a.lse
+    parts = min(a.num_splits or count_splits(config, blocks, a.seqlen_k, builder.sms), THREADS)
+    lse = builder.empty(a.lse_shape, a.lse_dtype, "lse") if a.lse is None else a.lse
     config = replace(
         config,
         split=parts > 1,
@@ -56,34 +56,34 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
     if config.split:
         dtype = np.float64 if config.itemsize == 8 else np.float32
         entries, *rows_of_out = a.out.shape  # packed sequences: one
-        target = on.empty((parts * entries, *rows_of_out), dtype, "parts of out")
-        target_lse = on.empty((2 * parts * entries, *lse.shape[1:]), dtype, "maxima and sums of parts")
+        target = builder.empty((parts * entries, *rows_of_out), dtype, "parts of out")
+        target_lse = builder.empty((2 * parts * entries, *lse.shape[1:]), dtype, "maxima and sums of parts")
     scales = [0 if x is None else x for x in (a.k_scale, a.v_scale)]
     arrays = (a.q, a.k, a.v, target, target_lse, sequences, *scales, *score_arrays(a, config.scores.sinks))
     scale = scale if config.in_powers_of_e else scale * LOG2E
     arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
-    on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
+    builder.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
     if config.split:
         kernel = combine_kernel(a.out.dtype.name, a.sinks is not None, lse.dtype.name)
         grid = (math.prod(a.lse_shape),)
         sinks = 0 if a.sinks is None else a.sinks
-        on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
+        builder.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
 
 
-def sequences_of(a: Attention, on: Builder) -> Tensor:
+def sequences_of(a: Attention, builder: Builder) -> Tensor:
     """The table of sequences: a constant, or written by a kernel from lengths that only the device knows."""
     if a.known_lengths:
-        return on.constant(sequence_table(a), "sequences")
+        return builder.constant(sequence_table(a), "sequences")
     from gpu_ops.kernels.attention.numba_cuda.sequences import THREADS, packed_kernel, used_kernel
 
-    table = on.empty((a.batch, 4), np.int64, "sequences")
+    table = builder.empty((a.batch, 4), np.int64, "sequences")
     grid = (-(-a.batch // THREADS),)
     if a.packed:
         kernel = packed_kernel(paged=a.block_table is not None, used=a.seqused_k is not None)
         lengths = (*(*a.cu_seqlens, 0)[:2], 0 if a.seqused_k is None else a.seqused_k)
-        on.launch(kernel, grid, (THREADS,), (*lengths, table))
+        builder.launch(kernel, grid, (THREADS,), (*lengths, table))
     else:
-        on.launch(used_kernel(), grid, (THREADS,), (a.seqused_k, a.seqlen_q, table))
+        builder.launch(used_kernel(), grid, (THREADS,), (a.seqused_k, a.seqlen_q, table))
     return table
 
 

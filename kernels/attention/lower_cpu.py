@@ -16,7 +16,7 @@ __all__ = ["forward", "optional_arrays", "optional_tensors", "prepared"]
 Array = np.ndarray[Any, Any]
 
 
-def forward(spec: Spec, on: Builder) -> None:
+def forward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.cpu import forward as kernels
     from gpu_ops.kernels.attention.cpu.config import DECODE_ROWS, select_config
 
@@ -40,9 +40,9 @@ def forward(spec: Spec, on: Builder) -> None:
     else:
         attend = prepared(kernels.prepare, a, **more)
     if a.lse is None:
-        on.empty(a.lse_shape, a.lse_dtype, "lse")
+        builder.empty(a.lse_shape, a.lse_dtype, "lse")
     if a.known_lengths:
-        on.constant(sequence_table(a), "sequences")
+        builder.constant(sequence_table(a), "sequences")
     layout, k_name, v_name = spec["layout"], a.k.name, a.v.name
     has_options = bool(optional_tensors(a))
 
@@ -55,7 +55,7 @@ def forward(spec: Spec, on: Builder) -> None:
         attend.run(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
 
     text = f"{config}; sequences of up to {few} queries: decode kernel" if few else str(config)
-    on.call(run, text, attend.scratch)
+    builder.call(run, text, attend.scratch)
 
 
 def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Any:

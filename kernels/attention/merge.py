@@ -26,7 +26,7 @@ _SHAPE = np.dtype(
 
 
 @lowers("attention_merge", "cpu")
-def merge_cpu(spec: Spec, on: Builder) -> None:
+def merge_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.cpu import merge as kernels
 
     layout, shape = spec["layout"], _by_rows(spec.tensor("out"), "out", spec["layout"]).shape
@@ -34,11 +34,11 @@ def merge_cpu(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         kernels.merge(*(_by_rows(views[name], name, layout) for name in _NAMES))
 
-    on.call(run, kernels.config(math.prod(shape[:3]), shape[3]))
+    builder.call(run, kernels.config(math.prod(shape[:3]), shape[3]))
 
 
 @lowers("attention_merge", "raw")
-def merge_raw(spec: Spec, on: Builder) -> None:
+def merge_raw(spec: Spec, builder: Builder) -> None:
     arrays = _arrays(spec)
     (outer, middle, inner, cols), dtype = arrays["out"].shape, arrays["out"].dtype
     results = [x for name, x in arrays.items() if name.startswith("out")]
@@ -51,18 +51,18 @@ def merge_raw(spec: Spec, on: Builder) -> None:
     shape["strides"] = [strides_of(x)[:3] for x in arrays.values()]
     kernel = _kernel(dtype.name, arrays["lse1"].dtype.name, arrays["lse2"].dtype.name, access)
     grid = (-(-int(shape["rows"]) // (_BLOCK // lanes)) if cols else 0, 1, 1)
-    on.launch(kernel, grid, (lanes, _BLOCK // lanes, 1), (*arrays.values(), shape[()]))
+    builder.launch(kernel, grid, (lanes, _BLOCK // lanes, 1), (*arrays.values(), shape[()]))
 
 
 @lowers("attention_merge", "numba")
-def merge_numba(spec: Spec, on: Builder) -> None:
+def merge_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.numba_cuda.merge import merge_kernel
 
     arrays = _arrays(spec)
     out = arrays["out"]
     kernel = merge_kernel(out.dtype.name, *(arrays[name].dtype.name for name in ("lse1", "lse2", "lse")))
     grid = (-(-math.prod(out.shape[:3]) // (_TWIN_BLOCK // _TWIN_LANES)) if out.size else 0, 1, 1)
-    on.launch(kernel, grid, (_TWIN_BLOCK, 1, 1), tuple(arrays.values()))
+    builder.launch(kernel, grid, (_TWIN_BLOCK, 1, 1), tuple(arrays.values()))
 
 
 def _arrays(spec: Spec) -> dict[str, Tensor]:

@@ -67,17 +67,17 @@ _winners: dict[
 ] = {}  # by (space, card, bucket): read from files, or measured
 
 
-def choose(on: Builder, space: Space, problem: Any, limits: Any) -> Any:
+def choose(builder: Builder, space: Space, problem: Any, limits: Any) -> Any:
     """Choose how to run a problem: the candidate being measured, else a measured choice, else the model's choice.
 
-    The request is appended to ``on.asked``.
+    The request is appended to ``builder.asked``.
     """
-    config, measured = _choose(space, problem, limits, on.card)
-    on.asked.append(Asked(space, problem, limits, on.card, measured))
-    if on.candidate is not None:
-        return space.candidates(problem, limits)[on.candidate]
+    config, measured = _choose(space, problem, limits, builder.card)
+    builder.asked.append(Asked(space, problem, limits, builder.card, measured))
+    if builder.candidate is not None:
+        return space.candidates(problem, limits)[builder.candidate]
     if measured is not None:
-        on.note(f"tuned: {measured}, the fastest that autotune() measured")
+        builder.note(f"tuned: {measured}, the fastest that autotune() measured")
     return config
 
 

@@ -66,45 +66,45 @@ _DEFAULT_ALGORITHM = -1
 _ZERO, _ONE = np.zeros(1, np.float32), np.ones(1, np.float32)  # in host memory, for alpha and beta
 
 
-def takes(on: Builder, g: Gemm) -> bool:
+def takes(builder: Builder, g: Gemm) -> bool:
     """Whether cuBLAS computes this product."""
-    library = _LIBRARY.get(on.limits.preset, {}) if on.card else {}
+    library = _LIBRARY.get(builder.limits.preset, {}) if builder.card else {}
     return g.dtype.name in library and min(g.out[0].shape) >= _MIN_ROWS and g.is_aligned
 
 
-def run(on: Builder, g: Gemm) -> None:
+def run(builder: Builder, g: Gemm) -> None:
     """Compute the results of ``gemm_sm80.cu`` with float32 sums. A ``total`` is added to in place."""
     a, b, out, total = g.a, g.b, g.out, g.total
-    on.note(f"cuBLAS multiplies {_LIBRARY[on.limits.preset][g.dtype.name]}")
+    builder.note(f"cuBLAS multiplies {_LIBRARY[builder.limits.preset][g.dtype.name]}")
     if g.epilogue in ("kGate", "kGateKeep"):
         h = out[0]
-        halves = out[1:] or (h, on.scratch(h.shape, g.dtype, "up of cuBLAS"))
+        halves = out[1:] or (h, builder.scratch(h.shape, g.dtype, "up of cuBLAS"))
         for w, target in zip(b, halves, strict=True):
-            _product(on, a[0], w, target)
-        swiglu.launch_raw(on, "forward", g.activation, (*halves, h))
+            _product(builder, a[0], w, target)
+        swiglu.launch_raw(builder, "forward", g.activation, (*halves, h))
     elif g.epilogue == "kGateBackward":
         dgate, dup, h = out
         gate, up = a[1].array, b[1].array
-        dh = on.scratch(h.shape, g.dtype, "dh of cuBLAS")
-        _product(on, a[0], b[0], dh)
-        swiglu.launch_raw(on, "forward", g.activation, (gate, up, h))
-        swiglu.launch_raw(on, "backward", g.activation, (dh, gate, up, dgate, dup))
+        dh = builder.scratch(h.shape, g.dtype, "dh of cuBLAS")
+        _product(builder, a[0], b[0], dh)
+        swiglu.launch_raw(builder, "forward", g.activation, (gate, up, h))
+        swiglu.launch_raw(builder, "backward", g.activation, (dh, gate, up, dgate, dup))
     elif g.pairs == "kTwo":
         for x, w, target in zip(a, b, out, strict=True):
-            _product(on, x, w, target)
+            _product(builder, x, w, target)
     else:
         sums = total
         if sums is None:
             in_place = out[0].dtype == np.float32 and g.residual is None  # which may be out itself
             direct = in_place or (g.epilogue != "kLinear" and len(a) == 1)
-            sums = out[0] if direct else on.scratch(out[0].shape, np.float32, "sums of cuBLAS")
+            sums = out[0] if direct else builder.scratch(out[0].shape, np.float32, "sums of cuBLAS")
         for i, (x, w) in enumerate(zip(a, b, strict=True)):
-            _product(on, x, w, sums, add=i > 0 or total is not None)
+            _product(builder, x, w, sums, add=i > 0 or total is not None)
         if g.epilogue == "kLinear" or not same_memory(sums, out[0]):
-            add_up(on, sums[None], out[0], residual=g.residual, bias=g.bias)
+            add_up(builder, sums[None], out[0], residual=g.residual, bias=g.bias)
 
 
-def _product(on: Builder, a: Operand, b: Operand, c: Tensor, *, add: bool = False) -> None:
+def _product(builder: Builder, a: Operand, b: Operand, c: Tensor, *, add: bool = False) -> None:
     """``c = a b^T``, or ``c += a b^T``."""
     m, n = c.shape
     call = GemmEx(
@@ -115,7 +115,7 @@ def _product(on: Builder, a: Operand, b: Operand, c: Tensor, *, add: bool = Fals
         add=add,
     )
     layout = f"{'NT'[a.across]}{'TN'[b.across]}"
-    on.library(call, (b.array, a.array, c), f"cublasGemmEx: {m} x {n} x {a.k}, {layout}")
+    builder.library(call, (b.array, a.array, c), f"cublasGemmEx: {m} x {n} x {a.k}, {layout}")
 
 
 @dataclass(frozen=True)

@@ -59,25 +59,25 @@ GEMV_SHAPE = np.dtype(
 )
 
 
-def launch_raw(on: Builder, g: Gemm) -> None:
+def launch_raw(builder: Builder, g: Gemm) -> None:
     """Launch the CUDA C++ kernel, or the library, that is fastest."""
     m, n = g.out[0].shape
     if m * n == 0:
         return
     along = not (g.a[0].across or g.b[0].across)
     few = m <= FEW and along and g.pairs == "kOne"
-    if cublas.takes(on, g):
-        cublas.run(on, g)
+    if cublas.takes(builder, g):
+        cublas.run(builder, g)
     elif few and g.epilogue == "kGateKeep":  # as they are computed again, and h as if they were not kept
-        launch_raw(on, two_products(g.a * 2, g.b, g.out[1:]))
-        launch_raw(on, replace(g, out=g.out[:1], epilogue="kGate"))
+        launch_raw(builder, two_products(g.a * 2, g.b, g.out[1:]))
+        launch_raw(builder, replace(g, out=g.out[:1], epilogue="kGate"))
     elif few and g.epilogue in ("kStore", "kLinear", "kGate"):
-        _launch_few(on, g)
+        _launch_few(builder, g)
     else:
-        _launch_tiles(on, g)
+        _launch_tiles(builder, g)
 
 
-def launch_numba(on: Builder, g: Gemm) -> None:
+def launch_numba(builder: Builder, g: Gemm) -> None:
     """Launch the Numba kernel; its unused arguments have stand-ins."""
     from gpu_ops.kernels.gemm.numba_cuda import gemm as twin
 
@@ -101,10 +101,10 @@ def launch_numba(on: Builder, g: Gemm) -> None:
             c = (out[0], none if g.residual is None else g.residual, none if g.bias is None else g.bias)
         total = c[0] if g.total is None else g.total
         args = (a[i], b[i], a[-1], b[-1], *c, total)
-        on.launch(kernel, grid, (twin.THREADS, 1, 1), args)
+        builder.launch(kernel, grid, (twin.THREADS, 1, 1), args)
 
 
-def _launch_tiles(on: Builder, g: Gemm) -> None:
+def _launch_tiles(builder: Builder, g: Gemm) -> None:
     out, batch, pairs = g.out[0], 2 if g.pairs == "kTwo" else 1, 2 if g.pairs == "kSum" else 1
     (m, n), k = out.shape, g.a[0].k
     problem = Problem(
@@ -116,11 +116,11 @@ def _launch_tiles(on: Builder, g: Gemm) -> None:
         gated=g.epilogue in ("kGate", "kGateKeep"),
         splittable=batch == 1 and g.epilogue in ("kStore", "kLinear"),
     )
-    config = select_config(problem, DeviceLimits(on.sms, on.smem_per_block_optin))
+    config = select_config(problem, DeviceLimits(builder.sms, builder.smem_per_block_optin))
     addends = {"residual": g.residual, "bias": g.bias}
     target, more = (out, g.out[1:]) if g.epilogue != "kLinear" else (out, tuple(addends.values()))
     if config.splits > 1:
-        target, more = _parts(on, config.splits, m, n), ()
+        target, more = _parts(builder, config.splits, m, n), ()
         g = replace(g, epilogue="kStore", residual=None, bias=None)
     shape = np.zeros((), GEMM_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
@@ -134,18 +134,18 @@ def _launch_tiles(on: Builder, g: Gemm) -> None:
     kernel = _tiles_kernel(g, config, target.dtype.name)
     args = (*a[:2], *b[:2], *c, _NULL if g.total is None else g.total, shape[()])
     grid = (config.blocks, config.splits, problem.batch)
-    on.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
+    builder.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
     if config.splits > 1:
-        add_up(on, target, out, **addends)
+        add_up(builder, target, out, **addends)
 
 
-def _launch_few(on: Builder, g: Gemm) -> None:
+def _launch_few(builder: Builder, g: Gemm) -> None:
     x, out, gate = g.a[0], g.out[0], g.epilogue == "kGate"
     (m, n), k = out.shape, x.k
-    limits = DeviceLimits(on.sms, on.smem_per_block_optin)
+    limits = DeviceLimits(builder.sms, builder.smem_per_block_optin)
     config = select_few(m, n, k, x.array.dtype.itemsize, gate, limits)
     direct = config.splits == 1 and g.epilogue != "kLinear"
-    target = out if direct else _parts(on, config.splits, m, n)
+    target = out if direct else _parts(builder, config.splits, m, n)
     shape = np.zeros((), GEMV_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
     shape["stride_x"], shape["stride_w"] = stride(x.array), _strides(o.array for o in g.b)
@@ -153,14 +153,14 @@ def _launch_few(on: Builder, g: Gemm) -> None:
     w = _filled(o.array for o in g.b)
     args = (x.array, *w[:2], target, shape[()])
     kernel = _few_kernel(g, config, target.dtype.name)
-    on.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
+    builder.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
     if not direct:
-        add_up(on, target, out, residual=g.residual, bias=g.bias)
+        add_up(builder, target, out, residual=g.residual, bias=g.bias)
 
 
-def _parts(on: Builder, splits: int, m: int, n: int) -> Tensor:
+def _parts(builder: Builder, splits: int, m: int, n: int) -> Tensor:
     """Workspace in which the blocks of a divided K leave their sums."""
-    return on.scratch((splits, m, n), np.float32, "parts of sums")
+    return builder.scratch((splits, m, n), np.float32, "parts of sums")
 
 
 _NULL = np.uint64(0)

@@ -33,10 +33,10 @@ _ROWS, _PARTS = 64, 256
 
 
 @lowers("linear", "cpu")
-def _forward_cpu(spec: Spec, on: Builder) -> None:
+def _forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import linear as kernels
 
-    if _without_terms(spec, on):
+    if _without_terms(spec, builder):
         return
 
     def run(views: Mapping[str, Any]) -> None:
@@ -49,11 +49,11 @@ def _forward_cpu(spec: Spec, on: Builder) -> None:
             as_rows(views["y"]),
         )
 
-    on.call(run, "one matrix product", kernels.scratch_bytes(*_sizes(spec))[0])
+    builder.call(run, "one matrix product", kernels.scratch_bytes(*_sizes(spec))[0])
 
 
 @lowers("linear_backward", "cpu")
-def _backward_cpu(spec: Spec, on: Builder) -> None:
+def _backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import linear as kernels
 
     added = spec["added"]
@@ -68,13 +68,13 @@ def _backward_cpu(spec: Spec, on: Builder) -> None:
     def sum_rows(views: Mapping[str, Any]) -> None:
         kernels.sum_rows(as_rows(views["dy"]), views["dbias"], add="dbias" in added)
 
-    if _has_products(spec, on):
+    if _has_products(spec, builder):
         both = spec.get("dx") is not None and spec.get("dweight") is not None
         text, wanted = "two matrix products" if both else "one matrix product", ("dx", "dweight")
         sizes = zip(wanted, kernels.scratch_bytes(*_sizes(spec))[1:], strict=True)
-        on.call(multiply, text, max(n for name, n in sizes if spec.get(name) is not None))
-    if _has_rows(spec, on):
-        on.call(sum_rows, "the sum of the rows of dy")
+        builder.call(multiply, text, max(n for name, n in sizes if spec.get(name) is not None))
+    if _has_rows(spec, builder):
+        builder.call(sum_rows, "the sum of the rows of dy")
 
 
 def _sizes(spec: Spec) -> tuple[int, int, int, str]:
@@ -83,12 +83,12 @@ def _sizes(spec: Spec) -> tuple[int, int, int, str]:
     return len(x), rows, cols, x.dtype.name
 
 
-def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:
-    if _without_terms(spec, on):
+def _forward(spec: Spec, builder: Builder, multiply: Multiply) -> None:
+    if _without_terms(spec, builder):
         return
     bias, residual = spec.get("bias"), spec.get("residual")
     multiply(
-        on,
+        builder,
         linear(
             Operand(rows_of(spec, "x")),
             Operand(spec.tensor("weight")),
@@ -99,35 +99,35 @@ def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:
     )
 
 
-def _backward(spec: Spec, on: Builder, multiply: Multiply, sum_rows: SumRows) -> None:
+def _backward(spec: Spec, builder: Builder, multiply: Multiply, sum_rows: SumRows) -> None:
     dy, x, weight = rows_of(spec, "dy"), rows_of(spec, "x"), spec.tensor("weight")
-    added, has_products = spec["added"], _has_products(spec, on)
+    added, has_products = spec["added"], _has_products(spec, builder)
     if has_products and spec.get("dx") is not None:
-        multiply(on, product(Operand(dy), Operand(weight, True), rows_of(spec, "dx")))
+        multiply(builder, product(Operand(dy), Operand(weight, True), rows_of(spec, "dx")))
     if has_products and (dweight := spec.get("dweight")) is not None:
         total = dweight if "dweight" in added else None
-        multiply(on, product(Operand(dy, True), Operand(x, True), dweight, total=total))
-    if _has_rows(spec, on):
-        sum_rows(on, dy, spec.tensor("dbias")[None], "dbias" in added)
+        multiply(builder, product(Operand(dy, True), Operand(x, True), dweight, total=total))
+    if _has_rows(spec, builder):
+        sum_rows(builder, dy, spec.tensor("dbias")[None], "dbias" in added)
 
 
-def sum_rows_raw(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
+def sum_rows_raw(builder: Builder, x: Tensor, total: Tensor, add: bool) -> None:
     """Store the sum of the rows of x in ``total`` (1, columns). ``add``: add to its contents."""
     rows, cols = x.shape
     each = max(_ROWS, -(-rows // _PARTS))
-    parts = on.scratch((-(-rows // each), 1, cols), np.float32, "parts of sums")
+    parts = builder.scratch((-(-rows // each), 1, cols), np.float32, "parts of sums")
     width = 4 if aligned([x], 4 * x.itemsize) else 1
     args = (x, parts, np.int64(stride(x)), np.int32(rows), np.int32(cols), np.int32(each))
     grid = (-(-cols // (width * _THREADS)), len(parts), 1)
-    on.launch(_sums_kernel(x.dtype.name, width), grid, (_THREADS, 1, 1), args)
-    add_up(on, parts, total, residual=total if add else None)
+    builder.launch(_sums_kernel(x.dtype.name, width), grid, (_THREADS, 1, 1), args)
+    add_up(builder, parts, total, residual=total if add else None)
 
 
-def sum_rows_numba(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
+def sum_rows_numba(builder: Builder, x: Tensor, total: Tensor, add: bool) -> None:
     from gpu_ops.kernels.gemm.numba_cuda import column_sums as twin
 
     grid = (-(-x.shape[1] // twin.THREADS), 1, 1)
-    on.launch(twin.kernel(x.dtype.name, add), grid, (twin.THREADS, 1, 1), (x, total))
+    builder.launch(twin.kernel(x.dtype.name, add), grid, (twin.THREADS, 1, 1), (x, total))
 
 
 lowers("linear", "raw")(partial(_forward, multiply=launch_raw))
@@ -136,33 +136,33 @@ lowers("linear_backward", "raw")(partial(_backward, multiply=launch_raw, sum_row
 lowers("linear_backward", "numba")(partial(_backward, multiply=launch_numba, sum_rows=sum_rows_numba))
 
 
-def _without_terms(spec: Spec, on: Builder) -> bool:
+def _without_terms(spec: Spec, builder: Builder) -> bool:
     """Whether y is empty, or all zeros because sums have no terms and nothing is added."""
     if spec.tensor("y").size == 0:
         return True
     if spec.tensor("x").size or spec.get("bias") is not None or spec.get("residual") is not None:
         return False
-    on.zero(spec.tensor("y"))
+    builder.zero(spec.tensor("y"))
     return True
 
 
-def _has_products(spec: Spec, on: Builder) -> bool:
+def _has_products(spec: Spec, builder: Builder) -> bool:
     """Whether no axis is empty. The gradients are zero otherwise, and gradients that are added to stay unchanged."""
     if all(spec.tensor(name).size for name in ("dy", "x", "weight")):
         return True
     for name in ("dx", "dweight"):
         grad = spec.get(name)
         if grad is not None and name not in spec["added"]:
-            on.zero(grad)
+            builder.zero(grad)
     return False
 
 
-def _has_rows(spec: Spec, on: Builder) -> bool:
+def _has_rows(spec: Spec, builder: Builder) -> bool:
     """Whether there is a dbias to compute."""
     if spec.get("dbias") is None or spec.tensor("dy").size:
         return spec.get("dbias") is not None
     if "dbias" not in spec["added"]:
-        on.zero(spec.tensor("dbias"))
+        builder.zero(spec.tensor("dbias"))
     return False
 
 

@@ -16,7 +16,12 @@ _NULL = np.uint64(0)
 
 
 def add_up(
-    on: Builder, parts: Tensor, out: Tensor, *, residual: Tensor | None = None, bias: Tensor | None = None
+    builder: Builder,
+    parts: Tensor,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Store the sum of ``parts`` (splits, rows, cols), float32 and contiguous, in ``out``, rounded once.
 
@@ -29,7 +34,7 @@ def add_up(
     arrays = (parts, out, *(_NULL if x is None else x for x in (residual, bias)))
     args = (*arrays, np.int64(rows), np.int64(cols), *strides, np.int32(splits))
     grid = (-(-rows * cols // (width * _THREADS)), 1, 1)
-    on.launch(_kernel(out.dtype.name, width), grid, (_THREADS, 1, 1), args)
+    builder.launch(_kernel(out.dtype.name, width), grid, (_THREADS, 1, 1), args)
 
 
 def _kernel(dtype: str, width: int) -> CudaKernel:

@@ -68,7 +68,7 @@ def select_config(rows: int, cols: int, itemsize: int, *, alignment: int) -> Gat
 
 
 @lowers("swiglu", "cpu")
-def forward_cpu(spec: Spec, on: Builder) -> None:
+def forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import swiglu
 
     half, activation = _columns(spec), spec["activation"]
@@ -82,11 +82,11 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
         gate = as_rows(views["gate"])
         swiglu.forward(gate[:, :half], gate[:, half:], as_rows(views["y"]), activation=activation)
 
-    on.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
+    builder.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
 
 
 @lowers("swiglu_backward", "cpu")
-def backward_cpu(spec: Spec, on: Builder) -> None:
+def backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import swiglu
 
     half, activation = _columns(spec), spec["activation"]
@@ -107,27 +107,27 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
             activation=activation,
         )
 
-    on.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
+    builder.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
 
 
 @lowers("swiglu", "raw")
-def _forward_raw(spec: Spec, on: Builder) -> None:
-    launch_raw(on, "forward", spec["activation"], (*_pair(spec, "gate", "up"), rows_of(spec, "y")))
+def _forward_raw(spec: Spec, builder: Builder) -> None:
+    launch_raw(builder, "forward", spec["activation"], (*_pair(spec, "gate", "up"), rows_of(spec, "y")))
 
 
 @lowers("swiglu", "numba")
-def _forward_numba(spec: Spec, on: Builder) -> None:
-    launch_numba(on, "forward", spec["activation"], (*_pair(spec, "gate", "up"), rows_of(spec, "y")))
+def _forward_numba(spec: Spec, builder: Builder) -> None:
+    launch_numba(builder, "forward", spec["activation"], (*_pair(spec, "gate", "up"), rows_of(spec, "y")))
 
 
 @lowers("swiglu_backward", "raw")
-def _backward_raw(spec: Spec, on: Builder) -> None:
-    launch_raw(on, "backward", spec["activation"], _backward_arrays(spec))
+def _backward_raw(spec: Spec, builder: Builder) -> None:
+    launch_raw(builder, "backward", spec["activation"], _backward_arrays(spec))
 
 
 @lowers("swiglu_backward", "numba")
-def _backward_numba(spec: Spec, on: Builder) -> None:
-    launch_numba(on, "backward", spec["activation"], _backward_arrays(spec))
+def _backward_numba(spec: Spec, builder: Builder) -> None:
+    launch_numba(builder, "backward", spec["activation"], _backward_arrays(spec))
 
 
 def _backward_arrays(spec: Spec) -> tuple[Tensor, ...]:
@@ -149,7 +149,7 @@ def _pair(spec: Spec, gate: str, up: str) -> tuple[Tensor, Tensor]:
     return first[:, :half], first[:, half:]
 
 
-def launch_raw(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
+def launch_raw(builder: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
     """Forward (gate, up, y): ``y = act(gate) * up``; y may be gate.
 
     Backward (dy, gate, up, dgate, dup): ``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``; they may be
@@ -164,10 +164,10 @@ def launch_raw(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, 
     config = select_config(rows, cols, dtype.itemsize, alignment=alignment(arrays, rows))
     args = (*arrays, np.int64(rows), np.int64(cols), *map(row_stride, arrays))
     block = (config.threads_per_row, config.rows_per_block, 1)
-    on.launch(_kernel(which, config, dtype.name, activation), config.grid, block, args)
+    builder.launch(_kernel(which, config, dtype.name, activation), config.grid, block, args)
 
 
-def launch_numba(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
+def launch_numba(builder: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
     """Launch the Numba twin."""
     rows, cols = arrays[0].shape
     if rows * cols == 0:
@@ -176,7 +176,7 @@ def launch_numba(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor
         rows, cols = 1, rows * cols
     kernel = _twin(which, arrays[0].dtype.name, activation)
     grid = (-(-cols // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
-    on.launch(kernel, grid, (_TWIN_THREADS, 1, 1), tuple(a.reshape(rows, cols) for a in arrays))
+    builder.launch(kernel, grid, (_TWIN_THREADS, 1, 1), tuple(a.reshape(rows, cols) for a in arrays))
 
 
 def variants(arch: str) -> Iterator[Variant]:

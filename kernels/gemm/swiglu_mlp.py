@@ -55,10 +55,10 @@ _SUMS = ("dw_gate", "dw_up", "dw_down")  # over tokens
 
 
 @lowers("swiglu_mlp", "cpu")
-def _forward_cpu(spec: Spec, on: Builder) -> None:
+def _forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import swiglu_mlp
 
-    if _is_zero(spec, on):
+    if _is_zero(spec, builder):
         return
     x, (ffn, hidden), activation = rows_of(spec, "x"), spec.tensor("w_gate").shape, spec["activation"]
 
@@ -74,14 +74,14 @@ def _forward_cpu(spec: Spec, on: Builder) -> None:
 
     sizes = hidden, ffn, spec.tensor("w_down").shape[0]
     scratch = swiglu_mlp.scratch_bytes(len(x), sizes, x.dtype, gradients=False, kept=False)
-    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype), scratch)
+    builder.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype), scratch)
 
 
 @lowers("swiglu_mlp_backward", "cpu")
-def _backward_cpu(spec: Spec, on: Builder) -> None:
+def _backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import swiglu_mlp
 
-    if _has_no_products(spec, on):
+    if _has_no_products(spec, builder):
         return
     x, (ffn, hidden), activation = rows_of(spec, "x"), spec.tensor("w_gate").shape, spec["activation"]
     added = [name in spec["added"] for name in _SUMS]
@@ -100,54 +100,54 @@ def _backward_cpu(spec: Spec, on: Builder) -> None:
 
     sizes, kept = (hidden, ffn, spec.tensor("w_down").shape[0]), spec.get("gate_up") is not None
     scratch = swiglu_mlp.scratch_bytes(len(x), sizes, x.dtype, gradients=True, kept=kept)
-    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype, gradients=True), scratch)
+    builder.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype, gradients=True), scratch)
 
 
-def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:
-    if _is_zero(spec, on):
+def _forward(spec: Spec, builder: Builder, multiply: Multiply) -> None:
+    if _is_zero(spec, builder):
         return
     x, y = rows_of(spec, "x"), rows_of(spec, "y")
     w_gate, w_up, w_down = (Operand(spec.tensor(name)) for name in _WEIGHTS)
     kept, activation = _kept(spec), spec["activation"]
     chunks = list(_spans(len(x), TOKENS))
-    h_chunk = on.empty((chunks[0].stop, w_gate.rows), x.dtype, "h")
+    h_chunk = builder.empty((chunks[0].stop, w_gate.rows), x.dtype, "h")
     for t in chunks:
         h = h_chunk[: t.stop - t.start]
         halves = tuple(half[t] for half in kept)
-        multiply(on, gated(Operand(x[t]), w_gate, w_up, h, activation=activation, kept=halves))
-        multiply(on, product(Operand(h), w_down, y[t]))
+        multiply(builder, gated(Operand(x[t]), w_gate, w_up, h, activation=activation, kept=halves))
+        multiply(builder, product(Operand(h), w_down, y[t]))
 
 
-def _backward(spec: Spec, on: Builder, multiply: Multiply) -> None:
-    if _has_no_products(spec, on):
+def _backward(spec: Spec, builder: Builder, multiply: Multiply) -> None:
+    if _has_no_products(spec, builder):
         return
     dy, x, dx = (rows_of(spec, name) for name in ("dy", "x", "dx"))
     w_gate, w_up, w_down = (spec.tensor(name) for name in _WEIGHTS)
     kept, tokens, ffn = _kept(spec), len(x), len(w_gate)
     blocks = list(_spans(ffn, max(FFN, SCRATCH // tokens)))
-    buffers = [on.empty((tokens, blocks[0].stop), x.dtype, name) for name in ("gate", "up", "h")]
+    buffers = [builder.empty((tokens, blocks[0].stop), x.dtype, name) for name in ("gate", "up", "h")]
     total = dx
     if len(blocks) > 1 and x.itemsize == 2:
-        total = on.empty(dx.shape, np.float32, "dx in float32")
+        total = builder.empty(dx.shape, np.float32, "dx in float32")
     rows, x_across, dy_across = Operand(x), Operand(x, True), Operand(dy, True)
     for f in blocks:
         wg, wu, wd = w_gate[f], w_up[f], w_down[:, f]
         dgate, dup, h = (b[:, : f.stop - f.start] for b in buffers)
         halves = (kept[0][:, f], kept[1][:, f]) if kept else (dgate, dup)
         if not kept:
-            multiply(on, two_products((rows, rows), (Operand(wg), Operand(wu)), halves))
+            multiply(builder, two_products((rows, rows), (Operand(wg), Operand(wu)), halves))
         dh = Operand(dy), Operand(wd, True)
-        multiply(on, gated_backward(*dh, halves, (dgate, dup, h), activation=spec["activation"]))
+        multiply(builder, gated_backward(*dh, halves, (dgate, dup, h), activation=spec["activation"]))
         for name, a, b, part in (
             ("dw_gate", Operand(dgate, True), x_across, (f,)),
             ("dw_up", Operand(dup, True), x_across, (f,)),
             ("dw_down", dy_across, Operand(h, True), (slice(None), f)),
         ):
             target = spec.tensor(name)[part]
-            multiply(on, product(a, b, target, total=target if name in spec["added"] else None))
+            multiply(builder, product(a, b, target, total=target if name in spec["added"] else None))
         pairs = (Operand(dgate), Operand(dup)), (Operand(wg, True), Operand(wu, True))
         target = dx if f.stop == ffn else total
-        multiply(on, sum_of_products(*pairs, target, total=total if f.start else None))
+        multiply(builder, sum_of_products(*pairs, target, total=total if f.start else None))
 
 
 def _kept(spec: Spec) -> tuple[Tensor, ...]:
@@ -164,23 +164,23 @@ lowers("swiglu_mlp_backward", "raw")(partial(_backward, multiply=launch_raw))
 lowers("swiglu_mlp_backward", "numba")(partial(_backward, multiply=launch_numba))
 
 
-def _is_zero(spec: Spec, on: Builder) -> bool:
+def _is_zero(spec: Spec, builder: Builder) -> bool:
     """Whether an axis is empty, which makes the results of the forward zero."""
     if spec.tensor("x").size and spec.tensor("w_gate").size:
         return False
-    on.zero(spec.tensor("y"))
+    builder.zero(spec.tensor("y"))
     if spec.get("gate_up") is not None:
-        on.zero(spec.tensor("gate_up"))
+        builder.zero(spec.tensor("gate_up"))
     return True
 
 
-def _has_no_products(spec: Spec, on: Builder) -> bool:
+def _has_no_products(spec: Spec, builder: Builder) -> bool:
     """Whether an axis is empty. Then the gradients are zero, and gradients that are added to stay unchanged."""
     if all(spec.tensor(name).size for name in ("x", "w_gate", "w_down")):
         return False
     for name in ("dx", *_SUMS):
         if name not in spec["added"]:
-            on.zero(spec.tensor(name))
+            builder.zero(spec.tensor(name))
     return True
 
 

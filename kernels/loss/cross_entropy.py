@@ -36,7 +36,7 @@ _COUNT, _ROWS = 5, 6  # further kinds: the sum of the targets' weights, the sum 
 
 
 @lowers("cross_entropy", "cpu")
-def forward_cpu(spec: Spec, on: Builder) -> None:
+def forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.loss.cpu import cross_entropy
 
     shape, options_of, reduction = rows_of(spec, "logits").shape, options_cpu(spec), spec["reduction"]
@@ -51,11 +51,11 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
         if reduction != "none":
             loss[...] = np.sum(rows, dtype=np.float64) * factor_cpu(spec, views, targets)
 
-    on.call(run, cross_entropy.config(*shape), row_scratch(spec) + factor_scratch(spec))
+    builder.call(run, cross_entropy.config(*shape), row_scratch(spec) + factor_scratch(spec))
 
 
 @lowers("cross_entropy_backward", "cpu")
-def backward_cpu(spec: Spec, on: Builder) -> None:
+def backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.loss.cpu import cross_entropy
 
     shape, options_of, reduction = rows_of(spec, "logits").shape, options_cpu(spec), spec["reduction"]
@@ -75,7 +75,7 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
         rows = (as_rows(views["logits"]), targets, lse, weight, as_rows(views["dlogits"]))
         cross_entropy.backward(dloss, *rows, options)
 
-    on.call(run, cross_entropy.config(*shape), target_scratch(spec) + factor_scratch(spec))
+    builder.call(run, cross_entropy.config(*shape), target_scratch(spec) + factor_scratch(spec))
 
 
 def row_scratch(spec: Spec) -> int:
@@ -181,7 +181,7 @@ class Kernels:
     total: Callable[[Spec, Builder, Total, Tensor], None]
 
 
-def factors(spec: Spec, on: Builder, kernels: Kernels) -> tuple[Tensor, Tensor]:
+def factors(spec: Spec, builder: Builder, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """Factors of the gradients of rows: dloss of each row, or the first entry of the second array for all rows.
 
     The second array, if a launch has to compute it: this factor, and the sum of the class weights.
@@ -189,27 +189,29 @@ def factors(spec: Spec, on: Builder, kernels: Kernels) -> tuple[Tensor, Tensor]:
     dloss, weighted = spec.get("dloss"), spec.get("class_weight") is not None
     each = spec["reduction"] == "none" and dloss is not None
     needed = not each or (weighted and spec["label_smoothing"])
-    result = on.empty((2 if needed else 0,), _like_loss(spec).dtype, "factors")
+    result = builder.empty((2 if needed else 0,), _like_loss(spec).dtype, "factors")
     if needed:
-        kernels.total(spec, on, Total.of_gradient(spec, result), result)
+        kernels.total(spec, builder, Total.of_gradient(spec, result), result)
     return result if dloss is None or not each else dloss.ravel(), result
 
 
-def _forward(spec: Spec, on: Builder, kernels: Kernels) -> None:
+def _forward(spec: Spec, builder: Builder, kernels: Kernels) -> None:
     x, loss, lse = rows_of(spec, "logits"), spec.tensor("loss"), spec.get("lse")
-    each = (loss if spec["reduction"] == "none" else on.empty((len(x),), loss.dtype, "row losses")).ravel()
+    each = (
+        loss if spec["reduction"] == "none" else builder.empty((len(x),), loss.dtype, "row losses")
+    ).ravel()
     if len(x):
         targets = spec.tensor("targets").ravel()
-        kernels.forward(spec, on, Rows(x, targets, each, each if lse is None else lse.ravel()))
+        kernels.forward(spec, builder, Rows(x, targets, each, each if lse is None else lse.ravel()))
     if spec["reduction"] != "none":
-        kernels.total(spec, on, Total.of_losses(spec, each), loss)
+        kernels.total(spec, builder, Total.of_losses(spec, each), loss)
 
 
-def _backward(spec: Spec, on: Builder, kernels: Kernels) -> None:
+def _backward(spec: Spec, builder: Builder, kernels: Kernels) -> None:
     x, targets, lse = rows_of(spec, "logits"), spec.tensor("targets").ravel(), spec.tensor("lse").ravel()
     if x.size:
-        dloss, shared = factors(spec, on, kernels)
-        kernels.backward(spec, on, Rows(x, targets, lse, lse), rows_of(spec, "dlogits"), dloss, shared)
+        dloss, shared = factors(spec, builder, kernels)
+        kernels.backward(spec, builder, Rows(x, targets, lse, lse), rows_of(spec, "dlogits"), dloss, shared)
 
 
 def _like_loss(spec: Spec) -> Tensor:
@@ -224,23 +226,23 @@ def _weight(spec: Spec) -> Tensor:
     return _like_loss(spec).ravel() if weight is None else weight
 
 
-def _forward_raw(spec: Spec, on: Builder, rows: Rows) -> None:
+def _forward_raw(spec: Spec, builder: Builder, rows: Rows) -> None:
     x, loss, lse = rows.logits, rows.loss, rows.lse
     plain = not spec["softcap"] and not spec["label_smoothing"]
     arrays = (rows.targets, _weight(spec), x, loss, lse, np.int32(lse is not loss), _raw_options(spec))
-    _launch_rows(on, "forward", (x,), arrays, plain)
+    _launch_rows(builder, "forward", (x,), arrays, plain)
 
 
 def _backward_raw(
-    spec: Spec, on: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+    spec: Spec, builder: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
 ) -> None:
     x, step = rows.logits, np.int64(dloss is not shared)
     plain = not spec["softcap"] and not (spec["label_smoothing"] and spec.get("class_weight") is not None)
     known = rows.targets, _weight(spec), dloss, shared[1:], rows.lse
-    _launch_rows(on, "backward", (x, dlogits), (*known, x, dlogits, step, _raw_options(spec)), plain)
+    _launch_rows(builder, "backward", (x, dlogits), (*known, x, dlogits, step, _raw_options(spec)), plain)
 
 
-def _total_raw(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
+def _total_raw(spec: Spec, builder: Builder, t: Total, result: Tensor) -> None:
     targets = spec.tensor("targets")
     numbers = (
         np.array((value, number_kind, 0), _NUMBER)[()]
@@ -249,30 +251,30 @@ def _total_raw(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
     sums_weights = np.int32(result.size > 1 and spec.get("class_weight") is not None)
     args = (targets, _weight(spec), t.above, t.below, result, *numbers, sums_weights, _raw_options(spec))
     sizes = np.int64(targets.size), np.int64(spec["vocab"])
-    on.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (*args, *sizes))
+    builder.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (*args, *sizes))
 
 
-def _forward_numba(spec: Spec, on: Builder, rows: Rows) -> None:
+def _forward_numba(spec: Spec, builder: Builder, rows: Rows) -> None:
     from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
 
     x, targets, loss, lse = rows.logits, rows.targets, rows.loss, rows.lse
     arrays = (targets, _weight(spec), x, loss, lse, np.int32(lse is not loss))
     kernel = twins.forward(x.dtype.name, targets.dtype.name)
-    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
+    builder.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
 
 
 def _backward_numba(
-    spec: Spec, on: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+    spec: Spec, builder: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
 ) -> None:
     from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
 
     x, targets, step = rows.logits, rows.targets, np.int32(dloss is not shared)
     arrays = (targets, _weight(spec), dloss, shared, rows.lse, x, dlogits, step)
     kernel = twins.backward(x.dtype.name, targets.dtype.name, dlogits.dtype.name)
-    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
+    builder.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
 
 
-def _total_numba(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
+def _total_numba(spec: Spec, builder: Builder, t: Total, result: Tensor) -> None:
     from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
 
     targets = spec.tensor("targets").ravel()
@@ -286,7 +288,7 @@ def _total_numba(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
     arrays = (targets, _weight(spec), t.above.ravel(), t.below.ravel(), result.ravel())
     weighted = spec.get("class_weight") is not None
     options = np.int64(spec["ignore_index"]), np.int32(weighted), np.int64(spec["vocab"])
-    on.launch(kernel, (1, 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *numbers, *options))
+    builder.launch(kernel, (1, 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *numbers, *options))
 
 
 RAW = Kernels(_forward_raw, _backward_raw, _total_raw)
@@ -314,7 +316,7 @@ def _shares(spec: Spec) -> tuple[float, float]:
 
 
 def _launch_rows(
-    on: Builder, which: str, arrays: tuple[Tensor, ...], args: tuple[Any, ...], plain: bool
+    builder: Builder, which: str, arrays: tuple[Tensor, ...], args: tuple[Any, ...], plain: bool
 ) -> None:
     """Launch a kernel over rows. ``arrays``: the (rows, cols) arrays of ``args``, the logits first."""
     (rows, cols), dtype = arrays[0].shape, arrays[0].dtype
@@ -323,7 +325,7 @@ def _launch_rows(
     access = vec if arguments.alignment(arrays, rows) == 16 and cols % vec == 0 else 1
     kernel = _kernel(which, dtype.name, access, plain, arrays[-1].dtype.name)
     args = (*args, np.int64(rows), np.int64(cols), *map(arguments.row_stride, arrays))
-    on.launch(kernel, (-(-rows // rows_per_block), 1, 1), (threads, rows_per_block, 1), args)
+    builder.launch(kernel, (-(-rows // rows_per_block), 1, 1), (threads, rows_per_block, 1), args)
 
 
 def _kernel(which: str, dtype: str, access: int, plain: bool, gradient: str) -> CudaKernel:

@@ -46,13 +46,13 @@ def chunks(spec: Spec, nbytes: int, least: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk, rows))
 
 
-def _has_logits(spec: Spec, on: Builder) -> bool:
+def _has_logits(spec: Spec, builder: Builder) -> bool:
     """Whether there are logits. Otherwise gradients are zero, and gradients that are added to stay unchanged."""
     if rows_of(spec, "x").shape[0] and spec["vocab"]:
         return True
     for name in ("dx", "dweight", "dbias"):
         if spec.get(name) is not None and name not in spec["added"]:
-            on.zero(spec.tensor(name))
+            builder.zero(spec.tensor(name))
     return False
 
 
@@ -60,7 +60,7 @@ def _has_logits(spec: Spec, on: Builder) -> bool:
 
 
 @lowers("linear_cross_entropy", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.dtype import aligned_empty
     from gpu_ops.kernels.gemm.cpu import linear as sums
     from gpu_ops.kernels.loss.cpu.linear_cross_entropy import Chunks, scratch_bytes
@@ -69,7 +69,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
     reduction = spec["reduction"]
     longest = max((c.stop - c.start for c in parts), default=0)
     sum_dtype, grads, added = spec.tensor("loss").dtype, spec.get("dx") is not None, spec["added"]
-    has_logits = _has_logits(spec, on)
+    has_logits = _has_logits(spec, builder)
 
     def run(views: Mapping[str, Any]) -> None:
         x, targets = as_rows(views["x"]), as_line(views["targets"]).astype(np.int64, copy=False)
@@ -94,7 +94,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
 
     kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": sum_dtype, "grads": grads}
     scratch = scratch_bytes(longest, *spec.tensor("weight").shape, **kinds)
-    on.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
+    builder.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
 
 
 def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: Any) -> Any:
@@ -114,47 +114,47 @@ class _Backend:
     sum_rows: SumRows
 
 
-def _gpu(spec: Spec, on: Builder, by: _Backend) -> None:
+def _gpu(spec: Spec, builder: Builder, by: _Backend) -> None:
     x, loss, lse, grads = rows_of(spec, "x"), spec.tensor("loss"), spec.get("lse"), spec.get("dx") is not None
-    of_rows = loss if spec["reduction"] == "none" else on.empty(x.shape[:1], loss.dtype, "row losses")
+    of_rows = loss if spec["reduction"] == "none" else builder.empty(x.shape[:1], loss.dtype, "row losses")
     if lse is None:
-        lse = on.empty(x.shape[:1], loss.dtype, "lse of rows") if grads else of_rows
+        lse = builder.empty(x.shape[:1], loss.dtype, "lse of rows") if grads else of_rows
     all_rows = Rows(x, spec.tensor("targets").ravel(), of_rows.ravel(), lse.ravel())
     parts = list(chunks(spec, _GPU_BYTES, *_GPU_ROWS))
-    if _has_logits(spec, on):
-        _launch_chunks(spec, on, by, all_rows, parts)
+    if _has_logits(spec, builder):
+        _launch_chunks(spec, builder, by, all_rows, parts)
     elif len(x):
-        by.losses.forward(spec, on, replace(all_rows, logits=x[:, :0]))
+        by.losses.forward(spec, builder, replace(all_rows, logits=x[:, :0]))
     if spec["reduction"] != "none":
-        by.losses.total(spec, on, Total.of_losses(spec, all_rows.loss), loss)
+        by.losses.total(spec, builder, Total.of_losses(spec, all_rows.loss), loss)
 
 
-def _launch_chunks(spec: Spec, on: Builder, by: _Backend, rows: Rows, parts: list[slice]) -> None:
+def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: Rows, parts: list[slice]) -> None:
     weight, bias, dx, dbias = (spec.get(name) for name in ("weight", "bias", "dx", "dbias"))
     x, sum_dtype, added = rows.logits, rows.loss.dtype, spec["added"]
     assert weight is not None
     bias_row = row = None if bias is None else bias[None]
     if bias_row is not None and bias_row.dtype != sum_dtype:  # the sum of one row
-        row = on.empty(bias_row.shape, sum_dtype, "wide bias")
-        by.sum_rows(on, bias_row, row, False)
-    logits = on.empty((max(c.stop - c.start for c in parts), len(weight)), sum_dtype, "logits")
-    dloss, shared = losses.factors(spec, on, by.losses) if dx is not None else (rows.loss, rows.loss)
+        row = builder.empty(bias_row.shape, sum_dtype, "wide bias")
+        by.sum_rows(builder, bias_row, row, False)
+    logits = builder.empty((max(c.stop - c.start for c in parts), len(weight)), sum_dtype, "logits")
+    dloss, shared = losses.factors(spec, builder, by.losses) if dx is not None else (rows.loss, rows.loss)
     for c in parts:
         loss, z = rows.loss[c], logits[: c.stop - c.start]
         part = Rows(z, rows.targets[c], loss, loss if rows.lse is rows.loss else rows.lse[c])
-        by.multiply(on, linear(Operand(x[c]), Operand(weight), z, residual=None, bias=row))
-        by.losses.forward(spec, on, part)
+        by.multiply(builder, linear(Operand(x[c]), Operand(weight), z, residual=None, bias=row))
+        by.losses.forward(spec, builder, part)
         if dx is None:
             continue
         dz = z if z.dtype == x.dtype else z.view(x.dtype)[:, : len(weight)]
-        by.losses.backward(spec, on, part, dz, dloss if dloss is shared else dloss[c], shared)
+        by.losses.backward(spec, builder, part, dz, dloss if dloss is shared else dloss[c], shared)
         dweight, later = spec.get("dweight"), c.start > 0
-        by.multiply(on, product(Operand(dz), Operand(weight, True), rows_of(spec, "dx")[c]))
+        by.multiply(builder, product(Operand(dz), Operand(weight, True), rows_of(spec, "dx")[c]))
         if dweight is not None:
             total = dweight if later or "dweight" in added else None
-            by.multiply(on, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
+            by.multiply(builder, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
         if dbias is not None:
-            by.sum_rows(on, dz, dbias[None], later or "dbias" in added)
+            by.sum_rows(builder, dz, dbias[None], later or "dbias" in added)
 
 
 for _name, _backend in (

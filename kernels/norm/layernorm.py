@@ -18,7 +18,7 @@ lowers("layernorm_backward", "numba")(partial(norm.backward_numba, norm="layerno
 
 
 @lowers("layernorm", "cpu")
-def forward(spec: Spec, on: Builder) -> None:
+def forward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.parallel import items_per_task
     from gpu_ops.kernels.norm.cpu import layernorm
 
@@ -39,17 +39,17 @@ def forward(spec: Spec, on: Builder) -> None:
             eps=eps,
         )
 
-    on.call(run, f"{items_per_task(*size)} rows per task")
+    builder.call(run, f"{items_per_task(*size)} rows per task")
 
 
 @lowers("layernorm_backward", "cpu")
-def backward(spec: Spec, on: Builder) -> None:
+def backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.parallel import items_per_task
     from gpu_ops.kernels.norm.cpu import layernorm
 
     x = spec.tensor("x")
     size = math.prod(x.shape[:-1]), x.shape[-1]
-    if norm.without_rows(spec, on):
+    if norm.without_rows(spec, builder):
         return
 
     def run(views: Mapping[str, Any]) -> None:
@@ -67,4 +67,4 @@ def backward(spec: Spec, on: Builder) -> None:
             added=spec["added"],
         )
 
-    on.call(run, f"{items_per_task(*size)} rows per task")
+    builder.call(run, f"{items_per_task(*size)} rows per task")

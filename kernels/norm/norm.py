@@ -38,16 +38,16 @@ _TWIN_THREADS = 256
 _DWEIGHT = CudaKernel("norm/dweight", "norm_dweight")
 
 
-def forward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
+def forward_raw(spec: Spec, builder: Builder, norm: Norm) -> None:
     """Launch the forward kernel: ``y``, ``rstd``, in LayerNorm ``mean``, and ``s``, the sum of x and residual."""
     a = _Forward.of(spec)
     rows, cols = a.x.shape
     if rows == 0:
         return
     c = select_forward(
-        rows, cols, a.x.itemsize, **_limits(on, (a.weight, a.bias), (a.x, a.residual, a.y, a.s))
+        rows, cols, a.x.itemsize, **_limits(builder, (a.weight, a.bias), (a.x, a.residual, a.y, a.s))
     )
-    exchange = _exchange(on, c, norm) if c.team else a.rstd  # else a stand-in
+    exchange = _exchange(builder, c, norm) if c.team else a.rstd  # else a stand-in
     args = (
         *a.arrays,
         exchange,
@@ -59,10 +59,10 @@ def forward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
         *(np.int32(a.llama), *a.present),
     )
     block = (c.threads_per_row, c.rows_per_block, 1)
-    on.launch(_forward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    builder.launch(_forward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
 
 
-def forward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
+def forward_numba(spec: Spec, builder: Builder, norm: Norm) -> None:
     """Launch the Numba twin of the forward pass, a block per row."""
     a = _Forward.of(spec)
     rows = a.x.shape[0]
@@ -72,7 +72,7 @@ def forward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
     numbers = (np.float64(spec["eps"]), np.float64(a.weight_offset), np.int32(a.llama))
     args = (*a.arrays, *numbers, has_bias, has_residual)
     kernel = _twin(norm, "forward", a.x.dtype.name)
-    on.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
+    builder.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,18 @@ class _Forward:
         return (self.x, self.weight, self.bias, self.residual, self.y, self.s, self.mean, self.rstd)
 
 
-def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
+def backward_raw(spec: Spec, builder: Builder, norm: Norm) -> None:
     """Launch the backward kernels: ``dx``, then sums of ``dweight`` and ``dbias`` by block and in a fixed order."""
-    if without_rows(spec, on):
+    if without_rows(spec, builder):
         return
     a = _Backward.of(spec)
     rows, cols = a.x.shape
     c = select_backward(
         rows, cols, a.x.itemsize, sums=_SUMS[norm],
-        **_limits(on, (a.weight,), (a.x, a.dy, a.dresidual, a.dx)),
+        **_limits(builder, (a.weight,), (a.x, a.dy, a.dresidual, a.dx)),
     )  # fmt: skip
-    partial = on.empty((_SUMS[norm], c.parts, cols), np.float32, "partial")
-    exchange = _exchange(on, c, norm) if c.team else partial  # else a stand-in
+    partial = builder.empty((_SUMS[norm], c.parts, cols), np.float32, "partial")
+    exchange = _exchange(builder, c, norm) if c.team else partial  # else a stand-in
     args = (
         *(*a.arrays, partial, exchange),
         *(np.int64(rows), np.int32(cols), np.int32(c.parts), np.int32(c.team), np.int32(c.block_cols)),
@@ -135,30 +135,30 @@ def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
         *(float32(1 / cols), float32(a.weight_offset), np.int32(a.llama), a.has_dresidual),
     )
     block = (c.threads_per_row, c.rows_per_block, 1)
-    on.launch(_backward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    builder.launch(_backward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
     dweight, dbias = spec.tensor("dweight"), spec.get("dbias")
     add = [np.int32(name in spec["added"]) for name in ("dweight", "dbias")]
     totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(c.parts), np.int32(cols), *add)
-    on.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
+    builder.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
 
 
-def backward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
+def backward_numba(spec: Spec, builder: Builder, norm: Norm) -> None:
     """Launch the Numba twins of the backward pass."""
-    if without_rows(spec, on):
+    if without_rows(spec, builder):
         return
     a = _Backward.of(spec)
     rows, cols = a.x.shape
-    grid = min(rows, 2 * on.sms)
-    partials = [on.empty((grid, cols), np.float64, "partial") for _ in range(_SUMS[norm])]
+    grid = min(rows, 2 * builder.sms)
+    partials = [builder.empty((grid, cols), np.float64, "partial") for _ in range(_SUMS[norm])]
     args = (
         *(*a.arrays, partials[0], partials[-1]),
         *(np.float64(a.weight_offset), np.int32(a.llama), a.has_dresidual),
     )
-    on.launch(_twin(norm, "backward", a.x.dtype.name), (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
+    builder.launch(_twin(norm, "backward", a.x.dtype.name), (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
     for partial, name in zip(partials, ("dweight", "dbias"), strict=False):
         reduce, add = _twin(norm, "dweight", a.x.dtype.name), np.int32(name in spec["added"])
         args = (partial, spec.tensor(name), add)
-        on.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), args)
+        builder.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,13 @@ def _rmsnorm_options(spec: Spec) -> tuple[float, bool]:
     return options.get("weight_offset", 0.0), options.get("casting") == "llama"
 
 
-def without_rows(spec: Spec, on: Builder) -> bool:
+def without_rows(spec: Spec, builder: Builder) -> bool:
     """Whether there are no rows. Then sums are zero, and sums that are added to stay unchanged."""
     if spec.tensor("x").size:
         return False
     for name in ("dweight", "dbias"):
         if spec.get(name) is not None and name not in spec["added"]:
-            on.zero(spec.tensor(name))
+            builder.zero(spec.tensor(name))
     return True
 
 
@@ -257,9 +257,9 @@ def _kernel(stem: str, step: str, norm: Norm, c: RowConfig | BackwardConfig, dty
     return CudaKernel(stem, f"{norm}_{step}", tuple(defines.items()), cooperative=c.team > 0)
 
 
-def _exchange(on: Builder, c: RowConfig | BackwardConfig, norm: Norm) -> Tensor:
+def _exchange(builder: Builder, c: RowConfig | BackwardConfig, norm: Norm) -> Tensor:
     """Workspace through which a team's blocks exchange their sums over a row."""
-    return on.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
+    return builder.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
 
 
 def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
@@ -269,11 +269,11 @@ def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
     return twins.kernel(norm, which, dtype)
 
 
-def _limits(on: Builder, vectors: tuple[Tensor, ...], matrices: tuple[Tensor, ...]) -> dict[str, int]:
+def _limits(builder: Builder, vectors: tuple[Tensor, ...], matrices: tuple[Tensor, ...]) -> dict[str, int]:
     """Values that a choice depends on in addition to the shape."""
     rows = matrices[0].shape[0]
     return {
         "alignment": math.gcd(alignment(vectors, 1), alignment(matrices, rows)),
-        "sms": on.sms,
-        "smem_per_block_optin": on.smem_per_block_optin,
+        "sms": builder.sms,
+        "smem_per_block_optin": builder.smem_per_block_optin,
     }

@@ -18,7 +18,7 @@ lowers("rmsnorm_backward", "numba")(partial(norm.backward_numba, norm="rmsnorm")
 
 
 @lowers("rmsnorm", "cpu")
-def forward(spec: Spec, on: Builder) -> None:
+def forward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.norm.cpu import rmsnorm
 
     x, options = spec.tensor("x"), dict(spec.options)
@@ -36,16 +36,16 @@ def forward(spec: Spec, on: Builder) -> None:
             **options,
         )
 
-    on.call(run, rmsnorm.config(*size))
+    builder.call(run, rmsnorm.config(*size))
 
 
 @lowers("rmsnorm_backward", "cpu")
-def backward(spec: Spec, on: Builder) -> None:
+def backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.norm.cpu import rmsnorm
 
     x, options = spec.tensor("x"), dict(spec.options)
     size = math.prod(x.shape[:-1]), x.shape[-1]
-    if norm.without_rows(spec, on):
+    if norm.without_rows(spec, builder):
         return
 
     def run(views: Mapping[str, Any]) -> None:
@@ -61,4 +61,4 @@ def backward(spec: Spec, on: Builder) -> None:
             **options,
         )
 
-    on.call(run, rmsnorm.config(*size))
+    builder.call(run, rmsnorm.config(*size))

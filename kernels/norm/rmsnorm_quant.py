@@ -63,7 +63,7 @@ def select_config(rows: int, cols: int, itemsize: int, *, aligned: bool) -> Quan
 
 
 @lowers("rmsnorm_quant_int8", "cpu")
-def forward_cpu(spec: Spec, on: Builder) -> None:
+def forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.parallel import items_per_task
     from gpu_ops.kernels.norm.cpu import rmsnorm_quant
 
@@ -88,11 +88,11 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
             **options,
         )
 
-    on.call(run, f"{items_per_task(*size)} rows per task")
+    builder.call(run, f"{items_per_task(*size)} rows per task")
 
 
 @lowers("rmsnorm_quant_int8", "raw")
-def forward_raw(spec: Spec, on: Builder) -> None:
+def forward_raw(spec: Spec, builder: Builder) -> None:
     """Compute ``q``, ``scale``, ``rowsum`` and, with ``residual``, ``s = x + residual``."""
     arrays, has_residual = _arrays(spec)
     x, weight, residual, q, _, _, s = arrays
@@ -111,11 +111,11 @@ def forward_raw(spec: Spec, on: Builder) -> None:
     flags = np.int32(spec["casting"] == "llama"), has_residual
     args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers, *flags)
     block = (config.threads_per_row, config.rows_per_block, 1)
-    on.launch(_kernel(config, x.dtype.name), (*config.grid, 1), block, args)
+    builder.launch(_kernel(config, x.dtype.name), (*config.grid, 1), block, args)
 
 
 @lowers("rmsnorm_quant_int8", "numba")
-def forward_numba(spec: Spec, on: Builder) -> None:
+def forward_numba(spec: Spec, builder: Builder) -> None:
     """Launch the Numba twin, a block per row."""
     arrays, has_residual = _arrays(spec)
     x = arrays[0]
@@ -123,7 +123,7 @@ def forward_numba(spec: Spec, on: Builder) -> None:
         return
     numbers = np.float64(spec["eps"]), np.float64(spec["weight_offset"])
     args = (*arrays, *numbers, np.int32(spec["casting"] == "llama"), has_residual)
-    on.launch(_twin(x.dtype.name), (min(len(x), _MAX_GRID), 1, 1), (_TWIN_THREADS, 1, 1), args)
+    builder.launch(_twin(x.dtype.name), (min(len(x), _MAX_GRID), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 def _arrays(spec: Spec) -> tuple[tuple[Tensor, ...], np.int32]:

@@ -17,10 +17,10 @@ from gpu_ops.kernels.program import Builder, Layout, Spec, Tensor
 __all__ = ["frequencies", "positions_of", "turns"]
 
 
-def frequencies(spec: Spec, on: Builder, *, raw: bool) -> Tensor:
+def frequencies(spec: Spec, builder: Builder, *, raw: bool) -> Tensor:
     """Frequency of each pair: :func:`turns` for the CUDA C++ kernels, radians per position for the Numba kernels."""
     inv_freq: bytes = spec["inv_freq"]
-    return on.constant(turns(inv_freq) if raw else np.frombuffer(inv_freq), "frequencies")
+    return builder.constant(turns(inv_freq) if raw else np.frombuffer(inv_freq), "frequencies")
 
 
 def positions_of(spec: Spec) -> Tensor | None:

@@ -139,7 +139,7 @@ class _Problem:
 
 @lowers("rope", "raw")
 @lowers("rope_backward", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
+def _raw(spec: Spec, builder: Builder) -> None:
     p, interleaved = _Problem.of(spec), spec["interleaved"]
     if p.is_empty:
         return
@@ -149,7 +149,7 @@ def _raw(spec: Spec, on: Builder) -> None:
         RopeShape(p.tokens, nheads, nheads_kv, p.rotary_dim, p.tail, p.q.itemsize),
         alignment=heads_alignment(arrays.values()),
         tokens_inner=_tokens_inner(p.q if nheads else p.k),
-        sms=on.sms,
+        sms=builder.sms,
     )
     fields: dict[str, Any] = {
         name: tuple(stride // x.itemsize for stride in x.strides[:3]) for name, x in arrays.items()
@@ -173,15 +173,17 @@ def _raw(spec: Spec, on: Builder) -> None:
     shape = np.zeros((), _SHAPE)
     for name, value in fields.items():
         shape[name] = value
-    turns = frequencies(spec, on, raw=True)
+    turns = frequencies(spec, builder, raw=True)
     pointers = (*arrays.values(), turns if p.positions is None else p.positions, turns)
     struct = Dynamic("first", _SHAPE, shape[()]) if p.first is None else shape[()]
-    on.launch(_kernel(config, p.q.dtype.name, interleaved), config.grid, config.block, (*pointers, struct))
+    builder.launch(
+        _kernel(config, p.q.dtype.name, interleaved), config.grid, config.block, (*pointers, struct)
+    )
 
 
 @lowers("rope", "numba")
 @lowers("rope_backward", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rope.numba_cuda import rope as twins
 
     p = _Problem.of(spec)
@@ -191,13 +193,13 @@ def _numba(spec: Spec, on: Builder) -> None:
     first = Dynamic("first", np.dtype(np.int64)) if p.first is None else p.first
     arrays = (p.q, p.k, p.q_out, p.k_out, 0 if p.positions is None else p.positions)
     numbers = (first, int(spec["interleaved"]), p.tail, p.cos_scale, p.sin_scale)
-    args = (*arrays, frequencies(spec, on, raw=False), *numbers)
-    on.launch(twin, (min(p.tokens, _MAX_GRID), 1, 1), (twins.THREADS, 1, 1), args)
+    args = (*arrays, frequencies(spec, builder, raw=False), *numbers)
+    builder.launch(twin, (min(p.tokens, _MAX_GRID), 1, 1), (twins.THREADS, 1, 1), args)
 
 
 @lowers("rope", "cpu")
 @lowers("rope_backward", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rope.cpu import rope as cpu
 
     names, results, arrange = _operands(spec)
@@ -213,7 +215,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
             **how,
         )
 
-    on.call(run, cpu.config([arrange(spec.tensor(name)) for name in names]))
+    builder.call(run, cpu.config([arrange(spec.tensor(name)) for name in names]))
 
 
 def _operands(spec: Spec) -> tuple[list[str], list[str], Callable[[Any], Any]]:

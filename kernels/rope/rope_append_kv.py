@@ -192,16 +192,16 @@ class _Operands:
 
 
 @lowers("rope_append_kv", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
-    o, interleaved = _Operands.of(spec, frequencies(spec, on, raw=True)), spec["interleaved"]
+def _raw(spec: Spec, builder: Builder) -> None:
+    o, interleaved = _Operands.of(spec, frequencies(spec, builder, raw=True)), spec["interleaved"]
     if o.is_empty:
         return
     nheads, head_dim = o.q.shape[2:]
     sizes = (o.tokens, nheads, o.k.shape[2], head_dim, spec["rotary_dim"], o.q.itemsize)
-    config = select_config(AppendShape(*sizes, interleaved), alignment=o.alignment, sms=on.sms)
+    config = select_config(AppendShape(*sizes, interleaved), alignment=o.alignment, sms=builder.sms)
     args = (*(np.uint64(0) if a is None else a for a in o.in_order), _shape(spec, o, config))
     kernel = _kernel(config, o.q.dtype.name, interleaved, o.codes)
-    on.launch(kernel, config.grid, config.block, args)
+    builder.launch(kernel, config.grid, config.block, args)
 
 
 def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
@@ -242,10 +242,10 @@ def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
 
 
 @lowers("rope_append_kv", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rope.numba_cuda.rope_append_kv import THREADS, kernel, shared_numbers
 
-    o = _Operands.of(spec, frequencies(spec, on, raw=False))
+    o = _Operands.of(spec, frequencies(spec, builder, raw=False))
     if o.is_empty:
         return
     twin = kernel(
@@ -258,11 +258,11 @@ def _numba(spec: Spec, on: Builder) -> None:
     numbers = (int(spec["interleaved"]), spec["eps"], spec["weight_offset"], spec["attention_factor"])
     args = (*(0 if a is None else a for a in o.in_order), *numbers)
     shared = shared_numbers(spec["rotary_dim"], o.q.shape[3], o.codes) * max(4, o.q.itemsize)
-    on.launch(twin, (min(o.tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
+    builder.launch(twin, (min(o.tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
 
 
 @lowers("rope_append_kv", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rope.cpu import rope_append_kv as cpu
 
     packed = spec.get("slot_mapping") is not None
@@ -294,7 +294,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
         )
 
     tokens: list[Any] = [spec.tensor(name) for name in ("q", "k")]
-    on.call(run, cpu.config(*[x[None] for x in tokens] if packed else tokens))
+    builder.call(run, cpu.config(*[x[None] for x in tokens] if packed else tokens))
 
 
 # head_dim and rotary_dim for every way to divide a head.

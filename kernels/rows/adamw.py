@@ -36,7 +36,7 @@ _GRADS = {  # dtypes of gradients by those of params
 
 
 @lowers("adamw_step", "cpu")
-def step_cpu(spec: Spec, on: Builder) -> None:
+def step_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import adamw
 
     eps, (beta1, beta2), is_stochastic = spec["eps"], spec["betas"], spec["rounding"] == "stochastic"
@@ -59,15 +59,15 @@ def step_cpu(spec: Spec, on: Builder) -> None:
         random = (views["seed"], int(views["step"])) if is_stochastic else None
         adamw.adamw_step(arrays, numbers(views), random)
 
-    on.call(run, adamw.config(spec.tensor("params").size))
+    builder.call(run, adamw.config(spec.tensor("params").size))
 
 
 @lowers("adamw_step", "raw")
-def step_raw(spec: Spec, on: Builder) -> None:
+def step_raw(spec: Spec, builder: Builder) -> None:
     params, grads, *states, master, mask = _lines(spec)
     if not params.size:
         return
-    factors = _factors(spec, on, _FACTORS_KERNEL)
+    factors = _factors(spec, builder, _FACTORS_KERNEL)
     weights = params if master is None else master
     vectors = (params, grads, *states[:2], weights)
     aligned = all(address(x) % (_VEC * x.itemsize) == 0 for x in vectors)
@@ -80,11 +80,11 @@ def step_raw(spec: Spec, on: Builder) -> None:
     optional = (factors if x is None else x for x in (master, mask))  # stand-ins for arrays that are not read
     args = (params, grads, *states, *optional, factors, _seed(spec), options, np.int64(params.size))
     blocks = -(-params.size // (_THREADS // 32 * _TILE))
-    on.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), args)
+    builder.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), args)
 
 
 @lowers("adamw_step", "numba")
-def step_numba(spec: Spec, on: Builder) -> None:
+def step_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import adamw as twins
 
     params, grads, *states, master, mask = _lines(spec)
@@ -92,7 +92,7 @@ def step_numba(spec: Spec, on: Builder) -> None:
         return
     numbers = map(spec.get, _NUMBERS)
     dtypes = ["int32" if x is None else x.dtype.name for x in numbers]
-    factors = _factors(spec, on, twins.factors(*dtypes))
+    factors = _factors(spec, builder, twins.factors(*dtypes))
     beta1, beta2 = spec["betas"]
     options = map(np.float64, (beta1, 1 - beta1, beta2, 1 - beta2, spec["eps"]))
     flags = np.int32(mask is not None), np.int32(spec["rounding"] == "stochastic")
@@ -100,7 +100,7 @@ def step_numba(spec: Spec, on: Builder) -> None:
     stand_ins = states[2], factors.view(np.uint8)  # for arrays that are not read
     optional = (stand_in if x is None else x for x, stand_in in zip((master, mask), stand_ins, strict=True))
     args = (params, grads, *states, *optional, factors, _seed(spec), *options, *flags)
-    on.launch(kernel, (-(-params.size // _THREADS), 1, 1), (_THREADS, 1, 1), args)
+    builder.launch(kernel, (-(-params.size // _THREADS), 1, 1), (_THREADS, 1, 1), args)
 
 
 def _lines(spec: Spec) -> tuple[Any, ...]:
@@ -123,9 +123,9 @@ def _bits(spec: Spec) -> int:
     return 8 if spec.get("m") is None else 32
 
 
-def _factors(spec: Spec, on: Builder, kernel: CudaKernel | NumbaKernel) -> Tensor:
+def _factors(spec: Spec, builder: Builder, kernel: CudaKernel | NumbaKernel) -> Tensor:
     """Array of scale, decay, size, correction, whether to skip, step."""
-    factors = on.empty((_FACTORS,), np.float64, "factors")
+    factors = builder.empty((_FACTORS,), np.float64, "factors")
     arrays: list[Tensor] = []
     values: list[Any] = []
     kinds: list[np.int32] = []
@@ -136,7 +136,7 @@ def _factors(spec: Spec, on: Builder, kernel: CudaKernel | NumbaKernel) -> Tenso
         if name != "skip":
             values.append(Dynamic(name, np.dtype(dtype)) if array is None else dtype(0))
     options = map(np.float64, (*spec["betas"], spec["weight_decay"]))
-    on.launch(kernel, (1, 1, 1), (1, 1, 1), (*arrays, *values, *kinds, *options, factors))
+    builder.launch(kernel, (1, 1, 1), (1, 1, 1), (*arrays, *values, *kinds, *options, factors))
     return factors
 
 

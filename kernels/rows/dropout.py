@@ -37,12 +37,12 @@ def _names(spec: Spec) -> tuple[str, str]:
 
 @lowers("dropout", "cpu")
 @lowers("dropout_backward", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import dropout
 
     x, y = _names(spec)
     if spec["p"] == 0:  # subnormal numbers of bfloat16 too, which vector code rounds to 0
-        on.call(lambda views: np.copyto(views[y], views[x]), "a copy")
+        builder.call(lambda views: np.copyto(views[y], views[x]), "a copy")
         return
     dropped, factor = _dropped(spec["p"]), 1 / (1 - spec["p"])
 
@@ -53,12 +53,12 @@ def _cpu(spec: Spec, on: Builder) -> None:
             as_rows(views[x]), as_rows(views[y]), seed=seed, offset=first, dropped=dropped, factor=factor
         )
 
-    on.call(run, dropout.config(*rows_of(spec, x).shape))
+    builder.call(run, dropout.config(*rows_of(spec, x).shape))
 
 
 @lowers("dropout", "raw")
 @lowers("dropout_backward", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
+def _raw(spec: Spec, builder: Builder) -> None:
     x, y = _arrays(spec)
     if not x.size:
         return
@@ -70,12 +70,12 @@ def _raw(spec: Spec, on: Builder) -> None:
     numbers = (*seeds, Dynamic("offset", _U64), _dropped(spec["p"]), float32(1 / (1 - spec["p"])))
     args = (x, y, *numbers, np.int64(rows), np.int64(cols), row_stride(x), row_stride(y))
     block = (config.threads_per_row, config.rows_per_block, 1)
-    on.launch(_kernel(x.dtype.name, access), config.grid, block, args)
+    builder.launch(_kernel(x.dtype.name, access), config.grid, block, args)
 
 
 @lowers("dropout", "numba")
 @lowers("dropout_backward", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import dropout as twins
 
     x, y = _arrays(spec)
@@ -86,7 +86,7 @@ def _numba(spec: Spec, on: Builder) -> None:
     groups = (cols - 1) // 4 + 2  # of a row that begins anywhere in a group
     args = (x, y, seed, Dynamic("offset", _U64), _dropped(spec["p"]), np.float64(1 / (1 - spec["p"])))
     grid = (-(-groups // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
-    on.launch(kernel, grid, (_TWIN_THREADS, 1, 1), args)
+    builder.launch(kernel, grid, (_TWIN_THREADS, 1, 1), args)
 
 
 def _arrays(spec: Spec) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ _BLOCK, _RUN, _TILE, _PART = 256, 1024, 32, 4  # as in embedding.cu and its twin
 
 
 @lowers("embedding", "cpu")
-def forward_cpu(spec: Spec, on: Builder) -> None:
+def forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import embedding
 
     def run(views: Mapping[str, Any]) -> None:
@@ -30,11 +30,11 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
             ids = as_line(views["ids"]).astype(np.int64, copy=False)
             embedding.forward(ids, views["weight"], as_rows(views["x"]), scale=spec["scale"])
 
-    on.call(run, embedding.config(*rows_of(spec, "x").shape))
+    builder.call(run, embedding.config(*rows_of(spec, "x").shape))
 
 
 @lowers("embedding_backward", "cpu")
-def backward_cpu(spec: Spec, on: Builder) -> None:
+def backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import embedding
 
     def run(views: Mapping[str, Any]) -> None:
@@ -44,14 +44,14 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
         if dweight.size:
             embedding.backward(as_rows(views["dx"]), ids, dweight, scale=spec["scale"])
 
-    on.call(run, embedding.config_backward(spec.tensor("dweight").shape[1]))
+    builder.call(run, embedding.config_backward(spec.tensor("dweight").shape[1]))
 
 
 # ---- GPUs --------------------------------------------------------------------------------------------------------
 
 
 @lowers("embedding", "raw")
-def forward_raw(spec: Spec, on: Builder) -> None:
+def forward_raw(spec: Spec, builder: Builder) -> None:
     weight, x = spec.tensor("weight"), rows_of(spec, "x")
     if not x.size:
         return
@@ -63,19 +63,19 @@ def forward_raw(spec: Spec, on: Builder) -> None:
     sizes = map(np.int64, (len(weight), *x.shape))
     args = (_ids(spec), weight, x, _wide(spec), float32(spec["scale"]), *sizes, *map(row_stride, (weight, x)))
     kernel = _kernel("forward", x.dtype.name, access)
-    on.launch(kernel, (-(-len(x) // per_block), 1, 1), (threads, per_block, 1), args)
+    builder.launch(kernel, (-(-len(x) // per_block), 1, 1), (threads, per_block, 1), args)
 
 
 @lowers("embedding_backward", "raw")
-def backward_raw(spec: Spec, on: Builder) -> None:
+def backward_raw(spec: Spec, builder: Builder) -> None:
     dx, dweight = rows_of(spec, "dx"), spec.tensor("dweight")
-    if not _starts(spec, on):
+    if not _starts(spec, builder):
         return
     (rows, cols), tiles = dx.shape, -(-len(dx) // _TILE)
     keys = _sorted_keys(
-        spec, on, _SORT, _MERGE, (_wide(spec), np.int64(len(dweight)), np.int64(rows)), (np.int64(rows),)
+        spec, builder, _SORT, _MERGE, (_wide(spec), np.int64(len(dweight)), np.int64(rows)), (np.int64(rows),)
     )
-    partial = on.empty((tiles, cols), np.float32, "partial")
+    partial = builder.empty((tiles, cols), np.float32, "partial")
     access = (
         _PART if arguments.alignment((dx,), rows) % (_PART * dx.itemsize) == 0 and cols % _PART == 0 else 1
     )
@@ -84,51 +84,51 @@ def backward_raw(spec: Spec, on: Builder) -> None:
     threads, strides = _threads(cols, _PART), (row_stride(dx), row_stride(dweight))
     args = (keys, dx, dweight, partial, scale, np.int32(spec["adds"]), *sizes, *strides)
     grid = (tiles, -(-cols // (threads * _PART)), 1)
-    on.launch(_kernel("sum", dx.dtype.name, access), grid, (threads, 1, 1), args)
+    builder.launch(_kernel("sum", dx.dtype.name, access), grid, (threads, 1, 1), args)
     threads = _threads(cols, 1)
     args = (keys, partial, dweight, scale, *sizes, row_stride(dweight))
-    on.launch(_CARRY, (tiles - 1, -(-cols // threads), 1), (threads, 1, 1), args)
+    builder.launch(_CARRY, (tiles - 1, -(-cols // threads), 1), (threads, 1, 1), args)
 
 
 @lowers("embedding", "numba")
-def forward_numba(spec: Spec, on: Builder) -> None:
+def forward_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import embedding as twins
 
     ids, weight, x = _ids(spec), spec.tensor("weight"), rows_of(spec, "x")
     if x.size:
         args = (ids, weight, x, np.float64(spec["scale"]))
-        on.launch(twins.forward(x.dtype.name, ids.dtype.name), (len(x), 1, 1), (_BLOCK, 1, 1), args)
+        builder.launch(twins.forward(x.dtype.name, ids.dtype.name), (len(x), 1, 1), (_BLOCK, 1, 1), args)
 
 
 @lowers("embedding_backward", "numba")
-def backward_numba(spec: Spec, on: Builder) -> None:
+def backward_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import embedding as twins
 
     dx, dweight = rows_of(spec, "dx"), spec.tensor("dweight")
-    if not _starts(spec, on):
+    if not _starts(spec, builder):
         return
     cols, tiles = dx.shape[1], -(-len(dx) // _TILE)
     keys = _sorted_keys(
-        spec, on, twins.sort(_ids(spec).dtype.name), twins.merge(), (np.int64(len(dweight)),), ()
+        spec, builder, twins.sort(_ids(spec).dtype.name), twins.merge(), (np.int64(len(dweight)),), ()
     )
-    partial = on.empty((tiles, cols), dweight.dtype, "partial")
+    partial = builder.empty((tiles, cols), dweight.dtype, "partial")
     last, across = (partial, dweight, np.float64(spec["scale"])), -(-cols // _BLOCK)
     args = (keys, dx, *last, np.int32(spec["adds"]))
-    on.launch(twins.total(dx.dtype.name), (tiles, across, 1), (_BLOCK, 1, 1), args)
-    on.launch(twins.carry(dx.dtype.name), (tiles - 1, across, 1), (_BLOCK, 1, 1), (keys, *last))
+    builder.launch(twins.total(dx.dtype.name), (tiles, across, 1), (_BLOCK, 1, 1), args)
+    builder.launch(twins.carry(dx.dtype.name), (tiles - 1, across, 1), (_BLOCK, 1, 1), (keys, *last))
 
 
-def _starts(spec: Spec, on: Builder) -> bool:
+def _starts(spec: Spec, builder: Builder) -> bool:
     """Fill dweight with zeros unless it is added to. Returns whether there is anything to add."""
     dx, dweight = spec.tensor("dx"), spec.tensor("dweight")
     if not spec["adds"]:
-        on.zero(dweight)
+        builder.zero(dweight)
     return bool(dx.size and dweight.size)
 
 
 def _sorted_keys(
     spec: Spec,
-    on: Builder,
+    builder: Builder,
     sort: CudaKernel | NumbaKernel,
     merge: CudaKernel | NumbaKernel,
     of_sort: tuple[Any, ...],
@@ -137,12 +137,12 @@ def _sorted_keys(
     """Sort keys index << 32 | i of every row i: by blocks, then by merging runs of twice the length each time."""
     ids = _ids(spec)
     rows, run = ids.size, _RUN
-    keys = on.empty((rows,), np.uint64, "keys")
-    on.launch(sort, (-(-rows // _RUN), 1, 1), (_RUN, 1, 1), (ids, keys, *of_sort))
-    spare = on.empty((rows if rows > _RUN else 0,), np.uint64, "spare keys")
+    keys = builder.empty((rows,), np.uint64, "keys")
+    builder.launch(sort, (-(-rows // _RUN), 1, 1), (_RUN, 1, 1), (ids, keys, *of_sort))
+    spare = builder.empty((rows if rows > _RUN else 0,), np.uint64, "spare keys")
     while run < rows:
         args = (keys, spare, np.int64(run), *of_merge)
-        on.launch(merge, (-(-rows // _BLOCK), 1, 1), (_BLOCK, 1, 1), args)
+        builder.launch(merge, (-(-rows // _BLOCK), 1, 1), (_BLOCK, 1, 1), args)
         keys, spare, run = spare, keys, 2 * run
     return keys
 

@@ -18,7 +18,7 @@ _BLOCK, _THREADS, _TOTAL_THREADS, _VEC = 16384, 64, 512, 4  # as in global_norm.
 
 
 @lowers("global_norm", "cpu")
-def forward_cpu(spec: Spec, on: Builder) -> None:
+def forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import global_norm
 
     names, ends = spec["arrays"], _ends(spec)
@@ -30,30 +30,30 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
                 global_norm.block_norms(as_line(views[name]), norms[start:end])
         global_norm.total(norms, as_line(views["norm"]), as_line(views["found_inf"]))
 
-    on.call(run, f"{ends[-1]} blocks of {_BLOCK} elements")
+    builder.call(run, f"{ends[-1]} blocks of {_BLOCK} elements")
 
 
 @lowers("global_norm", "raw")
-def forward_raw(spec: Spec, on: Builder) -> None:
-    norms = on.empty((_ends(spec)[-1],), np.float64, "norms of blocks")
+def forward_raw(spec: Spec, builder: Builder) -> None:
+    norms = builder.empty((_ends(spec)[-1],), np.float64, "norms of blocks")
     for x, part in _parts(spec, norms):
         access = _VEC if address(x) % (_VEC * x.itemsize) == 0 else 1
         args = (x, part, np.int64(x.size))
-        on.launch(_kernel("blocks", x.dtype.name, access), (len(part), 1, 1), (_THREADS, 1, 1), args)
+        builder.launch(_kernel("blocks", x.dtype.name, access), (len(part), 1, 1), (_THREADS, 1, 1), args)
     results = spec.tensor("norm"), spec.tensor("found_inf")
-    on.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (norms, *results, np.int64(len(norms))))
+    builder.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (norms, *results, np.int64(len(norms))))
 
 
 @lowers("global_norm", "numba")
-def forward_numba(spec: Spec, on: Builder) -> None:
+def forward_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import global_norm as twins
 
-    norms = on.empty((_ends(spec)[-1],), np.float64, "norms of blocks")
+    norms = builder.empty((_ends(spec)[-1],), np.float64, "norms of blocks")
     for x, part in _parts(spec, norms):
-        on.launch(twins.blocks(x.dtype.name), (len(part), 1, 1), (_THREADS, 1, 1), (x.ravel(), part))
+        builder.launch(twins.blocks(x.dtype.name), (len(part), 1, 1), (_THREADS, 1, 1), (x.ravel(), part))
     norm = spec.tensor("norm")
     args = (norms, norm.ravel(), spec.tensor("found_inf").ravel())
-    on.launch(twins.total(norm.dtype.name), (1, 1, 1), (_TOTAL_THREADS, 1, 1), args)
+    builder.launch(twins.total(norm.dtype.name), (1, 1, 1), (_TOTAL_THREADS, 1, 1), args)
 
 
 def _ends(spec: Spec) -> list[int]:

@@ -27,7 +27,7 @@ _MASK_AXES = np.dtype(
 
 
 @lowers("softmax", "cpu")
-def forward_cpu(spec: Spec, on: Builder) -> None:
+def forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import softmax
 
     shape, mask_tensor, parts = spec.tensor("x").shape, spec.get("mask"), _parts(spec)
@@ -43,38 +43,38 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
             mask = np.broadcast_to(mask, (*shape[:-1], mask_cols)).reshape(*axes, mask_cols)
         softmax.forward(as_rows(views["x"]), mask, as_rows(views["y"]), scale=spec["scale"])
 
-    on.call(run, softmax.config(math.prod(shape[:-1]), shape[-1]))
+    builder.call(run, softmax.config(math.prod(shape[:-1]), shape[-1]))
 
 
 @lowers("softmax_backward", "cpu")
-def backward_cpu(spec: Spec, on: Builder) -> None:
+def backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.cpu import softmax
 
     def run(views: Mapping[str, Any]) -> None:
         softmax.backward(*[as_rows(views[name]) for name in ("dy", "y", "dx")], scale=spec["scale"])
 
-    on.call(run, softmax.config(*rows_of(spec, "y").shape))
+    builder.call(run, softmax.config(*rows_of(spec, "y").shape))
 
 
 @lowers("softmax", "raw")
-def forward_raw(spec: Spec, on: Builder) -> None:
+def forward_raw(spec: Spec, builder: Builder) -> None:
     for x, mask, y in _parts(spec):
         axes = (1, 1, 0, 0, 0, 1) if mask is None else (*mask.shape[1:3], *arguments.strides_of(mask))
         pointers, last = (
             (x, x if mask is None else mask, y),
             (np.array(axes, _MASK_AXES)[()], float32(spec["scale"])),
         )
-        _launch_raw(on, "forward", pointers, (x, y), mask, last)
+        _launch_raw(builder, "forward", pointers, (x, y), mask, last)
 
 
 @lowers("softmax_backward", "raw")
-def backward_raw(spec: Spec, on: Builder) -> None:
+def backward_raw(spec: Spec, builder: Builder) -> None:
     arrays = tuple(rows_of(spec, name) for name in ("dy", "y", "dx"))
-    _launch_raw(on, "backward", arrays, arrays, None, (float32(spec["scale"]),))
+    _launch_raw(builder, "backward", arrays, arrays, None, (float32(spec["scale"]),))
 
 
 @lowers("softmax", "numba")
-def forward_numba(spec: Spec, on: Builder) -> None:
+def forward_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import softmax as twins
 
     for x, mask, y in _parts(spec):
@@ -87,16 +87,16 @@ def forward_numba(spec: Spec, on: Builder) -> None:
             else mask
         )
         args = (x, seen, y, np.float64(spec["scale"]))
-        on.launch(twins.forward(x.dtype.name, mask_dtype), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
+        builder.launch(twins.forward(x.dtype.name, mask_dtype), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 @lowers("softmax_backward", "numba")
-def backward_numba(spec: Spec, on: Builder) -> None:
+def backward_numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.rows.numba_cuda import softmax as twins
 
     arrays = dy, *_ = tuple(rows_of(spec, name) for name in ("dy", "y", "dx"))
     args, grid = (*arrays, np.float64(spec["scale"])), (len(dy) if dy.size else 0, 1, 1)
-    on.launch(twins.backward(dy.dtype.name), grid, (_TWIN_THREADS, 1, 1), args)
+    builder.launch(twins.backward(dy.dtype.name), grid, (_TWIN_THREADS, 1, 1), args)
 
 
 def _parts(spec: Spec) -> list[Part]:
@@ -123,7 +123,7 @@ def _split(part: Part, leading: tuple[int, ...]) -> list[Part]:
 
 
 def _launch_raw(
-    on: Builder,
+    builder: Builder,
     which: str,
     pointers: tuple[Tensor, ...],
     arrays: tuple[Tensor, ...],
@@ -141,7 +141,7 @@ def _launch_raw(
     kernel = _kernel(which, dtype.name, "" if mask is None else mask.dtype.name, access, held)
     args = (*pointers, np.int64(rows), np.int64(cols), *map(arguments.row_stride, arrays), *last)
     grid = (-(-rows // rows_per_block) if cols else 0, 1, 1)
-    on.launch(kernel, grid, (threads, rows_per_block, 1), args)
+    builder.launch(kernel, grid, (threads, rows_per_block, 1), args)
 
 
 def _kernel(which: str, dtype: str, mask: str, access: int, vecs: int) -> CudaKernel:

@@ -49,7 +49,7 @@ def _bits(vocab: int) -> int:
 
 
 @lowers("sample", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.sampling.cpu import sample
 
     rows, vocab = rows_of(spec, "logits").shape
@@ -71,11 +71,11 @@ def _cpu(spec: Spec, on: Builder) -> None:
             as_rows(views["logits"]), by_token, tokens, logprob, options, exp2, _bits(vocab), row_seeds
         )
 
-    on.call(run, sample.config(rows, vocab))
+    builder.call(run, sample.config(rows, vocab))
 
 
 @lowers("sample", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
+def _raw(spec: Spec, builder: Builder) -> None:
     x, tokens, logprob = rows_of(spec, "logits"), spec.tensor("tokens"), spec.get("logprob")
     if not tokens.size:
         return
@@ -90,11 +90,11 @@ def _raw(spec: Spec, on: Builder) -> None:
     strides = (np.int64(0) if a is None or len(a) == 1 else row_stride(a) for a in (bias, counts))
     sizes = np.int32(_bits(cols)), np.int64(cols), row_stride(x), *strides
     options = itertools.chain.from_iterable(pairs)
-    on.launch(kernel, (rows, 1, 1), (_THREADS, 1, 1), (x, *arrays, *options, *sizes))
+    builder.launch(kernel, (rows, 1, 1), (_THREADS, 1, 1), (x, *arrays, *options, *sizes))
 
 
 @lowers("sample", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.sampling.numba_cuda import sample as twins
 
     x, tokens, logprob = rows_of(spec, "logits"), spec.tensor("tokens"), spec.get("logprob")
@@ -111,7 +111,7 @@ def _numba(spec: Spec, on: Builder) -> None:
         values.append(value)
     results = tokens.ravel(), stand_in.view(number) if logprob is None else logprob.ravel()
     args = (x, *by_token, *results, *arrays, *values, np.int32(_bits(x.shape[1])))
-    on.launch(twins.kernel(x.dtype.name, EXP2[number.name]), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
+    builder.launch(twins.kernel(x.dtype.name, EXP2[number.name]), (len(x), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 def _by_token(spec: Spec, name: str) -> Tensor | None:

@@ -56,16 +56,16 @@ class Product:
             None if x_scale is None else x_scale.ravel(),
         )
 
-    def is_empty(self, on: Builder) -> bool:
+    def is_empty(self, builder: Builder) -> bool:
         """Whether an axis is empty: then y is zeros, if it has elements."""
         if 0 not in (*self.y.shape, self.k):
             return False
-        on.zero(self.y)
+        builder.zero(self.y)
         return True
 
 
 @lowers("ternary_matmul", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.cpu import ternary
 
     p = Product.of(spec)
@@ -76,49 +76,53 @@ def _cpu(spec: Spec, on: Builder) -> None:
         x_scale = None if p.x_scale is None else as_line(views["x_scale"])
         ternary.matmul(x, views["w.codes"], k, views["w.scale"], y, activations=activations, x_scale=x_scale)
 
-    on.call(run, ternary.config(tokens, n, p.scale.shape[1], p.x.dtype.name, activations))
+    builder.call(run, ternary.config(tokens, n, p.scale.shape[1], p.x.dtype.name, activations))
 
 
 @lowers("ternary_matmul", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
+def _raw(spec: Spec, builder: Builder) -> None:
     p = Product.of(spec)
-    if p.is_empty(on):
+    if p.is_empty(builder):
         return
     tokens, n = p.y.shape
     if p.int8:
-        gemv = gemv_config(tokens, n, p.k, p.scale.shape[1], sms=on.sms)
+        gemv = gemv_config(tokens, n, p.k, p.scale.shape[1], sms=builder.sms)
         if gemv is not None:
-            _gemv(on, gemv, p)
+            _gemv(builder, gemv, p)
             return
-        rows, sums, inverse = _quantized(on, p.x, p.k, p.scale.shape[1] > 1, p.x_scale)
+        rows, sums, inverse = _quantized(builder, p.x, p.k, p.scale.shape[1] > 1, p.x_scale)
     else:
-        rows, sums, inverse = _padded(on, p.x, p.k), p.scale, p.scale  # stand-ins: the kernel touches neither
-    _gemm(on, rows, sums, inverse, p)
+        rows, sums, inverse = (
+            _padded(builder, p.x, p.k),
+            p.scale,
+            p.scale,
+        )  # stand-ins: the kernel touches neither
+    _gemm(builder, rows, sums, inverse, p)
 
 
 @lowers("ternary_matmul", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.numba_cuda import ternary as twins
 
     p = Product.of(spec)
-    if p.is_empty(on):
+    if p.is_empty(builder):
         return
     (tokens, n), dtype, x, inverse = p.y.shape, p.y.dtype.name, p.x, p.x_scale
     if inverse is None:
-        inverse = on.empty((tokens if p.int8 else 1,), np.float64, "inverse scales of x")
+        inverse = builder.empty((tokens if p.int8 else 1,), np.float64, "inverse scales of x")
         if p.int8:
-            q = on.empty((tokens, p.k), np.int8, "x in int8")
+            q = builder.empty((tokens, p.k), np.int8, "x in int8")
             block = (twins.QUANTIZE_THREADS, 1, 1)
-            on.launch(twins.quantize_kernel(dtype), (tokens, 1, 1), block, (x, q, inverse))
+            builder.launch(twins.quantize_kernel(dtype), (tokens, 1, 1), block, (x, q, inverse))
             x = q
     group = p.k // p.scale.shape[1] if p.scale.shape[1] > 1 else p.codes.shape[1] * 4
     grid = (-(-n // twins.TILE), min(-(-tokens // twins.TILE), 65535), 1)
     args = (x, inverse, p.codes.view(np.uint32), p.scale, p.y, np.int64(group))
     kernel = twins.matmul_kernel(dtype, spec["activations"], inverse.dtype.name)
-    on.launch(kernel, grid, (twins.TILE, twins.TILE, 1), args)
+    builder.launch(kernel, grid, (twins.TILE, twins.TILE, 1), args)
 
 
-def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
+def _gemv(builder: Builder, config: GemvConfig, p: Product) -> None:
     x, codes, scale, y, k = p.x, p.codes, p.scale, p.y, p.k
     tokens, n = y.shape
     groups = scale.shape[1]
@@ -144,7 +148,7 @@ def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
     kernel = _gemv_kernel(
         x.dtype.name, y.dtype.name, config.tokens, config.rows, config.shares > 1, groups > 1
     )
-    on.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
+    builder.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
 
 
 def _given(x_scale: Tensor | None, stand_in: Tensor) -> tuple[Tensor, np.int32]:
@@ -153,29 +157,29 @@ def _given(x_scale: Tensor | None, stand_in: Tensor) -> tuple[Tensor, np.int32]:
 
 
 def _quantized(
-    on: Builder, x: Tensor, k: int, grouped: bool, x_scale: Tensor | None = None
+    builder: Builder, x: Tensor, k: int, grouped: bool, x_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x as int8, zero up to whole units; its sums per token, or per token and unit; 1 / s per token."""
     tokens, units = x.shape[0], -(-k // UNIT)
-    q = on.empty((tokens, units * UNIT), np.int8, "x in int8")
-    sums = on.empty((tokens, units) if grouped else (tokens,), np.int32, "sums of x")
-    inverse = on.empty((tokens,), np.float64, "inverse scales of x")
+    q = builder.empty((tokens, units * UNIT), np.int8, "x in int8")
+    sums = builder.empty((tokens, units) if grouped else (tokens,), np.int32, "sums of x")
+    inverse = builder.empty((tokens,), np.float64, "inverse scales of x")
     scale, step = _given(x_scale, sums)
     sizes = (row_stride(x), step, np.int32(k), np.int32(units * UNIT), np.int32(is_whole(x)))
     args = (x, scale, q, inverse, sums, *sizes)
     kernel = tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
-    on.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
+    builder.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
     return q, sums, inverse
 
 
-def _padded(on: Builder, x: Tensor, k: int) -> Tensor:
+def _padded(builder: Builder, x: Tensor, k: int) -> Tensor:
     """x itself if its rows are whole units and aligned, otherwise a copy with such rows."""
     if k % UNIT == 0 and is_whole(x):
         return x
     tokens, width = x.shape[0], -(-k // UNIT) * UNIT
-    copy = on.empty((tokens, width), x.dtype, "padded x")
+    copy = builder.empty((tokens, width), x.dtype, "padded x")
     args = (x, copy, row_stride(x), np.int32(k), np.int32(width))
-    on.launch(
+    builder.launch(
         tokens_kernel("ternary_pad_tokens", x.dtype.name, False),
         (tokens, 1, 1),
         (TOKENS_THREADS, 1, 1),
@@ -184,14 +188,14 @@ def _padded(on: Builder, x: Tensor, k: int) -> Tensor:
     return copy
 
 
-def _gemm(on: Builder, rows: Tensor, sums: Tensor, inverse: Tensor, p: Product) -> None:
+def _gemm(builder: Builder, rows: Tensor, sums: Tensor, inverse: Tensor, p: Product) -> None:
     codes, scale, y = p.codes, p.scale, p.y
     tokens, n = y.shape
     itemsize, grouped = rows.dtype.itemsize, scale.shape[1] > 1
     units = codes.shape[1] * 4 // UNIT
-    smem = on.smem_per_block_optin
+    smem = builder.smem_per_block_optin
     config, splits = gemm_config(
-        tokens, n, units * UNIT, itemsize, grouped=grouped, sms=on.sms, smem_per_block_optin=smem
+        tokens, n, units * UNIT, itemsize, grouped=grouped, sms=builder.sms, smem_per_block_optin=smem
     )
     shape = np.zeros((), _SHAPE)
     shape["x_stride"], shape["row_bytes"] = row_stride(rows), codes.shape[1]
@@ -203,14 +207,14 @@ def _gemm(on: Builder, rows: Tensor, sums: Tensor, inverse: Tensor, p: Product) 
     target = y
     if splits > 1:
         exact = itemsize == 1 and not grouped
-        target = on.empty((splits, tokens, n), np.int32 if exact else np.float32, "parts of sums")
+        target = builder.empty((splits, tokens, n), np.int32 if exact else np.float32, "parts of sums")
     args = (rows, codes, scale, sums, inverse, target, shape[()])
     grid = (config.blocks(tokens, n), splits, 1)
-    on.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes(itemsize))
+    builder.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes(itemsize))
     if splits > 1:
         kernel = replace(kernel, entry="ternary_gemm_sum")
         grid = (-(-tokens * -(-n // 4) // SUM_THREADS), 1, 1)
-        on.launch(kernel, grid, (SUM_THREADS, 1, 1), (target, scale, sums, inverse, y, shape[()]))
+        builder.launch(kernel, grid, (SUM_THREADS, 1, 1), (target, scale, sums, inverse, y, shape[()]))
 
 
 # TernaryShape of ternary_gemm.cu

@@ -39,24 +39,24 @@ class _Gradients:
     dw: Tensor | None
 
     @classmethod
-    def of(cls, spec: Spec, on: Builder) -> _Gradients | None:
+    def of(cls, spec: Spec, builder: Builder) -> _Gradients | None:
         """Gradients of a spec; None if an axis is empty: then the results are zeros, if they have elements."""
         dx, dw = spec.get("dx"), spec.get("dw")
         dy, x = rows_of(spec, "dy"), rows_of(spec, "x")
         if 0 in (*x.shape, dy.shape[1]):
             for result in (dx, dw):
                 if result is not None:
-                    on.zero(result)
+                    builder.zero(result)
             return None
         dx = None if dx is None else rows_of(spec, "dx")
         return cls(dy, x, spec.tensor("w.codes"), spec.tensor("w.scale"), dx, dw)
 
 
 @lowers("ternary_matmul_backward", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.cpu import ternary_backward
 
-    g = _Gradients.of(spec, on)
+    g = _Gradients.of(spec, builder)
     if g is None:
         return
     (tokens, n), k, activations = g.dy.shape, g.x.shape[1], spec["activations"]
@@ -67,37 +67,37 @@ def _cpu(spec: Spec, on: Builder) -> None:
         codes, scale, dw = views["w.codes"], views["w.scale"], views.get("dw")
         ternary_backward.backward(dy, x, codes, scale, dx, dw, activations=activations)
 
-    on.call(run, ternary_backward.config(tokens, n, k, g.dy.dtype.name))
+    builder.call(run, ternary_backward.config(tokens, n, k, g.dy.dtype.name))
 
 
 @lowers("ternary_matmul_backward", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
-    g = _Gradients.of(spec, on)
+def _raw(spec: Spec, builder: Builder) -> None:
+    g = _Gradients.of(spec, builder)
     if g is None:
         return
     if g.dx is not None:
-        _dx(on, g.dy, g.codes, g.scale, g.dx)
+        _dx(builder, g.dy, g.codes, g.scale, g.dx)
     if g.dw is not None:
-        used = g.x if spec["activations"] == "native" else _rounded(on, g.x)
-        gemm.launch_raw(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
+        used = g.x if spec["activations"] == "native" else _rounded(builder, g.x)
+        gemm.launch_raw(builder, product(Operand(g.dy, True), Operand(used, True), g.dw))
 
 
 @lowers("ternary_matmul_backward", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
-    g = _Gradients.of(spec, on)
+def _numba(spec: Spec, builder: Builder) -> None:
+    g = _Gradients.of(spec, builder)
     if g is None:
         return
     if g.dx is not None:
-        _twin_dx(on, g.dy, g.codes, g.scale, g.dx)
+        _twin_dx(builder, g.dy, g.codes, g.scale, g.dx)
     if g.dw is not None:
-        used = g.x if spec["activations"] == "native" else _rounded_twin(on, g.x)
-        gemm.launch_numba(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
+        used = g.x if spec["activations"] == "native" else _rounded_twin(builder, g.x)
+        gemm.launch_numba(builder, product(Operand(g.dy, True), Operand(used, True), g.dw))
 
 
-def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
+def _dx(builder: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
     (tokens, k), n, itemsize = dx.shape, dy.shape[1], dy.dtype.itemsize
-    tile, splits = backward_config(tokens, n, k, itemsize, sms=on.sms)
-    target = dx if splits == 1 else on.empty((splits * tokens, k), np.float32, "parts of sums")
+    tile, splits = backward_config(tokens, n, k, itemsize, sms=builder.sms)
+    target = dx if splits == 1 else builder.empty((splits * tokens, k), np.float32, "parts of sums")
     shape = np.zeros((), _SHAPE)
     shape["dy_stride"], shape["dx_stride"], shape["split_dx"] = row_stride(dy), row_stride(target), tokens * k
     shape["row_bytes"], shape["scale_stride"] = codes.shape[1], scale_stride(scale)
@@ -109,38 +109,38 @@ def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> No
     kernel = _kernel(dy.dtype.name, target.dtype.name, scale.size > 1, aligned([dy]), tile)
     grid = (tile.blocks(tokens, k), splits, 1)
     args = (dy, codes, scale, target, struct)
-    on.launch(kernel, grid, (tile.threads, 1, 1), args, shared=tile.shared_bytes(itemsize))
+    builder.launch(kernel, grid, (tile.threads, 1, 1), args, shared=tile.shared_bytes(itemsize))
     if splits > 1:
-        add_up(on, target.reshape(splits, tokens, k), dx)
+        add_up(builder, target.reshape(splits, tokens, k), dx)
 
 
-def _twin_dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
+def _twin_dx(builder: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
     from gpu_ops.kernels.weights.numba_cuda import ternary_backward as twin
 
     tokens, k = dx.shape
     grid = (-(-k // twin.TILE), min(-(-tokens // twin.TILE), 65535), 1)
     args = (dy, codes.view(np.uint32), scale, dx, np.int64(k // scale.shape[1]))
-    on.launch(twin.kernel(dy.dtype.name), grid, (twin.TILE, twin.TILE, 1), args)
+    builder.launch(twin.kernel(dy.dtype.name), grid, (twin.TILE, twin.TILE, 1), args)
 
 
-def _rounded(on: Builder, x: Tensor) -> Tensor:
+def _rounded(builder: Builder, x: Tensor) -> Tensor:
     """x as the forward pass multiplied it: quantised to int8 and scaled back."""
     tokens, k = x.shape
-    rounded = on.empty((tokens, k), x.dtype, "x of int8")
+    rounded = builder.empty((tokens, k), x.dtype, "x of int8")
     args = (x, rounded, row_stride(x), np.int32(k), np.int32(is_whole(x)))
     kernel = tokens_kernel("ternary_round_tokens", x.dtype.name, False)
-    on.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
+    builder.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
     return rounded
 
 
-def _rounded_twin(on: Builder, x: Tensor) -> Tensor:
+def _rounded_twin(builder: Builder, x: Tensor) -> Tensor:
     from gpu_ops.kernels.weights.numba_cuda import ternary as twins
 
     tokens, k = x.shape
-    rounded = on.empty((tokens, k), x.dtype, "x of int8")
-    inverse = on.empty((tokens,), np.float64, "inverse scales of x")
+    rounded = builder.empty((tokens, k), x.dtype, "x of int8")
+    inverse = builder.empty((tokens,), np.float64, "inverse scales of x")
     twin = twins.quantize_kernel(x.dtype.name, back=True)
-    on.launch(twin, (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, rounded, inverse))
+    builder.launch(twin, (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, rounded, inverse))
     return rounded
 
 

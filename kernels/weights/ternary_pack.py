@@ -72,13 +72,13 @@ class _Task:
     twins: bool
 
     @classmethod
-    def of(cls, spec: Spec, on: Builder, which: str, twins: bool) -> _Task:
+    def of(cls, spec: Spec, builder: Builder, which: str, twins: bool) -> _Task:
         trits, packed = spec.tensor("trits"), spec.tensor("packed").reshape(-1)
         format, scale = spec["format"], spec.get("scale")
         if which == "unpack":
             packed = packed[: spec["need"]]
         elif format in BLOCKS and scale is None:
-            scale = on.constant(np.ones((1, 1), np.float32), "scale")
+            scale = builder.constant(np.ones((1, 1), np.float32), "scale")
         return cls(which, trits, packed, format, scale, spec["tile"], twins)
 
 
@@ -93,13 +93,13 @@ def variants(arch: str) -> Iterator[Variant]:
             yield Variant(_kernel(which, "_tiles", macro), _TILE_THREADS)
 
 
-def _lower(spec: Spec, on: Builder, which: str, twins: bool) -> None:
+def _lower(spec: Spec, builder: Builder, which: str, twins: bool) -> None:
     if spec["by_numpy"]:
-        on.note(f"NumPy, on the host: {spec['by_numpy']}")
+        builder.note(f"NumPy, on the host: {spec['by_numpy']}")
         return
-    t = _Task.of(spec, on, which, twins)
+    t = _Task.of(spec, builder, which, twins)
     family = _lines if t.format in LINES else _blocks if t.format in BLOCKS else _tiles
-    family(t, on, _BLOCKS_PER_SM * on.sms)
+    family(t, builder, _BLOCKS_PER_SM * builder.sms)
 
 
 for _which in ("pack", "unpack"):
@@ -117,7 +117,7 @@ _LINES_SHAPE = np.dtype(
 )
 
 
-def _lines(t: _Task, on: Builder, most: int) -> None:
+def _lines(t: _Task, builder: Builder, most: int) -> None:
     trits, packed, format = t.trits, t.packed, t.format
     if format == "i2_s" and (side_by_side((trits,)) or trits.shape[1] % 128):
         trits = trits.ravel()[None]  # contiguous: blocks may span rows
@@ -129,11 +129,11 @@ def _lines(t: _Task, on: Builder, most: int) -> None:
     units = -(-k // unit_columns) * layout.pad_units
     across = min(lines, most)
     grid = (across, max(1, min(-(-units // _PIECE), most // across)), 1)
-    flags = on.empty((grid[0] * grid[1],), np.int32, "flags")
+    flags = builder.empty((grid[0] * grid[1],), np.int32, "flags")
     arrays = (trits, packed) if t.which == "pack" else (packed, trits)
     if t.twins:
         args = (*arrays, flags, np.int64(lines), np.int64(pitch))
-        _twin(on, "ternary_pack", t.which, format, grid, args)
+        _twin(builder, "ternary_pack", t.which, format, grid, args)
         return
     shape = np.zeros((), _LINES_SHAPE)
     shape["stride"], shape["pitch"], shape["lines"] = row_stride(trits), pitch, lines
@@ -141,7 +141,7 @@ def _lines(t: _Task, on: Builder, most: int) -> None:
     shape["whole"] = alignment((trits,), n) == 16
     whole_lines = pitch % layout.packed_bytes == 0 or lines == 1
     shape["packed_whole"] = whole_lines and alignment((packed,), 1) % layout.packed_bytes == 0
-    on.launch(_kernel(t.which, "", layout.macro), grid, (_THREADS, 1, 1), (*arrays, flags, shape[()]))
+    builder.launch(_kernel(t.which, "", layout.macro), grid, (_THREADS, 1, 1), (*arrays, flags, shape[()]))
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -153,19 +153,19 @@ _BLOCKS_SHAPE = np.dtype(
 )
 
 
-def _blocks(t: _Task, on: Builder, most: int) -> None:
+def _blocks(t: _Task, builder: Builder, most: int) -> None:
     trits, packed = t.trits, t.packed
     n, k = trits.shape
     macro, weights, of_a_warp = BLOCKS[t.format]
     blocks = n * k // weights
     grid = (min(-(-blocks // (of_a_warp * _THREADS // 32)), most), 1, 1)
-    flags = on.empty(grid[:1], np.int32, "flags")
+    flags = builder.empty(grid[:1], np.int32, "flags")
     arrays: tuple[Tensor, ...] = (packed, trits, flags)
     if t.scale is not None:
         halves = (packed.view(np.float16),) if t.twins else ()
         arrays = (trits, packed, *halves, flags, t.scale)
     if t.twins:
-        _twin(on, "ternary_pack_blocks", t.which, t.format, grid, arrays)
+        _twin(builder, "ternary_pack_blocks", t.which, t.format, grid, arrays)
         return
     shape = np.zeros((), _BLOCKS_SHAPE)
     shape["stride"], shape["blocks"], shape["per_row"] = row_stride(trits), blocks, k // weights
@@ -175,7 +175,7 @@ def _blocks(t: _Task, on: Builder, most: int) -> None:
         rows, columns = t.scale.shape
         shape["scale_stride"] = row_stride(t.scale) if rows > 1 else 0
         shape["scale_step"] = t.scale.strides[1] // t.scale.itemsize if columns > 1 else 0
-    on.launch(_kernel(t.which, "_blocks", macro), grid, (_THREADS, 1, 1), (*arrays, shape[()]))
+    builder.launch(_kernel(t.which, "_blocks", macro), grid, (_THREADS, 1, 1), (*arrays, shape[()]))
 
 
 # --- tiles ---------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ _TILES_SHAPE = np.dtype(
 )
 
 
-def _tiles(t: _Task, on: Builder, most: int) -> None:
+def _tiles(t: _Task, builder: Builder, most: int) -> None:
     trits, packed = t.trits, t.packed
     n, k = trits.shape
     rows, columns, step = t.tile
@@ -206,27 +206,29 @@ def _tiles(t: _Task, on: Builder, most: int) -> None:
     warps = _TILE_THREADS // 32
     chunks = [n // step * (width // across) for _, _, _, width, _, across, _ in parts]
     grids = [min(-(-count // (warps * part[-1])), most) for count, part in zip(chunks, parts, strict=True)]
-    flags = on.empty((sum(grids),), np.int32, "flags")
+    flags = builder.empty((sum(grids),), np.int32, "flags")
     for i, (what, of, first, width, tile_columns, _, _) in enumerate(parts):
         mine = flags[sum(grids[:i]) : sum(grids[: i + 1])]
         arrays = (trits, of, mine) if t.which == "pack" else (of, trits, mine)
         grid, across = (grids[i], 1, 1), width // tile_columns
         if t.twins:
             sizes = (first, rows, tile_columns, step, across)
-            _twin(on, "ternary_pack_tiles", t.which, what, grid, (*arrays, *map(np.int64, sizes)))
+            _twin(builder, "ternary_pack_tiles", t.which, what, grid, (*arrays, *map(np.int64, sizes)))
             continue
         shape = np.zeros((), _TILES_SHAPE)
         shape["stride"], shape["chunks"], shape["first"] = row_stride(trits), chunks[i], first
         shape["rows"], shape["columns"], shape["step"], shape["across"] = rows, tile_columns, step, across
         shape["whole"] = alignment((trits,), n) == 16
         shape["packed_whole"] = alignment((of,), 1) == 16
-        on.launch(_kernel(t.which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()]))
+        builder.launch(
+            _kernel(t.which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()])
+        )
 
 
-def _twin(on: Builder, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
+def _twin(builder: Builder, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
     twins = importlib.import_module(f"gpu_ops.kernels.weights.numba_cuda.{module}")
     kernel = (twins.pack_kernel if which == "pack" else twins.unpack_kernel)(format)
-    on.launch(kernel, grid, (twins.THREADS, 1, 1), args)
+    builder.launch(kernel, grid, (twins.THREADS, 1, 1), args)
 
 
 def _kernel(which: str, family: str, macro: str) -> CudaKernel:

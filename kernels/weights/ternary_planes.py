@@ -35,11 +35,11 @@ class _Product:
     occupied: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, spec: Spec, on: Builder) -> _Product | None:
+    def of(cls, spec: Spec, builder: Builder) -> _Product | None:
         """Product of a spec; None if an axis is empty: then y is zeros, if it has elements."""
         y = spec.tensor("y")
         if 0 in (*y.shape, spec["k"]):
-            on.zero(y)
+            builder.zero(y)
             return None
         options = dict(spec.options)
         occupied = None
@@ -50,17 +50,20 @@ class _Product:
                 Tensor.of("w.chunks", Layout.contiguous(chunks, np.int32)),
             )
         if "share" in options:
-            on.note(options["share"])
+            builder.note(options["share"])
         x, x_scale, w, w_scale = map(spec.tensor, _FACTORS)
         return cls(x, x_scale, w, w_scale, y, occupied)
 
-    def lists(self, on: Builder) -> tuple[Tensor, Tensor]:
+    def lists(self, builder: Builder) -> tuple[Tensor, Tensor]:
         """``starts`` and ``chunks``, or stand-ins that no kernel reads."""
-        return self.occupied or (on.empty((1,), np.int64, "no starts"), on.empty((1,), np.int32, "no chunks"))
+        return self.occupied or (
+            builder.empty((1,), np.int64, "no starts"),
+            builder.empty((1,), np.int32, "no chunks"),
+        )
 
 
 @lowers("ternary_product", "cpu")
-def _cpu(spec: Spec, on: Builder) -> None:
+def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.cpu import ternary_planes
 
     options = dict(spec.options)
@@ -71,14 +74,14 @@ def _cpu(spec: Spec, on: Builder) -> None:
         occupied = (views["w.starts"], views["w.chunks"]) if skips else None
         ternary_planes.matmul(x, x_scale, w, w_scale, k, occupied, views["y"])
 
-    on.call(run, ternary_planes.config(skips))
+    builder.call(run, ternary_planes.config(skips))
     if "share" in options:
-        on.note(options["share"])
+        builder.note(options["share"])
 
 
 @lowers("ternary_product", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
-    p = _Product.of(spec, on)
+def _raw(spec: Spec, builder: Builder) -> None:
+    p = _Product.of(spec, builder)
     if p is None:
         return
     m, n = p.y.shape
@@ -86,22 +89,22 @@ def _raw(spec: Spec, on: Builder) -> None:
     whole = p.x_scale.shape[0] > 1, p.w_scale.shape[0] > 1
     sizes = (row_stride(p.y), *map(np.int32, (p.x.shape[1], m, n, *whole)))
     grid = (-(-n // (_THREADS // 32)) * -(-m // rows), 1, 1)
-    args = (p.x, p.x_scale, p.w, p.w_scale, *p.lists(on), p.y, *sizes)
-    on.launch(_kernel(rows, p.occupied is not None), grid, (_THREADS, 1, 1), args)
+    args = (p.x, p.x_scale, p.w, p.w_scale, *p.lists(builder), p.y, *sizes)
+    builder.launch(_kernel(rows, p.occupied is not None), grid, (_THREADS, 1, 1), args)
 
 
 @lowers("ternary_product", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.numba_cuda import ternary_planes as twins
 
-    p = _Product.of(spec, on)
+    p = _Product.of(spec, builder)
     if p is None:
         return
     m, n = p.y.shape
     grid = (-(-n // twins.TILE), min(-(-m // twins.TILE), 65535), 1)
     words = (p.x.view(np.uint64), p.x_scale, p.w.view(np.uint64), p.w_scale)
     kernel = twins.matmul_kernel(p.occupied is not None)
-    on.launch(kernel, grid, (twins.TILE, twins.TILE, 1), (*words, *p.lists(on), p.y))
+    builder.launch(kernel, grid, (twins.TILE, twins.TILE, 1), (*words, *p.lists(builder), p.y))
 
 
 def variants(arch: str) -> Iterator[Variant]:

@@ -48,15 +48,15 @@ class _Task:
     threshold: float
 
     @classmethod
-    def of(cls, spec: Spec, on: Builder) -> _Task | None:
+    def of(cls, spec: Spec, builder: Builder) -> _Task | None:
         """Task of a spec; None if there are no weights."""
         w, run, per_tensor = spec.tensor("w"), spec["run"], spec["per_tensor"]
         if not w.size:
-            on.note("NumPy, float64")
+            builder.note("NumPy, float64")
             return None
         n, k = w.shape
-        codes = on.empty((n, -(-k // UNIT) * (UNIT // 4)), np.uint8, "codes")
-        scale = on.empty((1 if per_tensor else n, k // run), np.float32, "scale")
+        codes = builder.empty((n, -(-k // UNIT) * (UNIT // 4)), np.uint8, "codes")
+        scale = builder.empty((1 if per_tensor else n, k // run), np.float32, "scale")
         return cls(w, codes, scale, run, per_tensor, spec["method"], spec["threshold"] or 0.0)
 
     @property
@@ -66,8 +66,8 @@ class _Task:
 
 
 @lowers("ternary_quantize", "raw")
-def _raw(spec: Spec, on: Builder) -> None:
-    t = _Task.of(spec, on)
+def _raw(spec: Spec, builder: Builder) -> None:
+    t = _Task.of(spec, builder)
     if t is None:
         return
     n, k = t.w.shape
@@ -76,59 +76,64 @@ def _raw(spec: Spec, on: Builder) -> None:
     stride, width, many = row_stride(t.w), np.int32(k), np.uint32(t.runs)
     whole, dtype = np.int32(alignment((t.w,), n) == 16), t.w.dtype.name
     if t.per_tensor:
-        _whole_tensor(t, on, grid, block)
+        _whole_tensor(t, builder, grid, block)
     elif t.method == "percentile":
         rank, share = neighbours(t.run, t.threshold)
         ranks = (np.int32(t.run), many, whole, np.uint32(rank), np.float64(share))
-        on.launch(_kernel(_RANKS, dtype), grid, block, (t.w, t.codes, t.scale, stride, width, *ranks))
+        builder.launch(_kernel(_RANKS, dtype), grid, block, (t.w, t.codes, t.scale, stride, width, *ranks))
     else:
         how = (np.int32(_METHODS[t.method]), np.float64(t.threshold))
         args = (t.w, t.codes, t.scale, stride, width, np.int32(t.run), many, whole, *how)
-        on.launch(_kernel(_RUNS, dtype), grid, block, args)
+        builder.launch(_kernel(_RUNS, dtype), grid, block, args)
 
 
-def _whole_tensor(t: _Task, on: Builder, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+def _whole_tensor(
+    t: _Task, builder: Builder, grid: tuple[int, int, int], block: tuple[int, int, int]
+) -> None:
     """Launch statistics of all of w, a limit from them, then codes."""
     n, k = t.w.shape
     dtype, counts = t.w.dtype.name, np.int32(t.method != "absmean")
     runs = (row_stride(t.w), np.int32(k), np.uint32(t.runs), np.int32(alignment((t.w,), n) == 16))
-    partial, limit = on.empty((2, t.runs), np.float64, "partial"), on.empty((1,), np.float64, "limit")
+    partial, limit = (
+        builder.empty((2, t.runs), np.float64, "partial"),
+        builder.empty((1,), np.float64, "limit"),
+    )
     how = (np.int32(_METHODS[t.method]), np.float64(t.threshold))
     of_tensor = (partial, limit, t.scale, np.uint32(t.runs), np.float64(n * k), *how)
     if t.method == "percentile":
-        _select(t, on, grid, block, limit)
+        _select(t, builder, grid, block, limit)
     else:
-        on.launch(_kernel(_SUMS, dtype), grid, block, (t.w, partial, *runs))
-        on.launch(_kernel(_LIMIT), *_ONE, (*of_tensor, np.int32(0)))
+        builder.launch(_kernel(_SUMS, dtype), grid, block, (t.w, partial, *runs))
+        builder.launch(_kernel(_LIMIT), *_ONE, (*of_tensor, np.int32(0)))
     if t.method == "meanstd":
-        on.launch(_kernel(_SQUARES, dtype), grid, block, (t.w, limit, partial, *runs))
-        on.launch(_kernel(_LIMIT), *_ONE, (*of_tensor, np.int32(1)))
-    on.launch(_kernel(_ENCODE, dtype), grid, block, (t.w, limit, t.codes, partial, *runs, counts))
+        builder.launch(_kernel(_SQUARES, dtype), grid, block, (t.w, limit, partial, *runs))
+        builder.launch(_kernel(_LIMIT), *_ONE, (*of_tensor, np.int32(1)))
+    builder.launch(_kernel(_ENCODE, dtype), grid, block, (t.w, limit, t.codes, partial, *runs, counts))
     if counts:
-        on.launch(_kernel(_SCALE), *_ONE, (partial, limit, t.scale, np.uint32(t.runs)))
+        builder.launch(_kernel(_SCALE), *_ONE, (partial, limit, t.scale, np.uint32(t.runs)))
 
 
 def _select(
-    t: _Task, on: Builder, grid: tuple[int, int, int], block: tuple[int, int, int], limit: Tensor
+    t: _Task, builder: Builder, grid: tuple[int, int, int], block: tuple[int, int, int], limit: Tensor
 ) -> None:
     """Launch radix selection of the percentile of |w|: each pass over w finds some of its bits."""
     n, k = t.w.shape
     dtype = t.w.dtype.name
-    selection = on.empty((3,), np.uint64, "selection")  # Selection of ternary_quantize.cu
-    counts = on.empty((1 << _DIGIT,), np.uint64, "counts")
+    selection = builder.empty((3,), np.uint64, "selection")  # Selection of ternary_quantize.cu
+    counts = builder.empty((1 << _DIGIT,), np.uint64, "counts")
     runs = (row_stride(t.w), np.int32(k), np.uint32(t.runs), np.int32(alignment((t.w,), n) == 16))
     rank, share = neighbours(n * k, t.threshold)
-    few = (min(grid[0], _COUNT_BLOCKS_PER_SM * on.sms), 1, 1)
+    few = (min(grid[0], _COUNT_BLOCKS_PER_SM * builder.sms), 1, 1)
     top = shift = 31
     while True:
         bits = (np.int32(top), np.int32(shift))
         picked = (selection, counts, limit, *bits, np.uint64(rank), np.float64(share))
-        on.launch(_kernel(_PICK, dtype), *_ONE, picked)
+        builder.launch(_kernel(_PICK, dtype), *_ONE, picked)
         if shift == _LOW[dtype]:
             return
         top, shift = shift, max(shift - _DIGIT, _LOW[dtype])
         counted = (t.w, selection, counts, *runs, np.int32(top), np.int32(shift))
-        on.launch(_kernel(_COUNT, dtype), few, block, counted)
+        builder.launch(_kernel(_COUNT, dtype), few, block, counted)
 
 
 def neighbours(size: int, percentile: float) -> tuple[int, float]:
@@ -161,26 +166,31 @@ def _kernel(entry: str, dtype: str = "float32") -> CudaKernel:
 
 
 @lowers("ternary_quantize", "numba")
-def _numba(spec: Spec, on: Builder) -> None:
+def _numba(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.numba_cuda import ternary_quantize as twins
 
-    t = _Task.of(spec, on)
+    t = _Task.of(spec, builder)
     if t is None:
         return
     dtype, words, flat = t.w.dtype.name, t.codes.view(np.uint32), t.scale.reshape(-1)
     scopes, per_scope = (1, t.runs) if t.per_tensor else (t.runs, 1)
     size = np.float64(t.run * per_scope)
-    partial, limit = on.empty((2, t.runs), np.float64, "partial"), on.empty((scopes,), np.float64, "limit")
+    partial, limit = (
+        builder.empty((2, t.runs), np.float64, "partial"),
+        builder.empty((scopes,), np.float64, "limit"),
+    )
     threads = (twins.THREADS, 1, 1)
     a_block_per_run = ((t.runs, 1, 1), threads)
     a_thread_per_scope = ((-(-scopes // twins.THREADS), 1, 1), threads)
 
     def measure(what: str) -> None:
-        on.launch(twins.statistics(what, dtype), *a_block_per_run, (t.w, np.int64(t.run), limit, partial))
+        builder.launch(
+            twins.statistics(what, dtype), *a_block_per_run, (t.w, np.int64(t.run), limit, partial)
+        )
 
     def set_limit(how: int) -> None:
         args = (partial, limit, flat, np.int64(per_scope), size, np.int64(how), np.float64(t.threshold))
-        on.launch(twins.limits(), *a_thread_per_scope, args)
+        builder.launch(twins.limits(), *a_thread_per_scope, args)
 
     measure("sums")
     set_limit(_METHODS[t.method])
@@ -188,12 +198,12 @@ def _numba(spec: Spec, on: Builder) -> None:
         rank, share = neighbours(int(size), t.threshold)
         args = (t.w, np.int64(size), np.int64(rank), np.float64(share), limit)
         ranks, many = twins.ranks(dtype, t.per_tensor)
-        on.launch(ranks, (scopes, 1, 1), (many, 1, 1), args)
+        builder.launch(ranks, (scopes, 1, 1), (many, 1, 1), args)
     if t.method == "meanstd":
         measure("squares")
         set_limit(twins.WITH_STD)
     grid = (-(-t.w.shape[0] * words.shape[1] // twins.THREADS), 1, 1)
-    on.launch(twins.encode(dtype), grid, threads, (t.w, np.int64(t.run), limit, words))
+    builder.launch(twins.encode(dtype), grid, threads, (t.w, np.int64(t.run), limit, words))
     if t.method != "absmean":
         measure("kept")
-        on.launch(twins.scales(), *a_thread_per_scope, (partial, limit, flat, np.int64(per_scope)))
+        builder.launch(twins.scales(), *a_thread_per_scope, (partial, limit, flat, np.int64(per_scope)))

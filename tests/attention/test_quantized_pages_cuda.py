@@ -35,7 +35,7 @@ def only(monkeypatch):
     """Restrict calls to one tile, over whole sequences or parts of them."""
 
     def take(tile, num_splits=1):
-        def choose(on, space, problem, device):
+        def choose(builder, space, problem, device):
             parts = replace(problem, num_splits=num_splits)
             return next(config for _, config in configs(parts, device) if config.tile == tile)
 

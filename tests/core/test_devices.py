@@ -169,22 +169,22 @@ def test_blocks_of_a_cooperative_launch_run_together_or_not_at_all(kernels, monk
 
 
 def test_an_empty_grid_launches_nothing(kernels):
-    on = Builder(EmulatorDevice().limits)
-    on.launch(kernels("copy"), (0,), (32,), [np.int32(0)])
-    on.launch(kernels("copy"), (4, 0), (32,), [np.int32(0)])
-    assert on.program().steps == ()
+    builder = Builder(EmulatorDevice().limits)
+    builder.launch(kernels("copy"), (0,), (32,), [np.int32(0)])
+    builder.launch(kernels("copy"), (4, 0), (32,), [np.int32(0)])
+    assert builder.program().steps == ()
 
 
 def test_a_builder_tells_what_is_launched_and_allocates_nothing(tmp_path):
-    on = Builder(Limits())
+    builder = Builder(Limits())
     kernel = CudaKernel("absent", "nothing", (("T", "bf16"),), folder=tmp_path)
-    huge = on.empty((1 << 20, 3, 1 << 14), np.float32)
+    huge = builder.empty((1 << 20, 3, 1 << 14), np.float32)
     assert huge.strides == (3 << 16, 1 << 16, 4)
     assert huge.is_whole
-    assert on.empty((), np.int8).shape == on.zeros((), np.int8).shape == ()
-    on.launch(kernel, (56, 2, 1), (128,), [huge], shared=1024)
-    on.launch(kernel, (1, 1), (32, 4), [huge])
-    program = on.program()
+    assert builder.empty((), np.int8).shape == builder.zeros((), np.int8).shape == ()
+    builder.launch(kernel, (56, 2, 1), (128,), [huge], shared=1024)
+    builder.launch(kernel, (1, 1), (32, 4), [huge])
+    program = builder.program()
     assert program.workspace_bytes == (3 << 36) + 2 * 256
     assert [w.zeroed for w in program.workspaces] == [False, False, True]
     assert str(program).splitlines() == [

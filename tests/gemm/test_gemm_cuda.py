@@ -55,9 +55,9 @@ def multiply(device, which, make, *arguments, **options):
         views[name] = x
         return Tensor.of(name, layout_of(x))
 
-    on = Builder(device.limits)
-    LAUNCH[which](on, make(*map(tensor, arguments), **{name: tensor(x) for name, x in options.items()}))
-    Linked(on.program(), device)(views)
+    builder = Builder(device.limits)
+    LAUNCH[which](builder, make(*map(tensor, arguments), **{name: tensor(x) for name, x in options.items()}))
+    Linked(builder.program(), device)(views)
 
 
 def check(c, want, magnitude, dtype):

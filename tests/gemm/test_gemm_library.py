@@ -156,13 +156,13 @@ def test_explain_says_so(cublas, rng):
 )
 def test_the_rules(taken, changes):
     case = {"preset": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
-    on = Builder(Limits(card=case["card"], preset=case["preset"]))
+    builder = Builder(Limits(card=case["card"], preset=case["preset"]))
     x, w = (
         Tensor.of(name, Layout.contiguous((rows, 72), case["dtype"]))[:, case["offset"] :][:, :64]
         for name, rows in (("x", case["rows"]), ("w", 128))
     )
     out = Tensor.of("out", Layout.contiguous((case["rows"], 128), case["dtype"]))
-    assert gemm_library.takes(on, product(Operand(x), Operand(w), out)) is taken
+    assert gemm_library.takes(builder, product(Operand(x), Operand(w), out)) is taken
 
 
 def test_the_rows_follow_from_the_presets():

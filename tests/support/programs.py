@@ -43,9 +43,9 @@ def run_part(
     ``values``: values of ``Dynamic`` arguments.
     """
     device = EmulatorDevice() if device is None else device
-    on = Builder(device.limits)
-    made = launch(on, *(Tensor.of(name, layout_of(x)) for name, x in arrays.items()), *more)
-    return made, _run(on.program(), device, arrays, results, **values)
+    builder = Builder(device.limits)
+    made = launch(builder, *(Tensor.of(name, layout_of(x)) for name, x in arrays.items()), *more)
+    return made, _run(builder.program(), device, arrays, results, **values)
 
 
 def _run(

@@ -172,7 +172,7 @@ def _sequences(seqlen_q: int, num_pages: int, page_size: int) -> Callable[[Array
 
 
 @lowers("attention_decode", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.attention.forward import attention_decode
 
     def run(views: Mapping[str, Any]) -> None:
@@ -186,4 +186,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         )
         store_results(views, results)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

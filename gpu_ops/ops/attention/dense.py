@@ -295,7 +295,7 @@ def _result_shapes(call: Call, layout: str) -> tuple[tuple[int, ...], tuple[int,
 
 
 @lowers("attention", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.attention.forward import attention
 
     def run(views: Mapping[str, Any]) -> None:
@@ -303,11 +303,11 @@ def _reference(spec: Spec, on: Builder) -> None:
         options = {**reference_options(spec, views), **results_dtypes(views)}
         store_results(views, attention(*arrays, layout=spec["layout"], return_lse=True, **options))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("attention_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.attention.backward import attention_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -316,4 +316,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         *gradients, extra = attention_backward(*arrays, return_extra=True, precision="float64", **options)
         store_gradients(spec, views, gradients, extra)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

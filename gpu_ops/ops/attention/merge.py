@@ -111,11 +111,11 @@ def attention_merge(
 
 
 @lowers("attention_merge", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.attention.merge import attention_merge
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("out1", "lse1", "out2", "lse2")]
         store(views, ("out", "lse"), attention_merge(*arrays, layout=spec["layout"]))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -229,7 +229,7 @@ def _result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @lowers("attention_varlen", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.attention.forward import attention_varlen
 
     def run(views: Mapping[str, Any]) -> None:
@@ -239,11 +239,11 @@ def _reference(spec: Spec, on: Builder) -> None:
         options |= {**reference_options(spec, views), **results_dtypes(views)}
         store_results(views, attention_varlen(*arrays, return_lse=True, **options))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("attention_varlen_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.attention.backward import attention_varlen_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -255,4 +255,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         )
         store_gradients(spec, views, gradients, extra)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -193,18 +193,18 @@ def _bind(call: Call, x: Array, dtype: str, more: str, flops: float, finish: Fin
 
 
 @lowers("linear", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.gemm.linear import linear
 
     def run(views: Mapping[str, Any]) -> None:
         result = linear(views["x"], views["weight"], views.get("bias"), residual=views.get("residual"))
         store(views, ("y",), result)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("linear_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.gemm.linear import linear_backward
 
     names = [name for name in ("dx", "dweight", "dbias") if spec.get(name) is not None]
@@ -218,4 +218,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         )
         store(views, names, gradients)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

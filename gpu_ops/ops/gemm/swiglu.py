@@ -160,17 +160,17 @@ def _bind(call: Call, shape: tuple[int, ...], dtype: str, activation: str, flops
 
 
 @lowers("swiglu", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.gemm.swiglu import swiglu
 
     def run(views: Mapping[str, Any]) -> None:
         store(views, ("y",), swiglu(views["gate"], views.get("up"), activation=spec["activation"]))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("swiglu_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.gemm.swiglu import swiglu_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -178,4 +178,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         gradients = swiglu_backward(views["dy"], views["gate"], up, activation=spec["activation"])
         store(views, ("dgate",) if up is None else ("dgate", "dup"), gradients)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

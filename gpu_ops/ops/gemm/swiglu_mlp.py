@@ -210,7 +210,7 @@ def _bind(
 
 
 @lowers("swiglu_mlp", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.gemm.swiglu import swiglu_mlp
 
     keep: Literal["gate_up"] | None = None if spec.get("gate_up") is None else "gate_up"
@@ -220,11 +220,11 @@ def _reference(spec: Spec, on: Builder) -> None:
         results = swiglu_mlp(*arrays, activation=spec["activation"], keep=keep)
         store(views, ("y", keep) if keep else ("y",), results)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("swiglu_mlp_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.gemm.swiglu import swiglu_mlp_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -233,4 +233,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         options = {"activation": spec["activation"], "gate_up": views.get("gate_up"), **added}
         store(views, ("dx", *_SUMS), swiglu_mlp_backward(*arrays, **options))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

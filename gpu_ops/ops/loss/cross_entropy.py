@@ -212,7 +212,7 @@ def _bind(call: Call, options: LossOptions) -> Bound:
 
 @lowers("cross_entropy", "reference")
 @lowers("cross_entropy_backward", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.loss import cross_entropy as reference
 
     def run(views: Mapping[str, Any]) -> None:
@@ -225,4 +225,4 @@ def _reference(spec: Spec, on: Builder) -> None:
             results = ("loss",) if lse is None else ("loss", "lse")
             store(views, results, reference.cross_entropy(x, y, **options, return_lse=lse is not None))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

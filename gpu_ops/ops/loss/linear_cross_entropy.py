@@ -187,7 +187,7 @@ def _read_dloss(call: Call, dloss: Any, shape: tuple[int, ...]) -> None:
 
 
 @lowers("linear_cross_entropy", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.loss.linear_cross_entropy import linear_cross_entropy
 
     names = [n for n in ("loss", "dx", "dweight", "dbias", "lse") if spec.get(n) is not None]
@@ -201,4 +201,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         arrays = (views[name] for name in ("x", "weight", "targets"))
         store(views, names, linear_cross_entropy(*arrays, **options))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -190,7 +190,7 @@ def layernorm_backward(
 
 
 @lowers("layernorm", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.norm.layernorm import layernorm
 
     def run(views: Mapping[str, Any]) -> None:
@@ -205,11 +205,11 @@ def _reference(spec: Spec, on: Builder) -> None:
         )
         store(views, ("y", "s", "mean", "rstd") if "s" in views else ("y", "mean", "rstd"), results)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("layernorm_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.norm.layernorm import layernorm_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -218,4 +218,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         gradients = layernorm_backward(*arrays, dresidual=views.get("dresidual"), **added)
         store(views, ("dx", "dweight", "dbias"), gradients)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

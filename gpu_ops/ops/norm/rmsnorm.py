@@ -198,7 +198,7 @@ def rmsnorm_backward(
 
 
 @lowers("rmsnorm", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.norm.rmsnorm import rmsnorm
 
     def run(views: Mapping[str, Any]) -> None:
@@ -208,11 +208,11 @@ def _reference(spec: Spec, on: Builder) -> None:
         )  # fmt: skip
         store(views, ("y", "s", "rstd") if "s" in views else ("y", "rstd"), results)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 @lowers("rmsnorm_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
+def _reference_backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.norm.rmsnorm import rmsnorm_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -222,4 +222,4 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
         gradients = rmsnorm_backward(*arrays, dresidual=views.get("dresidual"), dweight=dweight, **options)
         store(views, ("dx", "dweight"), gradients)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -122,7 +122,7 @@ def rmsnorm_quant_int8(
 
 
 @lowers("rmsnorm_quant_int8", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.norm.rmsnorm import rmsnorm_quant_int8
 
     def run(views: Mapping[str, Any]) -> None:
@@ -130,4 +130,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         results = rmsnorm_quant_int8(views["x"], views["weight"], residual=residual, **dict(spec.options))
         store(views, ("q", "scale", "rowsum", "s") if "s" in views else ("q", "scale", "rowsum"), results)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

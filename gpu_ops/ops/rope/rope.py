@@ -230,7 +230,7 @@ def _unsupported(dtype: str, tokens: int) -> dict[str, str]:
 
 @lowers("rope", "reference")
 @lowers("rope_backward", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rope.rope import rope as reference
 
     names, layout = spec["inputs"], spec["layout"]
@@ -243,4 +243,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         rotated = reference(*[views[n] for n in names], positions=positions, seqlen=views["seqlen"], **fixed)
         store(views, results, rotated)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

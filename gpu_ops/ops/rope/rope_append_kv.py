@@ -185,7 +185,7 @@ def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation) -> dict[str, s
 
 
 @lowers("rope_append_kv", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rope.rope_append_kv import rope_append_kv as reference
 
     packed = spec.get("slot_mapping") is not None
@@ -202,4 +202,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         updated = reference(*arrays, positions=positions, seqlen=views["seqlen"], **keywords)
         store(views, ("rotated q", "k_cache", "v_cache", *scales), updated)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -294,7 +294,7 @@ def _grad_scale_or_overflow(dtype: str, op: str, name: str, value: Any) -> float
 
 
 @lowers("adamw_step", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rows import adamw as reference
 
     fixed = {name: spec[name] for name in ("betas", "eps", "weight_decay", "rounding")}
@@ -312,4 +312,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         flat = [y for x in results for y in (x if isinstance(x, tuple) else (x,))]
         store(views, changed, flat)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -163,11 +163,11 @@ def _offset(op: str, offset: Any, device: Any) -> int:
 
 @lowers("dropout", "reference")
 @lowers("dropout_backward", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rows.dropout import dropout
 
     def run(views: Mapping[str, Any]) -> None:
         x, result = ("dy", "dx") if "dx" in views else ("x", "y")
         store(views, (result,), dropout(views[x], spec["p"], seed=views["seed"], offset=views["offset"]))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

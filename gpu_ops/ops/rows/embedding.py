@@ -150,7 +150,7 @@ def _bind(call: Call, dtype: str, table: tuple[int, ...]) -> Bound:
 
 @lowers("embedding", "reference")
 @lowers("embedding_backward", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rows import embedding as reference
 
     def run(views: Mapping[str, Any]) -> None:
@@ -163,4 +163,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         gradient = reference.embedding_backward(views["dx"], ids, rows, scale=scale, dweight=dweight)
         store(views, ("dweight",), gradient)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

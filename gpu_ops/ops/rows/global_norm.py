@@ -89,11 +89,11 @@ def global_norm(
 
 
 @lowers("global_norm", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rows import global_norm as reference
 
     def run(views: Mapping[str, Any]) -> None:
         results = reference.global_norm([views[name] for name in spec["arrays"]])
         store(views, ("norm", "found_inf"), results)
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -160,7 +160,7 @@ def _bind(call: Call, x: Array, dtype: str, more: str = "") -> Bound:
 
 @lowers("softmax", "reference")
 @lowers("softmax_backward", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.rows import softmax as reference
 
     def run(views: Mapping[str, Any]) -> None:
@@ -169,4 +169,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         else:
             store(views, ("y",), reference.softmax(views["x"], scale=spec["scale"], mask=views.get("mask")))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")

@@ -252,7 +252,7 @@ def _look_at(op: str, names: list[str]) -> Look:
 
 
 @lowers("sample", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.sampling import sample as reference
 
     names = (*_ALLOWED, *_COUNTERS, "bias", "counts")
@@ -265,4 +265,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         else:
             store(views, ("tokens",), reference.sample(views["logits"], **options))
 
-    on.call(run, "NumPy")
+    builder.call(run, "NumPy")

@@ -136,16 +136,16 @@ def _by_reference(
 
 
 def _host_quantizer(quantizer: Callable[..., Any], text: str) -> Lower:
-    def lower(spec: Spec, on: Builder) -> None:
+    def lower(spec: Spec, builder: Builder) -> None:
         method, group, threshold = spec["method"], spec["group_size"], spec["threshold"]
 
         def run(views: dict[str, Any]) -> None:
             views["codes"], views["scale"] = quantizer(views["w"], method, group, threshold)
 
         if spec.tensor("w").size:
-            on.call(run, text)
+            builder.call(run, text)
         else:
-            on.note("NumPy, float64")
+            builder.note("NumPy, float64")
 
     return lower
 

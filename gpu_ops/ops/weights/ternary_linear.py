@@ -122,7 +122,7 @@ def _unit(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str
 
 
 @lowers("ternary_matmul_backward", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.weights.ternary import ternary_matmul_backward
 
     def run(views: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _reference(spec: Spec, on: Builder) -> None:
         arrays = views["dy"], views["x"], w2.trits(), w2.scale
         store(views, names, ternary_matmul_backward(*arrays, activations=mode, only=only))
 
-    on.call(run, "NumPy, float64")
+    builder.call(run, "NumPy, float64")
 
 
 def _unsupported(dtype: str, k: int, groups: int) -> dict[str, str]:

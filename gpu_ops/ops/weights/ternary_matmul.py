@@ -181,7 +181,7 @@ def _unsupported(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
 
 
 @lowers("ternary_matmul", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.weights.ternary import ternary_matmul
 
     def run(views: Mapping[str, Any]) -> None:
@@ -193,4 +193,4 @@ def _reference(spec: Spec, on: Builder) -> None:
         }
         store(views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, **options))
 
-    on.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")
+    builder.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")

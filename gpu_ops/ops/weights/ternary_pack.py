@@ -205,7 +205,7 @@ def _checked(
 
 
 for _op in ("ternary_pack", "ternary_unpack"):
-    lowers(_op, "reference")(lambda spec, on: on.note("NumPy"))
+    lowers(_op, "reference")(lambda spec, builder: builder.note("NumPy"))
 
 
 def _on_device(x: Array, device: Any) -> Array:

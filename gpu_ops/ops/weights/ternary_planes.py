@@ -139,14 +139,14 @@ def _look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str
 
 
 @lowers("ternary_product", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
+def _reference(spec: Spec, builder: Builder) -> None:
     from gpu_ops.reference.weights.ternary import ternary_product
 
     def run(views: Mapping[str, Any]) -> None:
         a2, w2 = (views[name].to("w2") for name in ("x", "w"))
         store(views, ("y",), ternary_product(a2.trits(), a2.scale, w2.trits(), w2.scale))
 
-    on.call(run, "NumPy, exact integers")
+    builder.call(run, "NumPy, exact integers")
 
 
 def _with_row_scales(name: str, argument: str, matrix: TernaryMatrix) -> TernaryMatrix:
