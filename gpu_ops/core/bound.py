@@ -12,9 +12,9 @@ from gpu_ops.kernels.program import Layout, Spec
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Finish", "Look", "Make", "Output", "Source", "as_integer"]
+__all__ = ["Bound", "CheckValues", "Finish", "Make", "Output", "Source", "as_integer"]
 
-Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
+CheckValues: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 """A hook that reads values: (the call's arrays, backend) -> (options that depend on them, further views)."""
 
 
@@ -82,7 +82,7 @@ class Bound:
     """The caller's objects for results, by argument."""
     problem: str | Callable[[], str]
     finish: Finish | None
-    look: Look | None
+    check_values: CheckValues | None
     library: str | None
     cuda: CudaArrays | None
     workspace: Any

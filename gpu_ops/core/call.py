@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
 from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
-from gpu_ops.core.bound import Bound, Finish, Look, Make, Output, Source, as_integer
+from gpu_ops.core.bound import Bound, CheckValues, Finish, Make, Output, Source, as_integer
 from gpu_ops.core.checks import Axes, native
 from gpu_ops.core.dispatch import choose, is_emulated, require_cuda_kernels
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
@@ -215,14 +215,14 @@ class Call:
         lowered_as: str = "",
         unsupported: Mapping[str, str] | Callable[[Spec], Mapping[str, str]] | None = None,
         finish: Finish | None = None,
-        look: Look | None = None,
+        check_values: CheckValues | None = None,
         flops: float = 0.0,
     ) -> Bound:
         """Return the bound call: choose device and backend, make the spec.
 
         ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
         backends that cannot run this problem, and why; a function of the spec is called for GPU devices only.
-        ``finish`` computes the return value from the arrays by name. ``look`` reads, in every call, values that the
+        ``finish`` computes the return value from the arrays by name. ``check_values`` reads, in every call, values that the
         program depends on.
         """
         for argument, names in self._items.items():
@@ -245,7 +245,7 @@ class Call:
         views = {**self._views, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
-            tuple(self._updated), self._given, problem, finish, look, self._library, self._cuda, self._workspace,
+            tuple(self._updated), self._given, problem, finish, check_values, self._library, self._cuda, self._workspace,
         )  # fmt: skip
 
     def _nbytes(self) -> int:

@@ -140,7 +140,7 @@ class Op:
         bound = self.bind(args, kwargs)
         prepared = Prepared(bound, self.parameters, args, kwargs)
         views = prepared.views(bound, args, kwargs)
-        values = bound.look(views, prepared.backend)[0] if bound.look else {}
+        values = bound.check_values(views, prepared.backend)[0] if bound.check_values else {}
         return Explanation(bound, prepared, values)
 
 

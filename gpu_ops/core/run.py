@@ -105,7 +105,7 @@ class Prepared:
             self.device = devices.current_device(bound.choice.device)
         self._library = bound.cuda.library if bound.cuda else bound.library
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
-        self._finish, self._look = bound.finish, bound.look
+        self._finish, self._check_values = bound.finish, bound.check_values
         new = [o for o in bound.outputs if o.source is None]
         # no graph is captured on the CPU: results that the caller does not get are allocated with the rest
         on_host = self.device is devices.HOST
@@ -208,9 +208,9 @@ class Prepared:
     def execute(self, views: Views, own: Views, workspace: Any) -> Any:
         """Read values, allocate, run. ``own``: the caller's objects; those for results are returned unchanged."""
         values: dict[str, Any] = _NO_VALUES
-        if self._look is not None:
+        if self._check_values is not None:
             views = dict(views)
-            values, extra_views = self._look(views, self.backend)
+            values, extra_views = self._check_values(views, self.backend)
             views.update(extra_views)
         device = devices.EmulatorDevice() if self.device is None else self.device
         host: Views = {}

@@ -15,7 +15,7 @@ from gpu_ops.distributed.stream import Stream
 from gpu_ops.errors import ShapeError
 from gpu_ops.models.table import Table
 from gpu_ops.ops.gemm.linear import linear, linear_backward
-from gpu_ops.ops.indices import look_at, read_indices
+from gpu_ops.ops.indices import check_indices, read_indices
 from gpu_ops.ops.loss.options import LossOptions
 from gpu_ops.ops.rows.embedding import embedding, embedding_backward
 
@@ -195,7 +195,7 @@ class VocabularyRows(Table):
     def _own(self, ids: Any) -> tuple[Array, Array]:
         """Mask of the rows that this rank has, and their indices in its part; 0 for the others."""
         view = read_indices(Call("VocabularyRows.embed"), "ids", self.stream.comm.movable("embed", ids)[0])
-        look_at("VocabularyRows.embed", "ids", self.vocab)({"ids": view}, "")
+        check_indices("VocabularyRows.embed", "ids", self.vocab)({"ids": view}, "")
         owned = (view >= self.rows.start) & (view < self.rows.stop)
         return owned, np.where(owned, view - self.rows.start, 0).astype(view.dtype)
 
@@ -226,9 +226,9 @@ class _Loss:
         call, loss_options = Call(_LOSS), LossOptions(**(_DEFAULTS | options))
         sum_dtype, vocab = checks.computing_dtype(call.read("x", h).dtype.name), table.vocab
         loss_options.read(call, targets, h.shape[:-1], vocab, "x")
-        look = loss_options.look(call, vocab, "x")
-        if look is not None:
-            look(dict(call.views), "")
+        check_values = loss_options.check_values(call, vocab, "x")
+        if check_values is not None:
+            check_values(dict(call.views), "")
         flat = call.views["targets"].reshape(-1)
         kept, weight = flat != loss_options.ignore_index, call.views.get("class_weight")
         w: Any = 1.0

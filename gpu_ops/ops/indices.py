@@ -8,11 +8,11 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Call
 from gpu_ops.errors import DTypeError, OptionError
 
-__all__ = ["look_at", "read_indices"]
+__all__ = ["check_indices", "read_indices"]
 
 
 def read_indices(call: Call, name: str, x: Any, shape: tuple[int, ...] | None = None) -> Array:
@@ -27,10 +27,10 @@ def read_indices(call: Call, name: str, x: Any, shape: tuple[int, ...] | None = 
     return view
 
 
-def look_at(op: str, name: str, end: int, ignored: int | None = None) -> Look:
+def check_indices(op: str, name: str, end: int, ignored: int | None = None) -> CheckValues:
     """Hook that checks an array in host memory: each index is in [0, end), or ``ignored``."""
 
-    def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def check_values(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         x = views[name]
         wrong = x.view(f"u{x.itemsize}") >= end if end else np.ones(x.shape, bool)  # negative ones are large
         if ignored is not None:
@@ -42,4 +42,4 @@ def look_at(op: str, name: str, end: int, ignored: int | None = None) -> Look:
             raise OptionError(f"{op}: {name}{position} is {int(x[index])}, not in [0, {end}){exception}")
         return {}, {}
 
-    return look
+    return check_values

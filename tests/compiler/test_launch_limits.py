@@ -130,7 +130,9 @@ def programs(case, backend):
     args, kwargs = tuple(case.arrays.values()), {**case.options, "device": "emulator", "backend": backend}
     bound = op.bind(args, kwargs)
     made = Prepared(bound, op.parameters, args, kwargs)
-    values = bound.look(made.views(bound, args, kwargs), made.backend)[0] if bound.look else {}
+    values = (
+        bound.check_values(made.views(bound, args, kwargs), made.backend)[0] if bound.check_values else {}
+    )
     for card in CARDS:
         yield card, made.program(values, card_limits(card))
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
@@ -109,7 +109,7 @@ def attention_decode(
         v_cache=(v_cache, f"{rows} nheads_kv head_dim_v"),
     )
     seqlen_q = call.axes["seqlen_q"]
-    seqlen_k, look = _read_lengths(call, seqused_k, block_table)
+    seqlen_k, check_values = _read_lengths(call, seqused_k, block_table)
     words = read_options(call, dtype, **options)
     call.option(
         layout="bshd",
@@ -124,12 +124,12 @@ def attention_decode(
     return call.bind(
         problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), words),
         unsupported=raw_unsupported,
-        look=look,
+        check_values=check_values,
         flops=forward_flops(call, batch * seqlen_q * seqlen_k),
     )
 
 
-def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Look | None]:
+def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, CheckValues | None]:
     """Read the lengths; return the number of keys of the longest sequence, and the hook that checks every call.
 
     Lengths on a GPU are not checked, since that would wait for it: the cache's capacity is assumed.
@@ -142,13 +142,13 @@ def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Lo
         num_pages, page_size, capacity = read_pages(call, block_table)
     if call.on_cuda:
         return capacity, None
-    look = _look(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
-    longest: int = look(dict(call.views), "reference")[0]["max_seqlen_k"]
-    return longest, look
+    check_values = _check_values(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
+    longest: int = check_values(dict(call.views), "reference")[0]["max_seqlen_k"]
+    return longest, check_values
 
 
-def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int) -> Look:
-    def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _check_values(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int) -> CheckValues:
+    def check_values(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         used, table = views["seqused_k"], views.get("block_table")
         if backend == "cpu":
             rows = _sequences(seqlen_q, num_pages, page_size)(used, table)
@@ -160,7 +160,7 @@ def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int)
             pages_exist(op, table, used, num_pages, page_size)
         return {"max_seqlen_k": longest}, {}
 
-    return look
+    return check_values
 
 
 @functools.lru_cache(256)

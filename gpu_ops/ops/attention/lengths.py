@@ -1,6 +1,6 @@
 """Lengths that attention calls take as arrays: starts of packed sequences, keys in use, page tables.
 
-Shapes and dtypes are checked once, values in every call, by a ``look=`` hook. Values on a GPU are not checked,
+Shapes and dtypes are checked once, values in every call, by a ``check_values=`` hook. Values on a GPU are not checked,
 since that would wait for it.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Call
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
@@ -34,7 +34,7 @@ class Lengths:
     queries: Array
     keys: Array
     longest: tuple[int, int]
-    look: Look | None
+    check_values: CheckValues | None
 
     def pairs(self, causal: Any) -> int:
         """Number of (query, key) pairs that ``causal`` alone leaves visible."""
@@ -71,15 +71,15 @@ def packed_lengths(call: Call, arrays: dict[str, Any], bounds: dict[str, int | N
         longest = [
             total if n is None else min(n, total) for n, total in zip(max_seqlens, totals, strict=True)
         ]
-        look, queries, keys = None, *(np.array([n]) for n in longest)
+        check_values, queries, keys = None, *(np.array([n]) for n in longest)
     else:
-        look = _look(op, totals, (num_pages, page_size), max_seqlens)
+        check_values = _check_values(op, totals, (num_pages, page_size), max_seqlens)
         views = dict(call.views)
-        longest = list(look(views, "reference")[0].values())
+        longest = list(check_values(views, "reference")[0].values())
         queries = np.diff(views["cu_seqlens_q"]).astype(np.int64)
         keys = views.get("seqused_k", np.diff(views.get("cu_seqlens_k", queries))).astype(np.int64)
     call.option(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-    return Lengths(queries, keys, (longest[0], longest[1]), look)
+    return Lengths(queries, keys, (longest[0], longest[1]), check_values)
 
 
 def read_used(call: Call, seqused_k: Any) -> None:
@@ -126,10 +126,12 @@ def _read_starts(call: Call, name: str, x: Any) -> Array:
     return starts
 
 
-def _look(op: str, totals: tuple[int, int], pages: tuple[int, int], bounds: list[int | None]) -> Look:
+def _check_values(
+    op: str, totals: tuple[int, int], pages: tuple[int, int], bounds: list[int | None]
+) -> CheckValues:
     """``totals``: number of queries, and of packed keys or of keys in a sequence's pages. ``pages``: number, size."""
 
-    def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def check_values(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         sound, extra_views = False, {}
         if backend == "cpu":
             get = views.get
@@ -143,7 +145,7 @@ def _look(op: str, totals: tuple[int, int], pages: tuple[int, int], bounds: list
         _check_bounds(op, bounds, longest)
         return {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}, extra_views
 
-    return look
+    return check_values
 
 
 @functools.lru_cache(256)

@@ -123,7 +123,7 @@ def attention_varlen(
     return call.bind(
         problem=lambda: describe(call, dtype, lengths.longest, words),
         unsupported=raw_unsupported,
-        look=lengths.look,
+        check_values=lengths.check_values,
         flops=forward_flops(call, lengths.pairs(options.get("causal"))),
     )
 
@@ -201,7 +201,7 @@ def attention_varlen_backward(
     return call.bind(
         problem=lambda: describe(call, dtype, lengths.longest, words),
         unsupported=backward_raw_unsupported,
-        look=lengths.look,
+        check_values=lengths.check_values,
         finish=finish,
         flops=backward_flops(call, lengths.pairs(options.get("causal"))),
     )

@@ -205,7 +205,7 @@ def _bind(call: Call, options: LossOptions) -> Bound:
     return call.bind(
         problem=lambda: f"{math.prod(x.shape[:-1])} rows of {vocab} {dtype}, reduction {options.reduction}",
         unsupported=checks.unsupported(dtype),
-        look=options.look(call, vocab, "logits"),
+        check_values=options.check_values(call, vocab, "logits"),
         flops=5.0 * x.size,
     )
 

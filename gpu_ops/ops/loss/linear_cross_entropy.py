@@ -172,7 +172,7 @@ def linear_cross_entropy(
         ),
         unsupported=checks.unsupported(dtype),
         finish=named_results(*results) if added else None,
-        look=options.look(call, vocab, "x"),
+        check_values=options.check_values(call, vocab, "x"),
         flops=(2.0 + 2.0 * ("dx" in results) + 2.0 * ("dweight" in results)) * x_.size * vocab,
     )
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Call
 from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.kernels.program import Spec
-from gpu_ops.ops.indices import look_at, read_indices
+from gpu_ops.ops.indices import check_indices, read_indices
 
 __all__ = ["LossOptions", "as_loss", "is_number", "of_reference"]
 
@@ -90,19 +90,19 @@ class LossOptions:
         checks.exactly(call.op, "denominator", array, ())
         call.option(denominator=None)
 
-    def look(self, call: Call, vocab: int, like: str) -> Look | None:
+    def check_values(self, call: Call, vocab: int, like: str) -> CheckValues | None:
         """The hook that checks targets and a denominator in host memory."""
         if call.on_cuda:
             return None
         op, dtype = call.op, call.views[like].dtype.name
-        look_at_targets = look_at(op, "targets", vocab, int(self.ignore_index))
+        check_targets = check_indices(op, "targets", vocab, int(self.ignore_index))
 
-        def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        def check_values(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
             if "denominator" in views:
                 _checked_denominator(op, views["denominator"][()], dtype)
-            return look_at_targets(views, backend)
+            return check_targets(views, backend)
 
-        return look
+        return check_values
 
 
 def _checked_denominator(op: str, value: Any, dtype: str) -> float:

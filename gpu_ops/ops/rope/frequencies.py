@@ -89,7 +89,7 @@ class Frequencies:
             self._last = current = self._at(seqlen)
         return current
 
-    def look(
+    def lookup(
         self, backend: str, positions: Array, first: int, last: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Options and views for positions in host memory with minimum ``first`` and maximum ``last``."""

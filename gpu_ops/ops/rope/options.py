@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Call
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rope.frequencies import Frequencies
 
 __all__ = [
-    "PositionsLook",
+    "PositionsCheck",
     "Rows",
     "bind_axes",
     "last_on_device",
@@ -88,14 +88,14 @@ def read_positions(call: Call, positions: Any, layout: str) -> Array | None:
 
 
 @dataclass(frozen=True)
-class PositionsLook:
+class PositionsCheck:
     """Hook of ``rope``: checks positions, and looks up the frequencies and tables that they need."""
 
     op: str
     seqlen: int
     frequencies: Frequencies
 
-    def for_call(self, call: Call, positions: Array | None, *, counts_up: bool) -> Look | None:
+    def for_call(self, call: Call, positions: Array | None, *, counts_up: bool) -> CheckValues | None:
         """The hook of a call; None if kernels need nothing from the host. ``counts_up``: positions is a number."""
         if not call.on_cuda:
             return self.on_host
@@ -108,7 +108,7 @@ class PositionsLook:
             positions = self._steps + first if first else self._steps
         else:
             positions, first, last = rows_and_bounds(self.op, array)
-        options, tables = self.frequencies.look(backend, positions, first, last)
+        options, tables = self.frequencies.lookup(backend, positions, first, last)
         return options, tables or widened(array)
 
     def on_device(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:

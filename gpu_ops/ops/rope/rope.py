@@ -13,7 +13,7 @@ from gpu_ops.core.op import op
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.rope.frequencies import RotaryArguments
-from gpu_ops.ops.rope.options import PositionsLook, bind_axes, read_positions
+from gpu_ops.ops.rope.options import PositionsCheck, bind_axes, read_positions
 
 __all__ = ["rope", "rope_backward"]
 
@@ -197,7 +197,9 @@ def _bind(call: Call, named: dict[str, Any], o: _Options) -> Bound:
     return call.bind(
         problem=f"{shapes} {dtype}, {frequencies.rotation}",
         unsupported=_unsupported(dtype, tokens),
-        look=PositionsLook(call.op, seqlen, frequencies).for_call(call, positions, counts_up=is_number),
+        check_values=PositionsCheck(call.op, seqlen, frequencies).for_call(
+            call, positions, counts_up=is_number
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.rope.frequencies import RotaryArguments, Rotation
 from gpu_ops.ops.rope.rope_append_kv_checks import (
-    AppendLook,
+    AppendCheck,
     CacheArguments,
     NormArguments,
     PlaceArguments,
@@ -169,7 +169,7 @@ def _bind(
     return call.bind(
         problem=problem,
         unsupported=_unsupported(dtype, x["q"].shape, rotation),
-        look=AppendLook(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(
+        check_values=AppendCheck(call.op, cache.shape[0], cache.shape[1], seqlen, frequencies).for_call(
             call, positions
         ),
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
@@ -26,7 +26,7 @@ from gpu_ops.ops.rope.options import (
     widens,
 )
 
-__all__ = ["AppendLook", "CacheArguments", "NormArguments", "PlaceArguments", "read_tokens"]
+__all__ = ["AppendCheck", "CacheArguments", "NormArguments", "PlaceArguments", "read_tokens"]
 
 
 def read_tokens(call: Call, tokens: Mapping[str, Any], *, packed: bool) -> dict[str, Array]:
@@ -149,7 +149,7 @@ class PlaceArguments:
 
 
 @dataclass(frozen=True)
-class AppendLook:
+class AppendCheck:
     """Hook of ``rope_append_kv``: checks that every new token has a separate row, and looks up its cos and sin."""
 
     op: str
@@ -159,7 +159,7 @@ class AppendLook:
     """Number of new tokens of each sequence; 0 with slots."""
     frequencies: Frequencies
 
-    def for_call(self, call: Call, positions: Array | None) -> Look | None:
+    def for_call(self, call: Call, positions: Array | None) -> CheckValues | None:
         """The hook of a call; None if kernels need nothing from the host."""
         if not call.on_cuda:
             return self.on_host
@@ -173,7 +173,7 @@ class AppendLook:
             self._check_slots(slots)
         if positions is not None:
             rows = rows_and_bounds(self.op, positions)
-        options, tables = self.frequencies.look(backend, *rows)
+        options, tables = self.frequencies.lookup(backend, *rows)
         return options, tables or widened(positions)
 
     def on_device(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:

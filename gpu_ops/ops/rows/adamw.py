@@ -10,7 +10,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.bound import Look, Source
+from gpu_ops.core.bound import CheckValues, Source
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
@@ -162,7 +162,7 @@ def adamw_step(
         problem=lambda: f"{params_.size} parameters {dtype}{with_master}, gradients {grads_.dtype}",
         unsupported=checks.unsupported(dtype),
         finish=lambda views, device, give: None,
-        look=_look_at(call.op, rules) if rules else None,
+        check_values=_check_values(call.op, rules) if rules else None,
         flops=15.0 * params_.size,
     )
 
@@ -264,15 +264,15 @@ def _read_number(
         )
 
 
-def _look_at(op: str, rules: Mapping[str, Callable[..., Any]]) -> Look:
+def _check_values(op: str, rules: Mapping[str, Callable[..., Any]]) -> CheckValues:
     """Hook that applies the rules of plain numbers to numbers in host arrays."""
 
-    def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def check_values(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, rule in rules.items():
             rule(op, name, views[name][()])
         return {}, {}
 
-    return look
+    return check_values
 
 
 def _no_number(op: str, name: str, value: Any) -> None:

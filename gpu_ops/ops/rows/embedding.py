@@ -11,7 +11,7 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.indices import look_at, read_indices
+from gpu_ops.ops.indices import check_indices, read_indices
 
 __all__ = ["embedding", "embedding_backward"]
 
@@ -143,7 +143,7 @@ def _bind(call: Call, dtype: str, table: tuple[int, ...]) -> Bound:
     return call.bind(
         problem=lambda: f"{ids.size} rows of {table[0]} x {table[1]} {dtype}",
         unsupported=checks.unsupported(dtype),
-        look=None if call.on_cuda else look_at(call.op, "ids", table[0]),
+        check_values=None if call.on_cuda else check_indices(call.op, "ids", table[0]),
         flops=float(ids.size * table[1]),
     )
 

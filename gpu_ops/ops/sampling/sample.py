@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import CheckValues
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
@@ -171,7 +171,7 @@ def sample(
     return call.bind(
         problem=lambda: f"{math.prod(rows)} rows of {x.shape[-1]} {dtype}",
         unsupported=checks.unsupported(dtype),
-        look=None if call.on_cuda or not arrays else _look_at(call.op, arrays),
+        check_values=None if call.on_cuda or not arrays else _check_values(call.op, arrays),
         flops=40.0 * x.size,
     )
 
@@ -235,10 +235,10 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
-def _look_at(op: str, names: list[str]) -> Look:
+def _check_values(op: str, names: list[str]) -> CheckValues:
     """Hook that checks options in arrays in host memory."""
 
-    def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def check_values(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in names:
             words, is_allowed = _ALLOWED[name]
             wrong = ~is_allowed(views[name])
@@ -248,7 +248,7 @@ def _look_at(op: str, names: list[str]) -> Look:
                 raise OptionError(f"{op}: {name}{position} is {views[name][index]}; expected {words}")
         return {}, {}
 
-    return look
+    return check_values
 
 
 @lowers("sample", "reference")

@@ -99,7 +99,7 @@ def ternary_quantize(
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
     return call.bind(
         problem=f"{n} x {k} {dtype}, {chosen} {per}",
-        look=_backend,
+        check_values=_backend,
         unsupported=_unsupported_quantize(dtype, k, group),
         finish=functools.partial(_as_matrix, shape=(n, k), group=group),
         flops=6.0 * n * k,

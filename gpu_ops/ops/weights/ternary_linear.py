@@ -111,7 +111,7 @@ def ternary_matmul_backward(
         problem=f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}"
         + (f", only {only}" if only else ""),
         unsupported=_unsupported(dtype, k, groups),
-        look=_unit if dtype == "float16" else None,
+        check_values=_unit if dtype == "float16" else None,
         flops=(4.0 if only is None else 2.0) * tokens * n * k,
     )
 

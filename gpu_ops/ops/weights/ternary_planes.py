@@ -110,7 +110,7 @@ def bind_product(call: Call, x: TernaryMatrix, w: TernaryMatrix, out: Any) -> Bo
         lowered_as="ternary_product",
         problem=f"({m} x {k}) {x.format} x ({n} x {k}) {w.format}, both ternary",
         unsupported={"raw": f"K={k} is beyond 31 bits"} if k >> 31 else {},
-        look=_look,
+        check_values=_check_values,
         flops=2.0 * m * n * k,
     )
 
@@ -123,7 +123,7 @@ def _occupied(w: TernaryMatrix, device: Any, *, rows: int) -> tuple[_Occupied, t
     return occupied, occupied.on(device)
 
 
-def _look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _check_values(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Hook that determines from the values of w whether chunks are skipped. Some formats hold scales as values."""
     for name in ("x", "w"):
         _with_row_scales("ternary_matmul", name, views[name])
