@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.reference.tolerance import FORWARD, GRADIENT, tolerance
-from perf.case import DTYPES, Case, Config, make_inputs, results, to_float64
+from perf.case import DTYPES, Case, RunOptions, make_inputs, results, to_float64
 
 ATTENTION_FLOAT32_MEAN = 1e-5
 """float32 attention must also have a mean absolute error below this."""
@@ -30,7 +30,7 @@ class Error:
     """``part of the benched result`` or ``a smaller problem``."""
 
 
-def check(case: Case, inputs: Any, config: Config) -> Error:
+def check(case: Case, inputs: Any, config: RunOptions) -> Error:
     if case.sample is not None:
         # recomputes part of the result that was timed
         inputs, ours = case.sample(inputs, case.ours(inputs)())

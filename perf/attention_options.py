@@ -20,7 +20,7 @@ from gpu_ops.reference.attention.forward import attention
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.build import made_by, normal, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 OURS = (gpu_ops.attention, gpu_ops.attention_backward)
 REFERENCE = (attention, attention_backward)
@@ -101,7 +101,7 @@ OPTIONS = (
 )
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     small = Shape(1, 160, 160, NHEADS, NHEADS, HEAD_DIM)
     for dtype in config.dtypes or ("float32", "bfloat16"):

@@ -14,7 +14,7 @@ from gpu_ops.reference.attention.quantized_pages import dequantize
 from perf import attention_peers as peers
 from perf.attention_grids import DECODE_BATCHES, DECODE_LENGTHS, Shape
 from perf.build import calls, made_by, normal
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 PAGE_SIZE = 16  # vLLM's
 QUANTIZED = ("int8", "float8_e4m3fn")
@@ -22,7 +22,7 @@ LENGTHS = ("block_table", "seqused_k")
 SCALES = ("k_scale", "v_scale")
 
 
-def grid(config: Config) -> list[Case]:
+def grid(config: RunOptions) -> list[Case]:
     """One new query over pages of its dtype and over quantized ones, by batch and length."""
     return [
         decode(Shape(batch, 1, length, 32, 8, 128), dtype, codes, config.device)

@@ -18,7 +18,7 @@ import gpu_ops
 from gpu_ops.reference.precision import Precision
 from gpu_ops.reference.rows import adamw as reference
 from perf.build import backends, made_by, normal, on_host, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 OPTIONS = {"step": 100, "lr": 1e-3, "weight_decay": 0.01}
 CHANGED = ("params", "m", "v", "master")
@@ -27,7 +27,7 @@ CHANGED = ("params", "m", "v", "master")
 TOUR = (("step", "float32"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for size in config.seqlens or ((2048,) if config.quick else (8192, 32768)):
         for dtype in config.dtypes or ("float32", "bfloat16"):

@@ -24,7 +24,7 @@ from perf.attention_grids import Shape
 from perf.attention_options import CAUSAL, PLAIN, data
 from perf.attention_paged import Batch, mixed
 from perf.build import calls, made_by
-from perf.case import DTYPES, Case, Config, Inputs, nbytes
+from perf.case import DTYPES, Case, Inputs, RunOptions, nbytes
 
 GRIDS = (*attention_grids.GRIDS, "options", "pages")
 SAMPLED = 64
@@ -41,7 +41,7 @@ TOUR = (
 )  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     if config.grid:
         return grid(config)
     dtypes = config.dtypes or ("float32", "bfloat16")
@@ -76,7 +76,7 @@ def cases(config: Config) -> list[Case]:
     return result
 
 
-def grid(config: Config) -> list[Case]:
+def grid(config: RunOptions) -> list[Case]:
     if config.grid == "options":
         return attention_options.cases(config)
     if config.grid == "pages":

@@ -17,13 +17,13 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.attention.merge import attention_merge as definition
 from perf.build import backends, made_by, normal, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 HEADS, HEAD_DIM = 32, 128
 NAMES = ("out1", "lse1", "out2", "lse2")
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     seqlens = config.seqlens or ((2048,) if config.quick else (512, 4096))
     return [
         case(seqlen, dtype, in_place)

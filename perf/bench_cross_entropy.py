@@ -19,7 +19,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.loss import cross_entropy as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 VOCAB = 32000
 
@@ -27,7 +27,7 @@ VOCAB = 32000
 TOUR = (("forward", "float32"), ("backward", "float32"))  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((256,) if config.quick else (512, 2048)):

@@ -19,12 +19,12 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.rows import dropout as reference
 from perf.build import backends, calls, made_by, normal, to_float32, torch_gradient, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 COLS, P, SAMPLED = 4096, 0.1, 32
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):

@@ -18,12 +18,12 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.rows import embedding as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 VOCAB, DIM = 32000, 1024
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for tokens in config.seqlens or ((2048,) if config.quick else (512, 8192)):

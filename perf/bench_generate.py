@@ -24,13 +24,13 @@ from gpu_ops.core.state_arrays import to_device
 from gpu_ops.inference.captured import Graphs
 from gpu_ops.models.projection import PROJECTIONS
 from gpu_ops.reference.precision import Precision
-from perf.case import DTYPES, Call, Case, Config, Inputs, device_of
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions, device_of
 
 CONFIG = models.LlamaConfig(vocab=32000, hidden=768, ffn=2048, nlayers=12, nheads=12, nheads_kv=4, tied=True)
 SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nheads_kv=1, tied=True)
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     """Cases. ``ternary``: projections have 2-bit weights; embedding and output layer are unchanged. ``ternary int8``:
     projections after a norm take its int8 output.
     """

@@ -17,13 +17,13 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.rows import global_norm as reference
 from perf.build import calls, made_by, normal, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 COLS = 1024
 LAYERS = 8
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((8192,) if config.quick else (8192, 65536)):

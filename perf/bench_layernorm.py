@@ -12,7 +12,7 @@ if not __package__:  # run as a file: import perf from the repository root
 
 import gpu_ops
 from gpu_ops.reference.norm import layernorm as reference
-from perf.case import Case, Config
+from perf.case import Case, RunOptions
 from perf.norm_cases import HIDDEN, Norm, backward, forward
 
 NORM = Norm(
@@ -31,7 +31,7 @@ NORM = Norm(
 TOUR = (("forward", "bfloat16"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):

@@ -18,7 +18,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.gemm import linear as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 IN, OUT = 1024, 4096
 SMALL = (37, 96, 80)
@@ -27,7 +27,7 @@ SMALL = (37, 96, 80)
 TOUR = (("forward", "float32"), ("forward", "bfloat16"))  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for tokens in config.seqlens or ((256,) if config.quick else (1, 16, 1024)):

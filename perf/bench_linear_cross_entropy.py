@@ -19,13 +19,13 @@ import gpu_ops
 from gpu_ops.reference.loss import linear_cross_entropy as reference
 from perf.bench_cross_entropy import naive_backward as naive_gradient
 from perf.build import calls, made_by, normal, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 HIDDEN, VOCAB = 256, 8192
 NAMES = ("x", "weight", "targets")
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((256,) if config.quick else (512, 2048)):

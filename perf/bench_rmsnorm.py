@@ -19,7 +19,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.norm import rmsnorm as reference
 from perf.build import backends, calls, torch_view
-from perf.case import Call, Case, Config, Inputs
+from perf.case import Call, Case, Inputs, RunOptions
 from perf.norm_cases import HIDDEN, Norm, Shape, backward, forward, naive_call, traffic
 
 NORM = Norm(
@@ -38,7 +38,7 @@ NORM = Norm(
 TOUR = (("forward", "bfloat16"), ("backward", "bfloat16"))  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):

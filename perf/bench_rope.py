@@ -20,7 +20,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.rope import rope as reference
 from perf.build import backends, calls, made_by, normal, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Llama-3-8B
 ODD_HEAD_DIM = 80  # halves of 40 do not fill whole vectors on any CPU
@@ -43,7 +43,7 @@ INTERLEAVED, HEADS_FIRST = Variant("interleaved", interleaved=True), Variant("he
 TOUR = (("half-split", "bfloat16"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for seqlen in config.seqlens or ((2048,) if config.quick else (512, 4096)):

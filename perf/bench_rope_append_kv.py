@@ -18,7 +18,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.rope.rope_append_kv import rope_append_kv as definition
 from perf.build import backends, made_by, normal
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Qwen3-8B, which normalises the heads of q and k
 THETA = 1e6
@@ -30,7 +30,7 @@ SMALL = 45
 TOUR = (("prompt", "bfloat16"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     seqlens = config.seqlens or ((2048,) if config.quick else (512, 4096))
     return [
         case(name, seqlen, dtype)

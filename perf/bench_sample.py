@@ -18,7 +18,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.sampling import sample as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 VOCAB = 128256
 FILTERS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 TOUR = (("top_k, top_p", "float32"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((8,) if config.quick else (1, 64)):

@@ -18,7 +18,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.rows import softmax as reference
 from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 COLS = 4096
 
@@ -26,7 +26,7 @@ COLS = 4096
 TOUR = (("forward", "float32"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):

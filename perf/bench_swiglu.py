@@ -21,7 +21,7 @@ import gpu_ops
 from gpu_ops.reference.gemm import swiglu as reference
 from gpu_ops.reference.gemm.swiglu import Activation
 from perf.build import backends, calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 HIDDEN, FFN = 4096, 14336  # Llama-3-8B
 EMULATED = 512, 1536  # sizes of the MLP on the emulator, which takes an hour for a teraflop
@@ -34,7 +34,7 @@ WEIGHTS = ("w_gate", "w_up", "w_down")
 TOUR = (("forward", "bfloat16"), ("backward", "bfloat16"))  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     tokens = config.seqlens or ((1024,) if config.quick else (512, 4096))
     mlp_tokens = config.seqlens or ((64,) if config.quick else (1, 128, 512))
     sizes = EMULATED if config.device == "emulator" else (HIDDEN, FFN)

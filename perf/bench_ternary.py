@@ -25,7 +25,7 @@ from gpu_ops.reference.precision import Precision
 from gpu_ops.reference.weights import ternary as reference
 from gpu_ops.reference.weights.ternary_formats import FORMATS
 from perf.build import backends, made_by, normal, on_host, to_float32, torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions
 
 WEIGHTS = ((4096, 4096), (14336, 4096), (4096, 14336))  # Llama-3-8B: attention output, MLP up, MLP down
 BITNET = ((2560, 2560), (6912, 2560), (2560, 6912))  # BitNet-2B, likewise
@@ -39,7 +39,7 @@ SMALL_PACKED = (256, 256)  # fits every format
 TOUR = (("matmul, int8 activations", "bfloat16"),)  # names and dtypes
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     tokens = config.seqlens or ((1, 16) if config.quick else (1, 4, 16, 128))
     weights = WEIGHTS[:1] if config.quick else WEIGHTS
     if config.device == "emulator":

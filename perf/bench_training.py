@@ -21,7 +21,7 @@ import gpu_ops
 from gpu_ops import models, training
 from gpu_ops.reference.precision import Precision
 from perf.build import torch_view
-from perf.case import DTYPES, Call, Case, Config, Inputs, device_of
+from perf.case import DTYPES, Call, Case, Inputs, RunOptions, device_of
 
 CONFIG = models.LlamaConfig(vocab=256, hidden=256, ffn=688, nlayers=4, nheads=4, nheads_kv=2)
 SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nheads_kv=1)
@@ -29,7 +29,7 @@ LENGTH = 256
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def cases(config: Config) -> list[Case]:
+def cases(config: RunOptions) -> list[Case]:
     policies = ("none",) if config.quick else ("none", "mlp", "layer")
     return [
         step(tokens, dtype, policy)

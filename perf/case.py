@@ -27,7 +27,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class RunOptions:
     """Options of the command line. An empty tuple selects the bench's default."""
 
     device: str = "cpu"
@@ -41,7 +41,7 @@ class Config:
     """A named set of problems that replaces the bench's default one."""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Config:
+    def from_json(cls, data: Mapping[str, Any]) -> RunOptions:
         """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
         return cls(**{**data, "dtypes": tuple(data["dtypes"]), "seqlens": tuple(data["seqlens"])})
 
@@ -101,13 +101,13 @@ class Case:
         return prepare
 
 
-def find_case(op: str, key: str, config: Config) -> Case:
+def find_case(op: str, key: str, config: RunOptions) -> Case:
     """Find a case by its key: cases cannot be sent to another process."""
     cases = importlib.import_module(f"perf.bench_{op}").cases(config)
     return {case.key: case for case in cases}[key]
 
 
-def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:
+def make_inputs(case: Case, config: RunOptions, *, small: bool = False) -> Inputs:
     """Inputs of the case, identical in every process: the seed comes from the case's key."""
     rng = np.random.default_rng(zlib.crc32(case.key.encode()))
     made = (case.make_small if small else case.make)(rng)

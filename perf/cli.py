@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gpu_ops.cli.terminal import make_console, run_command, waiting
 from gpu_ops.kernels.compiler.progress import visible
 from perf import comm, compare, emulate, limits, machine, pictures, plan, report, roofline, runs
-from perf.case import DTYPES, Case, Config
+from perf.case import DTYPES, Case, RunOptions
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
 from perf.tour import compile_ahead, cost, last_words, time_left
@@ -103,7 +103,9 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     emulated = args.device == "emulator"
     seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
     tour = args.quick and ops is None and not (args.all or args.op or args.dtype or args.seqlen or args.first)
-    config = Config(args.device, args.quick, tour, unique(args.dtype), seqlens, not args.no_torch, args.grid)
+    config = RunOptions(
+        args.device, args.quick, tour, unique(args.dtype), seqlens, not args.no_torch, args.grid
+    )
     chosen = {name: cases for name in names if (cases := selected(name, config, args.first))}
     if args.list:
         print("\n".join(case.key for cases in chosen.values() for case in cases))
@@ -126,7 +128,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
 
 
 def measure(
-    args: argparse.Namespace, config: Config, chosen: Mapping[str, list[Case]], console: Console
+    args: argparse.Namespace, config: RunOptions, chosen: Mapping[str, list[Case]], console: Console
 ) -> tuple[runs.Run, int]:
     """Measure the cases; print, save and draw the results. Returns them with the exit code."""
     start = time.perf_counter()
@@ -197,7 +199,7 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[
         p.error(f"--compare: {error}")
 
 
-def selected(name: str, config: Config, first: int | None = None) -> list[Case]:
+def selected(name: str, config: RunOptions, first: int | None = None) -> list[Case]:
     """Cases of a bench that run: all, the first ones, or those of the tour."""
     module = bench(name)
     cases: list[Case] = module.cases(config)[:first]
@@ -208,7 +210,7 @@ def selected(name: str, config: Config, first: int | None = None) -> list[Case]:
 
 def run_all(
     chosen: Mapping[str, Sequence[Case]],
-    config: Config,
+    config: RunOptions,
     found: limits.Limits,
     console: Console,
     *,

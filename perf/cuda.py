@@ -18,7 +18,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from perf.case import Call, Case, Config, Inputs, make_inputs, nbytes
+from perf.case import Call, Case, Inputs, RunOptions, make_inputs, nbytes
 from perf.limits import Limits
 from perf.machine import nvml_device
 from perf.stats import Power
@@ -112,7 +112,7 @@ class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
         self.peak = max(self.peak, cupy.get_default_memory_pool().used_bytes())
 
 
-def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
+def peak_growth(case: Case, config: RunOptions, contender: str) -> tuple[int, int]:
     """Peak bytes of one warm call beyond its inputs, and the bytes of its results.
 
     The peak is the larger of the pool's count and the driver's: a library with its own allocator shows only in the

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from perf import accuracy
-from perf.case import DTYPES, Call, Case, Config, Prepare, make_inputs
+from perf.case import DTYPES, Call, Case, Prepare, RunOptions, make_inputs
 from perf.limits import Limits, buffer_size
 from perf.machine import memory_available, threads
 from perf.memory import Growth, Probe
@@ -184,7 +184,7 @@ def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
 
 
 def prepare_contenders(
-    case: Case, inputs: Any, config: Config, left_out: dict[str, str] | None = None
+    case: Case, inputs: Any, config: RunOptions, left_out: dict[str, str] | None = None
 ) -> list[Contender]:
     """Contenders, ours first. On CUDA one that cannot run is put into ``left_out``: a library may have no kernel for
     a dtype, and all scores at once may not fit."""
@@ -227,7 +227,7 @@ Stage = Callable[[str], AbstractContextManager[Any]]
 
 def run_case(
     case: Case,
-    config: Config,
+    config: RunOptions,
     limits: Limits,
     probe: Probe | None = None,
     effort: Effort | None = None,
@@ -279,7 +279,7 @@ def run_case(
     return Result(case, timings, seconds, limited_by, error, growths, failure, spent, limit, left_out, power)
 
 
-def release(config: Config) -> None:
+def release(config: RunOptions) -> None:
     """Return the cached memory of CuPy and torch to the device (CUDA only)."""
     if config.device == "cuda":
         from perf import cuda
@@ -287,7 +287,7 @@ def release(config: Config) -> None:
         cuda.release()
 
 
-def timer_for(config: Config) -> Callable[[Call], float]:
+def timer_for(config: RunOptions) -> Callable[[Call], float]:
     if config.device == "cuda":
         from perf import cuda
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.case import Case, Config, find_case, make_inputs, nbytes
+from perf.case import Case, RunOptions, find_case, make_inputs, nbytes
 from perf.machine import ROOT, process_memory
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
@@ -64,7 +64,7 @@ class Probe:
     def __init__(self) -> None:
         self.worker: subprocess.Popen[str] | None = None
 
-    def growth(self, case: Case, config: Config, contender: str) -> Growth:
+    def growth(self, case: Case, config: RunOptions, contender: str) -> Growth:
         if config.device == "cuda":
             from perf import cuda
 
@@ -116,7 +116,7 @@ def _start() -> subprocess.Popen[str]:
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Worker's side of one request."""
-    config = Config.from_json(request["config"])
+    config = RunOptions.from_json(request["config"])
     case = find_case(request["op"], request["key"], config)
     prepare = case.contender(request["contender"])
     prepare(make_inputs(case, config, small=True))()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.case import Config
+from perf.case import RunOptions
 from perf.limits import Limits
 from perf.machine import label
 
@@ -35,7 +35,7 @@ class Run:
 
 
 def new_run(
-    rows: Sequence[Row], machine: dict[str, Any], limits: Limits, config: Config, seconds: float
+    rows: Sequence[Row], machine: dict[str, Any], limits: Limits, config: RunOptions, seconds: float
 ) -> Run:
     facts = {
         "schema": SCHEMA,

@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gpu_ops.cli.warmup import in_processes
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.compiler.words import several
-from perf.case import Case, Config, find_case, make_inputs
+from perf.case import Case, RunOptions, find_case, make_inputs
 from perf.harness import Result
 from perf.machine import label
 from perf.report import short_dtype
 
 
-def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Console) -> None:
+def compile_ahead(cases: Sequence[Case], config: RunOptions, jobs: int, console: Console) -> None:
     """Compile the kernels of all cases into the cache, ``jobs`` at a time. Failures are reported by the cases."""
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     calls = [(case.op, case.key, config) for case in cases]
@@ -46,7 +46,7 @@ def compile_ahead(cases: Sequence[Case], config: Config, jobs: int, console: Con
                 console.file.flush()
 
 
-def compile_case(op: str, key: str, config: Config) -> None:
+def compile_case(op: str, key: str, config: RunOptions) -> None:
     """Call a case once, on its small inputs."""
     progress.silent = True  # the parent shows the progress of all
     case = find_case(op, key, config)
@@ -68,7 +68,7 @@ def time_left(spent: float, done: float, total: float) -> str:
 
 
 def last_words(
-    results: Sequence[Result], machine: Mapping[str, Any], seconds: float, config: Config
+    results: Sequence[Result], machine: Mapping[str, Any], seconds: float, config: RunOptions
 ) -> list[str]:
     """Summary with one line each: what ran, how it compares, whether errors are within bounds, where to read more."""
     ops = list(dict.fromkeys(result.case.op for result in results))

@@ -17,7 +17,7 @@ import pytest
 from gpu_ops.core.autotune import Tuning
 from perf import gpu_report, runs, tune
 from perf.attention_grids import Shape
-from perf.case import Config
+from perf.case import RunOptions
 from tests.perf.case import LIMITS
 from tests.support.processes import PATIENCE
 
@@ -179,7 +179,7 @@ def folder(tmp_path):
         row("softmax", "forward", "2048 x 4096", "float32", 9000),
         row("attention", "forward causal", "B1 S4096 H32/8 D128", "bfloat16", 600),
     ]
-    (run,) = [runs.new_run(rows[:2], MACHINE, LIMITS, Config(device="cuda"), 1.0)]
+    (run,) = [runs.new_run(rows[:2], MACHINE, LIMITS, RunOptions(device="cuda"), 1.0)]
     runs.save(runs.Run({**run.facts, "created": "2026-01-01T00:00:00Z"}, rows), tmp_path / "perf")
     later = [row("softmax", "forward", "2048 x 4096", "float32", 4000)]
     runs.save(runs.Run({**run.facts, "created": "2026-01-01T00:08:00Z"}, later), tmp_path / "perf")

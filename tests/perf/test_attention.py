@@ -26,12 +26,12 @@ from perf import (
 )
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
-from perf.case import DTYPES, Config
+from perf.case import DTYPES, RunOptions
 from tests.perf.case import FAST, LIMITS
 
 
 def grid(name, **how):
-    return bench_attention.cases(Config(device="cuda", grid=name, **how))
+    return bench_attention.cases(RunOptions(device="cuda", grid=name, **how))
 
 
 def problems(name):
@@ -166,7 +166,7 @@ def close(got, exact, naive, dtype):
 def test_torchs_backends(name):
     pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
     x = attention_options.data(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
-    forward = next(c for c in bench_attention.cases(Config()) if c.name == "forward causal")
+    forward = next(c for c in bench_attention.cases(RunOptions()) if c.name == "forward causal")
     actual = forward.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
     np.testing.assert_allclose(actual, reference_attention(x["q"], x["k"], x["v"], causal=True), atol=1e-5)
 
@@ -206,7 +206,7 @@ def test_a_contender_that_cannot_run_is_left_out_and_told(small):
         raise MemoryError("17 GiB")
 
     broken = replace(small, numba=no_kernel, naive=lambda inputs: too_large)
-    result = harness.run_case(broken, Config(device="cuda", use_torch=False), LIMITS, effort=FAST)
+    result = harness.run_case(broken, RunOptions(device="cuda", use_torch=False), LIMITS, effort=FAST)
     assert set(result.timings) == {"ours"}
     assert result.left_out == {"numba": "RuntimeError: no kernel for float32", "naive": "MemoryError: 17 GiB"}
     assert not result.failure
@@ -218,7 +218,7 @@ def test_ours_is_never_left_out(small):
     def broken(inputs):
         raise RuntimeError("no kernel")
 
-    config = Config(device="cuda", use_torch=False)
+    config = RunOptions(device="cuda", use_torch=False)
     result = harness.run_case(replace(small, ours=broken), config, LIMITS, effort=FAST)
     assert result.failure == "RuntimeError: no kernel"
     assert not result.passed
@@ -228,7 +228,7 @@ def test_nothing_is_left_out_on_the_cpu(small):
     def broken(inputs):
         raise RuntimeError("a mistake")
 
-    config = Config(use_torch=False)
+    config = RunOptions(use_torch=False)
     result = harness.run_case(replace(small, naive=broken), config, LIMITS, effort=FAST)
     assert result.failure == "RuntimeError: a mistake"
 
@@ -246,20 +246,20 @@ def test_peers_are_timed_measured_and_shown(small, monkeypatch):
         small, torch=small.naive, peers={"torch math": small.naive, "torch flash": small.naive}
     )
     probe = Probe()
-    result = harness.run_case(with_peers, Config(device="cuda"), LIMITS, probe, FAST)
+    result = harness.run_case(with_peers, RunOptions(device="cuda"), LIMITS, probe, FAST)
     assert set(result.timings) == {"ours", "numba", "naive", "torch", "torch math", "torch flash"}
     assert probe.asked == ("ours", "naive", "torch math")
     headings = [str(column.header) for column in report.table("attention", [result]).columns]
     assert headings[-6:] == ["x naive", "x torch", "x numba", "x torch math", "x torch flash", "error"]
-    on_cpu = harness.prepare_contenders(with_peers, with_peers.make(np.random.default_rng(0)), Config())
+    on_cpu = harness.prepare_contenders(with_peers, with_peers.make(np.random.default_rng(0)), RunOptions())
     assert {c.name for c in on_cpu} == {"ours", "naive", "torch"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "emulator"])
 def test_every_device_has_forward_backward_decode_and_mixed(device):
-    names = {c.name.split()[0] for c in bench_attention.cases(Config(device=device, seqlens=(64,)))}
+    names = {c.name.split()[0] for c in bench_attention.cases(RunOptions(device=device, seqlens=(64,)))}
     assert names == {"forward", "backward", "decode", "mixed"}
-    options = bench_attention.cases(Config(device=device, grid="options"))
+    options = bench_attention.cases(RunOptions(device=device, grid="options"))
     assert [c.name.split()[0] for c in options[:2]] == ["forward", "backward"]
 
 
@@ -281,7 +281,7 @@ def test_the_command_line_knows_the_grids(capsys):
 @pytest.mark.parametrize("name", attention_grids.GRIDS)
 def test_a_tiny_grid_runs_on_the_cpu(name, monkeypatch):
     monkeypatch.setattr(attention_grids, "TOKENS", 64)
-    config = Config(grid=name, seqlens=(32,), dtypes=("float32",), use_torch=False)
+    config = RunOptions(grid=name, seqlens=(32,), dtypes=("float32",), use_torch=False)
     for entry in bench_attention.cases(config)[:2]:
         result = harness.run_case(entry, config, LIMITS, effort=FAST)
         assert result.passed, (entry.key, result.failure or result.error)

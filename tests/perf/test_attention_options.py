@@ -6,16 +6,16 @@ import pytest
 from perf import attention_options as options
 from perf import bench_attention
 from perf.attention_grids import Shape
-from perf.case import Config, results
+from perf.case import RunOptions, results
 
-CASES = bench_attention.cases(Config(grid="options", dtypes=("float32",)))
+CASES = bench_attention.cases(RunOptions(grid="options", dtypes=("float32",)))
 BY_NAME = {case.name: case for case in CASES}
 TORCH = "the torch peers need torch: pip install torch"
 
 
 def test_every_option_runs_both_ways():
     assert list(BY_NAME) == [f"{way} {o.name}" for o in options.OPTIONS for way in ("forward", "backward")]
-    on_gpu = bench_attention.cases(Config(grid="options", device="cuda", seqlens=(640,)))
+    on_gpu = bench_attention.cases(RunOptions(grid="options", device="cuda", seqlens=(640,)))
     assert len(on_gpu) == 2 * 2 * len(options.OPTIONS)
     assert all("S640" in c.shape and c.naive is None for c in on_gpu)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perf import accuracy, case, cli, harness, runs
-from perf.case import Config
+from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS
 from tests.support.processes import python
 
@@ -43,7 +43,7 @@ def test_every_bench_file_is_collected():
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("seqlens", [(), (8192, 512, 1024)])
 def test_case_keys_are_unique_and_match_their_file(op, quick, seqlens):
-    cases = cli.bench(op).cases(Config(quick=quick, seqlens=seqlens))
+    cases = cli.bench(op).cases(RunOptions(quick=quick, seqlens=seqlens))
     assert cases
     assert len({c.key for c in cases}) == len(cases)
     assert {c.op for c in cases} == {op}
@@ -53,7 +53,7 @@ def test_case_keys_are_unique_and_match_their_file(op, quick, seqlens):
 def test_bench_smoke(op, monkeypatch):
     """Every quick case runs at a tiny size, is within tolerance, and its naive formula is right too."""
     monkeypatch.setattr(harness, "MAX_SETS", 2)  # copies of a table of 130 MB
-    config = Config(quick=True, seqlens=(TINY[op],), use_torch=False)
+    config = RunOptions(quick=True, seqlens=(TINY[op],), use_torch=False)
     for entry in cli.bench(op).cases(config):
         if entry.name == "mlp":
             # the weights take 700 MB for any number of tokens, so only the small problem is run
@@ -74,7 +74,7 @@ def test_the_baselines_compute_the_same(op, dtype, who):
         pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
     tolerance = 1e-3 if dtype == "float32" else 0.05
     seen = set()
-    for entry in cli.bench(op).cases(Config(seqlens=(TINY[op],), dtypes=(dtype,))):
+    for entry in cli.bench(op).cases(RunOptions(seqlens=(TINY[op],), dtypes=(dtype,))):
         if entry.name in seen:
             continue
         seen.add(entry.name)

@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="the loops are compiled by Numba")
 from gpu_ops.kernels.common.cpu.codegen.target import DOT_BFLOAT16
 from gpu_ops.kernels.common.cpu.parallel import launch
 from perf import harness, limits, peaks
-from perf.case import Case, Config
+from perf.case import Case, RunOptions
 
 
 def blocks(count):
@@ -99,7 +99,7 @@ def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatc
         reference=lambda inputs, precision: inputs["x"] ** 2,
     )
     effort = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-    result = harness.run_case(case, Config(use_torch=False), bounds, effort=effort)
+    result = harness.run_case(case, RunOptions(use_torch=False), bounds, effort=effort)
     assert wanted == [(kind, False)]
     assert set(result.timings) == {"ours"}
     # ours takes 1 and 2 s, the limit 3 and 4 s; then one round of both. First calls do not count.

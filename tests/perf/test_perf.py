@@ -14,7 +14,7 @@ import pytest
 from gpu_ops.cli.terminal import make_console
 from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, runs, stats
 from perf.attention_grids import Shape
-from perf.case import Config
+from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS, square_case
 
 # --- statistics and counting ---
@@ -76,7 +76,7 @@ def test_inputs_are_never_zeros_and_repeat_exactly():
 
 
 def test_a_process_that_makes_the_inputs_again_gets_the_same():
-    first, second = (case.make_inputs(square_case(), Config()) for _ in range(2))
+    first, second = (case.make_inputs(square_case(), RunOptions()) for _ in range(2))
     np.testing.assert_array_equal(first["x"], second["x"])
 
 
@@ -141,7 +141,7 @@ def test_a_timing_is_the_time_of_the_call(monkeypatch):
 
 
 def test_a_right_result_passes_and_the_row_holds_it():
-    result = harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST)
+    result = harness.run_case(square_case(), RunOptions(use_torch=False), LIMITS, effort=FAST)
     assert result.passed, result.failure
     assert set(result.timings) == {"ours", "naive"}
     row = result.row()
@@ -157,7 +157,7 @@ def test_a_wrong_element_fails_and_is_named(wrong):
         y[3, 4] = y[3, 4] + 1 if wrong == 0.5 else wrong
         return lambda: y
 
-    result = harness.run_case(square_case(ours=ours), Config(use_torch=False), LIMITS, effort=FAST)
+    result = harness.run_case(square_case(ours=ours), RunOptions(use_torch=False), LIMITS, effort=FAST)
     assert not result.passed
     assert "(3, 4)" in result.error.worst
     console = make_console()
@@ -180,7 +180,7 @@ def test_a_case_that_raises_is_reported_and_fails_the_run():
     def ours(x):
         raise RuntimeError("no kernel for this")
 
-    result = harness.run_case(square_case(ours=ours), Config(use_torch=False), LIMITS, effort=FAST)
+    result = harness.run_case(square_case(ours=ours), RunOptions(use_torch=False), LIMITS, effort=FAST)
     assert not result.passed
     assert "no kernel for this" in result.failure
     assert "failed" in report.cells(result)["time"]
@@ -197,7 +197,7 @@ def test_a_line_per_case_before_the_table(monkeypatch, capsys):
         cli, "run_case", lambda case, config, found, probe, effort, stage: run(case, config, found)
     )
     console = make_console()
-    cli.run_all({"square": cases}, Config(use_torch=False), LIMITS, console, memory=False)
+    cli.run_all({"square": cases}, RunOptions(use_torch=False), LIMITS, console, memory=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines.pop(0) == "op 1/1: square"
     assert re.match(r"square 1 of 2: forward 64 x 32 float32: .* us .*% of the limit; measured in", lines[0])
@@ -235,7 +235,7 @@ def test_a_case_says_what_it_does():
         said.append(doing)
         return nullcontext()
 
-    harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST, stage=stage)
+    harness.run_case(square_case(), RunOptions(use_torch=False), LIMITS, effort=FAST, stage=stage)
     assert said == [
         "making inputs, preparing contenders",
         "timing ours, naive, limit",
@@ -275,7 +275,7 @@ def test_working_memory_leaves_the_results_out():
 
 
 def test_the_worker_measures_a_case_and_survives_a_failure():
-    config = Config(seqlens=(64,), dtypes=("float32",), use_torch=False)
+    config = RunOptions(seqlens=(64,), dtypes=("float32",), use_torch=False)
     forward = next(c for c in cli.bench("rmsnorm").cases(config) if c.name == "forward")
     with memory.Probe() as probe:
         with pytest.raises(RuntimeError, match=r"KeyError: 'rmsnorm \| forward \| 64 x 32"):

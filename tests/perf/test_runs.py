@@ -9,23 +9,23 @@ import pytest
 
 from gpu_ops.cli.terminal import make_console
 from perf import compare, harness, report, runs
-from perf.case import Config
+from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS, square_case
 
 
 def saved_run(tmp_path, factor: float = 1.0, **machine_facts) -> runs.Run:
-    result = harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST)
+    result = harness.run_case(square_case(), RunOptions(use_torch=False), LIMITS, effort=FAST)
     facts = {"cpu": "x", "threads": 2, "device": "cpu", "commit": "abc", "versions": {}, **machine_facts}
     times = {"median": 1e-3, "p20": 0.95e-3, "p80": 1.05e-3, "fastest": 0.9e-3}
     row = result.row() | {f"ours_{name}": factor * seconds for name, seconds in times.items()}
-    return runs.load(runs.save(runs.new_run([row], facts, LIMITS, Config(), 1.0), tmp_path))
+    return runs.load(runs.save(runs.new_run([row], facts, LIMITS, RunOptions(), 1.0), tmp_path))
 
 
 def test_csv_round_trip(tmp_path):
     run = saved_run(tmp_path)
     assert run.facts["schema"] == runs.SCHEMA
     assert run.facts["limits"] == asdict(LIMITS)
-    assert Config.from_json(run.facts["config"]) == Config()
+    assert RunOptions.from_json(run.facts["config"]) == RunOptions()
     assert run.rows[0]["ours_median"] == 1e-3
 
 
@@ -111,7 +111,7 @@ def test_a_vanished_case_is_flagged_unless_less_was_asked_for(tmp_path):
 def test_a_run_that_was_not_saved_compares_like_one_that_was(tmp_path):
     old = saved_run(tmp_path)
     old.rows.append({**old.rows[0], "key": "gone"})
-    new = runs.new_run(old.rows[:1], old.facts["machine"], LIMITS, Config(), 1.0)
+    new = runs.new_run(old.rows[:1], old.facts["machine"], LIMITS, RunOptions(), 1.0)
     assert compare.compare(old, new).missing == ["gone"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpu_ops.cli.terminal import make_console
 from perf import cli, report, tour
 from perf.accuracy import Error
-from perf.case import Config
+from perf.case import RunOptions
 from perf.harness import Result
 from perf.memory import Growth
 from perf.stats import summarise
@@ -81,7 +81,7 @@ def on_a_terminal(code):
 
 def test_every_case_is_read_on_a_narrow_terminal():
     lines = on_a_terminal(TABLES)
-    cases = [case for name in cli.bench_names() for case in cli.selected(name, Config(quick=True))]
+    cases = [case for name in cli.bench_names() for case in cli.selected(name, RunOptions(quick=True))]
     assert len(cases) > 80
     for columns in (80, 100, 120):
         end = lines.index(f"end of {columns}")
@@ -120,7 +120,7 @@ def test_a_pipe_gets_every_figure(capsys):
 
 
 def test_the_tour_has_the_main_cases_of_the_benches():
-    chosen = {name: cli.selected(name, Config(quick=True, tour=True)) for name in cli.bench_names()}
+    chosen = {name: cli.selected(name, RunOptions(quick=True, tour=True)) for name in cli.bench_names()}
     assert 15 <= sum(map(len, chosen.values())) <= 25
     for name, cases in chosen.items():
         assert {(case.name, case.dtype) for case in cases} == set(getattr(cli.bench(name), "TOUR", ()))
@@ -152,7 +152,7 @@ def test_the_last_words(error):
     """Six lines say what ran, how it compares, whether every error is within its bound, and where to read more."""
     linear = square_case(op="linear", name="forward", flops=1e9)
     results = [result(square_case(), 2.0), result(linear, 8.0, error)]
-    lines = tour.last_words(results, MACHINE, 98.4, Config(tour=True))
+    lines = tour.last_words(results, MACHINE, 98.4, RunOptions(tour=True))
     assert len(lines) == 6
     assert lines[0].startswith("Ran 2 cases of 2 ops in 98 s on a processor")
     assert "memory bandwidth" in lines[1]
@@ -167,7 +167,7 @@ def test_the_last_words(error):
     assert lines[4].startswith(within)
     assert "--all" in lines[5]
     assert "perf/pictures" in lines[5]
-    single = tour.last_words(results[:1], {**MACHINE, "threads": 1}, 98.4, Config(tour=True))
+    single = tour.last_words(results[:1], {**MACHINE, "threads": 1}, 98.4, RunOptions(tour=True))
     assert single[0] == "Ran 1 case of 1 op in 98 s on a processor, 1 thread."
     assert "(1 case)" in single[1]
     assert single[-2].startswith("1 of 1 case within tolerance")
