@@ -71,7 +71,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Problem:
+class GridCell:
     """One cell of a grid."""
 
     kind: Literal["forward", "backward", "decode"]
@@ -95,7 +95,7 @@ LONGEST_FLOAT32 = 4096
 LARGEST_FLOAT32_BATCH = 8
 
 
-def field(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem]:
+def field(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[GridCell]:
     for dtype in dtypes:
         for head_dim in FIELD_HEAD_DIMS:
             for seqlen in seqlens or _lengths(FIELD_LENGTHS, dtype):
@@ -104,26 +104,26 @@ def field(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem
                 yield from _training(shape, dtype)
 
 
-def _training(shape: Shape, dtype: str) -> Iterator[Problem]:
+def _training(shape: Shape, dtype: str) -> Iterator[GridCell]:
     for direction in ("forward", "backward"):
-        yield from (Problem(direction, shape, dtype, causal) for causal in (False, True))
+        yield from (GridCell(direction, shape, dtype, causal) for causal in (False, True))
 
 
-def gqa(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem]:
+def gqa(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[GridCell]:
     for dtype in dtypes:
         for seqlen in seqlens or _lengths(GQA_LENGTHS, dtype):
             shape = Shape(1, seqlen, seqlen, 64, 8, 128)
             yield from _training(shape, dtype)
 
 
-def decode(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem]:
+def decode(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[GridCell]:
     for dtype in dtypes:
         for nheads, nheads_kv in DECODE_HEADS:
             for batch in DECODE_BATCHES:
                 if dtype == "float32" and batch > LARGEST_FLOAT32_BATCH:
                     continue
                 for length in seqlens or _lengths(DECODE_LENGTHS, dtype):
-                    yield Problem("decode", Shape(batch, 1, length, nheads, nheads_kv, 128), dtype)
+                    yield GridCell("decode", Shape(batch, 1, length, nheads, nheads_kv, 128), dtype)
 
 
 def _lengths(seqlens: tuple[int, ...], dtype: str) -> tuple[int, ...]:
