@@ -21,7 +21,7 @@ from gpu_ops.models.presets import PRESETS, find_config
 from perf import plan_anchors
 from perf.plan_cluster import KINDS, WHO, Cluster
 from perf.plan_search import Found, least_memory, room, search
-from perf.plan_step import EFFICIENCY, OVERLAP, USABLE, Job, Plan
+from perf.plan_step import EFFICIENCY, OVERLAP, USABLE, ClusterPlan, Job
 from perf.report import make_table
 
 SHOWN = 5
@@ -136,7 +136,7 @@ def show(model: str, found: Found, console: Console) -> int:
     return 0
 
 
-def layout_table(found: Found, plans: Sequence[Plan]) -> Table:
+def layout_table(found: Found, plans: Sequence[ClusterPlan]) -> Table:
     labels = ("", "TP", "CP", "PP", "VP", "DP", "ZeRO", "micro", "recompute")
     grid = make_table("the fastest layouts", labels, ("step s", "tokens/s", "TFLOPS", "MFU", "limit"))
     for i, plan in enumerate(plans, 1):
@@ -149,14 +149,14 @@ def layout_table(found: Found, plans: Sequence[Plan]) -> Table:
     return grid
 
 
-def time_table(plans: Sequence[Plan]) -> Table:
+def time_table(plans: Sequence[ClusterPlan]) -> Table:
     grid = make_table("share of the step", ("",), tuple(plans[0].seconds))
     for i, plan in enumerate(plans, 1):
         grid.add_row(str(i), *(f"{time / plan.step:.1%}" for time in plan.seconds.values()))
     return grid
 
 
-def memory_table(plans: Sequence[Plan], gb: float) -> Table:
+def memory_table(plans: Sequence[ClusterPlan], gb: float) -> Table:
     grid = make_table(f"GB of the fullest GPU, of {gb:g}", ("",), (*plans[0].memory, "total"))
     for i, plan in enumerate(plans, 1):
         grid.add_row(str(i), *(f"{nbytes / 1e9:.1f}" for nbytes in (*plan.memory.values(), plan.nbytes)))

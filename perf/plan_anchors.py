@@ -8,7 +8,7 @@ from rich.table import Table
 
 from gpu_ops.models.presets import find_config
 from perf.plan_cluster import Cluster
-from perf.plan_step import Job, Layout, Plan
+from perf.plan_step import ClusterPlan, Job, Layout
 from perf.report import make_table
 
 _LLAMA = "Llama 3, arXiv 2407.21783, table 4"
@@ -32,7 +32,7 @@ class Anchor:
     source: str
     note: str = ""
 
-    def plan(self) -> Plan:
+    def plan(self) -> ClusterPlan:
         job = Job(
             find_config("plan", self.model),
             Cluster.parse(self.cluster),
@@ -40,7 +40,7 @@ class Anchor:
             self.sequences,
             self.dtype,
         )
-        return Plan.of(job, self.layout)
+        return ClusterPlan.of(job, self.layout)
 
 
 # VP of Llama 3's runs is not published: one layer per chunk. Gradients were reduced in float32, once per step.

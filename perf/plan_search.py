@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gpu_ops.errors import OptionError
 from perf.plan_cluster import WHO
-from perf.plan_step import USABLE, Job, Layout, Plan, memory
+from perf.plan_step import USABLE, ClusterPlan, Job, Layout, memory
 
 LEAST_TOKENS = 512  # of a sequence on a GPU: with fewer, a ring's kernels are too small
 MOST_CHUNKS = 10  # of a pipeline's stage
@@ -24,11 +24,11 @@ class Found:
     of the fastest of each in unlimited memory. ``compared``: number of layouts compared."""
 
     job: Job
-    plans: tuple[Plan, ...]
+    plans: tuple[ClusterPlan, ...]
     free: dict[Sizes, float]
     compared: int
 
-    def limit(self, plan: Plan) -> str:
+    def limit(self, plan: ClusterPlan) -> str:
         """Limit of a plan's speed: memory, if the same sizes were faster with more of it; else the largest loss of
         time, or computation if all losses are small."""
         if self.free[_sizes(plan.layout)] < (1 - SMALL) * plan.step:
@@ -46,12 +46,12 @@ def search(job: Job) -> Found:
     OptionError
         No layout divides the heads, layers, tokens and sequences evenly among the GPUs.
     """
-    best: dict[Sizes, Plan] = {}
+    best: dict[Sizes, ClusterPlan] = {}
     free: dict[Sizes, float] = {}
     compared = 0
     for layout in layouts(job):
         key = _sizes(layout)
-        fastest = Plan.of(job, layout)  # regardless of memory: using less of it takes more time
+        fastest = ClusterPlan.of(job, layout)  # regardless of memory: using less of it takes more time
         free[key] = min(fastest.step, free.get(key, fastest.step))
         compared += 1
         if key in best and fastest.step >= best[key].step:
@@ -69,7 +69,7 @@ def search(job: Job) -> Found:
     return Found(job, tuple(sorted(best.values(), key=_rank)), free, compared)
 
 
-def fits(plan: Plan) -> bool:
+def fits(plan: ClusterPlan) -> bool:
     return plan.nbytes <= room(plan.job)
 
 
@@ -78,7 +78,7 @@ def room(job: Job) -> float:
     return USABLE * job.cluster.card.memory_gb * 1e9
 
 
-def least_memory(job: Job) -> Plan:
+def least_memory(job: Job) -> ClusterPlan:
     """Layout that takes the least memory, whether it fits or not."""
     choices = (
         replace(layout, zero=zero, policy=policy)
@@ -87,7 +87,7 @@ def least_memory(job: Job) -> Plan:
         for policy in job.kept
         if layout.micro == 1
     )
-    return Plan.of(job, min(choices, key=lambda layout: sum(memory(job, layout).values())))
+    return ClusterPlan.of(job, min(choices, key=lambda layout: sum(memory(job, layout).values())))
 
 
 def layouts(job: Job) -> Iterator[Layout]:
@@ -125,13 +125,13 @@ def _stages(layout: Layout) -> tuple[int, ...]:
     return (1,) if layout.dp * layout.cp == 1 else (1, 2) if layout.pp > 1 else (1, 2, 3)
 
 
-def _smaller(job: Job, layout: Layout) -> Iterator[Plan]:
+def _smaller(job: Job, layout: Layout) -> Iterator[ClusterPlan]:
     """Plan of each ZeRO stage with the first policy that fits, which is the fastest: they are in order of work."""
     for zero in _stages(layout):
         for policy in sorted(job.kept, key=job.recomputed.__getitem__):
             smaller = replace(layout, zero=zero, policy=policy)
             if sum(memory(job, smaller).values()) <= room(job):
-                yield Plan.of(job, smaller)
+                yield ClusterPlan.of(job, smaller)
                 break
 
 
@@ -139,7 +139,7 @@ def _sizes(layout: Layout) -> Sizes:
     return layout.tp, layout.cp, layout.pp, layout.dp
 
 
-def _rank(plan: Plan) -> tuple[float, float]:
+def _rank(plan: ClusterPlan) -> tuple[float, float]:
     return plan.step, plan.nbytes
 
 

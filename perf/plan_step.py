@@ -256,7 +256,7 @@ def _data(job: Job, layout: Layout, forward: float, backward: float) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """A layout, the bytes of its fullest GPU and the seconds of its step, by term."""
 
     job: Job
@@ -265,7 +265,7 @@ class Plan:
     seconds: dict[str, float]
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> Plan:
+    def of(cls, job: Job, layout: Layout) -> ClusterPlan:
         return cls(job, layout, memory(job, layout), seconds(job, layout))
 
     @property

@@ -11,7 +11,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.presets import PRESETS
 from perf import plan_anchors, plan_cluster, plan_step
 from perf.plan_cluster import Cluster
-from perf.plan_step import Job, Layout, Plan
+from perf.plan_step import ClusterPlan, Job, Layout
 
 LLAMA8, LLAMA70, LLAMA405 = (models.PRESETS[f"llama-3-{size}b"] for size in (8, 70, 405))
 H100 = Cluster.parse("h100x64")
@@ -91,7 +91,7 @@ def test_a_window_hides_keys():
 def test_time_by_hand():
     """The time is that of a layer's matmuls, and of messages sized for NVLink and the network."""
     job = Job(LLAMA405, Cluster.parse("h100x2048"), 8192, 512)
-    plan = Plan.of(job, Layout(8, 1, 16, 8, 16))
+    plan = ClusterPlan.of(job, Layout(8, 1, 16, 8, 16))
     peak = 0.57 * 989.4e12
     assert plan.seconds["compute"] == pytest.approx(512 * 8192 * job.flops / 2048 / peak)
     hidden = 8192 * 16384 * 2
@@ -117,12 +117,12 @@ def test_a_ring_by_hand():
     send = lambda nbytes: (8.4 + 3.4) * 1e-6 + nbytes / 315e9  # noqa: E731
     messages = 3 * send(2 * kv) + 3 * send(2 * kv) + 4 * send(4 * kv)
     assert messages < 1.5 * tokens * JOB.attention_flops / JOB.rates[1]  # so that half of them is hidden
-    assert Plan.of(JOB, layout).seconds["CP"] == pytest.approx(8 * 80 * messages / 2)
+    assert ClusterPlan.of(JOB, layout).seconds["CP"] == pytest.approx(8 * 80 * messages / 2)
 
 
 def test_only_layers_are_faster_in_fp8():
     fp8 = replace(JOB, dtype="fp8")
-    times = [Plan.of(job, Layout(dp=64)).seconds["compute"] for job in (JOB, fp8)]
+    times = [ClusterPlan.of(job, Layout(dp=64)).seconds["compute"] for job in (JOB, fp8)]
     rest = 80 * 3 * JOB.attention_flops + 6 * JOB.table_weights
     assert times[1] / times[0] == pytest.approx((rest + (JOB.flops - rest) / 2) / JOB.flops, rel=1e-3)
     whole, half = JOB.recomputed["layer"], fp8.recomputed["layer"]
@@ -134,7 +134,7 @@ def test_only_layers_are_faster_in_fp8():
 def test_data_parallel_messages_by_stage():
     """Messages are per step or per microbatch; half of what can overlap with the computation is hidden."""
     job = Job(LLAMA8, Cluster.parse("h100x8"), 8192, 128)
-    time = {zero: Plan.of(job, Layout(dp=8, zero=zero)).seconds["DP"] for zero in (1, 2, 3)}
+    time = {zero: ClusterPlan.of(job, Layout(dp=8, zero=zero)).seconds["DP"] for zero in (1, 2, 3)}
     group, layer = job.cluster.group((8, 1)), job.parameters / 32
     reduce, gather = (32 * group.seconds(size * layer) for size in (4, 2))
     assert time[1] == pytest.approx((reduce + gather) / 2)

@@ -16,7 +16,7 @@ from perf import cli, plan_anchors, plan_cluster, plan_search, plan_step
 from perf import plan as plan_command
 from perf.plan_cluster import Cluster, Link
 from perf.plan_search import layouts, least_memory, room, search
-from perf.plan_step import Job, Plan
+from perf.plan_step import ClusterPlan, Job
 
 LLAMA8, LLAMA70, LLAMA405 = (PRESETS[f"llama-3-{size}b"] for size in (8, 70, 405))
 H100 = Cluster.parse("h100x64")
@@ -73,7 +73,7 @@ def test_no_layout_is_faster_or_smaller(name):
     """No layout beats the one found for its sizes: every ZeRO stage and policy is tried here."""
     job = JOBS[name]
     every = [
-        Plan.of(job, replace(layout, zero=zero, policy=policy))
+        ClusterPlan.of(job, replace(layout, zero=zero, policy=policy))
         for layout, zero, policy in itertools.product(layouts(job), (1, 2, 3), job.kept)
         if zero < 3 or layout.pp == 1
     ]
