@@ -18,8 +18,25 @@ from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeErro
 from gpu_ops.formats.files import opened
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 
-__all__ = ["HF", "ONE_FILE", "STORED", "Config", "File", "Files", "Names", "Part", "Source", "fill", "open_folder",
-           "planned", "read_all", "same_values", "with_post_norms", "with_prefix", "with_stored_prefix"]  # fmt: skip
+__all__ = [
+    "HF",
+    "ONE_FILE",
+    "STORED",
+    "File",
+    "Files",
+    "ModelConfig",
+    "Names",
+    "Part",
+    "Source",
+    "fill",
+    "open_folder",
+    "planned",
+    "read_all",
+    "same_values",
+    "with_post_norms",
+    "with_prefix",
+    "with_stored_prefix",
+]  # fmt: skip
 
 ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OUTER = ("embed", "positions", "types", "norm")  # parts outside layers, except the output layer
@@ -27,7 +44,7 @@ _MOST_INDEX = 1 << 24  # bytes, at 100 per tensor
 STORED = {NUMPY_DTYPES[name]: name for name in ("F16", "BF16", "F32", "F64")}
 
 
-class Config(Protocol):
+class ModelConfig(Protocol):
     """Interface of a model's config."""
 
     @property
@@ -44,7 +61,7 @@ class Config(Protocol):
         """Parts of a layer that join several tensors, with the number of rows of each."""
 
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+AnyConfig = TypeVar("AnyConfig", bound=ModelConfig)
 
 
 class File(Protocol):
@@ -164,7 +181,7 @@ class Source(Generic[AnyConfig]):
         return array
 
 
-def planned(config: Config, names: Names) -> dict[str, list[Part]]:
+def planned(config: ModelConfig, names: Names) -> dict[str, list[Part]]:
     """Tensors that each array consists of."""
     joined, plan = config.joined(), {}
     for name, shape in config.shapes().items():
