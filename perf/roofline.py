@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpu_ops.cli.terminal import print_table
-from gpu_ops.kernels.attention.config import Config, DeviceLimits, Problem, select_config
+from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, Problem, select_config
 from gpu_ops.kernels.attention.shape import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
@@ -55,7 +55,7 @@ CAPTION = (
 class Bound:
     """Seconds that each unit is busy with a problem."""
 
-    config: Config
+    config: ForwardConfig
     flops: float
     seconds: dict[str, float]
 
@@ -69,7 +69,7 @@ class Bound:
 
 
 def bound(
-    card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False, config: Config | None = None
+    card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False, config: ForwardConfig | None = None
 ) -> Bound:
     """Bound of one configuration; by default, of the one selected for this card."""
     itemsize = DTYPES[dtype].itemsize
@@ -98,7 +98,7 @@ def peak(card: DevicePreset, dtype: str) -> float:
     return float(tflops) * 1e12 / (3 if dtype == "float32" else 1)
 
 
-def count_tiles(shape: Shape, config: Config, causal: bool) -> int:
+def count_tiles(shape: Shape, config: ForwardConfig, causal: bool) -> int:
     """Number of tiles with a visible pair, over all heads, sequences and parts of the values."""
     group = shape.nheads // shape.nheads_kv if config.pack_gqa else 1
     rows, tile = shape.seqlen_q * group, config.tile
@@ -110,7 +110,7 @@ def count_tiles(shape: Shape, config: Config, causal: bool) -> int:
     return count * shape.nheads // group * shape.batch * config.value_parts
 
 
-def work(config: Config, itemsize: int) -> tuple[float, dict[str, float]]:
+def work(config: ForwardConfig, itemsize: int) -> tuple[float, dict[str, float]]:
     """(operations, clocks of an SM by unit) of a tile."""
     t, d, dv = config.tile, config.head_dim, config.head_dim_v
     scores = t.block_m * t.block_n

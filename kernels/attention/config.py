@@ -23,7 +23,7 @@ from typing import Literal
 from gpu_ops.kernels.attention.shape import q_in_registers, shared_bytes
 from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
 
-__all__ = ["Config", "DeviceLimits", "Problem", "Tile", "configs", "legal_tiles", "select_config"]
+__all__ = ["DeviceLimits", "ForwardConfig", "Problem", "Tile", "configs", "legal_tiles", "select_config"]
 
 Mask = Literal["kNone", "kCausal", "kLocal"]
 
@@ -116,7 +116,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Config:
+class ForwardConfig:
     """A launch: the kernel's size macros, and its number of blocks."""
 
     tile: Tile
@@ -178,7 +178,7 @@ def legal_tiles(
 
 
 @functools.lru_cache(maxsize=4096)  # a search takes 0.2 ms
-def select_config(problem: Problem, device: DeviceLimits) -> Config:
+def select_config(problem: Problem, device: DeviceLimits) -> ForwardConfig:
     """The cheapest way to run a problem, by the model above.
 
     GQA heads are packed into rows where that pads fewer of them or reads keys less often. Keys are divided where
@@ -202,7 +202,9 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     return next(config for cost, config in ways if cost <= 1.02 * least)
 
 
-def configs(p: Problem, device: DeviceLimits, *, measured: bool = False) -> Iterator[tuple[float, Config]]:
+def configs(
+    p: Problem, device: DeviceLimits, *, measured: bool = False
+) -> Iterator[tuple[float, ForwardConfig]]:
     """Every legal way to run a problem, with its cost. ``measured``: as in :func:`legal_tiles`."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     packings = (False, True) if p.group > 1 and not (p.block_mask or p.dropout) else (False,)
@@ -235,11 +237,11 @@ def configs(p: Problem, device: DeviceLimits, *, measured: bool = False) -> Iter
                 if splits < 2:
                     continue
             grid = (tiles_m * splits, heads, p.batch)
-            config = Config(tile, head_dim, head_dim_v, parts, pack, splits, grid, shared)
+            config = ForwardConfig(tile, head_dim, head_dim_v, parts, pack, splits, grid, shared)
             yield _cost(p, config, resident, device.sms), config
 
 
-def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
+def _cost(p: Problem, config: ForwardConfig, resident: int, sms: int) -> float:
     """Time of the fullest SM, in products of 16 x 8 x 16 on its tensor cores."""
     tile = config.tile
     keys = _visible_keys(p, tile) / config.num_splits

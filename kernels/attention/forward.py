@@ -19,8 +19,8 @@ from gpu_ops.kernels.attention import forward_numba as attention_numba
 from gpu_ops.kernels.attention import lower_cpu as attention_cpu
 from gpu_ops.kernels.attention.config import (
     MAX_HEAD_DIM,
-    Config,
     DeviceLimits,
+    ForwardConfig,
     Mask,
     Problem,
     Tile,
@@ -130,7 +130,7 @@ def tile_problem(a: Attention) -> Problem:
     )
 
 
-def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.ndarray[Any, Any]:
+def _shape(a: Attention, config: ForwardConfig, out: Tensor, lse: Tensor | None) -> np.ndarray[Any, Any]:
     """The kernel's structure for the result arrays: the call's or those of the parts."""
     shape = np.zeros((), ATTENTION_SHAPE)
     for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
@@ -157,7 +157,7 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
     return shape
 
 
-def _reads(a: Attention, config: Config) -> dict[str, str | int]:
+def _reads(a: Attention, config: ForwardConfig) -> dict[str, str | int]:
     """Macros of the kernel: how it locates sequences and keys, and the type of the keys."""
     whole_tiles = a.k.shape[1] > 0 and a.k.shape[1] % config.tile.block_n == 0
     return {
@@ -172,7 +172,7 @@ def _wide_lse(a: Attention) -> int:
     return int(a.lse_dtype == np.float64)
 
 
-def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **more: str | int) -> CudaKernel:
+def _kernel(config: ForwardConfig, dtype: str, mask: Mask, scores: Features, **more: str | int) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
         **dict.fromkeys(("DTYPE", "PAGE_DTYPE", "OUT"), DTYPES[dtype]),

@@ -11,7 +11,14 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpu_ops.kernels.attention.config import Config, DeviceLimits, Problem, configs, head_dims, select_config
+from gpu_ops.kernels.attention.config import (
+    DeviceLimits,
+    ForwardConfig,
+    Problem,
+    configs,
+    head_dims,
+    select_config,
+)
 from gpu_ops.kernels.common.arguments import power_of_two
 from gpu_ops.kernels.common.tuning import Space
 
@@ -22,7 +29,7 @@ _WORTH_MEASURING = 2.0  # times the least cost by the model; slower tiles are no
 
 
 @functools.lru_cache(maxsize=64)  # a search takes some milliseconds, and each measured call asks again
-def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
+def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, ForwardConfig]:
     """Candidates by label: the model's choice first, then by modelled cost."""
     ranked = sorted(configs(problem, device, measured=True), key=lambda pair: pair[0])
     if problem.num_splits > 1:  # set by the caller
@@ -65,7 +72,7 @@ def bucket(problem: Problem) -> str:
     return ", ".join(words)
 
 
-def label(config: Config) -> str:
+def label(config: ForwardConfig) -> str:
     """Label such as ``16 x 64 on 1 x 4 warps, packed, divided``."""
     t = config.tile
     words = [f"{t.block_m} x {t.block_n} on {t.warps_m} x {t.warps_n} warps"]
@@ -78,7 +85,7 @@ def label(config: Config) -> str:
 SPACE = Space("attention", ("attention/forward_sm80", "attention/combine"), bucket, select_config, candidates)
 
 
-def _divided(problem: Problem, device: DeviceLimits, like: Config, parts: int) -> Config:
+def _divided(problem: Problem, device: DeviceLimits, like: ForwardConfig, parts: int) -> ForwardConfig:
     """Configuration with the tile of ``like`` and the keys in ``parts`` parts, or in as many as there can be."""
     for _, config in configs(replace(problem, num_splits=max(parts, 2)), device, measured=True):
         if (config.tile, config.pack_gqa) == (like.tile, like.pack_gqa) and config.num_splits > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_ops.kernels.attention import tuning as attention_tuning
-from gpu_ops.kernels.attention.config import Config, DeviceLimits, Problem, select_config
+from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, Problem, select_config
 
 A30 = DeviceLimits(56, 163 * 1024)
 PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)
@@ -41,7 +41,7 @@ def test_candidates(card, num_splits, lengths):
         assert 1 <= len(choices) == len(set(choices.values())) <= 24
         assert next(iter(choices.values())) == select_config(p, card)
         for label, config in choices.items():
-            assert isinstance(config, Config)
+            assert isinstance(config, ForwardConfig)
             assert label.startswith(attention_tuning.label(config))
             assert config.shared_bytes <= card.smem_per_block_optin
             assert config.num_splits == 1 or num_splits != 1

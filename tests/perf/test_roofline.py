@@ -5,7 +5,14 @@ from __future__ import annotations
 import ml_dtypes
 import pytest
 
-from gpu_ops.kernels.attention.config import Config, DeviceLimits, Problem, Tile, configs, select_config
+from gpu_ops.kernels.attention.config import (
+    DeviceLimits,
+    ForwardConfig,
+    Problem,
+    Tile,
+    configs,
+    select_config,
+)
 from gpu_ops.presets import PRESETS
 from perf import cli, roofline
 from perf.attention_grids import Shape
@@ -18,7 +25,7 @@ LONG = Shape(1, 16384, 16384, 16, 16, 128)
 
 def config(tile, head_dim, itemsize=2, **changes):
     fields = {"head_dim": head_dim, "head_dim_v": head_dim, "value_parts": 1, "pack_gqa": False}
-    return Config(tile, **{**fields, **changes}, num_splits=1, grid=(1, 1, 1), shared_bytes=0)
+    return ForwardConfig(tile, **{**fields, **changes}, num_splits=1, grid=(1, 1, 1), shared_bytes=0)
 
 
 @pytest.mark.parametrize(
