@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpu_ops.cli.terminal import print_table
-from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, Problem, select_config
+from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, ForwardProblem, select_config
 from gpu_ops.kernels.attention.shape import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
@@ -82,11 +82,13 @@ def bound(
     return Bound(config, shape.flops(causal=causal), seconds)
 
 
-def problem(card: DevicePreset, shape: Shape, dtype: str, causal: bool) -> tuple[Problem, DeviceLimits]:
+def problem(
+    card: DevicePreset, shape: Shape, dtype: str, causal: bool
+) -> tuple[ForwardProblem, DeviceLimits]:
     """Problem in the form that ``select_config`` takes."""
     heads, lengths = (shape.nheads, shape.nheads_kv), (shape.seqlen_q, shape.seqlen_k)
     sizes = (shape.batch, *heads, *lengths, shape.head_dim, shape.head_dim)
-    result = Problem(DTYPES[dtype].itemsize, *sizes, mask="kCausal" if causal else "kNone")
+    result = ForwardProblem(DTYPES[dtype].itemsize, *sizes, mask="kCausal" if causal else "kNone")
     return result, DeviceLimits(card.sms, card.arch.smem_per_block_optin)
 
 

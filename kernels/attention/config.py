@@ -23,7 +23,15 @@ from typing import Literal
 from gpu_ops.kernels.attention.shape import q_in_registers, shared_bytes
 from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
 
-__all__ = ["DeviceLimits", "ForwardConfig", "Problem", "Tile", "configs", "legal_tiles", "select_config"]
+__all__ = [
+    "DeviceLimits",
+    "ForwardConfig",
+    "ForwardProblem",
+    "Tile",
+    "configs",
+    "legal_tiles",
+    "select_config",
+]
 
 Mask = Literal["kNone", "kCausal", "kLocal"]
 
@@ -88,7 +96,7 @@ _TILES = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class ForwardProblem:
     """Properties of a call that decide its tile. ``seqlen_q``, ``seqlen_k``: the longest sequence, or bounds."""
 
     itemsize: int
@@ -178,7 +186,7 @@ def legal_tiles(
 
 
 @functools.lru_cache(maxsize=4096)  # a search takes 0.2 ms
-def select_config(problem: Problem, device: DeviceLimits) -> ForwardConfig:
+def select_config(problem: ForwardProblem, device: DeviceLimits) -> ForwardConfig:
     """The cheapest way to run a problem, by the model above.
 
     GQA heads are packed into rows where that pads fewer of them or reads keys less often. Keys are divided where
@@ -203,7 +211,7 @@ def select_config(problem: Problem, device: DeviceLimits) -> ForwardConfig:
 
 
 def configs(
-    p: Problem, device: DeviceLimits, *, measured: bool = False
+    p: ForwardProblem, device: DeviceLimits, *, measured: bool = False
 ) -> Iterator[tuple[float, ForwardConfig]]:
     """Every legal way to run a problem, with its cost. ``measured``: as in :func:`legal_tiles`."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
@@ -241,7 +249,7 @@ def configs(
             yield _cost(p, config, resident, device.sms), config
 
 
-def _cost(p: Problem, config: ForwardConfig, resident: int, sms: int) -> float:
+def _cost(p: ForwardProblem, config: ForwardConfig, resident: int, sms: int) -> float:
     """Time of the fullest SM, in products of 16 x 8 x 16 on its tensor cores."""
     tile = config.tile
     keys = _visible_keys(p, tile) / config.num_splits
@@ -261,7 +269,7 @@ def _cost(p: Problem, config: ForwardConfig, resident: int, sms: int) -> float:
     return cost
 
 
-def _visible_keys(p: Problem, tile: Tile) -> float:
+def _visible_keys(p: ForwardProblem, tile: Tile) -> float:
     """Average number of keys that a block processes."""
     if p.mask == "kLocal" and p.window:
         return min(p.seqlen_k, p.window + tile.block_m)
@@ -270,7 +278,7 @@ def _visible_keys(p: Problem, tile: Tile) -> float:
     return p.seqlen_k
 
 
-def _max_splits(p: Problem, tile: Tile) -> int:
+def _max_splits(p: ForwardProblem, tile: Tile) -> int:
     tiles = -(-p.seqlen_k // tile.block_n)
     if p.num_splits:
         return min(tiles, _MAX_SPLITS)

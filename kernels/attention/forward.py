@@ -21,8 +21,8 @@ from gpu_ops.kernels.attention.config import (
     MAX_HEAD_DIM,
     DeviceLimits,
     ForwardConfig,
+    ForwardProblem,
     Mask,
-    Problem,
     Tile,
     configs,
     select_config,
@@ -103,12 +103,12 @@ def raw_unsupported(spec: Spec) -> str | None:
     return a.raw_positions_unsupported(UNLIMITED)
 
 
-def tile_problem(a: Attention) -> Problem:
+def tile_problem(a: Attention) -> ForwardProblem:
     """Properties of the call that decide its tile."""
     left, right = a.window(UNLIMITED)
     mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
     own_lengths = a.packed or a.block_table is not None
-    return Problem(
+    return ForwardProblem(
         a.q.itemsize,
         a.batch,
         a.nheads,
@@ -242,29 +242,29 @@ def variants(arch: str) -> Iterator[Variant]:
     for dtype, head_dim, mask, seqlen_q in shapes:
         itemsize = 4 if dtype == "float32" else 2
         config = select_config(
-            Problem(itemsize, 4, 32, 8, seqlen_q, 4096, head_dim, head_dim, mask=mask), limits
+            ForwardProblem(itemsize, 4, 32, 8, seqlen_q, 4096, head_dim, head_dim, mask=mask), limits
         )
         decode = seqlen_q == 1
         kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
         yield Variant(kernel, config.threads, config.shared_bytes)
-    ragged = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", varlen=True, num_splits=1)
+    ragged = ForwardProblem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", varlen=True, num_splits=1)
     config = select_config(ragged, limits)
     kernel = _kernel(config, "bfloat16", "kCausal", PLAIN, VARLEN=1)
     yield Variant(kernel, config.threads, config.shared_bytes)
     for codes, seqlen_q, mask in (("s8", 1, "kNone"), ("e4m3", 1, "kNone"), ("e4m3", 4096, "kCausal")):
         packed = {"VARLEN": 1} if seqlen_q > 1 else {}
-        paged = Problem(2, 4, 32, 8, seqlen_q, 4096, 128, 128, mask=mask, paged=True, quantized=True)
+        paged = ForwardProblem(2, 4, 32, 8, seqlen_q, 4096, 128, 128, mask=mask, paged=True, quantized=True)
         config = select_config(replace(paged, varlen=bool(packed), num_splits=len(packed)), limits)
         kernel = _kernel(config, "bfloat16", mask, PLAIN, SEQUSED_K=1, PAGED=1, PAGE_DTYPE=codes, **packed)
         yield Variant(kernel, config.threads, config.shared_bytes)
     one_k = (Tile(128, 32, 4, one_k=True), 128), (Tile(64, 64, 4, one_k=True), 256)
     for tile, head_dim in ((Tile(128, 128, 4), 64), *one_k):
-        problem = Problem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)
+        problem = ForwardProblem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)
         for _, config in configs(problem, limits, measured=True):  # autotune measures them
             if config.tile == tile and not config.pack_gqa:
                 kernel = _kernel(config, "bfloat16", "kCausal", PLAIN)
                 yield Variant(kernel, config.threads, config.shared_bytes)
-    trained = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", dropout=True)
+    trained = ForwardProblem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", dropout=True)
     config = select_config(trained, limits)
     kernel = _kernel(config, "bfloat16", "kCausal", Features(dropout="number"))
     yield Variant(kernel, config.threads, config.shared_bytes)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from gpu_ops.kernels.attention.config import (
     DeviceLimits,
     ForwardConfig,
-    Problem,
+    ForwardProblem,
     configs,
     head_dims,
     select_config,
@@ -29,7 +29,7 @@ _WORTH_MEASURING = 2.0  # times the least cost by the model; slower tiles are no
 
 
 @functools.lru_cache(maxsize=64)  # a search takes some milliseconds, and each measured call asks again
-def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, ForwardConfig]:
+def candidates(problem: ForwardProblem, device: DeviceLimits) -> Mapping[str, ForwardConfig]:
     """Candidates by label: the model's choice first, then by modelled cost."""
     ranked = sorted(configs(problem, device, measured=True), key=lambda pair: pair[0])
     if problem.num_splits > 1:  # set by the caller
@@ -47,7 +47,7 @@ def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, ForwardCo
     return ways
 
 
-def bucket(problem: Problem) -> str:
+def bucket(problem: ForwardProblem) -> str:
     """Key of a problem: lengths and sequences times key heads rounded up to a power of two; other inputs exactly.
 
     What the model does not know, such as sinks or pages, changes the kernel but not the merits of a tile.
@@ -85,7 +85,7 @@ def label(config: ForwardConfig) -> str:
 SPACE = Space("attention", ("attention/forward_sm80", "attention/combine"), bucket, select_config, candidates)
 
 
-def _divided(problem: Problem, device: DeviceLimits, like: ForwardConfig, parts: int) -> ForwardConfig:
+def _divided(problem: ForwardProblem, device: DeviceLimits, like: ForwardConfig, parts: int) -> ForwardConfig:
     """Configuration with the tile of ``like`` and the keys in ``parts`` parts, or in as many as there can be."""
     for _, config in configs(replace(problem, num_splits=max(parts, 2)), device, measured=True):
         if (config.tile, config.pack_gqa) == (like.tile, like.pack_gqa) and config.num_splits > 1:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gpu_ops.kernels.attention.config import MAX_HEAD_DIM, DeviceLimits, Problem, Tile, select_config
+from gpu_ops.kernels.attention.config import MAX_HEAD_DIM, DeviceLimits, ForwardProblem, Tile, select_config
 from gpu_ops.kernels.attention.forward import variants
 from gpu_ops.kernels.attention.shape import shared_bytes
 from gpu_ops.kernels.compiler import cubin
@@ -36,7 +36,7 @@ def test_every_choice_can_be_launched_and_covers_the_problem(card, itemsize, mas
         if max(head_dim) > MAX_HEAD_DIM[itemsize]:
             continue
         for block_mask, varlen, num_splits in ((False, False, 0), (True, False, 3), (False, True, 0)):
-            p = Problem(
+            p = ForwardProblem(
                 itemsize,
                 batch,
                 nheads,
@@ -89,7 +89,7 @@ PREFILL = {"batch": 4, "nheads": 16, "nheads_kv": 16, "seqlen_q": 4096, "seqlen_
 )
 def test_the_tiles_of_long_sequences(card, itemsize, head_dim, tile):
     for mask in ("kNone", "kCausal"):
-        p = Problem(itemsize, **PREFILL, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
+        p = ForwardProblem(itemsize, **PREFILL, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
         c = select_config(p, limits(PRESETS[card]))
         assert (c.tile, c.num_splits, c.pack_gqa) == (tile, 1, False)
 
@@ -98,7 +98,7 @@ def test_the_tiles_of_long_sequences(card, itemsize, head_dim, tile):
 def test_decoding_reads_keys_once_and_fills_the_card_in_one_wave(card):
     device = limits(card)
     for batch, seqlen_k in ((1, 4096), (1, 131072), (4, 32768), (64, 4096), (512, 512)):
-        c = select_config(Problem(2, batch, 32, 8, 1, seqlen_k, 128, 128), device)
+        c = select_config(ForwardProblem(2, batch, 32, 8, 1, seqlen_k, 128, 128), device)
         assert c.pack_gqa
         assert c.tile.block_m == 16
         blocks = c.grid[0] * c.grid[1] * c.grid[2]
@@ -115,7 +115,7 @@ def test_heads_are_packed_where_that_pads_less():
     device = limits(PRESETS["A100-40"])
 
     def packed(seqlen_q, **more):
-        return select_config(Problem(2, 1, 32, 8, seqlen_q, 4096, 128, 128, **more), device).pack_gqa
+        return select_config(ForwardProblem(2, 1, 32, 8, seqlen_q, 4096, 128, 128, **more), device).pack_gqa
 
     assert packed(1)
     assert packed(5)
@@ -128,14 +128,14 @@ def test_a_group_that_fits_one_tile_is_packed(card, seqlen_k):
     """A block takes as long for four rows as for one; packed rows read the keys once."""
     for heads, itemsize, seqlen_q in itertools.product([(8, 2), (32, 8), (16, 1)], (2, 4), (1, 4)):
         if seqlen_q * heads[0] // heads[1] <= 16:
-            p = Problem(itemsize, 1, *heads, seqlen_q, seqlen_k, 64, 64)
+            p = ForwardProblem(itemsize, 1, *heads, seqlen_q, seqlen_k, 64, 64)
             assert select_config(p, limits(card)).pack_gqa, p
 
 
 @pytest.mark.parametrize("varlen", [False, True])
 def test_one_query_over_many_keys_takes_the_whole_card(varlen):
     config = select_config(
-        Problem(2, 1, 32, 8, 1, 32768, 128, 128, varlen=varlen), DeviceLimits(108, 163 * 1024)
+        ForwardProblem(2, 1, 32, 8, 1, 32768, 128, 128, varlen=varlen), DeviceLimits(108, 163 * 1024)
     )
     assert config.grid[0] * config.grid[1] >= 108
 

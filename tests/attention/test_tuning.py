@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gpu_ops.kernels.attention import tuning as attention_tuning
-from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, Problem, select_config
+from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, ForwardProblem, select_config
 
 A30 = DeviceLimits(56, 163 * 1024)
-PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)
+PROBLEM = ForwardProblem(2, 1, 8, 8, 256, 256, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,12 @@ PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)
     [
         (PROBLEM, "2 bytes, head_dim 64/64, group 1, kNone, batch * nheads_kv <= 8, seqlen <= 256 x 256"),
         (
-            Problem(4, 3, 32, 8, 1, 5000, 72, 40, mask="kLocal", window=100, varlen=True),
+            ForwardProblem(4, 3, 32, 8, 1, 5000, 72, 40, mask="kLocal", window=100, varlen=True),
             "4 bytes, head_dim 96/64, group 4, kLocal, batch * nheads_kv <= 32, seqlen <= 1 x 8192, window <= 128, "
             "varlen",
         ),
         (
-            Problem(2, 1, 1, 1, 257, 0, 512, 512, block_mask=True, num_splits=3),
+            ForwardProblem(2, 1, 1, 1, 257, 0, 512, 512, block_mask=True, num_splits=3),
             "2 bytes, head_dim 512/512, group 1, kNone, batch * nheads_kv <= 1, seqlen <= 512 x 1, block mask, "
             "num_splits 3",
         ),
@@ -36,7 +36,7 @@ def test_problems_that_share_a_choice(problem, words):
 @pytest.mark.parametrize("lengths", [(1, 100), (1, 40_000), (9, 3000), (4096, 4096)])
 def test_candidates(card, num_splits, lengths):
     for itemsize, head_dim, heads in ((2, 64, (8, 2)), (2, 256, (4, 4)), (4, 128, (16, 1))):
-        p = Problem(itemsize, 1, *heads, *lengths, head_dim, head_dim, num_splits=num_splits)
+        p = ForwardProblem(itemsize, 1, *heads, *lengths, head_dim, head_dim, num_splits=num_splits)
         choices = attention_tuning.candidates(p, card)
         assert 1 <= len(choices) == len(set(choices.values())) <= 24
         assert next(iter(choices.values())) == select_config(p, card)
@@ -63,7 +63,7 @@ def test_candidates(card, num_splits, lengths):
 )
 def test_tiles_that_only_a_measurement_tells(smem, head_dim, more, words, offered):
     """128 x 128 leaves no free register; a single K buffer waits longer, but lets a second block run."""
-    problem = Problem(2, 4, 16, 16, 4096, 4096, head_dim, head_dim, **more)
+    problem = ForwardProblem(2, 4, 16, 16, 4096, 4096, head_dim, head_dim, **more)
     device = DeviceLimits(100, smem * 1024)
     assert (words in attention_tuning.candidates(problem, device)) == offered
     assert attention_tuning.label(select_config(problem, device)) != words

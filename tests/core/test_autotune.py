@@ -20,7 +20,7 @@ from gpu_ops.core import device as devices
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
 from gpu_ops.kernels.attention import tuning as attention_tuning
-from gpu_ops.kernels.attention.config import DeviceLimits, Problem, select_config
+from gpu_ops.kernels.attention.config import DeviceLimits, ForwardProblem, select_config
 from gpu_ops.kernels.common import tuning
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
@@ -31,7 +31,7 @@ pytestmark = needs_nvrtc
 MODULE = sys.modules["gpu_ops.core.autotune"]
 A30 = DeviceLimits(56, 163 * 1024)  # the card that FakeCupy simulates
 SHAPE = (1, 256, 8, 64)
-PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)
+PROBLEM = ForwardProblem(2, 1, 8, 8, 256, 256, 64, 64)
 
 
 def arrays(shape=SHAPE):
@@ -290,8 +290,9 @@ def test_two_processes_at_once(tmp_path):
     code = (
         "import sys; from gpu_ops.kernels.common import tuning\n"
         "from gpu_ops.kernels.attention.tuning import SPACE\n"
-        "from gpu_ops.kernels.attention.config import DeviceLimits, Problem\n"
-        "asked = tuning.Asked(SPACE, Problem(2, 1, 8, 8, 256, 256, 64, 64), DeviceLimits(56, 2**17), 'card', None)\n"
+        "from gpu_ops.kernels.attention.config import DeviceLimits, ForwardProblem\n"
+        "problem = ForwardProblem(2, 1, 8, 8, 256, 256, 64, 64)\n"
+        "asked = tuning.Asked(SPACE, problem, DeviceLimits(56, 2**17), 'card', None)\n"
         "tuning.source_key = lambda *stems: 'sources'\n"
         "for i in range(300):\n"
         "    path = tuning.keep(asked, sys.argv[1] * 1000, {})\n"

@@ -8,7 +8,7 @@ import pytest
 from gpu_ops.kernels.attention.config import (
     DeviceLimits,
     ForwardConfig,
-    Problem,
+    ForwardProblem,
     Tile,
     configs,
     select_config,
@@ -96,7 +96,7 @@ def test_the_emulator_counts_the_same():
 
     seqlen, head_dim = 1024, 64
     device = sampled((0,), seqlen, head_dim, ml_dtypes.bfloat16)
-    problem = Problem(2, 4, 16, 16, seqlen, seqlen, head_dim, head_dim)
+    problem = ForwardProblem(2, 4, 16, 16, seqlen, seqlen, head_dim, head_dim)
     limits = device.limits
     chosen = select_config(problem, DeviceLimits(limits.sms, limits.smem_per_block_optin))
     flops, clocks = work(chosen, 2)
