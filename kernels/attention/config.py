@@ -27,7 +27,7 @@ __all__ = [
     "DeviceLimits",
     "ForwardConfig",
     "ForwardProblem",
-    "Tile",
+    "ForwardTile",
     "configs",
     "legal_tiles",
     "select_config",
@@ -54,7 +54,7 @@ _MAX_SPLITS = 128
 
 
 @dataclass(frozen=True)
-class Tile:
+class ForwardTile:
     """BLOCK_M rows by BLOCK_N keys on WARPS_M x WARPS_N warps, with one or two buffers for K."""
 
     block_m: int
@@ -75,23 +75,29 @@ class Tile:
 # In order of preference where the model sees no difference. All of mma.sync, on every architecture from sm_80 on.
 _TILES = (
     # two blocks per SM: head_dim 64 with Q in registers, 128 where an SM has two times 80 KB
-    Tile(128, 64, 4),
+    ForwardTile(128, 64, 4),
     # head_dim 32: half the barriers of the first; autotune tries it with 64 as well, where two blocks fit
-    Tile(128, 128, 4),
-    Tile(128, 32, 4),  # head_dim 160; 128 with bias or similar options, which leave no registers for 64 keys
-    Tile(64, 64, 4),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
+    ForwardTile(128, 128, 4),
+    ForwardTile(
+        128, 32, 4
+    ),  # head_dim 160; 128 with bias or similar options, which leave no registers for 64 keys
+    ForwardTile(
+        64, 64, 4
+    ),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
     # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
-    Tile(128, 64, 8),
+    ForwardTile(128, 64, 8),
     # head_dim 256: 96 KB, the one block of cards with 99 KB, or two where an SM has 227 KB
-    Tile(64, 64, 4, one_k=True),
-    Tile(128, 32, 4, one_k=True),  # head_dim 128 on cards with 99 KB: 48 KB, two blocks per SM
-    Tile(64, 32, 4),  # float32 up to 128: 64 KB; head_dim 256 with bias or similar on cards with 99 KB
-    Tile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
-    Tile(32, 64, 2),  # 17 to 32 rows
-    Tile(32, 16, 2),  # the widest heads on cards with 99 KB
-    Tile(16, 128, 1, 4),  # decode, head_dim 64: the rows of a GQA group once, keys divided among four warps
-    Tile(16, 64, 1, 4),  # decode, head_dim 128: 48 KB of keys and values, two blocks per SM
-    Tile(16, 32, 1, 2),  # decode, head_dim 256 on cards with 99 KB
+    ForwardTile(64, 64, 4, one_k=True),
+    ForwardTile(128, 32, 4, one_k=True),  # head_dim 128 on cards with 99 KB: 48 KB, two blocks per SM
+    ForwardTile(64, 32, 4),  # float32 up to 128: 64 KB; head_dim 256 with bias or similar on cards with 99 KB
+    ForwardTile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
+    ForwardTile(32, 64, 2),  # 17 to 32 rows
+    ForwardTile(32, 16, 2),  # the widest heads on cards with 99 KB
+    ForwardTile(
+        16, 128, 1, 4
+    ),  # decode, head_dim 64: the rows of a GQA group once, keys divided among four warps
+    ForwardTile(16, 64, 1, 4),  # decode, head_dim 128: 48 KB of keys and values, two blocks per SM
+    ForwardTile(16, 32, 1, 2),  # decode, head_dim 256 on cards with 99 KB
 )
 
 
@@ -127,7 +133,7 @@ class ForwardProblem:
 class ForwardConfig:
     """A launch: the kernel's size macros, and its number of blocks."""
 
-    tile: Tile
+    tile: ForwardTile
     head_dim: int  # HEAD_DIM, as head_dim_v and value_parts
     head_dim_v: int
     value_parts: int
@@ -158,7 +164,7 @@ def legal_tiles(
     quantized: bool = False,
     lean: bool = False,
     measured: bool = False,
-) -> Iterator[tuple[Tile, int]]:
+) -> Iterator[tuple[ForwardTile, int]]:
     """Tiles for ``rows`` rows per head that fit in a block's registers and shared memory, each with the latter.
 
     ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V. ``measured``: include tiles that leave so few
@@ -269,7 +275,7 @@ def _cost(p: ForwardProblem, config: ForwardConfig, resident: int, sms: int) -> 
     return cost
 
 
-def _visible_keys(p: ForwardProblem, tile: Tile) -> float:
+def _visible_keys(p: ForwardProblem, tile: ForwardTile) -> float:
     """Average number of keys that a block processes."""
     if p.mask == "kLocal" and p.window:
         return min(p.seqlen_k, p.window + tile.block_m)
@@ -278,14 +284,14 @@ def _visible_keys(p: ForwardProblem, tile: Tile) -> float:
     return p.seqlen_k
 
 
-def _max_splits(p: ForwardProblem, tile: Tile) -> int:
+def _max_splits(p: ForwardProblem, tile: ForwardTile) -> int:
     tiles = -(-p.seqlen_k // tile.block_n)
     if p.num_splits:
         return min(tiles, _MAX_SPLITS)
     return min(tiles, p.seqlen_k // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
 
 
-def _accumulators(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
+def _accumulators(tile: ForwardTile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
     """Registers per thread that hold S, O and, if it is in registers, Q."""
     sizes = (tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
     steps = head_dim * itemsize // 32 if q_in_registers(itemsize, *sizes) else 0
@@ -293,7 +299,7 @@ def _accumulators(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> 
 
 
 def _resident(
-    tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, shared: int, device: DeviceLimits
+    tile: ForwardTile, itemsize: int, head_dim: int, head_dim_v: int, shared: int, device: DeviceLimits
 ) -> int:
     """Blocks that are resident on an SM at a time."""
     registers = min(255, _accumulators(tile, itemsize, head_dim, head_dim_v) + _OTHER_REGISTERS)

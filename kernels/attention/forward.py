@@ -22,8 +22,8 @@ from gpu_ops.kernels.attention.config import (
     DeviceLimits,
     ForwardConfig,
     ForwardProblem,
+    ForwardTile,
     Mask,
-    Tile,
     configs,
     select_config,
 )
@@ -257,8 +257,8 @@ def variants(arch: str) -> Iterator[Variant]:
         config = select_config(replace(paged, varlen=bool(packed), num_splits=len(packed)), limits)
         kernel = _kernel(config, "bfloat16", mask, PLAIN, SEQUSED_K=1, PAGED=1, PAGE_DTYPE=codes, **packed)
         yield Variant(kernel, config.threads, config.shared_bytes)
-    one_k = (Tile(128, 32, 4, one_k=True), 128), (Tile(64, 64, 4, one_k=True), 256)
-    for tile, head_dim in ((Tile(128, 128, 4), 64), *one_k):
+    one_k = (ForwardTile(128, 32, 4, one_k=True), 128), (ForwardTile(64, 64, 4, one_k=True), 256)
+    for tile, head_dim in ((ForwardTile(128, 128, 4), 64), *one_k):
         problem = ForwardProblem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)
         for _, config in configs(problem, limits, measured=True):  # autotune measures them
             if config.tile == tile and not config.pack_gqa:

@@ -6,7 +6,13 @@ import itertools
 
 import pytest
 
-from gpu_ops.kernels.attention.config import MAX_HEAD_DIM, DeviceLimits, ForwardProblem, Tile, select_config
+from gpu_ops.kernels.attention.config import (
+    MAX_HEAD_DIM,
+    DeviceLimits,
+    ForwardProblem,
+    ForwardTile,
+    select_config,
+)
 from gpu_ops.kernels.attention.forward import variants
 from gpu_ops.kernels.attention.shape import shared_bytes
 from gpu_ops.kernels.compiler import cubin
@@ -77,14 +83,14 @@ PREFILL = {"batch": 4, "nheads": 16, "nheads_kv": 16, "seqlen_q": 4096, "seqlen_
 @pytest.mark.parametrize(
     ("card", "itemsize", "head_dim", "tile"),
     [
-        ("A100-40", 2, 64, Tile(128, 64, 4)),
-        ("A100-40", 2, 128, Tile(128, 64, 4)),
-        ("A100-40", 2, 256, Tile(128, 64, 8)),
-        ("H100 SXM", 2, 128, Tile(128, 64, 4)),
-        ("RTX 4090", 2, 64, Tile(128, 64, 4)),
-        ("RTX 4090", 2, 128, Tile(64, 64, 4)),
-        ("RTX 4090", 2, 256, Tile(64, 64, 4, one_k=True)),
-        ("RTX 4090", 4, 256, Tile(32, 16, 2)),
+        ("A100-40", 2, 64, ForwardTile(128, 64, 4)),
+        ("A100-40", 2, 128, ForwardTile(128, 64, 4)),
+        ("A100-40", 2, 256, ForwardTile(128, 64, 8)),
+        ("H100 SXM", 2, 128, ForwardTile(128, 64, 4)),
+        ("RTX 4090", 2, 64, ForwardTile(128, 64, 4)),
+        ("RTX 4090", 2, 128, ForwardTile(64, 64, 4)),
+        ("RTX 4090", 2, 256, ForwardTile(64, 64, 4, one_k=True)),
+        ("RTX 4090", 4, 256, ForwardTile(32, 16, 2)),
     ],
 )
 def test_the_tiles_of_long_sequences(card, itemsize, head_dim, tile):

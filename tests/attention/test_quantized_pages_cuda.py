@@ -13,7 +13,7 @@ from gpu_ops import emulator
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError
 from gpu_ops.kernels.attention import forward as attention
-from gpu_ops.kernels.attention.config import _TILES, Tile, configs
+from gpu_ops.kernels.attention.config import _TILES, ForwardTile, configs
 from gpu_ops.reference.attention.quantized_pages import dequantize
 from tests.attention.cases import DTYPES
 from tests.attention.test_quantized_pages import CODES, check, make, new_tokens
@@ -22,7 +22,7 @@ pytest.importorskip("cuda.core")
 
 FLOATS = ("float32", "bfloat16", "float16")
 RAW = {"device": "emulator", "backend": "raw"}
-QUICK = Tile(128, 64, 4), Tile(64, 16, 4), Tile(16, 32, 1, 2)
+QUICK = ForwardTile(128, 64, 4), ForwardTile(64, 16, 4), ForwardTile(16, 32, 1, 2)
 LEGAL = [
     pytest.param(t, id=f"{t.block_m}x{t.block_n}", marks=[pytest.mark.slow] * (t not in QUICK))
     for t in _TILES
@@ -63,7 +63,7 @@ def test_blocks_that_share_the_values(dtype, head_dims):
 @pytest.mark.parametrize("codes", ["int8", "uint8"])
 def test_parts_of_the_keys(codes, page_size, only):
     """Tiles within one page, and tiles that span several."""
-    only(Tile(16, 64, 1, 4), num_splits=3)
+    only(ForwardTile(16, 64, 1, 4), num_splits=3)
     lengths = ((1, 450), (1, 64), (1, 0))
     check(RAW, *make("float16", codes, lengths, page_size, head_dims=(128, 128)))
 

@@ -9,7 +9,7 @@ from gpu_ops.kernels.attention.config import (
     DeviceLimits,
     ForwardConfig,
     ForwardProblem,
-    Tile,
+    ForwardTile,
     configs,
     select_config,
 )
@@ -33,15 +33,15 @@ def config(tile, head_dim, itemsize=2, **changes):
     [
         # 64 keys of 64 + 64 columns of 2 bytes arrive (16384) and are read by 4 warps; Q is in registers.
         # 8192 scores; 512 MMAs, 32 for sums + 128 ldmatrix + 32 cp.async + 4.5 * 256.
-        (Tile(128, 64, 4), 64, 2, 2 * 128 * 64 * 136, (81920 / 128, 512, 1856 / 4, 256)),
+        (ForwardTile(128, 64, 4), 64, 2, 2 * 128 * 64 * 136, (81920 / 128, 512, 1856 / 4, 256)),
         # 32 keys of 256 columns: 16384 bytes, by 4 warps, and Q, 128 rows of 256 bytes, again for each tile.
         # 512 + 16 + 128 + 64 + 32 + 4.5 * 128.
-        (Tile(128, 32, 4), 128, 2, 2 * 128 * 32 * 264, (114688 / 128, 256, 1328 / 4, 256)),
+        (ForwardTile(128, 32, 4), 128, 2, 2 * 128 * 32 * 264, (114688 / 128, 256, 1328 / 4, 256)),
         # Decoding: four warps share the 16 rows and read a quarter of the keys each. 132 + 64 + 64 + 4.5 * 32.
-        (Tile(16, 64, 1, 4), 128, 2, 2 * 16 * 64 * 264, (65536 / 128, 64, 404 / 4, 512)),
+        (ForwardTile(16, 64, 1, 4), 128, 2, 2 * 16 * 64 * 264, (65536 / 128, 64, 404 / 4, 512)),
         # float32: 16 keys, 32 KB, by 4 warps, and 64 KB of Q. 3 MMAs and 4 sums of 2048 products, 3 instructions
         # for 1024 + 512 + 32 words, 64 KB by ldmatrix of K and Q each, 64 KB of V by words, 64 cp.async, 4 * 32.
-        (Tile(64, 16, 4), 256, 4, 2 * 64 * 16 * 512, (229376 / 128, 64, (3584 + 4704 + 960) / 4, 512)),
+        (ForwardTile(64, 16, 4), 256, 4, 2 * 64 * 16 * 512, (229376 / 128, 64, (3584 + 4704 + 960) / 4, 512)),
     ],
     ids=["Q in registers", "Q in shared memory", "decode", "float32"],
 )
@@ -74,12 +74,12 @@ def test_bounds_by_hand(card, dtype, head_dim, tflops, limit):
 
 def test_tiles_of_a_triangle():
     """Rows 0-63 see 64 keys, 64-127 see 128: one and two tiles, or two and four with 96 more keys in front."""
-    c = config(Tile(64, 64, 4), 64)
+    c = config(ForwardTile(64, 64, 4), 64)
     assert count_tiles(Shape(1, 128, 128, 1, 1, 64), c, True) == 1 + 2
     assert count_tiles(Shape(1, 128, 224, 1, 1, 64), c, True) == 3 + 4
     assert count_tiles(Shape(3, 100, 100, 8, 2, 64), c, False) == 3 * 8 * 2 * 2
     assert count_tiles(Shape(1, 128, 32, 1, 1, 64), c, True) == 0 + 1, "rows that see nothing"
-    packed = config(Tile(64, 64, 4), 64, pack_gqa=True)
+    packed = config(ForwardTile(64, 64, 4), 64, pack_gqa=True)
     assert count_tiles(Shape(3, 16, 128, 8, 2, 64), packed, False) == 3 * 2 * 1 * 2
 
 
