@@ -16,7 +16,7 @@ from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED
 __all__ = [
     "MAX_HEAD_DIM",
     "PAD",
-    "Tile",
+    "BackwardTile",
     "bias_shared_bytes",
     "head_dims",
     "head_parts",
@@ -39,7 +39,7 @@ _MIN_TILES_TO_DIVIDE = 32  # 2 us each on an A100: below that, two more launches
 
 
 @dataclass(frozen=True)
-class Tile:
+class BackwardTile:
     """ROWS of a block on WARPS_R warps, shared by WARPS_D; COLUMNS of a tile, STRIP at a time."""
 
     rows: int
@@ -61,33 +61,35 @@ class Tile:
 # All of mma.sync, on every architecture from sm_80 on. 128 keys per block: half the atomics of 64.
 _TILES = {
     2: (
-        Tile(
+        BackwardTile(
             128, 64, 4, 1, 32
         ),  # head_dim 64, where an SM has two times 66 KB. 32 keys per warp read q half as often
-        Tile(
+        BackwardTile(
             128, 64, 4, 2, 32
         ),  # head_dim 96 and 128 on cards with 163 KB and more. The same, for 16 KB of P more
-        Tile(
+        BackwardTile(
             128, 64, 8, 1, 32
         ),  # head_dim 64 and 96 on cards with 99 KB; 128 with bias and the like on the others
-        Tile(128, 32, 8, 1, 32),  # head_dim 128 on cards with 99 KB
-        Tile(64, 64, 2, 4, 16),  # head_dim 192 and 256 on cards with 163 KB and more
-        Tile(64, 64, 4, 2, 32),  # head_dim 224 there; 160 everywhere
-        Tile(64, 32, 4, 2, 16),  # head_dim 192 on cards with 99 KB
-        Tile(32, 32, 2, 4, 8),  # head_dim 256 on cards with 99 KB
-        Tile(32, 32, 2, 2, 16),  # head_dim 224 there, whose 14 units of columns four warps cannot divide
+        BackwardTile(128, 32, 8, 1, 32),  # head_dim 128 on cards with 99 KB
+        BackwardTile(64, 64, 2, 4, 16),  # head_dim 192 and 256 on cards with 163 KB and more
+        BackwardTile(64, 64, 4, 2, 32),  # head_dim 224 there; 160 everywhere
+        BackwardTile(64, 32, 4, 2, 16),  # head_dim 192 on cards with 99 KB
+        BackwardTile(32, 32, 2, 4, 8),  # head_dim 256 on cards with 99 KB
+        BackwardTile(
+            32, 32, 2, 2, 16
+        ),  # head_dim 224 there, whose 14 units of columns four warps cannot divide
     ),
     4: (
-        Tile(64, 32, 4, 1, 16),  # head_dim 64
-        Tile(64, 32, 4, 2, 16),  # head_dim 128 on cards with 163 KB and more
-        Tile(32, 32, 2, 4, 8),  # head_dim 128 on cards with 99 KB; 256 on the others
-        Tile(32, 16, 2, 2, 8),  # head_dim 192 and 224 on cards with 99 KB
-        Tile(16, 16, 1, 2, 8),  # head_dim 256 there
+        BackwardTile(64, 32, 4, 1, 16),  # head_dim 64
+        BackwardTile(64, 32, 4, 2, 16),  # head_dim 128 on cards with 163 KB and more
+        BackwardTile(32, 32, 2, 4, 8),  # head_dim 128 on cards with 99 KB; 256 on the others
+        BackwardTile(32, 16, 2, 2, 8),  # head_dim 192 and 224 on cards with 99 KB
+        BackwardTile(16, 16, 1, 2, 8),  # head_dim 256 there
     ),
 }
 _BIAS_TILES = {
-    2: (Tile(64, 64, 4, 1, 32), Tile(32, 32, 2, 1, 32)),
-    4: (Tile(64, 32, 4, 1, 16), Tile(32, 32, 2, 1, 16), Tile(16, 16, 1, 1, 16)),
+    2: (BackwardTile(64, 64, 4, 1, 32), BackwardTile(32, 32, 2, 1, 32)),
+    4: (BackwardTile(64, 32, 4, 1, 16), BackwardTile(32, 32, 2, 1, 16), BackwardTile(16, 16, 1, 1, 16)),
 }
 
 
@@ -97,7 +99,7 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def shared_bytes(
-    tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, keys: bool, wide_lse: bool = False
+    tile: BackwardTile, itemsize: int, head_dim: int, head_dim_v: int, *, keys: bool, wide_lse: bool = False
 ) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are HEAD_DIM and HEAD_DIM_V. keys: it owns keys."""
     operands = (tile.rows + tile.stages * tile.columns) * (head_dim + head_dim_v)
@@ -115,7 +117,7 @@ def select_tile(
     *,
     options: int = 0,
     wide_lse: bool = False,
-) -> Tile:
+) -> BackwardTile:
     """The tile for the kernel's HEAD_DIM and HEAD_DIM_V.
 
     ``options``: number of ALiBi, bias, block mask and packed sequences that the call uses. Each takes
@@ -162,7 +164,7 @@ def legal_tiles(
     *,
     options: int = 0,
     wide_lse: bool = False,
-) -> Iterator[tuple[Tile, int]]:
+) -> Iterator[tuple[BackwardTile, int]]:
     """Tiles that fit in a block's registers and shared memory, each with the number of warps that an SM then runs."""
     unit = 32 // itemsize
     for tile in _TILES[itemsize]:
@@ -184,7 +186,9 @@ def legal_tiles(
         yield tile, tile.warps * blocks
 
 
-def select_bias_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int) -> Tile:
+def select_bias_tile(
+    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int
+) -> BackwardTile:
     """Tile of the kernel for the gradient of bias, whose rows are queries."""
     for tile in _BIAS_TILES[itemsize]:
         if bias_shared_bytes(tile, itemsize, head_dim, head_dim_v) <= smem_per_block_optin:
@@ -192,13 +196,13 @@ def select_bias_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_blo
     raise LookupError(f"no tile of bias for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
 
 
-def bias_shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
+def bias_shared_bytes(tile: BackwardTile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of the bias kernel: operands, then the sums in float."""
     operands = itemsize * (tile.rows + tile.columns) * (head_dim + head_dim_v)
     return max(operands, 4 * tile.rows * (tile.columns + 1))
 
 
-def _divides_dq(tile: Tile, units: int) -> bool:
+def _divides_dq(tile: BackwardTile, units: int) -> bool:
     """Whether the warps can divide a tile of dq_sum, as ``TileDq`` of the kernel does."""
     slabs, powers = tile.columns // 16, (1, 2, 4, 8)
     return any(
@@ -206,7 +210,7 @@ def _divides_dq(tile: Tile, units: int) -> bool:
     )
 
 
-def _accumulators(tile: Tile, head_dim: int, head_dim_v: int) -> int:
+def _accumulators(tile: BackwardTile, head_dim: int, head_dim_v: int) -> int:
     """Registers per thread that hold dk, dv, S and dP."""
     slabs = tile.rows // tile.warps_r // 16
     return slabs * ((head_dim + head_dim_v) // tile.warps_d + 2 * tile.strip) // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpu_ops.kernels.attention.backward_config import (
-    Tile,
+    BackwardTile,
     bias_shared_bytes,
     select_bias_tile,
     select_tile,
@@ -21,7 +21,7 @@ ROW_THREADS = 256  # of backward_statistics.cu and _rows.cu
 
 
 def main_kernel(
-    dtype: str, tile: Tile, dims: tuple[int, int], mask: str, *, keys: bool, **macros: str | int
+    dtype: str, tile: BackwardTile, dims: tuple[int, int], mask: str, *, keys: bool, **macros: str | int
 ) -> CudaKernel:
     defines: dict[str, str | int] = {
         "DTYPE": dtype,
@@ -43,7 +43,9 @@ def main_kernel(
     return CudaKernel("attention/backward_sm80", "attention_backward", tuple(defines.items()))
 
 
-def bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **macros: str | int) -> CudaKernel:
+def bias_kernel(
+    dtype: str, tile: BackwardTile, dims: tuple[int, int], mask: str, **macros: str | int
+) -> CudaKernel:
     kernel = main_kernel(dtype, tile, dims, mask, keys=False, **macros)
     return CudaKernel("attention/backward_bias", "attention_backward_bias", kernel.defines)
 

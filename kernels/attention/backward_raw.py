@@ -17,7 +17,7 @@ import numpy as np
 from gpu_ops.kernels.attention.backward_config import (
     MAX_HEAD_DIM,
     PAD,
-    Tile,
+    BackwardTile,
     bias_shared_bytes,
     head_dims,
     head_parts,
@@ -110,7 +110,7 @@ def backward(spec: Spec, builder: Builder) -> None:
         _launch_bias(call, builder, dbias)
 
 
-def _gradients_of_keys(call: _Call, builder: Builder, tile: Tile, dq_sum: Tensor | None) -> None:
+def _gradients_of_keys(call: _Call, builder: Builder, tile: BackwardTile, dq_sum: Tensor | None) -> None:
     """dk, dv and their share of dq. With few blocks, the query heads are divided into parts whose sums are added."""
     a = call.a
     blocks, tiles = -(-a.seqlen_k // tile.rows) * a.nheads_kv * a.batch, -(-a.seqlen_q // tile.columns)
@@ -210,7 +210,7 @@ def _prepare(spec: Spec, a: Attention, builder: Builder) -> _Call:
 def _launch(
     call: _Call,
     builder: Builder,
-    tile: Tile,
+    tile: BackwardTile,
     *,
     keys: bool,
     dq_sum: Tensor | None = None,
