@@ -16,7 +16,7 @@ from tests.attention.cases import DTYPES, make
 if compiler_missing("numba"):
     pytest.skip(str(compiler_missing("numba")), allow_module_level=True)
 
-from gpu_ops.kernels.attention.numba_cuda.config import Config, count_splits, select_config
+from gpu_ops.kernels.attention.numba_cuda.config import NumbaForwardConfig, count_splits, select_config
 from gpu_ops.kernels.attention.numba_cuda.forward import forward_kernel
 from gpu_ops.kernels.attention.scores import Features
 
@@ -89,5 +89,5 @@ def test_memory_accesses_are_whole():
     ("blocks", "seqlen_k", "parts"), [(1, 100, 1), (1, 512, 2), (1, 10**6, 20), (19, 10**6, 2)]
 )
 def test_few_blocks_split_their_keys(blocks, seqlen_k, parts):
-    config = Config("float32", 8, 64, 32, 64, 16)
+    config = NumbaForwardConfig("float32", 8, 64, 32, 64, 16)
     assert count_splits(config, blocks, seqlen_k, sms=10) == parts

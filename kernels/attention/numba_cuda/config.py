@@ -8,7 +8,16 @@ from typing import Any
 
 from gpu_ops.kernels.attention.scores import LOG2E, PLAIN, Features
 
-__all__ = ["LN2", "LOG2E", "ROWS", "ROW_THREADS", "THREADS", "Config", "count_splits", "select_config"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "ROWS",
+    "ROW_THREADS",
+    "THREADS",
+    "NumbaForwardConfig",
+    "count_splits",
+    "select_config",
+]
 
 THREADS = 128
 ROW_THREADS = 16  # threads that share a row: half a warp
@@ -28,7 +37,7 @@ _SLAB_MAX = 128
 
 
 @dataclass(frozen=True)
-class Config:
+class NumbaForwardConfig:
     """A kernel: its tiles and its features. A feature that is False costs nothing."""
 
     dtype: str
@@ -97,7 +106,7 @@ class Config:
 
 def select_config(
     dtype: str, head_dim: int, head_dim_v: int, rows: int, scores: Features = PLAIN, **features: Any
-) -> Config:
+) -> NumbaForwardConfig:
     """Choose the tiles. ``rows``: queries of the longest sequence times query heads per key head.
 
     ==========  ==========================================================================================
@@ -113,10 +122,10 @@ def select_config(
     slab = next((size for limit, size in _SLAB if head_dim_v <= limit), _SLAB_MAX)
     staged = (block_m + block_n) * (chunk + 16 // itemsize)
     chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and (n * slab <= staged or n == 8))
-    return Config(dtype, block_m, block_n, chunk, slab, chunk_v, scores, **features)
+    return NumbaForwardConfig(dtype, block_m, block_n, chunk, slab, chunk_v, scores, **features)
 
 
-def count_splits(config: Config, blocks: int, seqlen_k: int, sms: int) -> int:
+def count_splits(config: NumbaForwardConfig, blocks: int, seqlen_k: int, sms: int) -> int:
     """Parts to split the keys into: enough for two blocks per SM, each with at least four tiles of keys."""
     wanted = -(-2 * sms // max(blocks, 1))
     return max(1, min(wanted, seqlen_k // (4 * config.block_n), THREADS))

@@ -34,7 +34,14 @@ from functools import cache
 from numba import cuda, float64, int32, int64, uint32
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.attention.numba_cuda.config import LN2, LOG2E, ROW_THREADS, ROWS, THREADS, Config
+from gpu_ops.kernels.attention.numba_cuda.config import (
+    LN2,
+    LOG2E,
+    ROW_THREADS,
+    ROWS,
+    THREADS,
+    NumbaForwardConfig,
+)
 from gpu_ops.kernels.attention.numba_cuda.dropout import keeper
 from gpu_ops.kernels.attention.numba_cuda.tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
@@ -46,7 +53,7 @@ __all__ = ["forward_kernel"]
 
 
 @cache
-def forward_kernel(config: Config) -> NumbaKernel:
+def forward_kernel(config: NumbaForwardConfig) -> NumbaKernel:
     """Kernel of a configuration, built once. Pass 0 for an array that it does not use.
 
     ==========  ======================================================================  ==================
@@ -296,7 +303,7 @@ def _tiles(config):
     return config.block_m, config.block_n, config.chunk, config.chunk_v, config.slab
 
 
-def _signature(config: Config) -> str:
+def _signature(config: NumbaForwardConfig) -> str:
     f = functions(config.dtype)
     computed, scores = str(f.compute), config.scores
     result, statistics = functions(config.out).element, f.statistics
