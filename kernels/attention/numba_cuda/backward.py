@@ -23,7 +23,7 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
-from gpu_ops.kernels.attention.numba_cuda.backward_config import Config
+from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardConfig
 from gpu_ops.kernels.attention.numba_cuda.backward_tile import (
     accumulator,
     differentiator,
@@ -54,7 +54,7 @@ def writer(dtype: str, add: bool):
 
 
 @cache
-def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
+def queries_kernel(config: NumbaBackwardConfig, grads: str, added: bool = False) -> NumbaKernel:
     """Kernel for dQ. Arrays are those of ``forward_kernel``, and ``statistics`` (3, batch, nheads, seqlen_q) by
     :mod:`.backward_rows`. Pass 0 for an array that the kernel does not use. ``grads``: the dtype of dQ;
     ``added``: add to its contents.
@@ -153,13 +153,13 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
     return NumbaKernel(attention_backward_queries, types, name)
 
 
-def _label(config: Config, grads: str, added: bool) -> str:
+def _label(config: NumbaBackwardConfig, grads: str, added: bool) -> str:
     of_their_own = [f"gradients {grads}"] if grads != config.problem.dtype else []
     return ",".join([config.label, *of_their_own, *["added"] * added])
 
 
 @cache
-def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
+def keys_kernel(config: NumbaBackwardConfig, grads: str, added: bool = False) -> NumbaKernel:
     """Kernel for dK and dV; the arguments are those of :func:`queries_kernel`."""
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_keys, my_rows), my_columns = config.tile, slab // ROW_THREADS

@@ -17,7 +17,7 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
-from gpu_ops.kernels.attention.numba_cuda.backward_config import Config
+from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardConfig
 from gpu_ops.kernels.attention.numba_cuda.backward_tile import (
     differentiator,
     keys_locator,
@@ -35,7 +35,7 @@ __all__ = ["bias_kernel", "bias_sum_kernel"]
 
 
 @cache
-def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKernel:
+def bias_kernel(config: NumbaBackwardConfig, sum_queries: bool, sum_keys: bool) -> NumbaKernel:
     """Kernel for parts of dbias (parts, batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1).
 
     ``batch_axis``, ``nheads_axis``: the lengths of these axes of dbias. The other arguments are those of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpu_ops.kernels.attention.numba_cuda.config import ROW_THREADS, ROWS, THREADS
 from gpu_ops.kernels.attention.scores import PLAIN, Features
 
-__all__ = ["RESOLUTION", "Config", "Problem", "count_parts", "select_config"]
+__all__ = ["RESOLUTION", "NumbaBackwardConfig", "Problem", "count_parts", "select_config"]
 
 RESOLUTION = 2.0**-12
 """If adding this to an lse in base 2 changes nothing, lse is too coarse: see attention_backward_rows.py."""
@@ -37,7 +37,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Config:
+class NumbaBackwardConfig:
     """A kernel: a block owns ``block_m`` queries or keys, and walks over the others, ``block_n`` at a time."""
 
     problem: Problem
@@ -96,7 +96,7 @@ class Config:
         return numbers * itemsize + self.rows * (2 * 8 + 2 * 4 + 3 * itemsize) + self.keys * 2 * 8
 
 
-def select_config(problem: Problem, owned: str, dim: int = 0) -> Config:
+def select_config(problem: Problem, owned: str, dim: int = 0) -> NumbaBackwardConfig:
     """Configuration. ``owned``: "queries" (dQ), "keys" (dK, dV) or "both" (dbias); ``dim``: columns of accumulators.
 
     ==========  ==========================================================================================
@@ -109,7 +109,7 @@ def select_config(problem: Problem, owned: str, dim: int = 0) -> Config:
     is_float64 = problem.itemsize == 8
     block_n, chunk = (32, 16) if is_float64 else (64, 16 if 0 < dim <= 16 else 32)
     if owned == "both":
-        return Config(problem, True, block_n, block_n, chunk)
+        return NumbaBackwardConfig(problem, True, block_n, block_n, chunk)
     max_slab = _SLAB_MAX[problem.itemsize]
     slab = next((size for size in _SLAB if dim <= size <= max_slab), max_slab)
     accumulators = (2 if owned == "keys" else 1) * slab
@@ -118,7 +118,7 @@ def select_config(problem: Problem, owned: str, dim: int = 0) -> Config:
     block_m = 32 if is_float64 or has_options or numbers > _MOST_NUMBERS else 64
     staged = (block_m + block_n) * (chunk + 16 // problem.itemsize)
     chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and n * slab <= staged)
-    return Config(problem, owned == "queries", block_m, block_n, chunk, slab, chunk_v)
+    return NumbaBackwardConfig(problem, owned == "queries", block_m, block_n, chunk, slab, chunk_v)
 
 
 def count_parts(blocks: int, units: int, sms: int) -> int:

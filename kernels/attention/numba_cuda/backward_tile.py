@@ -15,7 +15,7 @@ from functools import cache
 from numba import cuda, float64, int32, uint32
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.attention.numba_cuda.backward_config import Config, Problem
+from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardConfig, Problem
 from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, ROW_THREADS, ROWS, THREADS
 from gpu_ops.kernels.attention.numba_cuda.dropout import keeper
 from gpu_ops.kernels.attention.numba_cuda.tile import accumulators, scorer
@@ -130,7 +130,7 @@ def keys_locator(keys: int):
 
 
 @cache
-def looker(config: Config):
+def looker(config: NumbaBackwardConfig):
     """Device function for the bits of a thread's pairs that a block mask makes visible."""
     queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
 
@@ -149,7 +149,7 @@ def looker(config: Config):
 
 
 @cache
-def multiplier(config: Config):
+def multiplier(config: NumbaBackwardConfig):
     """Device function for products of rows of two arrays, owned times others, in a tile of registers."""
     dtype, chunk, stride = config.problem.dtype, config.chunk, config.stride
     number = functions(dtype).compute
@@ -177,7 +177,7 @@ def multiplier(config: Config):
 
 
 @cache
-def differentiator(config: Config, with_slope: bool = True):
+def differentiator(config: NumbaBackwardConfig, with_slope: bool = True):
     """Device function that replaces the products of a tile, S before scaling and dP, by P and dS.
 
     With dropout the statistics give P of the weights that are kept; P and dP of the others are 0.
@@ -255,7 +255,7 @@ def differentiator(config: Config, with_slope: bool = True):
 
 
 @cache
-def accumulator(config: Config):
+def accumulator(config: NumbaBackwardConfig):
     """Device function for ``o += tile X``, with the ``slab`` columns of X from ``first_column`` on.
 
     The tile is (owned, others) in registers and passes through ``p`` in shared memory. X has a row for each of the
