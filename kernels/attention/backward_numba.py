@@ -21,7 +21,7 @@ __all__ = ["backward", "numba_variants"]
 
 def backward(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
-    from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, select_config
+    from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardProblem, select_config
     from gpu_ops.kernels.attention.numba_cuda.backward_rows import (
         SINK_THREADS,
         rounding_kernel,
@@ -38,7 +38,7 @@ def backward(spec: Spec, builder: Builder) -> None:
         builder.launch(rounding_kernel(a.q.dtype.name), grid, (THREADS,), (wide_dout, dout))
     left, right = a.window(UNLIMITED)
     masked = left < UNLIMITED or right < UNLIMITED
-    problem = Problem(a.q.dtype.name, a.features(sinks=False), masked)
+    problem = NumbaBackwardProblem(a.q.dtype.name, a.features(sinks=False), masked)
     dtype = np.float64 if problem.itemsize == 8 else np.float32
     statistics = builder.empty((3, *a.lse_shape), dtype, "statistics of rows")
     sequences = sequences_of(a, builder)
@@ -102,12 +102,12 @@ def _bias(
 def numba_variants() -> Iterator[Variant]:
     """Most commonly used kernels."""
     from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
-    from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, select_config
+    from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardProblem, select_config
     from gpu_ops.kernels.attention.numba_cuda.backward_rows import rows_kernel
     from gpu_ops.kernels.attention.numba_cuda.config import THREADS
 
     dtype = "bfloat16"
-    problem = Problem(dtype, masked=True)
+    problem = NumbaBackwardProblem(dtype, masked=True)
     yield Variant(rows_kernel(problem, False, "float32", dtype), THREADS)
     yield Variant(queries_kernel(select_config(problem, "queries", 128), dtype), THREADS)
     for head_dim in (64, 128):

@@ -19,7 +19,11 @@ if compiler_missing("numba"):
 
 from gpu_ops.kernels.attention.numba_cuda.backward import keys_kernel, queries_kernel
 from gpu_ops.kernels.attention.numba_cuda.backward_bias import bias_kernel
-from gpu_ops.kernels.attention.numba_cuda.backward_config import Problem, count_parts, select_config
+from gpu_ops.kernels.attention.numba_cuda.backward_config import (
+    NumbaBackwardProblem,
+    count_parts,
+    select_config,
+)
 from gpu_ops.kernels.attention.numba_cuda.backward_rows import rows_kernel
 
 LIMIT = 48 * 1024  # bytes of static shared memory; Numba cannot request more
@@ -40,7 +44,7 @@ def test_tiles_fit():
     for dtype, scores, owned, dim in itertools.product(
         DTYPES, (PLAIN, Features(softcap=True)), ("queries", "keys"), dims
     ):
-        c = select_config(Problem(dtype, scores), owned, dim)
+        c = select_config(NumbaBackwardProblem(dtype, scores), owned, dim)
         assert c.shared_bytes <= LIMIT, c
         assert c.slab >= min(dim, 64 if dtype == "float64" else 128)
         # assumptions of the division of work among 128 threads
@@ -56,7 +60,10 @@ def test_tiles_fit():
 
 def kernels(dtype):
     """Kernels by name: those with the most registers, for plain scores and with every option."""
-    plain, every = Problem(dtype, masked=True), Problem(dtype, Features(bias=dtype, **EVERYTHING), True)
+    plain, every = (
+        NumbaBackwardProblem(dtype, masked=True),
+        NumbaBackwardProblem(dtype, Features(bias=dtype, **EVERYTHING), True),
+    )
     for name, problem in (("plain", plain), ("every option", every)):
         yield f"dq, {name}", queries_kernel(select_config(problem, "queries", 128), dtype)
         yield f"dk and dv, {name}", keys_kernel(select_config(problem, "keys", 128), dtype)

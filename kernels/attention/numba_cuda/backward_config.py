@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpu_ops.kernels.attention.numba_cuda.config import ROW_THREADS, ROWS, THREADS
 from gpu_ops.kernels.attention.scores import PLAIN, Features
 
-__all__ = ["RESOLUTION", "NumbaBackwardConfig", "Problem", "count_parts", "select_config"]
+__all__ = ["RESOLUTION", "NumbaBackwardConfig", "NumbaBackwardProblem", "count_parts", "select_config"]
 
 RESOLUTION = 2.0**-12
 """If adding this to an lse in base 2 changes nothing, lse is too coarse: see attention_backward_rows.py."""
@@ -19,7 +19,7 @@ _MOST_NUMBERS = 128  # per thread, for S, dP and accumulators; leaves room for t
 
 
 @dataclass(frozen=True)
-class Problem:
+class NumbaBackwardProblem:
     """Properties shared by all kernels of a call. A feature that is False costs nothing."""
 
     dtype: str
@@ -40,7 +40,7 @@ class Problem:
 class NumbaBackwardConfig:
     """A kernel: a block owns ``block_m`` queries or keys, and walks over the others, ``block_n`` at a time."""
 
-    problem: Problem
+    problem: NumbaBackwardProblem
     queries_own: bool
     block_m: int
     block_n: int
@@ -96,7 +96,7 @@ class NumbaBackwardConfig:
         return numbers * itemsize + self.rows * (2 * 8 + 2 * 4 + 3 * itemsize) + self.keys * 2 * 8
 
 
-def select_config(problem: Problem, owned: str, dim: int = 0) -> NumbaBackwardConfig:
+def select_config(problem: NumbaBackwardProblem, owned: str, dim: int = 0) -> NumbaBackwardConfig:
     """Configuration. ``owned``: "queries" (dQ), "keys" (dK, dV) or "both" (dbias); ``dim``: columns of accumulators.
 
     ==========  ==========================================================================================

@@ -20,7 +20,7 @@ from functools import cache
 from numba import cuda, float64, int32, int64
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.attention.numba_cuda.backward_config import RESOLUTION, Problem
+from gpu_ops.kernels.attention.numba_cuda.backward_config import RESOLUTION, NumbaBackwardProblem
 from gpu_ops.kernels.attention.numba_cuda.backward_tile import scorers, signature, span
 from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, THREADS
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
@@ -39,7 +39,7 @@ CHUNK = {
 
 @cache
 def rows_kernel(
-    problem: Problem, with_sinks: bool, lse_dtype: str, out_dtype: str, delta_given: bool = False
+    problem: NumbaBackwardProblem, with_sinks: bool, lse_dtype: str, out_dtype: str, delta_given: bool = False
 ) -> NumbaKernel:
     """Kernel for statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head.
 

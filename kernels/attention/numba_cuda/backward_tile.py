@@ -15,7 +15,7 @@ from functools import cache
 from numba import cuda, float64, int32, uint32
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardConfig, Problem
+from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardConfig, NumbaBackwardProblem
 from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, ROW_THREADS, ROWS, THREADS
 from gpu_ops.kernels.attention.numba_cuda.dropout import keeper
 from gpu_ops.kernels.attention.numba_cuda.tile import accumulators, scorer
@@ -37,7 +37,7 @@ __all__ = [
 
 
 @cache
-def scorers(problem: Problem):
+def scorers(problem: NumbaBackwardProblem):
     """Two device functions that turn the product of a query and a key into a score.
 
     All kernels use them, because scores must be rounded alike: next to a bias of -1e9, one rounding is a factor of
@@ -284,7 +284,7 @@ def accumulator(config: NumbaBackwardConfig):
     return add
 
 
-def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
+def signature(problem: NumbaBackwardProblem, element: str, arrays: int, *more: str) -> str:
     """Signature of a kernel: ``arrays`` arrays of four axes, ``more``, statistics, sequences and the options."""
     rank4, computed, scores = "[:, :, :, :]", str(functions(problem.dtype).compute), problem.scores
     optional = {
