@@ -22,7 +22,16 @@ from dataclasses import dataclass
 
 from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
 
-__all__ = ["FEW", "Config", "DeviceLimits", "FewConfig", "Problem", "Tile", "select_config", "select_few"]
+__all__ = [
+    "FEW",
+    "DeviceLimits",
+    "FewConfig",
+    "MatmulConfig",
+    "Problem",
+    "Tile",
+    "select_config",
+    "select_few",
+]
 
 FEW = 16  # rows of x that gemv.cu takes: two tiles of mma's 8 columns
 
@@ -85,7 +94,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Config:
+class MatmulConfig:
     """A launch of ``gemm_sm80.cu``."""
 
     tile: Tile
@@ -116,7 +125,7 @@ class FewConfig:
 
 
 @functools.lru_cache(maxsize=4096)
-def select_config(problem: Problem, device: DeviceLimits) -> Config:
+def select_config(problem: Problem, device: DeviceLimits) -> MatmulConfig:
     """Cheapest tile by the model above; of tiles within 2 %, which it cannot distinguish, the first."""
     ranked = list(_configs(problem, device))
     least = min(cost for cost, _ in ranked)
@@ -147,7 +156,7 @@ def legal_tiles(
             yield tile, row, stages, stages * stage
 
 
-def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
+def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, MatmulConfig]]:
     tiles = legal_tiles(p.itemsize, p.gated, device.smem_per_block_optin)
     for (tile, row, stages, shared), split in itertools.product(tiles, (False, True)):
         block_k = row // p.itemsize
@@ -161,11 +170,11 @@ def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]
             )
             if splits < 2 or not p.splittable:
                 continue
-        config = Config(tile, block_k, stages, splits, blocks, shared)
+        config = MatmulConfig(tile, block_k, stages, splits, blocks, shared)
         yield _cost(p, config, resident, device.sms), config
 
 
-def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
+def _cost(p: Problem, config: MatmulConfig, resident: int, sms: int) -> float:
     """Time of the fullest SM, in products of 16 x 8 x 16 on its tensor cores."""
     tile = config.tile
     k = -(-p.k // (config.splits * config.block_k)) * config.block_k

@@ -33,9 +33,9 @@ from gpu_ops.kernels.gemm.args import (
 )
 from gpu_ops.kernels.gemm.config import (
     FEW,
-    Config,
     DeviceLimits,
     FewConfig,
+    MatmulConfig,
     Problem,
     select_config,
     select_few,
@@ -174,7 +174,7 @@ def _filled(arrays: Iterable[Tensor | None]) -> tuple[Tensor | np.uint64, ...]:
     return pointers[:3]
 
 
-def _tiles_kernel(g: Gemm, config: Config, out: str) -> CudaKernel:
+def _tiles_kernel(g: Gemm, config: MatmulConfig, out: str) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
         "DTYPE": DTYPES[g.dtype.name],
