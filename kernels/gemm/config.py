@@ -27,7 +27,7 @@ __all__ = [
     "DeviceLimits",
     "FewConfig",
     "MatmulConfig",
-    "Problem",
+    "MatmulProblem",
     "Tile",
     "select_config",
     "select_few",
@@ -81,7 +81,7 @@ _TILES = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class MatmulProblem:
     """Properties of a call that decide its tile. ``k`` includes all pairs whose products are summed."""
 
     itemsize: int
@@ -125,7 +125,7 @@ class FewConfig:
 
 
 @functools.lru_cache(maxsize=4096)
-def select_config(problem: Problem, device: DeviceLimits) -> MatmulConfig:
+def select_config(problem: MatmulProblem, device: DeviceLimits) -> MatmulConfig:
     """Cheapest tile by the model above; of tiles within 2 %, which it cannot distinguish, the first."""
     ranked = list(_configs(problem, device))
     least = min(cost for cost, _ in ranked)
@@ -156,7 +156,7 @@ def legal_tiles(
             yield tile, row, stages, stages * stage
 
 
-def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, MatmulConfig]]:
+def _configs(p: MatmulProblem, device: DeviceLimits) -> Iterator[tuple[float, MatmulConfig]]:
     tiles = legal_tiles(p.itemsize, p.gated, device.smem_per_block_optin)
     for (tile, row, stages, shared), split in itertools.product(tiles, (False, True)):
         block_k = row // p.itemsize
@@ -174,7 +174,7 @@ def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, MatmulCo
         yield _cost(p, config, resident, device.sms), config
 
 
-def _cost(p: Problem, config: MatmulConfig, resident: int, sms: int) -> float:
+def _cost(p: MatmulProblem, config: MatmulConfig, resident: int, sms: int) -> float:
     """Time of the fullest SM, in products of 16 x 8 x 16 on its tensor cores."""
     tile = config.tile
     k = -(-p.k // (config.splits * config.block_k)) * config.block_k

@@ -36,7 +36,7 @@ from gpu_ops.kernels.gemm.config import (
     DeviceLimits,
     FewConfig,
     MatmulConfig,
-    Problem,
+    MatmulProblem,
     select_config,
     select_few,
 )
@@ -107,7 +107,7 @@ def launch_numba(builder: Builder, g: Gemm) -> None:
 def _launch_tiles(builder: Builder, g: Gemm) -> None:
     out, batch, pairs = g.out[0], 2 if g.pairs == "kTwo" else 1, 2 if g.pairs == "kSum" else 1
     (m, n), k = out.shape, g.a[0].k
-    problem = Problem(
+    problem = MatmulProblem(
         g.dtype.itemsize,
         m,
         n,
@@ -230,7 +230,7 @@ def variants(arch: str) -> Iterator[Variant]:
             few = select_few(m, n, k, itemsize, gate, limits)
             yield Variant(_few_kernel(g, few, dtype), few.threads)
         else:
-            config = select_config(Problem(itemsize, m, n, k, gated=gate), limits)
+            config = select_config(MatmulProblem(itemsize, m, n, k, gated=gate), limits)
             yield Variant(_tiles_kernel(g, config, dtype), config.threads, config.shared_bytes)
     yield gemm_sum.VARIANT
 

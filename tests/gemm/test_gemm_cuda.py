@@ -17,7 +17,14 @@ from gpu_ops.kernels.gemm import args as gemm_args
 from gpu_ops.kernels.gemm import config as gemm_config
 from gpu_ops.kernels.gemm import gemm
 from gpu_ops.kernels.gemm.args import Operand
-from gpu_ops.kernels.gemm.config import DeviceLimits, FewConfig, Problem, Tile, select_config, select_few
+from gpu_ops.kernels.gemm.config import (
+    DeviceLimits,
+    FewConfig,
+    MatmulProblem,
+    Tile,
+    select_config,
+    select_few,
+)
 from gpu_ops.kernels.program import Builder, Tensor
 from gpu_ops.presets import ARCHES
 from gpu_ops.reference.gemm.swiglu import swiglu, swiglu_backward
@@ -290,7 +297,7 @@ def test_every_problem_has_a_tile_that_fits(arch):
     limits = DeviceLimits(20, ARCHES[arch].smem_per_block_optin)
     for itemsize, gated in itertools.product((2, 4), (False, True)):
         for m, n, k in itertools.product((17, 100, 4096), (1, 100, 14336), (1, 4096)):
-            problem = Problem(itemsize, m, n, k, gated=gated, splittable=not gated)
+            problem = MatmulProblem(itemsize, m, n, k, gated=gated, splittable=not gated)
             config = select_config(problem, limits)
             tile = config.tile
             assert config.stages >= 3
@@ -306,10 +313,10 @@ def test_every_problem_has_a_tile_that_fits(arch):
 def test_tiles_of_a_large_model():
     """Llama-3-8B on an A100: 64 x 64 per warp for many tokens; few tokens divide K until the SMs are busy."""
     a100 = DeviceLimits(108, ARCHES["sm_80"].smem_per_block_optin)
-    many = select_config(Problem(2, 2048, 14336, 4096, gated=True), a100)
+    many = select_config(MatmulProblem(2, 2048, 14336, 4096, gated=True), a100)
     assert many.tile == Tile(128, 128, 2, 2)
     assert 2 * (many.shared_bytes + 1024) <= ARCHES["sm_80"].smem_per_sm
-    down = select_config(Problem(2, 32, 4096, 14336, splittable=True), a100)
+    down = select_config(MatmulProblem(2, 32, 4096, 14336, splittable=True), a100)
     assert down.tile.block_m == 32
     assert down.splits * down.blocks >= 2 * 108
     assert select_few(1, 14336, 4096, 2, True, a100) == FewConfig(8, 8, 4, 1, 1792)
