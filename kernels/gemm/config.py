@@ -28,7 +28,7 @@ __all__ = [
     "FewConfig",
     "MatmulConfig",
     "MatmulProblem",
-    "Tile",
+    "MatmulTile",
     "select_config",
     "select_few",
 ]
@@ -49,7 +49,7 @@ _FEW_WARPS, _VECTORS_BYTES = 8, 64  # of gemv.cu: bytes of a row that a group of
 
 
 @dataclass(frozen=True)
-class Tile:
+class MatmulTile:
     """BLOCK_M x BLOCK_N of the result, on WARPS_M x WARPS_N warps."""
 
     block_m: int
@@ -72,11 +72,13 @@ class Tile:
 
 # In order of preference at equal cost. All use mma.sync, on every architecture from sm_80 on.
 _TILES = (
-    Tile(128, 128, 2, 2),  # 16 bits: 64 x 64 per warp, two blocks per SM in 64 KB (99 KB cards: 48) each
-    Tile(128, 128, 4, 2),  # float32: 32 x 64 per warp, the most that operands split in two allow
-    Tile(64, 128, 2, 2),  # up to 64 rows; results too small for the tiles above to reach every SM
-    Tile(64, 64, 2, 2),  # the same, smaller still
-    Tile(32, 128, 1, 2),  # 17 to 32 rows: half as much padding
+    MatmulTile(
+        128, 128, 2, 2
+    ),  # 16 bits: 64 x 64 per warp, two blocks per SM in 64 KB (99 KB cards: 48) each
+    MatmulTile(128, 128, 4, 2),  # float32: 32 x 64 per warp, the most that operands split in two allow
+    MatmulTile(64, 128, 2, 2),  # up to 64 rows; results too small for the tiles above to reach every SM
+    MatmulTile(64, 64, 2, 2),  # the same, smaller still
+    MatmulTile(32, 128, 1, 2),  # 17 to 32 rows: half as much padding
 )
 
 
@@ -97,7 +99,7 @@ class MatmulProblem:
 class MatmulConfig:
     """A launch of ``gemm_sm80.cu``."""
 
-    tile: Tile
+    tile: MatmulTile
     block_k: int
     stages: int
     splits: int
@@ -134,7 +136,7 @@ def select_config(problem: MatmulProblem, device: DeviceLimits) -> MatmulConfig:
 
 def legal_tiles(
     itemsize: int, gated: bool, smem_per_block_optin: int
-) -> Iterator[tuple[Tile, int, int, int]]:
+) -> Iterator[tuple[MatmulTile, int, int, int]]:
     """Tiles that fit in a block's registers and shared memory, with bytes of BLOCK_K, stages, and shared memory.
 
     Stages are as many as leave room for the blocks that registers allow.
@@ -189,16 +191,16 @@ def _cost(p: MatmulProblem, config: MatmulConfig, resident: int, sms: int) -> fl
     return cost
 
 
-def _accumulators(tile: Tile) -> int:
+def _accumulators(tile: MatmulTile) -> int:
     return tile.warp_m * tile.warp_n // 32
 
 
-def _by_registers(tile: Tile) -> int:
+def _by_registers(tile: MatmulTile) -> int:
     registers = _accumulators(tile) + _OTHER_REGISTERS
     return max(1, REGISTERS_PER_SM // (32 * tile.warps * registers))
 
 
-def _resident(tile: Tile, shared: int, device: DeviceLimits) -> int:
+def _resident(tile: MatmulTile, shared: int, device: DeviceLimits) -> int:
     """Blocks that are resident on an SM at a time."""
     by_shared = (device.smem_per_block_optin + RESERVED) // (shared + RESERVED)
     return max(1, min(_by_registers(tile), by_shared))

@@ -21,7 +21,7 @@ from gpu_ops.kernels.gemm.config import (
     DeviceLimits,
     FewConfig,
     MatmulProblem,
-    Tile,
+    MatmulTile,
     select_config,
     select_few,
 )
@@ -314,7 +314,7 @@ def test_tiles_of_a_large_model():
     """Llama-3-8B on an A100: 64 x 64 per warp for many tokens; few tokens divide K until the SMs are busy."""
     a100 = DeviceLimits(108, ARCHES["sm_80"].smem_per_block_optin)
     many = select_config(MatmulProblem(2, 2048, 14336, 4096, gated=True), a100)
-    assert many.tile == Tile(128, 128, 2, 2)
+    assert many.tile == MatmulTile(128, 128, 2, 2)
     assert 2 * (many.shared_bytes + 1024) <= ARCHES["sm_80"].smem_per_sm
     down = select_config(MatmulProblem(2, 32, 4096, 14336, splittable=True), a100)
     assert down.tile.block_m == 32
