@@ -14,7 +14,7 @@ import numpy as np
 from gpu_ops.errors import DTypeError, OptionError, OutOfPages, ShapeError, StateError
 from gpu_ops.inference.pages import Node, PagePool
 
-__all__ = ["CacheStats", "Plan", "Sequence", "Sequences", "requests", "token_ids"]
+__all__ = ["CacheStats", "Sequence", "Sequences", "StepPlan", "requests", "token_ids"]
 
 _LAST_ID = 2**31 - 1
 
@@ -50,7 +50,7 @@ class Sequence:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """Plan of a step: nothing has changed yet."""
 
     tokens: dict[int, list[int]]
@@ -145,7 +145,7 @@ class Sequences:
             )
         self._cut(sequence, length)
 
-    def plan(self, tokens: dict[int, list[int]]) -> Plan:
+    def plan(self, tokens: dict[int, list[int]]) -> StepPlan:
         """Plan a step with these new tokens; OutOfPages if the pool has too few."""
         size, refs = self.pool.page_size, self.pool.refs
         chosen = [self.alive[handle] for handle in tokens]
@@ -163,9 +163,9 @@ class Sequences:
         needed += len(copied)
         if needed > self.pool.available + freed:
             self._out_of_pages(needed, self.pool.available + freed)
-        return Plan(tokens, [len(s.tokens) for s in chosen], gone, copied, width, needed)
+        return StepPlan(tokens, [len(s.tokens) for s in chosen], gone, copied, width, needed)
 
-    def evict(self, plan: Plan) -> None:
+    def evict(self, plan: StepPlan) -> None:
         """Return the pages that no token sees any more. A repeated call does no harm."""
         for handle, end in zip(plan.tokens, plan.gone, strict=True):
             s = self.alive[handle]
@@ -174,7 +174,7 @@ class Sequences:
                 s.pages[i] = 0
             s.gone = end
 
-    def extend(self, plan: Plan, copy: Callable[[list[int], list[int]], None]) -> None:
+    def extend(self, plan: StepPlan, copy: Callable[[list[int], list[int]], None]) -> None:
         """Give every sequence its new tokens and pages. ``copy`` copies the contents of shared pages to new ones."""
         size, pool = self.pool.page_size, self.pool
         shared = [self.alive[handle] for handle in plan.copied]
