@@ -18,7 +18,7 @@ from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import (
     Address,
-    Call,
+    CallOperands,
     Function,
     Instruction,
     Label,
@@ -116,7 +116,7 @@ class _Linker:
         self, statement: Instruction, caller: Function, rename: _Rename, callers: tuple[str, ...]
     ) -> None:
         call = statement.operands[0]
-        assert isinstance(call, Call)
+        assert isinstance(call, CallOperands)
         actual = (*call.results, *call.arguments)
         if statement.guard is not None:
             raise statement.error("a predicated call is not supported")
@@ -158,7 +158,7 @@ class _Linker:
         self.inline(function, f"{self.clones}:", bound, callers, call)
 
     def call_indirectly(
-        self, statement: Instruction, call: Call, rename: _Rename, callers: tuple[str, ...]
+        self, statement: Instruction, call: CallOperands, rename: _Rename, callers: tuple[str, ...]
     ) -> None:
         """Expand a call through a pointer: clone each possible callee, and jump to one by its address."""
         program, actual = self.program, (*call.results, *call.arguments)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from gpu_ops.emulator import refused
 from gpu_ops.emulator.syntax import (
     DTYPE,
-    Call,
+    CallOperands,
     Function,
     Instruction,
     Label,
@@ -285,7 +285,7 @@ class _Parser(Operands):
         self.expect(";")
         return Instruction(line, self.location, guard, opcode, tuple(modifiers), tuple(operands))
 
-    def call(self, scope: Scope) -> Call:
+    def call(self, scope: Scope) -> CallOperands:
         results = self.group(scope)
         if results:
             self.expect(",")
@@ -296,4 +296,4 @@ class _Parser(Operands):
                 arguments = self.group(scope)
             else:
                 self.next()  # the prototype of an indirect call
-        return Call(results, callee, arguments)
+        return CallOperands(results, callee, arguments)

@@ -99,7 +99,7 @@ class Pair(NamedTuple):
     second: Operand
 
 
-class Call(NamedTuple):
+class CallOperands(NamedTuple):
     """Operands of a call: results, callee, arguments."""
 
     results: tuple[Operand, ...]
@@ -107,7 +107,7 @@ class Call(NamedTuple):
     arguments: tuple[Operand, ...]
 
 
-Operand = Name | Negated | Immediate | Address | Vector | Pair | Call
+Operand = Name | Negated | Immediate | Address | Vector | Pair | CallOperands
 
 
 class Instruction(NamedTuple):
