@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank holds some heads and channels of every layer, and some rows of the vocabulary.
 
 A block of a rank is a block of a smaller config. The weights themselves exchange data: a :class:`Column` sums the
-gradient of its input over ranks, a :class:`Row` its output. The functions of :mod:`gpu_ops.models` and
+gradient of its input over ranks, a :class:`RowParallel` its output. The functions of :mod:`gpu_ops.models` and
 :mod:`gpu_ops.inference` take such weights like any others.
 """
 
@@ -66,7 +66,7 @@ class Column(_Divided):
         weight_backward(dy, self.stream.whole(x), self.part, grad, dbias)
 
 
-class Row(_Divided):
+class RowParallel(_Divided):
     """Columns of a weight: some channels of its input. Bias and residual are added to the sum."""
 
     def project(self, x: Any, bias: Any, residual: Any) -> Any:
@@ -248,7 +248,7 @@ class TensorParallel:
 
     def _projections(self, layer: Block) -> dict[str, Projection]:
         columns = {name: Column(getattr(layer, name), self.stream) for name in ("qkv", "gate_up")}
-        return {**columns, **{name: Row(getattr(layer, name), self.stream) for name in ("o", "down")}}
+        return {**columns, **{name: RowParallel(getattr(layer, name), self.stream) for name in ("o", "down")}}
 
     def _table(self, part: Any) -> VocabularyRows | None:
         if part is None:
