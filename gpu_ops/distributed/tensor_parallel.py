@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank holds some heads and channels of every layer, and some rows of the vocabulary.
 
-A block of a rank is a block of a smaller config. The weights themselves exchange data: a :class:`Column` sums the
+A block of a rank is a block of a smaller config. The weights themselves exchange data: a :class:`ColumnParallel` sums the
 gradient of its input over ranks, a :class:`RowParallel` its output. The functions of :mod:`gpu_ops.models` and
 :mod:`gpu_ops.inference` take such weights like any others.
 """
@@ -53,7 +53,7 @@ class _Divided(Projection):
         return self.part.dtype
 
 
-class Column(_Divided):
+class ColumnParallel(_Divided):
     """Rows of a weight: some channels of its output."""
 
     def project(self, x: Any, bias: Any, residual: Any) -> Any:
@@ -247,7 +247,7 @@ class TensorParallel:
         return (*ids[:-1], tokens, self.config.hidden)
 
     def _projections(self, layer: Block) -> dict[str, Projection]:
-        columns = {name: Column(getattr(layer, name), self.stream) for name in ("qkv", "gate_up")}
+        columns = {name: ColumnParallel(getattr(layer, name), self.stream) for name in ("qkv", "gate_up")}
         return {**columns, **{name: RowParallel(getattr(layer, name), self.stream) for name in ("o", "down")}}
 
     def _table(self, part: Any) -> VocabularyRows | None:

@@ -15,7 +15,7 @@ from gpu_ops.core.device import compiler_missing
 from gpu_ops.distributed.engine import Pending
 from gpu_ops.distributed.nccl import Nccl
 from gpu_ops.distributed.stream import Stream
-from gpu_ops.distributed.tensor_parallel import Column, RowParallel
+from gpu_ops.distributed.tensor_parallel import ColumnParallel, RowParallel
 from gpu_ops.errors import CommError, DeviceError, DTypeError, ShapeError
 from gpu_ops.kernels.compiler import jit
 from tests.distributed import fake_nccl
@@ -305,7 +305,7 @@ def check_tensor_parallel_projections(comm):
     for divided in (False, True):
         rows = slice(8 * r, 8 * (r + 1)) if divided else slice(None)
         stream = Stream(comm, divided)
-        column = Column(on_gpu(up[mine]), stream)
+        column = ColumnParallel(on_gpu(up[mine]), stream)
         row = RowParallel(on_gpu(np.ascontiguousarray(down[:, mine])), stream)
         gx, gdy = (on_gpu(np.ascontiguousarray(a[:, rows])) for a in (x, dy))
         hidden = column.project(gx, None, None)
