@@ -60,7 +60,7 @@ HIGHLIGHTS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelReport:
     """One kernel on one architecture. ``problems`` is empty if it compiles, does not spill, and fits."""
 
     kernel: str
@@ -81,13 +81,13 @@ class Row:
     problems: tuple[str, ...] = ()
 
 
-def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] = frozenset()) -> Row:
+def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] = frozenset()) -> KernelReport:
     """Compile one variant and read its resources. ``judged``: labels of kernels that memory must bound."""
     label, threads, dynamic = variant.kernel.label, variant.threads_per_block, variant.dynamic_shared_bytes
     try:
         compiled = jit.assemble(jit.compile_kernel(variant.kernel, arch), arch)
     except KernelCompileError as error:
-        return Row(label, arch, threads, problems=(str(error),))
+        return KernelReport(label, arch, threads, problems=(str(error),))
     assert compiled.cubin is not None
     limits = ARCHES[arch.rstrip("af")]
     needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
@@ -98,7 +98,7 @@ def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] =
     faults = list(problems(needs, fit, threads, dynamic, limits))
     if verdict and verdict.problem:
         faults.append(verdict.problem)
-    return Row(
+    return KernelReport(
         label,
         arch,
         threads,
@@ -185,7 +185,7 @@ def chosen(
 
 def inspect_all(
     tasks: list[tuple[jit.Variant, str]], with_sass: bool, judged: Set[str], console: Console
-) -> list[Row]:
+) -> list[KernelReport]:
     """Compile and read all variants.
 
     NVRTC compiles one program at a time per process, so this uses several processes. They are forked, since the
@@ -213,11 +213,11 @@ def _start_worker(tasks: list[tuple[jit.Variant, str]], with_sass: bool, judged:
     progress.silent = True  # the parent shows the progress of all
 
 
-def _inspect_task(index: int) -> Row:
+def _inspect_task(index: int) -> KernelReport:
     return inspect(*_tasks[index], _with_sass, _judged)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[KernelReport]) -> Table:
     """Table for reading, with one row per kernel and architecture."""
     out = Table(box=None, pad_edge=False, header_style="bold")
     out.add_column("kernel")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ARCH = "sm_90"  # architecture of the tables, that of the card that the kernels have run on
 MOST = 2  # variants of one entry in a table
 KERNELS = ROOT / "kernels"
-RESOURCES: dict[str, list[inspect_kernels.Row]] = {}
+RESOURCES: dict[str, list[inspect_kernels.KernelReport]] = {}
 
 
 def kernels(*stems: str) -> str:
