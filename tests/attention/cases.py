@@ -88,7 +88,7 @@ KERNEL_FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class Problem:
+class AttentionInputs:
     """Inputs of one call. ``options`` are passed to attention unchanged."""
 
     q: np.ndarray
@@ -176,7 +176,7 @@ def make(
     side_dtype: str = "float32",
     seed: int = 0,
     **extra: Any,
-) -> Problem:
+) -> AttentionInputs:
     """Standard-normal inputs with the requested options; ``extra`` options are passed through.
 
     ``side_dtype``: dtype of sinks, slopes and float32 biases; float64 is for finite differences.
@@ -220,14 +220,14 @@ def make(
         lead = () if block_mask == "shared" else (batch, nheads)
         shape = (*lead, -(-seqlen_q // blocks[0]), -(-seqlen_k // blocks[1]))
         options["block_mask"] = BlockMask(rng.random(shape) < 0.6, *blocks)
-    return Problem(q, k, v, dout, options)
+    return AttentionInputs(q, k, v, dout, options)
 
 
 @dataclass(frozen=True)
 class Expected:
     """Expected results of a problem: exact values, and textbook values in its dtype (the yardstick)."""
 
-    problem: Problem
+    problem: AttentionInputs
     exact: dict[str, np.ndarray]
     naive: dict[str, np.ndarray]
 

@@ -16,7 +16,7 @@ from gpu_ops.reference.attention.forward import (
     attention_varlen,
     attention_varlen_backward,
 )
-from tests.attention.cases import DTYPES, FACTORS, Problem, make, pairwise, row_id
+from tests.attention.cases import DTYPES, FACTORS, AttentionInputs, make, pairwise, row_id
 
 ROWS = pairwise(FACTORS)
 EXACT = {"precision": "float64"}
@@ -26,7 +26,7 @@ def close(actual: Any, expected: Any, atol: float = 1e-12) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=atol)
 
 
-def by_loops(p: Problem) -> tuple[np.ndarray, np.ndarray]:
+def by_loops(p: AttentionInputs) -> tuple[np.ndarray, np.ndarray]:
     """out (bshd) and lse from the definition, one query at a time, in plain Python."""
     o = p.options
     q, k, v = (x if o.get("layout", "bshd") == "bshd" else x.swapaxes(1, 2) for x in p.arrays)

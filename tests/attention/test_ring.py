@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from tests.attention.cases import Problem, make, mixed
+from tests.attention.cases import AttentionInputs, make, mixed
 from tests.distributed.ranks.context import NAMES, check, draw, exact
 
 DEVICES = ("cpu", "emulator", "cuda")
@@ -65,7 +65,7 @@ def problem(dtype, mask, size, seqlen, seed=0):
     p = make(seqlens=(seqlen, seqlen), heads=(2, 1), head_dims=(32, 32), batch=1, dtype=dtype, seed=seed)
     options = {**MASKS[mask], "softmax_scale": 0.25}
     p.q[..., 0], p.k[..., 0] = 64.0, size / 16
-    return Problem(p.q, p.k, p.v, p.dout, options)
+    return AttentionInputs(p.q, p.k, p.v, p.dout, options)
 
 
 class Ring:
