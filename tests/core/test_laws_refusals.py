@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
-from tests.support.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, Call, call
+from tests.support.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, OpCall, call
 from tests.support.laws import (
     WITH_OUT,
     every_other,
@@ -133,7 +133,7 @@ def test_places_for_numbers_of_rows_have_gaps(op):
     arrays = {"cross_entropy": ((2, 3, 8), None), "layernorm": ((2, 3, 8), (8,), (8,))}
     shapes = arrays.get(op, ((2, 3, 8), (8,)))
     inputs = [np.zeros((2, 3), np.int64) if s is None else np.ones(s, np.float32) for s in shapes]
-    case = Call(op, dict(zip("abc", inputs, strict=False)), OF_ROWS[op])
+    case = OpCall(op, dict(zip("abc", inputs, strict=False)), OF_ROWS[op])
     outs = [np.empty_like(x) for x in case()]
     for i, x in enumerate(outs):
         if x.ndim == 2:

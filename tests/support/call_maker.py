@@ -51,7 +51,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """An op, its positional arrays by name, its options, and the names of the axes of arrays."""
 
     op: str
@@ -62,7 +62,7 @@ class Call:
     def __call__(self, **more: Any) -> Any:
         return getattr(gpu_ops, self.op)(*self.arrays.values(), **{**self.options, **more})
 
-    def having(self, **changes: Any) -> Call:
+    def having(self, **changes: Any) -> OpCall:
         """Copy of the call with arrays or options replaced by name."""
         arrays = {name: changes.pop(name, x) for name, x in self.arrays.items()}
         return replace(self, arrays=arrays, options={**self.options, **changes})

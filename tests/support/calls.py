@@ -16,7 +16,7 @@ from gpu_ops import TernaryMatrix
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.errors import DeviceError
 from tests.support import calls_attention, calls_loss, calls_rows, calls_ternary, calls_training
-from tests.support.call_maker import ADDED, WRITTEN, Call, Maker
+from tests.support.call_maker import ADDED, WRITTEN, Maker, OpCall
 
 __all__ = [
     "ADDED",
@@ -26,7 +26,7 @@ __all__ = [
     "OUT",
     "VARIANTS",
     "WRITTEN",
-    "Call",
+    "OpCall",
     "call",
     "refusal",
     "results",
@@ -113,14 +113,14 @@ IN_PLACE = {
 OPTIONAL = ("swiglu packed", "linear", "linear bias")
 
 
-def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Call:
+def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> OpCall:
     """Call ``name`` of the table with arrays of ``dtype``; the same numbers for the same seed and sizes."""
     new = Maker(dtype, seed, sizes)
     arrays, options = VARIANTS[name](new)
-    return Call(name.split()[0], arrays, options, new.axes)
+    return OpCall(name.split()[0], arrays, options, new.axes)
 
 
-def refusal(one: Call, backend: str) -> str:
+def refusal(one: OpCall, backend: str) -> str:
     """Reason why a GPU backend does not run a call; empty if it does."""
     if compiler_missing(backend):
         return ""  # tests are skipped, and say which package they need

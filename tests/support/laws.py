@@ -13,7 +13,7 @@ import pytest
 
 from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.errors import GpuOpsError
-from tests.support.calls import DTYPES, OUT, VARIANTS, Call, call, refusal, results
+from tests.support.calls import DTYPES, OUT, VARIANTS, OpCall, call, refusal, results
 
 NAMES = tuple(VARIANTS)
 WITH_OUT = tuple(name for name in NAMES if name.split()[0] in OUT)
@@ -40,7 +40,7 @@ SIZES = {
 SENTINEL = 7
 
 
-def law_call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Call:
+def law_call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> OpCall:
     return call(name, dtype, seed, **{**SIZES, **sizes})
 
 
@@ -71,7 +71,7 @@ def quick(raw: bool) -> dict[str, Any]:
     return {"dtype": [DTYPES[1]]} if raw else {"dtype": [DTYPES[0]], "name": FIRST_OF_OPS}
 
 
-def outcome(one: Call, **more: Any) -> tuple[np.ndarray[Any, Any], ...]:
+def outcome(one: OpCall, **more: Any) -> tuple[np.ndarray[Any, Any], ...]:
     """All outputs of a call: its results, and the arrays that it changes in place."""
     one = one.having(**{name: x.copy() for name, x in one.written.items()})
     written = tuple(one.written.values())
@@ -172,7 +172,7 @@ VIEWS: tuple[View, ...] = (
 )
 
 
-def viewed(one: Call, view: View) -> Call:
+def viewed(one: OpCall, view: View) -> OpCall:
     """Call with every array passed as a view; arrays that are written keep contiguous rows."""
     inputs = {name: view(x) if x.ndim else x for name, x in one.inputs.items()}
     written = {name: view(x) if view in ROW_VIEWS else x for name, x in one.written.items()}
@@ -182,13 +182,13 @@ def viewed(one: Call, view: View) -> Call:
 # ---- places for results --------------------------------------------------------------------------------------
 
 
-def given_out(one: Call, arrays: Any) -> dict[str, Any]:
+def given_out(one: OpCall, arrays: Any) -> dict[str, Any]:
     """Keyword argument that receives results: one array, or a tuple of as many as ``arrays``."""
     name, _ = OUT[one.op]
     return {name: arrays[0] if takes_one(one) else tuple(arrays)}
 
 
-def takes_one(one: Call) -> bool:
+def takes_one(one: OpCall) -> bool:
     """True if ``out`` is an array, not a tuple: rope of q only, gradients packed into one array, or only a loss."""
     count = _out_count(one)
     lacks_second = one.op in ("rope", "rope_backward") and len(one.arrays) == 1
@@ -197,14 +197,14 @@ def takes_one(one: Call) -> bool:
     return count == 1 or lacks_second or is_packed or is_loss
 
 
-def _out_count(one: Call) -> int:
+def _out_count(one: OpCall) -> int:
     """Number of arrays of a tuple, without those that are added to others."""
     count = {"dx": 1, "weights": 2}.get(one.options.get("only", ""), OUT[one.op][1])
     return count if count == 1 else count - len(one.added)
 
 
 def outs_like(
-    one: Call, found: Any, make: Callable[[Any], Any] = np.empty_like
+    one: OpCall, found: Any, make: Callable[[Any], Any] = np.empty_like
 ) -> list[np.ndarray[Any, Any]]:
     """Arrays for the results that ``out`` takes. Scales and row sums of quantisation are contiguous."""
     count = 1 if takes_one(one) else _out_count(one)
@@ -220,7 +220,7 @@ def filled(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # ---- calls that are refused ----------------------------------------------------------------------------------
 
 
-def refused(one: Call, error: type[Exception], message: str) -> str:
+def refused(one: OpCall, error: type[Exception], message: str) -> str:
     """Assert that the call raises exactly this type, names the op, says ``message``, and changes no argument."""
     named = {**one.arrays, **one.options}
     arrays = [x for value in named.values() for x in (value if isinstance(value, tuple) else (value,))]
@@ -236,7 +236,7 @@ def refused(one: Call, error: type[Exception], message: str) -> str:
     return text
 
 
-def with_result(one: Call, outs: list[Any], i: int, x: Any) -> Call:
+def with_result(one: OpCall, outs: list[Any], i: int, x: Any) -> OpCall:
     """Call with ``x`` in place of the result ``i``."""
     return one.having(**given_out(one, [*outs[:i], x, *outs[i + 1 :]]))
 

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
 from tests.support import laws
-from tests.support.calls import IN_PLACE, OUT, Call
+from tests.support.calls import IN_PLACE, OUT, OpCall
 from tests.support.laws import Labelled, filled, given_out, outs_like, sharing, takes_one
 
 Array = np.ndarray[Any, Any]
@@ -126,15 +126,15 @@ def values(x: Array, rng: Rng) -> Array:
 # ---- changes of a call -----------------------------------------------------------------------------------------
 
 
-def named(one: Call) -> dict[str, Any]:
+def named(one: OpCall) -> dict[str, Any]:
     return {**one.arrays, **one.options}
 
 
-def array_names(one: Call) -> list[str]:
+def array_names(one: OpCall) -> list[str]:
     return [n for n, x in named(one).items() if type(x) is np.ndarray and x.dtype.kind in "iubfV" and x.ndim]
 
 
-def another_kind(one: Call, rng: Rng) -> Call:
+def another_kind(one: OpCall, rng: Rng) -> OpCall:
     names = array_names(one)
     if not names:
         return one
@@ -142,7 +142,7 @@ def another_kind(one: Call, rng: Rng) -> Call:
     return one.having(**{name: pick(rng, KINDS)(named(one)[name])})
 
 
-def other_values(one: Call, rng: Rng) -> Call:
+def other_values(one: OpCall, rng: Rng) -> OpCall:
     names = [n for n in array_names(one) if named(one)[n].dtype.kind in "iub"] or array_names(one)
     if not names:
         return one
@@ -150,7 +150,7 @@ def other_values(one: Call, rng: Rng) -> Call:
     return one.having(**{name: values(named(one)[name], rng)})
 
 
-def one_array_twice(one: Call, rng: Rng) -> Call:
+def one_array_twice(one: OpCall, rng: Rng) -> OpCall:
     """Replace an argument by another one, or by a view of it."""
     names = array_names(one)
     if not names:
@@ -162,7 +162,7 @@ def one_array_twice(one: Call, rng: Rng) -> Call:
     return one.having(**{second: pick(rng, (lambda x: x, lambda x: x[:], reversed_within))(x)})
 
 
-def neighbours(one: Call, rng: Rng) -> Call:
+def neighbours(one: OpCall, rng: Rng) -> OpCall:
     """Move two arrays into one block of memory, separate or with an element in common."""
     names = array_names(one)
     if len(names) < 2:
@@ -182,7 +182,7 @@ def neighbours(one: Call, rng: Rng) -> Call:
     return one.having(**{first: moved, second: other})
 
 
-def outs_of(one: Call, found: Any) -> list[Any]:
+def outs_of(one: OpCall, found: Any) -> list[Any]:
     """Arrays that the call is given for its results, or new ones."""
     out = one.options.get(OUT[one.op][0])
     new = outs_like(one, found, filled)
@@ -191,11 +191,11 @@ def outs_of(one: Call, found: Any) -> list[Any]:
     return list(out) if isinstance(out, tuple) and len(out) == len(new) else new
 
 
-def sound_out(one: Call, found: Any) -> Call:
+def sound_out(one: OpCall, found: Any) -> OpCall:
     return one.having(**given_out(one, outs_of(one, found))) if one.op in OUT else one
 
 
-def with_out(one: Call, rng: Rng, found: Any) -> Call:
+def with_out(one: OpCall, rng: Rng, found: Any) -> OpCall:
     """Pass arrays for the results: valid ones, other kinds, inputs, arrays that share memory."""
     if one.op not in OUT:
         return one
@@ -222,7 +222,7 @@ def with_out(one: Call, rng: Rng, found: Any) -> Call:
     return one.having(**given_out(one, outs))
 
 
-def over_what_is_held(one: Call, rng: Rng, out: Array) -> tuple[Call, Array]:
+def over_what_is_held(one: OpCall, rng: Rng, out: Array) -> tuple[OpCall, Array]:
     """Put ``out`` into the memory of a mask, or of packed weights."""
     for name, x in named(one).items():
         if isinstance(x, gpu_ops.BlockMask):
@@ -247,7 +247,7 @@ def within(x: Array, out: Array) -> Array:
     return bits[: out.nbytes].view(out.dtype).reshape(out.shape)
 
 
-def other_option(one: Call, rng: Rng) -> Call:
+def other_option(one: OpCall, rng: Rng) -> OpCall:
     parameters = inspect.signature(getattr(gpu_ops, one.op)).parameters
     options = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n not in SETTINGS]
     name = pick(rng, [n for n in options if n != "workspace"] or options)
@@ -256,7 +256,7 @@ def other_option(one: Call, rng: Rng) -> Call:
     return one.having(**{name: pick(rng, NUMBERS if rng.random() < 0.6 else OTHERS)})
 
 
-def equal_options(one: Call, rng: Rng) -> tuple[Call, Call]:
+def equal_options(one: OpCall, rng: Rng) -> tuple[OpCall, OpCall]:
     """Set an option to its default, or to a value of another type that equals it in Python."""
     parameters = inspect.signature(getattr(gpu_ops, one.op)).parameters
     name = pick(rng, [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n not in SETTINGS])
@@ -280,7 +280,7 @@ def equal_options(one: Call, rng: Rng) -> tuple[Call, Call]:
     return one.having(**{name: value}), one.having(**{name: pick(rng, kinds)(value)})
 
 
-def pair(one: Call, rng: Rng, found: Any) -> tuple[Call, Call]:
+def pair(one: OpCall, rng: Rng, found: Any) -> tuple[OpCall, OpCall]:
     """Pair of a call that is likely to be valid, and one that differs from it slightly."""
     first = sound_out(one, found) if rng.random() < 0.5 else one
     how = rng.random()
@@ -292,11 +292,11 @@ def pair(one: Call, rng: Rng, found: Any) -> tuple[Call, Call]:
     return first, change(second, rng, found) if rng.random() < 0.2 else second
 
 
-def other_setting(one: Call, rng: Rng) -> Call:
+def other_setting(one: OpCall, rng: Rng) -> OpCall:
     return one.having(**{pick(rng, SETTINGS): pick(rng, PLACES)})
 
 
-def other_way(one: Call, rng: Rng) -> Call:
+def other_way(one: OpCall, rng: Rng) -> OpCall:
     """Pass an array by keyword, an unknown option, or one array too few."""
     if not one.arrays:
         return one
@@ -304,11 +304,11 @@ def other_way(one: Call, rng: Rng) -> Call:
     rest = {name: x for name, x in one.arrays.items() if name != last}
     how = rng.random()
     if how < 0.7:
-        return Call(one.op, rest, {**one.options, last: one.arrays[last]}, one.axes)
-    return one.having(wether=True) if how < 0.9 else Call(one.op, rest, one.options, one.axes)
+        return OpCall(one.op, rest, {**one.options, last: one.arrays[last]}, one.axes)
+    return one.having(wether=True) if how < 0.9 else OpCall(one.op, rest, one.options, one.axes)
 
 
-def optional_array(one: Call, rng: Rng) -> Call:
+def optional_array(one: OpCall, rng: Rng) -> OpCall:
     """Add an array like the first: a residual, a bias, a gradient."""
     parameters = inspect.signature(getattr(gpu_ops, one.op)).parameters
     names = [n for n in OPTIONAL if n in parameters and n not in one.options]
@@ -321,7 +321,7 @@ def optional_array(one: Call, rng: Rng) -> Call:
     )
 
 
-def change(one: Call, rng: Rng, found: Any) -> Call:
+def change(one: OpCall, rng: Rng, found: Any) -> OpCall:
     how = rng.random()
     if how < 0.25:
         return with_out(one, rng, found)
@@ -337,7 +337,7 @@ def change(one: Call, rng: Rng, found: Any) -> Call:
     return pick(rng, (*changes, another_kind, other_way, optional_array))(one, rng)
 
 
-def all_arrays(one: Call) -> list[Array]:
+def all_arrays(one: OpCall) -> list[Array]:
     """All NumPy arrays of a call, including those within tuples and other objects."""
     arrays: list[Array] = []
     for value in named(one).values():
