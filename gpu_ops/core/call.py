@@ -222,8 +222,8 @@ class Call:
 
         ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
         backends that cannot run this problem, and why; a function of the spec is called for GPU devices only.
-        ``finish`` computes the return value from the arrays by name. ``check_values`` reads, in every call, values that the
-        program depends on.
+        ``finish`` computes the return value from the arrays by name. ``check_values`` reads, in every call, values
+        that the program depends on.
         """
         for argument, names in self._items.items():
             if len(self._given[argument]) != len(names) or any(x is None for x in self._given[argument]):
@@ -245,7 +245,8 @@ class Call:
         views = {**self._views, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
-            tuple(self._updated), self._given, problem, finish, check_values, self._library, self._cuda, self._workspace,
+            tuple(self._updated), self._given, problem, finish, check_values, self._library, self._cuda,
+            self._workspace,
         )  # fmt: skip
 
     def _nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank holds some heads and channels of every layer, and some rows of the vocabulary.
 
-A block of a rank is a block of a smaller config. The weights themselves exchange data: a :class:`ColumnParallel` sums the
-gradient of its input over ranks, a :class:`RowParallel` its output. The functions of :mod:`gpu_ops.models` and
-:mod:`gpu_ops.inference` take such weights like any others.
+A block of a rank is a block of a smaller config. The weights themselves exchange data: a :class:`ColumnParallel`
+sums the gradient of its input over ranks, a :class:`RowParallel` its output. The functions of :mod:`gpu_ops.models`
+and :mod:`gpu_ops.inference` take such weights like any others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lengths that attention calls take as arrays: starts of packed sequences, keys in use, page tables.
 
-Shapes and dtypes are checked once, values in every call, by a ``check_values=`` hook. Values on a GPU are not checked,
-since that would wait for it.
+Shapes and dtypes are checked once, values in every call, by a ``check_values=`` hook. Values on a GPU are not
+checked, since that would wait for it.
 """
 
 from __future__ import annotations
