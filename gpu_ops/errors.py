@@ -4,6 +4,7 @@ A message names the given value, the allowed values and a remedy.
 """
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -116,10 +117,17 @@ class KernelCompileError(GpuOpsError, RuntimeError):
         self.log = log
 
 
-def suggest(package: dict[str, Any], names: Iterable[str]) -> None:
-    """Make a package suggest the nearest of ``names`` for an unknown name. ``package``: its ``globals()``."""
+def suggest(package: dict[str, Any], names: Iterable[str], renamed: Mapping[str, str] | None = None) -> None:
+    """Make a package suggest the nearest of ``names`` for an unknown name. ``package``: its ``globals()``.
+
+    ``renamed``: current names by earlier ones, which still work in this version, with a DeprecationWarning.
+    """
 
     def missing(name: str) -> Any:
+        if renamed and name in renamed:
+            who, current = package["__name__"], renamed[name]
+            warnings.warn(f"{who}.{name} is now {who}.{current}", DeprecationWarning, stacklevel=2)
+            return package[current]
         raise no_attribute(package["__name__"], name, names)
 
     package["__getattr__"] = missing

@@ -32,8 +32,10 @@ _SEQUENCES = (abc.Sequence, abc.Collection, abc.Iterable, list, tuple)
 _ORDERED = (abc.Sequence, list, tuple)  # where a mapping is a mistake: elsewhere its keys count
 
 
-def publish(package: dict[str, Any]) -> None:
+def publish(package: dict[str, Any], renamed: abc.Mapping[str, str] | None = None) -> None:
     """Check the arguments of a package's public functions and classes. ``package``: its ``globals()``.
+
+    ``renamed``: current names by earlier ones, which still work in this version, with a DeprecationWarning.
 
     Modules within gpu_ops that import a function from its own module call it unchecked.
     """
@@ -46,7 +48,7 @@ def publish(package: dict[str, Any]) -> None:
             package[name] = checked(value, name)
             package[name].__module__ = who  # where pickle finds it
     package["__dir__"] = lambda: sorted(names)
-    suggest(package, names)
+    suggest(package, names, renamed)
 
 
 def _check_class(kind: type) -> None:

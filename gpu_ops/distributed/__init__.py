@@ -31,7 +31,7 @@ from gpu_ops.distributed.gathered import gathered_attention_varlen, gathered_att
 from gpu_ops.distributed.mesh import Mesh, world
 from gpu_ops.distributed.pipeline import Pipeline
 from gpu_ops.distributed.ring import ring_attention, ring_attention_backward
-from gpu_ops.distributed.schedules import Row, bubble, schedule
+from gpu_ops.distributed.schedules import ScheduleStep, bubble, schedule
 from gpu_ops.distributed.sequence import sequence_positions
 from gpu_ops.distributed.sharded_checkpoints import ShardedCheckpoints
 from gpu_ops.distributed.tensor_parallel import TensorParallel
@@ -49,7 +49,7 @@ __all__ = [
     "Mesh",
     "Pending",
     "Pipeline",
-    "Row",
+    "ScheduleStep",
     "ShardedCheckpoints",
     "TensorParallel",
     "UlyssesSaved",
@@ -66,4 +66,4 @@ __all__ = [
     "world",
 ]
 
-publish(globals())
+publish(globals(), renamed={"Row": "ScheduleStep"})

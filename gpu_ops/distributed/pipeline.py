@@ -15,7 +15,7 @@ from gpu_ops.core import checks
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.data_parallel import DataParallel
 from gpu_ops.distributed.engine import Pending
-from gpu_ops.distributed.schedules import Row, schedule
+from gpu_ops.distributed.schedules import ScheduleStep, schedule
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.llama import check_loss_options
@@ -102,7 +102,7 @@ class Pipeline:
         head: list[Part] = ["head"] if self._last in self.stages else []
         self.parts: tuple[Part, ...] = (*embed, *parts, *head)
 
-    def rows(self, microbatches: int) -> list[list[Row]]:
+    def rows(self, microbatches: int) -> list[list[ScheduleStep]]:
         """Schedule of all ranks."""
         return schedule(self.schedule, self.comm.size, microbatches, self.chunks)
 
@@ -189,7 +189,7 @@ class _Run:
         self._shape = parallel.division.states_shape(batch[0][0].shape)
         self._dtype = parallel.flat.buffers["params"].dtype
 
-    def act(self, row: Row) -> None:
+    def act(self, row: ScheduleStep) -> None:
         stage, microbatch, action = row
         if action == "F":
             self._forward(stage, microbatch)

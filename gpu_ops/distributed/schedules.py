@@ -19,13 +19,13 @@ from typing import NamedTuple
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 
-__all__ = ["SCHEDULES", "Row", "bubble", "schedule"]
+__all__ = ["SCHEDULES", "ScheduleStep", "bubble", "schedule"]
 
 _OP = "schedule"
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-class Row(NamedTuple):
+class ScheduleStep(NamedTuple):
     """Action on a microbatch in a stage."""
 
     stage: int
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     action: str
 
 
-def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Row]]:
+def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[list[ScheduleStep]]:
     """Rows of each rank, in order.
 
     Parameters
@@ -84,7 +84,7 @@ def schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> list[
     return [list(SCHEDULES[name](rank, ranks, microbatches, chunks)) for rank in range(ranks)]
 
 
-def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
+def bubble(rows: list[list[ScheduleStep]], costs: Mapping[str, float] = COSTS) -> float:
     """Ratio of the time that ranks wait to the time that they work, if messages take no time.
 
     Raises
@@ -101,7 +101,7 @@ def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
     if not any(rows):
         raise OptionError("bubble: rows holds no action; pass what schedule(...) returns")
     stages = 1 + max(row.stage for rank_rows in rows for row in rank_rows)
-    ended: dict[Row, float] = {}
+    ended: dict[ScheduleStep, float] = {}
     now, left = [0.0] * len(rows), [iter(rank_rows) for rank_rows in rows]
     waiting = [next(rank_rows, None) for rank_rows in left]
     while any(waiting):
@@ -119,25 +119,25 @@ def bubble(rows: list[list[Row]], costs: Mapping[str, float] = COSTS) -> float:
     return max(now) / work - 1
 
 
-def _needed(row: Row, stages: int) -> list[tuple[Row, ...]]:
+def _needed(row: ScheduleStep, stages: int) -> list[tuple[ScheduleStep, ...]]:
     """Rows that must end before a row starts: one of each tuple."""
     stage, microbatch, action = row
     if action == "F":
-        return [(Row(stage - 1, microbatch, "F"),)] if stage else []
+        return [(ScheduleStep(stage - 1, microbatch, "F"),)] if stage else []
     if action == "W":
-        return [(Row(stage, microbatch, "I"),)]
+        return [(ScheduleStep(stage, microbatch, "I"),)]
     before = stage + 1, microbatch
-    gradient = [(Row(*before, "B"), Row(*before, "I"))] if stage + 1 < stages else []
-    return [(Row(stage, microbatch, "F"),), *gradient]
+    gradient = [(ScheduleStep(*before, "B"), ScheduleStep(*before, "I"))] if stage + 1 < stages else []
+    return [(ScheduleStep(stage, microbatch, "F"),), *gradient]
 
 
-def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
+def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[ScheduleStep]:
     for action in "FB":
         for i in range(microbatches):
-            yield Row(rank, i, action)
+            yield ScheduleStep(rank, i, action)
 
 
-def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[ScheduleStep]:
     """Interleaved rows: B and F alternate after the first few F. Microbatches pass a chunk in groups of ``ranks``."""
     total = microbatches * chunks
     ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
@@ -148,23 +148,23 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
                 group, place = divmod(number, ranks * chunks)
                 chunk, within = divmod(place, ranks)
                 chunk = chunk if action == "F" else chunks - 1 - chunk
-                yield Row(chunk * ranks + rank, group * ranks + within, action)
+                yield ScheduleStep(chunk * ranks + rank, group * ranks + within, action)
 
 
-def _zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Row]:
+def _zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[ScheduleStep]:
     """Rows of 1F1B where W lags I by r microbatches on rank r: W fills the time it would wait at the end."""
     for row in _interleaved(rank, ranks, microbatches, 1):
         if row.action == "F":
             yield row
         else:
-            yield Row(rank, row.microbatch, "I")
+            yield ScheduleStep(rank, row.microbatch, "I")
             if row.microbatch >= rank:
-                yield Row(rank, row.microbatch - rank, "W")
+                yield ScheduleStep(rank, row.microbatch - rank, "W")
     for i in range(max(0, microbatches - rank), microbatches):
-        yield Row(rank, i, "W")
+        yield ScheduleStep(rank, i, "W")
 
 
-SCHEDULES: dict[str, Callable[[int, int, int, int], Iterator[Row]]] = {
+SCHEDULES: dict[str, Callable[[int, int, int, int], Iterator[ScheduleStep]]] = {
     "gpipe": _gpipe,
     "1f1b": _interleaved,
     "interleaved": _interleaved,

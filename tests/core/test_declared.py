@@ -191,3 +191,9 @@ def test_a_wait_longer_than_threads_can_wait():
     )
     with inference.Service(engine) as service, service.submit([1], max_new_tokens=1) as reply:
         assert reply.get(1e30).finished == "length"
+
+
+def test_earlier_names_work_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"distributed\.Row is now .*\.ScheduleStep"):
+        assert distributed.Row is distributed.ScheduleStep
+    assert "Row" not in dir(distributed)

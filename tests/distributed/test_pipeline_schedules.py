@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gpu_ops.distributed import Row, bubble, schedule
+from gpu_ops.distributed import ScheduleStep, bubble, schedule
 from gpu_ops.distributed.schedules import SCHEDULES
 from gpu_ops.errors import OptionError
 
@@ -33,7 +33,7 @@ def test_every_row_once_and_microbatches_in_order(name, p, m, v):
     actions = ACTIONS.get(name, "FB")
     for rank, rows in enumerate(table):
         stages = range(rank, p * v, p)
-        every = [Row(s, i, a) for s in stages for i in range(m) for a in actions]
+        every = [ScheduleStep(s, i, a) for s in stages for i in range(m) for a in actions]
         assert Counter(rows) == Counter(every)
         for stage, action in itertools.product(stages, actions):
             assert [row.microbatch for row in rows if row[::2] == (stage, action)] == list(range(m))

@@ -17,7 +17,7 @@ from tests.support.public_values import VALUES, Letters, Parts
 
 PACKAGES = ("distributed", "inference", "memory", "models", "training")
 # Records that calls return, and what only the packages themselves make.
-RECORDS = {"Buffer", "CacheStats", "Estimate", "Row", "Saved", "Step", "Token", "UlyssesSaved"}
+RECORDS = {"Buffer", "CacheStats", "Estimate", "Saved", "ScheduleStep", "Step", "Token", "UlyssesSaved"}
 INTERNAL = {
     "Arena.allocate",
     "Arena.scratch",
