@@ -20,9 +20,9 @@ from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.signature import Parameter, numba_arguments
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 from gpu_ops.errors import OptionError
+from gpu_ops.kernels.program import MAX_GRID
 from gpu_ops.presets import PRESETS, Arch, DevicePreset, select_preset
 
-_GRID = (2**31 - 1, 65535, 65535)
 _BLOCK = (1024, 1024, 64)
 _THREADS = 1024
 
@@ -120,8 +120,8 @@ def check_launch(
 ) -> None:
     """Refuse a launch that no card of the architecture accepts for any kernel."""
     title, static = program.title, program.shared_bytes
-    if _exceeds(grid, _GRID):
-        raise EmulatorError(f"{title}: a grid of {grid} blocks; at most {_GRID}")
+    if _exceeds(grid, MAX_GRID):
+        raise EmulatorError(f"{title}: a grid of {grid} blocks; at most {MAX_GRID}")
     if math.prod(block) > _THREADS:
         raise EmulatorError(f"{title}: a block of {block} threads; a block has 1 to {_THREADS}")
     if _exceeds(block, _BLOCK):

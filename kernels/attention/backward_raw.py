@@ -35,12 +35,11 @@ from gpu_ops.kernels.attention.backward_kernels import (
 from gpu_ops.kernels.attention.problem import Attention, as_bshd
 from gpu_ops.kernels.attention.shape import BACKWARD_ROWS, BACKWARD_SHAPE, UNLIMITED
 from gpu_ops.kernels.common.arguments import DTYPES, address, float32, four_axes, strides_of
-from gpu_ops.kernels.program import Builder, Spec, Tensor
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor
 
 __all__ = ["backward", "raw_unsupported"]
 
 _ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
-_MAX_GRID_YZ = 65535
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,8 @@ def raw_unsupported(spec: Spec) -> str | None:
         strides = [stride for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
         if math.gcd(_ALIGNMENT, address(x), *strides) < _ALIGNMENT:
             return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
-    if max(a.batch, a.nheads) > _MAX_GRID_YZ:
-        return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
+    if max(a.batch, a.nheads) > MAX_GRID[1]:
+        return f"batch {a.batch}, {a.nheads} heads: a grid has at most {MAX_GRID[1]} blocks that way"
     return a.raw_positions_unsupported(UNLIMITED)
 
 

@@ -35,12 +35,11 @@ from gpu_ops.kernels.common.arguments import CODES, DTYPES, address, four_axes, 
 from gpu_ops.kernels.common.tuning import choose
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 
 __all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
 
 _ALIGNMENT = 16  # bytes: of every address and stride; a cp.async copies 16, or 8 or 4 of quantized pages
-_MAX_GRID_YZ = 65535
 _COMBINE_ROWS = 4  # per block, a warp each
 
 for _op in ("attention", "attention_varlen", "attention_decode"):
@@ -98,8 +97,8 @@ def raw_unsupported(spec: Spec) -> str | None:
         least = _ALIGNMENT // itemsize if x.itemsize == 1 else _ALIGNMENT
         if math.gcd(least, address(x), *strides) < least:
             return f"address and strides {x.strides} of {name} are not all multiples of {least} bytes"
-    if max(a.batch, 2 * a.nheads) > _MAX_GRID_YZ:
-        return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
+    if max(a.batch, 2 * a.nheads) > MAX_GRID[1]:
+        return f"batch {a.batch}, {a.nheads} heads: a grid has at most {MAX_GRID[1]} blocks that way"
     return a.raw_positions_unsupported(UNLIMITED)
 
 

@@ -25,7 +25,7 @@ from gpu_ops.kernels.common.arguments import (
     side_by_side,
 )
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 
 __all__ = ["GatedConfig", "launch_numba", "launch_raw", "select_config", "variants"]
 
@@ -33,7 +33,6 @@ Pass = Literal["forward", "backward"]
 
 
 _THREADS = 128
-_MAX_GRID_Y = 65535
 
 # Bytes that divide the address of every row | bytes per access, None: one element | accesses per thread and array.
 # With two or three inputs, a thread has 4 to 12 loads in flight.
@@ -63,7 +62,7 @@ def select_config(rows: int, cols: int, itemsize: int, *, alignment: int) -> Gat
     threads_per_row = min(max(power_of_two(-(-cols // (vec * vecs))), vec), _THREADS)
     rows_per_block = _THREADS // threads_per_row
     groups = -(-rows // rows_per_block)
-    grid = (-(-cols // (vec * vecs * threads_per_row)), min(groups, _MAX_GRID_Y), -(-groups // _MAX_GRID_Y))
+    grid = (-(-cols // (vec * vecs * threads_per_row)), min(groups, MAX_GRID[1]), -(-groups // MAX_GRID[1]))
     return GatedConfig(vec, vecs, threads_per_row, rows_per_block, grid)
 
 
@@ -175,7 +174,7 @@ def launch_numba(builder: Builder, which: Pass, activation: str, arrays: tuple[T
     if side_by_side(arrays):
         rows, cols = 1, rows * cols
     kernel = _twin(which, arrays[0].dtype.name, activation)
-    grid = (-(-cols // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
+    grid = (-(-cols // _TWIN_THREADS), min(rows, MAX_GRID[1]), 1)
     builder.launch(kernel, grid, (_TWIN_THREADS, 1, 1), tuple(a.reshape(rows, cols) for a in arrays))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu_ops.kernels.compiler.device_limits import RESERVED
+from gpu_ops.kernels.program import MAX_GRID
 
 __all__ = ["BackwardConfig", "RowConfig", "select_backward", "select_forward"]
 
 _WARP = 32
 _BLOCK = 128  # threads of a block that has several rows
 _SCRATCH = 512  # limit of static shared memory in bytes: reduce.cuh
-_MAX_GRID = 2**31 - 1
 
 # Vectors of a row up to | threads per row, None: as many warps as it takes | vectors per thread, in registers.
 # A vector is 16 bytes if cols allow. Two per thread are two loads in flight; a thread of a short row has two
@@ -106,11 +106,11 @@ def select_forward(
             threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
             per_block = _BLOCK // threads if threads_per_row else 1
             # If the weights stay in registers a block processes many rows, otherwise one.
-            resident = sms * 9 if per_block > 1 and vecs == 2 else _MAX_GRID
+            resident = sms * 9 if per_block > 1 and vecs == 2 else MAX_GRID[0]
             grid = min(-(-rows // per_block), resident)
             return RowConfig(vec, access, vecs, 0, threads, per_block, 0, cols, grid, 0)
 
-    grid, slot = min(rows, _MAX_GRID), max(4, vec * itemsize)
+    grid, slot = min(rows, MAX_GRID[0]), max(4, vec * itemsize)
     shared = n_vecs * slot
     if (blocks := min(3, _fit(shared, smem_per_block_optin))) > 1:
         # As many threads as 56 registers each allow, in as many blocks as their rows fit, at most three.

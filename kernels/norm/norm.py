@@ -19,7 +19,7 @@ from gpu_ops.kernels.common.arguments import DTYPES, alignment, float32, row_str
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
 from gpu_ops.kernels.norm.config import BackwardConfig, RowConfig, select_backward, select_forward
-from gpu_ops.kernels.program import Builder, Spec, Tensor
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor
 
 __all__ = [
     "Norm",
@@ -72,7 +72,7 @@ def forward_numba(spec: Spec, builder: Builder, norm: Norm) -> None:
     numbers = (np.float64(spec["eps"]), np.float64(a.weight_offset), np.int32(a.llama))
     args = (*a.arrays, *numbers, has_bias, has_residual)
     kernel = _twin(norm, "forward", a.x.dtype.name)
-    builder.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
+    builder.launch(kernel, (min(rows, MAX_GRID[0]), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 @dataclass(frozen=True)

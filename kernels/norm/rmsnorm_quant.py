@@ -16,12 +16,11 @@ import numpy as np
 
 from gpu_ops.kernels.common.arguments import DTYPES, alignment, as_line, as_rows, float32, row_stride, rows_of
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 
 __all__ = ["QuantConfig", "select_config", "variants"]
 
 _WARP = 32
-_MAX_GRID = 2**31 - 1
 
 # Limit of a row in 16-byte vectors | threads per row, None: as many warps as it takes | rows per
 # block | vectors per thread, kept as floats in registers; 0: rows are read again.
@@ -58,7 +57,7 @@ def select_config(rows: int, cols: int, itemsize: int, *, aligned: bool) -> Quan
     )
     threads = threads or -(-n_vecs // (vecs * _WARP)) * _WARP
     groups = -(-rows // rows_per_block)
-    grid = (min(groups, _MAX_GRID), -(-groups // _MAX_GRID))
+    grid = (min(groups, MAX_GRID[0]), -(-groups // MAX_GRID[0]))
     return QuantConfig(vec, vec if aligned else 1, vecs, threads, rows_per_block, grid)
 
 
@@ -123,7 +122,7 @@ def forward_numba(spec: Spec, builder: Builder) -> None:
         return
     numbers = np.float64(spec["eps"]), np.float64(spec["weight_offset"])
     args = (*arrays, *numbers, np.int32(spec["casting"] == "llama"), has_residual)
-    builder.launch(_twin(x.dtype.name), (min(len(x), _MAX_GRID), 1, 1), (_TWIN_THREADS, 1, 1), args)
+    builder.launch(_twin(x.dtype.name), (min(len(x), MAX_GRID[0]), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 def _arrays(spec: Spec) -> tuple[tuple[Tensor, ...], np.int32]:

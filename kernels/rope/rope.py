@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu_ops.kernels.common.arguments import DTYPES, heads_alignment, same_memory
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Dynamic, Spec, Tensor, lowers
 from gpu_ops.kernels.rope.frequencies import frequencies, positions_of
 
 __all__ = ["RopeConfig", "RopeShape", "select_config", "variants"]
@@ -24,7 +24,6 @@ __all__ = ["RopeConfig", "RopeShape", "select_config", "variants"]
 _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
 _MAX_BLOCK_Z = 64
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
-_MAX_GRID, _MAX_GRID_Y = 2**31 - 1, 65535
 
 # Heads per thread. They share an angle, which costs 25 instructions; a pair costs about 8. As few as put all
 # threads on the device at once; more than this gains little.
@@ -86,7 +85,7 @@ def select_config(shape: RopeShape, *, alignment: int, tokens_inner: bool, sms: 
 
     threads = tokens * (nheads + nheads_kv) * units  # one head each
     heads = min(_MOST_HEADS, -(-threads // (_RESIDENT * sms)))
-    heads = max(heads, -(-2 * most_heads // (y * (_MAX_GRID_Y - 1))))
+    heads = max(heads, -(-2 * most_heads // (y * (MAX_GRID[1] - 1))))
     q_blocks, k_blocks = (-(-n // (y * heads)) for n in (nheads, nheads_kv))
     return RopeConfig(vec, (x, y, z), (-(-tokens // z), q_blocks + k_blocks, -(-units // x)), q_blocks)
 
@@ -194,7 +193,7 @@ def _numba(spec: Spec, builder: Builder) -> None:
     arrays = (p.q, p.k, p.q_out, p.k_out, 0 if p.positions is None else p.positions)
     numbers = (first, int(spec["interleaved"]), p.tail, p.cos_scale, p.sin_scale)
     args = (*arrays, frequencies(spec, builder, raw=False), *numbers)
-    builder.launch(twin, (min(p.tokens, _MAX_GRID), 1, 1), (twins.THREADS, 1, 1), args)
+    builder.launch(twin, (min(p.tokens, MAX_GRID[0]), 1, 1), (twins.THREADS, 1, 1), args)
 
 
 @lowers("rope", "cpu")

@@ -25,7 +25,7 @@ from gpu_ops.kernels.common.arguments import (
     strides_of,
 )
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.rope.frequencies import frequencies, positions_of
 
 __all__ = ["AppendConfig", "AppendShape", "raw_cannot", "select_config", "variants"]
@@ -34,7 +34,6 @@ _THREADS = 128  # of a block: __launch_bounds__ of rope_append_kv.cu
 _BLOCKS = 9  # blocks that an SM has registers for
 _WARP = 32
 _MAX_BLOCK_Z = 64
-_MAX_GRID = 2**31 - 1
 
 _SHAPE = np.dtype(
     [
@@ -258,7 +257,7 @@ def _numba(spec: Spec, builder: Builder) -> None:
     numbers = (int(spec["interleaved"]), spec["eps"], spec["weight_offset"], spec["attention_factor"])
     args = (*(0 if a is None else a for a in o.in_order), *numbers)
     shared = shared_numbers(spec["rotary_dim"], o.q.shape[3], o.codes) * max(4, o.q.itemsize)
-    builder.launch(twin, (min(o.tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
+    builder.launch(twin, (min(o.tokens, MAX_GRID[0]), 1, 1), (THREADS, 1, 1), args, shared=shared)
 
 
 @lowers("rope_append_kv", "cpu")

@@ -15,13 +15,12 @@ from gpu_ops.kernels.common import arguments
 from gpu_ops.kernels.common.arguments import DTYPES, as_rows, float32, row_stride, rows_of
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.gemm.swiglu import select_config
-from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Dynamic, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
 _THREADS = 128  # of a block, as select_config has it
 _TWIN_THREADS = 256
-_MAX_GRID_Y = 65535
 _STEPS = 1 << 32  # values of an element's bits
 _U64 = np.dtype(np.uint64)
 
@@ -85,7 +84,7 @@ def _numba(spec: Spec, builder: Builder) -> None:
     kernel = twins.kernel(x.dtype.name, "number" if isinstance(seed, Dynamic) else "array")
     groups = (cols - 1) // 4 + 2  # of a row that begins anywhere in a group
     args = (x, y, seed, Dynamic("offset", _U64), _dropped(spec["p"]), np.float64(1 / (1 - spec["p"])))
-    grid = (-(-groups // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
+    grid = (-(-groups // _TWIN_THREADS), min(rows, MAX_GRID[1]), 1)
     builder.launch(kernel, grid, (_TWIN_THREADS, 1, 1), args)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.kernels.common.arguments import DTYPES, alignment, as_line, as_rows, row_stride, rows_of
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.weights.ternary_config import (
     GEMV_SHARED,
     UNIT,
@@ -116,7 +116,7 @@ def _numba(spec: Spec, builder: Builder) -> None:
             builder.launch(twins.quantize_kernel(dtype), (tokens, 1, 1), block, (x, q, inverse))
             x = q
     group = p.k // p.scale.shape[1] if p.scale.shape[1] > 1 else p.codes.shape[1] * 4
-    grid = (-(-n // twins.TILE), min(-(-tokens // twins.TILE), 65535), 1)
+    grid = (-(-n // twins.TILE), min(-(-tokens // twins.TILE), MAX_GRID[1]), 1)
     args = (x, inverse, p.codes.view(np.uint32), p.scale, p.y, np.int64(group))
     kernel = twins.matmul_kernel(dtype, spec["activations"], inverse.dtype.name)
     builder.launch(kernel, grid, (twins.TILE, twins.TILE, 1), args)

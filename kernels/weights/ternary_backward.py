@@ -20,7 +20,7 @@ from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.gemm import gemm
 from gpu_ops.kernels.gemm.args import Operand, aligned, product
 from gpu_ops.kernels.gemm.sum import add_up
-from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Dynamic, Spec, Tensor, lowers
 from gpu_ops.kernels.weights.ternary import TOKENS_THREADS, is_whole, scale_stride, tokens_kernel
 from gpu_ops.kernels.weights.ternary_config import UNIT, BackwardTile, backward_config, backward_tiles
 
@@ -118,7 +118,7 @@ def _twin_dx(builder: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Ten
     from gpu_ops.kernels.weights.numba_cuda import ternary_backward as twin
 
     tokens, k = dx.shape
-    grid = (-(-k // twin.TILE), min(-(-tokens // twin.TILE), 65535), 1)
+    grid = (-(-k // twin.TILE), min(-(-tokens // twin.TILE), MAX_GRID[1]), 1)
     args = (dy, codes.view(np.uint32), scale, dx, np.int64(k // scale.shape[1]))
     builder.launch(twin.kernel(dy.dtype.name), grid, (twin.TILE, twin.TILE, 1), args)
 

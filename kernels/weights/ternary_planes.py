@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_ops.kernels.common.arguments import row_stride
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.program import Builder, Layout, Spec, Tensor, lowers
+from gpu_ops.kernels.program import MAX_GRID, Builder, Layout, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
@@ -101,7 +101,7 @@ def _numba(spec: Spec, builder: Builder) -> None:
     if p is None:
         return
     m, n = p.y.shape
-    grid = (-(-n // twins.TILE), min(-(-m // twins.TILE), 65535), 1)
+    grid = (-(-n // twins.TILE), min(-(-m // twins.TILE), MAX_GRID[1]), 1)
     words = (p.x.view(np.uint64), p.x_scale, p.w.view(np.uint64), p.w_scale)
     kernel = twins.matmul_kernel(p.occupied is not None)
     builder.launch(kernel, grid, (twins.TILE, twins.TILE, 1), (*words, *p.lists(builder), p.y))
