@@ -8,7 +8,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["philox4x32"]
+__all__ = ["DROPOUT_DOMAIN", "SAMPLE_DOMAIN", "philox4x32"]
+
+# Last words of counters, by which ops with one seed get different bits. Attention has the index of a sequence there,
+# AdamW the high half of its step: both are less.
+DROPOUT_DOMAIN = 0xFFFFFFFF
+SAMPLE_DOMAIN = 0xFFFFFFFE
 
 Words = npt.NDArray[np.uint64]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.reference.philox import philox4x32
+from gpu_ops.reference.philox import DROPOUT_DOMAIN, philox4x32
 from gpu_ops.reference.precision import Array, Precision, steps
 
 __all__ = ["dropout", "dropout_backward", "dropout_mask"]
@@ -36,7 +36,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, *, seed: Any, offset: int = 0
     number = int(np.asarray(seed).reshape(())) % (1 << 64)
     n = np.uint64(offset) + np.arange(int(np.prod(shape)), dtype=np.uint64)
     groups, group = np.unique(n >> np.uint64(2), return_inverse=True)
-    counter = groups & np.uint64(0xFFFFFFFF), groups >> np.uint64(32), 0, 0xFFFFFFFF
+    counter = groups & np.uint64(0xFFFFFFFF), groups >> np.uint64(32), 0, DROPOUT_DOMAIN
     words = philox4x32(counter, (number & 0xFFFFFFFF, number >> 32))
     kept = words[group, n % np.uint64(4)] >= min(round(p * 2**32), 2**32 - 1)
     return np.asarray(kept.reshape(shape))

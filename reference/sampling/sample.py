@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.reference.philox import philox4x32
+from gpu_ops.reference.philox import SAMPLE_DOMAIN, philox4x32
 from gpu_ops.reference.precision import Array, Precision, steps
 
 __all__ = ["adjusted_logits", "kept_tokens", "random_number", "sample", "token_weights", "weight_bits"]
@@ -31,7 +31,6 @@ _EXP2 = {
     ),
 }  # fmt: skip
 _LEAST = -64.0  # lower exponents count as this, for which weights have no bits
-_DOMAIN = 0xFFFFFFFE  # the last word of counters: dropout has 2**32 - 1 there, attention and AdamW less
 
 
 def weight_bits(vocab: int) -> int:
@@ -90,7 +89,7 @@ def kept_tokens(z: Array, weights: Array, *, top_k: int = 0, top_p: float = 1.0,
 def random_number(seed: int, step: int, row: int = 0) -> int:
     """Return 64 random bits of a row: the first words for the counter (step, low and high half, row, a constant)."""
     seed, step = seed % (1 << 64), step % (1 << 64)
-    counter = (step & 0xFFFFFFFF, step >> 32, row, _DOMAIN)
+    counter = (step & 0xFFFFFFFF, step >> 32, row, SAMPLE_DOMAIN)
     low, high, *_ = (int(word) for word in philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)))
     return low | high << 32
 

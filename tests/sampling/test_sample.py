@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.reference.philox import philox4x32
+from gpu_ops.reference.philox import DROPOUT_DOMAIN, SAMPLE_DOMAIN, philox4x32
 from gpu_ops.reference.sampling import sample as reference
 from tests.rows.row_cases import close, emulator_dtypes
 from tests.support.compilers import needs_nvrtc
@@ -49,6 +51,18 @@ def filters(options):
 
 
 # ---- the definition -----------------------------------------------------------------------------------------
+
+
+def test_counters_end_in_the_same_words_on_all_backends():
+    numba_cuda = importlib.import_module("gpu_ops.kernels.common.numba_cuda.philox")
+    cpu = importlib.import_module("gpu_ops.kernels.sampling.cpu.sample")
+    assert (numba_cuda.DROPOUT_DOMAIN, numba_cuda.SAMPLE_DOMAIN) == (DROPOUT_DOMAIN, SAMPLE_DOMAIN)
+    assert cpu.DOMAIN == SAMPLE_DOMAIN != DROPOUT_DOMAIN
+    folder = Path(gpu_ops.__file__).parent / "kernels"
+    source = (folder / "sampling/sample.cu").read_text(encoding="utf-8")
+    assert f"kDomain = {SAMPLE_DOMAIN:#x}u;" in source
+    source = (folder / "rows/dropout.cu").read_text(encoding="utf-8")
+    assert f"static_cast<unsigned>(group >> 32), 0, {DROPOUT_DOMAIN:#x}u}};" in source
 
 
 def oracle(z, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from numba import cuda, uint32, uint64
 
-__all__ = ["SEED_TYPES", "philox4x32"]
+__all__ = ["DROPOUT_DOMAIN", "SAMPLE_DOMAIN", "SEED_TYPES", "philox4x32"]
+
+# Last words of counters, as in reference/philox.py, which a test compares.
+DROPOUT_DOMAIN, SAMPLE_DOMAIN = 0xFFFFFFFF, 0xFFFFFFFE
 
 # Type of a seed in signatures, by its place; "": there is none.
 SEED_TYPES = {"": "int32", "number": "uint64", "array": "uint64[:]"}

@@ -10,7 +10,7 @@ from functools import cache
 from numba import cuda, int64, uint32, uint64
 
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
-from gpu_ops.kernels.common.numba_cuda.philox import SEED_TYPES, philox4x32
+from gpu_ops.kernels.common.numba_cuda.philox import DROPOUT_DOMAIN, SEED_TYPES, philox4x32
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 
 __all__ = ["kernel"]
@@ -37,7 +37,7 @@ def _dropout(dtype, in_array):
             if column < cols:
                 group = (first >> uint64(2)) + uint64(cuda.grid(1))
                 w0, w1, w2, w3 = philox4x32(
-                    uint32(group), uint32(group >> uint64(32)), uint32(0), uint32(0xFFFFFFFF), low, high
+                    uint32(group), uint32(group >> uint64(32)), uint32(0), uint32(DROPOUT_DOMAIN), low, high
                 )
                 words = uint32(w0), uint32(w1), uint32(w2), uint32(w3)
                 for e in range(4):

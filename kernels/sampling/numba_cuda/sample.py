@@ -15,7 +15,7 @@ from numba import cuda, float64, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
-from gpu_ops.kernels.common.numba_cuda.philox import philox4x32
+from gpu_ops.kernels.common.numba_cuda.philox import SAMPLE_DOMAIN, philox4x32
 from gpu_ops.kernels.common.numba_cuda.reduce import WARPS, over_block, plus
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 
@@ -24,7 +24,6 @@ __all__ = ["kernel"]
 DIGIT = 11  # bits
 BINS = 1 << DIGIT
 LOG2E = math.log2(math.e)
-DOMAIN = 0xFFFFFFFE
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
 BEFORE, WEIGHT, FOUND = range(3)  # result of a search: the sum before a place, its weight, its index
 INFINITY, NOT_A_NUMBER, LARGEST = math.inf, math.nan, float(np.finfo(np.float32).max)
@@ -323,7 +322,7 @@ def kernel(dtype: str, exp2: tuple[float, ...]) -> NumbaKernel:
         )
         # rows with separate seeds draw the same numbers wherever they are
         low, high, _, _ = philox4x32(
-            uint32(at), uint32(at >> uint64(32)), uint32(0 if len(seed) else r), uint32(DOMAIN),
+            uint32(at), uint32(at >> uint64(32)), uint32(0 if len(seed) else r), uint32(SAMPLE_DOMAIN),
             uint32(key), uint32(key >> uint64(32)),
         )  # fmt: skip
         row = (
