@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from gpu_ops.cli.terminal import UNLIMITED, fixed_console, print_table
+from gpu_ops.cli.terminal import UNLIMITED_WIDTH, fixed_console, print_table
 from gpu_ops.kernels.compiler.words import several
 from perf.compare import Comparison
 from perf.harness import Result
@@ -82,7 +82,7 @@ def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
 
 def width(grid: Table) -> int:
     """Number of columns that a table takes without wrapping."""
-    probe = fixed_console(UNLIMITED)
+    probe = fixed_console(UNLIMITED_WIDTH)
     return Measurement.get(probe, probe.options, grid).maximum
 
 

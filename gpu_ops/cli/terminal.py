@@ -14,14 +14,14 @@ from rich.table import Table
 
 __all__ = ["fixed_console", "make_console", "print_table", "run_command", "waiting"]
 
-UNLIMITED = 10_000  # wider than any table
+UNLIMITED_WIDTH = 10_000  # wider than any table
 
 
 def make_console(file: TextIO | None = None) -> Console:
     """Console that wraps at the width of a terminal (``COLUMNS`` overrides it), but not in a file or a pipe."""
     stream = sys.stdout if file is None else file
     if not stream.isatty():
-        return fixed_console(UNLIMITED, file)
+        return fixed_console(UNLIMITED_WIDTH, file)
     console = Console(file=file)
     return fixed_console(shutil.get_terminal_size().columns, file) if console.is_dumb_terminal else console
 
@@ -36,7 +36,7 @@ def print_table(console: Console, table: Table) -> None:
 
     No word is broken: a terminal that is too narrow breaks the line itself, and no text is lost.
     """
-    probe = fixed_console(UNLIMITED, console.file)
+    probe = fixed_console(UNLIMITED_WIDTH, console.file)
     needed = Measurement.get(probe, probe.options, table).minimum
     for (
         column

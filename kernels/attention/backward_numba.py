@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.attention.forward_numba import UNLIMITED, score_arrays, sequences_of
-from gpu_ops.kernels.attention.problem import Attention, as_bshd
+from gpu_ops.kernels.attention.forward_numba import score_arrays, sequences_of
+from gpu_ops.kernels.attention.problem import UNLIMITED, Attention, as_bshd
 from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
@@ -36,7 +36,7 @@ def backward(spec: Spec, builder: Builder) -> None:
         wide_dout, dout = dout, builder.empty(dout.shape, a.q.dtype, "dout, rounded")
         grid = (-(-dout.size // THREADS),)
         builder.launch(rounding_kernel(a.q.dtype.name), grid, (THREADS,), (wide_dout, dout))
-    left, right = a.window(UNLIMITED)
+    left, right = a.window()
     masked = left < UNLIMITED or right < UNLIMITED
     problem = NumbaBackwardProblem(a.q.dtype.name, a.features(sinks=False), masked)
     dtype = np.float64 if problem.itemsize == 8 else np.float32

@@ -32,8 +32,8 @@ from gpu_ops.kernels.attention.backward_kernels import (
     rows_kernel,
     statistics_kernel,
 )
-from gpu_ops.kernels.attention.problem import Attention, as_bshd
-from gpu_ops.kernels.attention.shape import BACKWARD_ROWS, BACKWARD_SHAPE, UNLIMITED
+from gpu_ops.kernels.attention.problem import UNLIMITED, Attention, as_bshd
+from gpu_ops.kernels.attention.shape import BACKWARD_ROWS, BACKWARD_SHAPE
 from gpu_ops.kernels.common.arguments import DTYPES, address, float32, four_axes, strides_of
 from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor
 
@@ -113,9 +113,7 @@ def _gradients_of_keys(call: _Call, builder: Builder, tile: BackwardTile, dq_sum
     """dk, dv and their share of dq. With few blocks, the query heads are divided into parts whose sums are added."""
     a = call.a
     blocks, tiles = -(-a.seqlen_k // tile.rows) * a.nheads_kv * a.batch, -(-a.seqlen_q // tile.columns)
-    parts = head_parts(
-        blocks, a.nheads // a.nheads_kv, tiles, builder.sms, causal=a.window(UNLIMITED)[1] == 0
-    )
+    parts = head_parts(blocks, a.nheads // a.nheads_kv, tiles, builder.sms, causal=a.window()[1] == 0)
     call.shape["parts"], call.shape["part_heads"] = parts, a.nheads // a.nheads_kv // parts
     if parts == 1:
         _launch(call, builder, tile, keys=True, dq_sum=dq_sum)
@@ -146,7 +144,7 @@ def raw_unsupported(spec: Spec) -> str | None:
             return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
     if max(a.batch, a.nheads) > MAX_GRID[1]:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {MAX_GRID[1]} blocks that way"
-    return a.raw_positions_unsupported(UNLIMITED)
+    return a.raw_positions_unsupported()
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
@@ -195,7 +193,7 @@ def _prepare(spec: Spec, a: Attention, builder: Builder) -> _Call:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     numbers = {
         "batch": a.batch,
-        **a.cuda_sizes(UNLIMITED),
+        **a.cuda_sizes(),
         "scale": float32(a.softmax_scale),
         "scores": a.cuda_numbers(signed=True),
     }
@@ -285,7 +283,7 @@ def _launch_bias(call: _Call, builder: Builder, dbias: Tensor) -> None:
 
 
 def _mask(a: Attention) -> str:
-    left, right = a.window(UNLIMITED)
+    left, right = a.window()
     return "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
 
 

@@ -27,9 +27,9 @@ from gpu_ops.kernels.attention.config import (
     configs,
     select_config,
 )
-from gpu_ops.kernels.attention.problem import Attention
+from gpu_ops.kernels.attention.problem import UNLIMITED, Attention
 from gpu_ops.kernels.attention.scores import PLAIN, Features
-from gpu_ops.kernels.attention.shape import ATTENTION_SHAPE, UNLIMITED
+from gpu_ops.kernels.attention.shape import ATTENTION_SHAPE
 from gpu_ops.kernels.attention.tuning import SPACE
 from gpu_ops.kernels.common.arguments import CODES, DTYPES, address, four_axes, strides_of
 from gpu_ops.kernels.common.tuning import choose
@@ -37,7 +37,7 @@ from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 
-__all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
+__all__ = ["forward", "raw_unsupported", "variants"]
 
 _ALIGNMENT = 16  # bytes: of every address and stride; a cp.async copies 16, or 8 or 4 of quantized pages
 _COMBINE_ROWS = 4  # per block, a warp each
@@ -99,12 +99,12 @@ def raw_unsupported(spec: Spec) -> str | None:
             return f"address and strides {x.strides} of {name} are not all multiples of {least} bytes"
     if max(a.batch, 2 * a.nheads) > MAX_GRID[1]:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {MAX_GRID[1]} blocks that way"
-    return a.raw_positions_unsupported(UNLIMITED)
+    return a.raw_positions_unsupported()
 
 
 def tile_problem(a: Attention) -> ForwardProblem:
     """Properties of the call that decide its tile."""
-    left, right = a.window(UNLIMITED)
+    left, right = a.window()
     mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
     own_lengths = a.packed or a.block_table is not None
     return ForwardProblem(
@@ -146,7 +146,7 @@ def _shape(a: Attention, config: ForwardConfig, out: Tensor, lse: Tensor | None)
     if a.block_table is not None:
         shape["block_table_batch"] = strides_of(a.block_table)[0]
     numbers = {
-        **a.cuda_sizes(UNLIMITED),
+        **a.cuda_sizes(),
         "page_size": a.k.shape[1],
         "num_splits": config.num_splits,
         "scores": a.cuda_numbers(),

@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpu_ops.kernels.attention.problem import Attention, sequence_table
+from gpu_ops.kernels.attention.problem import UNLIMITED, Attention, sequence_table
 from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor
 
-__all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
-
-UNLIMITED = 1 << 29  # side of a window that hides nothing: sums of three lengths still fit in 31 bits
+__all__ = ["attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
 
 
 def forward(spec: Spec, builder: Builder) -> None:
@@ -29,7 +27,7 @@ def attend(a: Attention, builder: Builder, sequences: Tensor) -> None:
     from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, THREADS, count_splits, select_config
     from gpu_ops.kernels.attention.numba_cuda.forward import forward_kernel
 
-    left, right = a.window(UNLIMITED)
+    left, right = a.window()
     scale, *numbers = a.numbers.values()
     rows = a.nheads // a.nheads_kv * a.seqlen_q
     config = select_config(

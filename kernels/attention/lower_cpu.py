@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.attention.problem import Attention, as_bshd, sequence_table
+from gpu_ops.kernels.attention.problem import UNLIMITED_INT64, Attention, as_bshd, sequence_table
 from gpu_ops.kernels.common.arguments import seed_on_host
 from gpu_ops.kernels.program import Builder, Spec
 
@@ -60,9 +60,7 @@ def forward(spec: Spec, builder: Builder) -> None:
 
 def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Any:
     """Call ``prepare`` of the forward or backward kernels for this call. Its result has ``run`` and ``scratch``."""
-    from gpu_ops.kernels.attention.cpu.tile import UNLIMITED
-
-    left, right = a.window(UNLIMITED)
+    left, right = a.window(UNLIMITED_INT64)
     return prepare(
         a.q,  # only shape and dtype of the arrays are read
         a.k,

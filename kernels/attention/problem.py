@@ -11,7 +11,12 @@ from gpu_ops.kernels.attention.scores import Scores, score_options
 from gpu_ops.kernels.common.arguments import codes_of
 from gpu_ops.kernels.program import Spec, Tensor
 
-__all__ = ["Attention", "as_bshd", "sequence_table"]
+__all__ = ["UNLIMITED", "UNLIMITED_INT64", "Attention", "as_bshd", "sequence_table"]
+
+# Side of a window that hides nothing: longer than any sequence. On GPUs, sums with lengths stay in int32; CPU kernels
+# count in int64, and may have sequences that are longer than 2^30.
+UNLIMITED = 1 << 30
+UNLIMITED_INT64 = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Attention(Scores):
         """Whether the shapes alone determine the length of each sequence."""
         return not self.cu_seqlens and self.seqused_k is None
 
-    def window(self, unlimited: int) -> tuple[int, int]:
+    def window(self, unlimited: int = UNLIMITED) -> tuple[int, int]:
         """Keys visible to the left and to the right of the bottom-right diagonal; ``unlimited``: all.
 
         Where the lengths are known, ``ahead`` is included, so that a side may be negative. A side is unlimited where
@@ -133,19 +138,19 @@ class Attention(Scores):
             right = unlimited if right >= self.seqlen_q - 1 else right
         return left, right
 
-    def raw_positions_unsupported(self, unlimited: int) -> str | None:
+    def raw_positions_unsupported(self) -> str | None:
         """Reason why the CUDA C++ kernels cannot take these lengths and positions; None when they can."""
         seqlen = max(self.seqlen_q, self.seqlen_k)
-        if seqlen >= unlimited:
-            return f"sequences of {seqlen}: at most {unlimited - 1} tokens"
+        if seqlen >= UNLIMITED:
+            return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
         if self.dropped and (self.query0 % 16 or self.key0 % 32):  # rows of accumulators share draws
             starts = f"q_start={self.query0} and k_start={self.key0}"
             return f"dropout from {starts} on: they have to be multiples of 16 and of 32"
         return None
 
-    def cuda_sizes(self, unlimited: int) -> dict[str, int]:
+    def cuda_sizes(self) -> dict[str, int]:
         """Sizes and windows, by their names in the structures of the CUDA C++ kernels."""
-        left, right = self.window(unlimited)
+        left, right = self.window()
         return {
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,

@@ -10,13 +10,9 @@ __all__ = [
     "ATTENTION_SHAPE",
     "BACKWARD_ROWS",
     "BACKWARD_SHAPE",
-    "UNLIMITED",
     "q_in_registers",
     "shared_bytes",
 ]
-
-# Side of a window: longer than any sequence, and sums with lengths stay in int32.
-UNLIMITED = 1 << 30
 
 _ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
 

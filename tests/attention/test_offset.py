@@ -12,8 +12,7 @@ import pytest
 import gpu_ops
 from gpu_ops import emulator
 from gpu_ops.core.device import compiler_missing
-from gpu_ops.kernels.attention.problem import Attention
-from gpu_ops.kernels.attention.shape import UNLIMITED
+from gpu_ops.kernels.attention.problem import UNLIMITED, Attention
 from gpu_ops.ops.attention.options import visible_pairs
 from gpu_ops.reference.attention import forward as reference
 from gpu_ops.reference.attention.mask import visible_keys
