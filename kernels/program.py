@@ -227,7 +227,7 @@ class Builder:
         self.smem_per_block_optin = limits.smem_per_block_optin
         self.candidate = candidate
         """Label of the tuning candidate to use; None: the tuned or the model's choice."""
-        self.asked: list[Any] = []
+        self.choices: list[Any] = []
         self._steps: list[Launch | LibraryCall | Memset | HostCall] = []
         self._workspaces: dict[str, Workspace] = {}
         self._constants: dict[str, Constant] = {}

@@ -114,12 +114,12 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
         )
     prepared = Prepared(bound, entry.parameters, arrays, options)
     limits = prepared.limits()
-    choices = lower(bound.spec, prepared.backend, limits)[1].asked
+    choices = lower(bound.spec, prepared.backend, limits)[1].choices
     if not choices:
         raise OptionError(
             f"autotune: {name} with backend {prepared.backend!r} has nothing to choose: shapes decide its launch"
         )
-    ways = choices[-1].candidates()
+    candidates = choices[-1].candidates()
 
     def link(label: str) -> Linked:
         return prepared.link(lower(bound.spec, prepared.backend, limits, label)[0])
@@ -129,14 +129,14 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
         prepared.first(bound, arrays, options)
 
     with bound.cuda.active():  # the stream that the op takes: events are recorded there
-        seconds, failed = _measure(name, list(ways), link, run)
+        seconds, failed = _measure(name, list(candidates), link, run)
     if not seconds:
         raise DeviceError(f"autotune: no way to run {name} works here; {_first_of(failed)}")
     fastest = min(seconds.values())
-    winner = next(label for label in ways if seconds.get(label, math.inf) <= _TIE * fastest)
+    winner = next(label for label in candidates if seconds.get(label, math.inf) <= _TIE * fastest)
     path = tuning.keep(choices[-1], winner, {label: round(1e6 * s, 2) for label, s in seconds.items()})
     forget_calls()
-    model = next(label for label, config in ways.items() if config == choices[-1].model())
+    model = next(label for label, config in candidates.items() if config == choices[-1].model())
     problem = bound.problem if isinstance(bound.problem, str) else bound.problem()
     device = str(prepared.device)
     return Tuning(name, problem, device, choices[-1].bucket, seconds, failed, winner, model, path)

@@ -22,7 +22,7 @@ from gpu_ops.kernels.compiler.jit import source_key
 from gpu_ops.kernels.compiler.words import warn
 from gpu_ops.kernels.program import Builder
 
-__all__ = ["Asked", "Space", "choose", "forget", "keep"]
+__all__ = ["Space", "TuningChoice", "choose", "forget", "keep"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuningChoice:
     """A choice that the lowering of a call made."""
 
     space: Space
@@ -70,10 +70,10 @@ _winners: dict[
 def choose(builder: Builder, space: Space, problem: Any, limits: Any) -> Any:
     """Choose how to run a problem: the candidate being measured, else a measured choice, else the model's choice.
 
-    The request is appended to ``builder.asked``.
+    The choice is appended to ``builder.choices``.
     """
     config, measured = _choose(space, problem, limits, builder.card)
-    builder.asked.append(Asked(space, problem, limits, builder.card, measured))
+    builder.choices.append(TuningChoice(space, problem, limits, builder.card, measured))
     if builder.candidate is not None:
         return space.candidates(problem, limits)[builder.candidate]
     if measured is not None:
@@ -97,9 +97,9 @@ def _choose(space: Space, problem: Any, limits: Any, card: str) -> tuple[Any, st
     return space.model(problem, limits), None
 
 
-def keep(asked: Asked, winner: str, microseconds: Mapping[str, float]) -> Path | None:
+def keep(choice: TuningChoice, winner: str, microseconds: Mapping[str, float]) -> Path | None:
     """Use ``winner`` from now on, and in later processes. Returns its file; None if no file can be written."""
-    space, card, bucket = asked.space, asked.card, asked.bucket
+    space, card, bucket = choice.space, choice.card, choice.bucket
     _winners[space.name, card, bucket] = winner
     _choose.cache_clear()
     folder = cache_folder(TUNING)
