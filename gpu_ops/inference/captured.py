@@ -64,7 +64,7 @@ class _Life:
         self._recorder, self._buffer, self._memory = recorder, buffer, memory
 
     def __del__(self) -> None:
-        self._buffer.went = self._recorder.moment()
+        self._buffer.freed_at = self._recorder.moment()
 
 
 @dataclass

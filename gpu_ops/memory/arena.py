@@ -26,8 +26,8 @@ def place(buffers: list[Buffer], alignment: int) -> tuple[list[int], int]:
     Sekiyama et al. (2018), "Profile-guided memory optimization for deep neural networks", who place the longest-lived
     buffer. Placing the largest first, each at the lowest free offset, takes 10 % more for a forward pass.
     """
-    end = 1 + max((max(b.came, b.went or 0) for b in buffers), default=0)
-    lives = [(b.came, end if b.went is None else b.went) for b in buffers]
+    end = 1 + max((max(b.allocated_at, b.freed_at or 0) for b in buffers), default=0)
+    lives = [(b.allocated_at, end if b.freed_at is None else b.freed_at) for b in buffers]
     sizes = [-(-b.nbytes // alignment) * alignment for b in buffers]
     left = sorted(range(len(buffers)), key=lambda i: (sizes[i] * (lives[i][0] - lives[i][1]), i))
     offsets, total = [0] * len(buffers), 0
@@ -41,8 +41,8 @@ def place(buffers: list[Buffer], alignment: int) -> tuple[list[int], int]:
             parts = [(start, stop, lower)]
         else:
             left.remove(chosen)
-            (came, went), offsets[chosen], top = lives[chosen], height, height + sizes[chosen]
-            parts = [(start, came, height), (came, went, top), (went, stop, height)]
+            (first, last), offsets[chosen], top = lives[chosen], height, height + sizes[chosen]
+            parts = [(start, first, height), (first, last, top), (last, stop, height)]
             total = max(total, top)
         skyline[k : k + 1] = [part for part in parts if part[0] < part[1]]
         skyline = _joined(skyline)

@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 import sys
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,12 +33,15 @@ _SCRATCH = "scratch of the CPU's kernels"
 
 @dataclass
 class Buffer:
-    """One allocation: the moments of alloc, from 0 in a trace, and of free; None if it outlived the trace."""
+    """One allocation, with the moments when it is allocated and freed, counted from 0 in a trace.
+
+    ``freed_at`` is None if the buffer outlived the trace.
+    """
 
     label: str
     nbytes: int
-    came: int
-    went: int | None = None
+    allocated_at: int
+    freed_at: int | None = None
     given: bool = False
     """Whether it was allocated by :meth:`Trace.empty`, not by an op."""
 
@@ -45,6 +49,18 @@ class Buffer:
     def is_workspace(self) -> bool:
         """Whether the buffer is freed when its call returns."""
         return " workspace: " in self.label or self.label == _SCRATCH
+
+    @property
+    def came(self) -> int:
+        """Earlier name of ``allocated_at``."""
+        warnings.warn("memory.Buffer.came is now allocated_at", DeprecationWarning, stacklevel=2)
+        return self.allocated_at
+
+    @property
+    def went(self) -> int | None:
+        """Earlier name of ``freed_at``."""
+        warnings.warn("memory.Buffer.went is now freed_at", DeprecationWarning, stacklevel=2)
+        return self.freed_at
 
 
 @dataclass
@@ -113,7 +129,7 @@ class Trace:
         self.buffers.append(buffer)
         self._live += buffer.nbytes
         if self._live > self._peak:
-            self._peak, self._peak_at, self._scratch = self._live, buffer.came, 0
+            self._peak, self._peak_at, self._scratch = self._live, buffer.allocated_at, 0
         array = np.asarray(_Reserved(self, buffer, memory))
         return array[: buffer.nbytes].view(dtype).reshape(shape)
 
@@ -123,9 +139,9 @@ class Trace:
             self._peak, self._peak_at, self._scratch = self._live + nbytes, self._now - 1, nbytes
         return contextlib.nullcontext()
 
-    def goes(self, buffer: Buffer) -> None:
+    def free(self, buffer: Buffer) -> None:
         """Record that a buffer's last array is freed."""
-        buffer.went = self._now
+        buffer.freed_at = self._now
         self._now += 1
         self._live -= buffer.nbytes
 
@@ -142,7 +158,7 @@ class Trace:
     def at_peak(self) -> list[Buffer]:
         """Buffers alive at the peak, the largest first."""
         at = self._peak_at
-        alive = [b for b in self.buffers if b.came <= at and (b.went is None or b.went > at)]
+        alive = [b for b in self.buffers if b.allocated_at <= at and (b.freed_at is None or b.freed_at > at)]
         alive += [Buffer(_SCRATCH, self._scratch, at)] * (self._scratch > 0)
         return sorted(alive, key=lambda b: -b.nbytes)
 
@@ -162,7 +178,7 @@ class _Reserved:
         self.__array_interface__ = dict(np.frombuffer(self._map, np.uint8).__array_interface__)
 
     def __del__(self) -> None:
-        self._trace.goes(self._buffer)
+        self._trace.free(self._buffer)
 
 
 def _running_on(device: str | None) -> AbstractContextManager[None]:

@@ -109,8 +109,8 @@ def test_what_fits_runs_under_the_limit_and_one_more_does_not(run, dtype, sought
 
 def largest_live_set(buffers):
     """Maximum number of bytes alive at a time. A buffer lives from ``came`` to before ``went``."""
-    events = [(b.came, b.nbytes) for b in buffers] + [
-        (b.went, -b.nbytes) for b in buffers if b.went is not None
+    events = [(b.allocated_at, b.nbytes) for b in buffers] + [
+        (b.freed_at, -b.nbytes) for b in buffers if b.freed_at is not None
     ]
     live = peak = 0
     for _, nbytes in sorted(events):

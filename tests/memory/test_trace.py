@@ -234,7 +234,9 @@ def test_buffers_alive_at_once_share_nothing(drawn):
         assert at % 16 == 0
         assert at + a.nbytes <= total
         for b, other in zip(buffers[:i], offsets, strict=False):
-            together = (b.went is None or a.came < b.went) and (a.went is None or b.came < a.went)
+            together = (b.freed_at is None or a.allocated_at < b.freed_at) and (
+                a.freed_at is None or b.allocated_at < a.freed_at
+            )
             disjoint = at + a.nbytes <= other or other + b.nbytes <= at
             assert disjoint or not together
 
@@ -248,3 +250,11 @@ def test_cuda_is_the_card_at_hand(cupy):
 def test_cuda_without_a_gpu():
     with pytest.raises(DeviceError, match=r"device='cuda': .*; name a card"), memory.Trace("cuda"):
         pass
+
+
+def test_earlier_names_of_a_buffers_moments():
+    buffer = memory.Buffer("x", 1, 3, 5)
+    with pytest.warns(DeprecationWarning, match="allocated_at"):
+        assert buffer.came == 3
+    with pytest.warns(DeprecationWarning, match="freed_at"):
+        assert buffer.went == 5

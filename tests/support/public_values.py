@@ -284,7 +284,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "TokenFile.path": lambda p: p.tokens_file,
     "Trace.allocate.device": lambda p: None,
     "Trace.allocate.dtype": lambda p: np.dtype(np.float32),
-    "Trace.goes.buffer": lambda p: memory.Buffer("x", 1, 0),
+    "Trace.free.buffer": lambda p: memory.Buffer("x", 1, 0),
     "Trace.scratch.op": lambda p: "softmax",
     "VocabularyRows.embed_backward.dweight": lambda p: _x(32, 16),
     "VocabularyRows.embed_backward.dx": lambda p: _x(1, 4, 16),
