@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gpu_ops.core.arrays import as_bits
 from gpu_ops.distributed.transport import array_module
 
-__all__ = ["Bucket", "Owned", "buckets_of"]
+__all__ = ["Bucket", "Shard", "buckets_of"]
 
 Array = npt.NDArray[Any]
 
@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 _SEGMENT = 256  # elements: as in FlatParams, 512 bytes of 16-bit ones; 8-bit moments have a scale for each
 
 
-class Owned(NamedTuple):
+class Shard(NamedTuple):
     """Elements of a flattened array that a rank has; they are at ``here`` in its array ``piece``."""
 
     name: str
@@ -75,7 +75,7 @@ class Bucket:
         decays = max(0, min(end, self.decayed) - begin)
         return dict(zip(self.pieces, (decays, end - begin - decays), strict=True))
 
-    def owned(self, rank: int) -> Iterator[Owned]:
+    def owned(self, rank: int) -> Iterator[Shard]:
         """Elements that a rank has, for each array of which it has any."""
         begin, end = self._share(rank)
         for name, start in self.starts.items():
@@ -84,7 +84,7 @@ class Bucket:
                 decays = start < self.decayed
                 at = begin if decays else max(begin, self.decayed)
                 here = slice(first - at, last - at)
-                yield Owned(name, slice(first - start, last - start), self.pieces[not decays], here)
+                yield Shard(name, slice(first - start, last - start), self.pieces[not decays], here)
 
     def views(self, decays: Array, rest: Array) -> dict[str, Array]:
         """Views of the arrays in the two buffers that hold them all."""

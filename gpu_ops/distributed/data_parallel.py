@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.distributed.bucket_sums import Gradients, Weights
-from gpu_ops.distributed.buckets import Owned, buckets_of
+from gpu_ops.distributed.buckets import Shard, buckets_of
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.replicated import ReplicatedWeights
 from gpu_ops.distributed.tensor_parallel import TensorParallel, squares
@@ -166,7 +166,7 @@ class DataParallel(Parts):
         self.flat.assign(pieces)
         self.publish()
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[Shard]:
         """Elements of each array that this rank has in ``flat``."""
         for bucket in self._buckets:
             yield from bucket.owned(self.comm.rank)
