@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap, same_memory
 from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
-from gpu_ops.distributed.engine import Engine, Pending
+from gpu_ops.distributed.engine import Pending, TransferEngine
 from gpu_ops.distributed.transport import CudaCopies, HostTransport, Transport, as_bytes, cupy_view
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.install import install_command
@@ -27,7 +27,7 @@ __all__ = ["Comm"]
 Array = npt.NDArray[Any]
 
 
-class Comm(Engine):
+class Comm(TransferEngine):
     """A group of ranks that exchange arrays: all of them make the same calls in the same order.
 
     Arrays are NumPy's, or others in host memory that support DLPack, of any dtype without objects, with any strides.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gpu_ops.errors import CommError
 
-__all__ = ["Engine", "Pending", "StreamTransfer", "Transfer"]
+__all__ = ["Pending", "StreamTransfer", "Transfer", "TransferEngine"]
 
 Array = npt.NDArray[Any]
 
@@ -50,7 +50,9 @@ class StreamTransfer(ABC):
 class Pending:
     """Transfer in progress. Do not write to the sent arrays until :meth:`wait` has returned."""
 
-    def __init__(self, engine: Engine, call: str, transfer: Transfer, results: Callable[[], Any]) -> None:
+    def __init__(
+        self, engine: TransferEngine, call: str, transfer: Transfer, results: Callable[[], Any]
+    ) -> None:
         self._engine, self._call, self._transfer = engine, call, transfer
         self._results: Callable[[], Any] | None = results
         self._found: Any = None
@@ -67,7 +69,7 @@ class Pending:
         return self._results is None or self._engine._moves(self._transfer, self._call)
 
 
-class Engine(ABC):
+class TransferEngine(ABC):
     """Group of ranks that exchange bytes; :class:`Comm` has the operations on arrays."""
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str, timeout: float) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.arrays import as_bits
 from gpu_ops.core.device import cuda_missing
-from gpu_ops.distributed.engine import Engine, Transfer
+from gpu_ops.distributed.engine import Transfer, TransferEngine
 from gpu_ops.errors import DeviceError, DTypeError
 
 __all__ = [
@@ -117,7 +117,7 @@ class Transport(ABC):
 class HostTransport(Transport):
     """Transport of NumPy arrays, as bytes through an engine. It computes sums itself, in rank order."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
