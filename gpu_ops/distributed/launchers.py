@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from gpu_ops.errors import CommError
 
-__all__ = ["Launch", "launched"]
+__all__ = ["LaunchedJob", "launched"]
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchedJob:
     """Launch of ``size`` processes by ``launcher``, of which this one is ``rank``."""
 
     launcher: str
@@ -31,13 +31,13 @@ LAUNCHERS = (
 )
 
 
-def launched(variables: Mapping[str, str] = os.environ) -> Launch | None:
+def launched(variables: Mapping[str, str] = os.environ) -> LaunchedJob | None:
     """Read the launcher's variables; None if no launcher started this process."""
     for launcher, rank, size, also, has_mpi in LAUNCHERS:
         names = [name for name in (rank, size, also) if name is not None]
         if all(name in variables for name in names):
             try:
-                return Launch(launcher, int(variables[rank]), int(variables[size]), has_mpi)
+                return LaunchedJob(launcher, int(variables[rank]), int(variables[size]), has_mpi)
             except ValueError as error:
                 settings = ", ".join(f"{name}={variables[name]!r}" for name in (rank, size))
                 raise CommError(f"{launcher} set {settings}; both must be integers") from error

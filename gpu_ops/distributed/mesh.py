@@ -8,7 +8,7 @@ import threading
 
 from gpu_ops.core import checks
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.launchers import Launch, launched
+from gpu_ops.distributed.launchers import LaunchedJob, launched
 from gpu_ops.distributed.single import SingleProcess
 from gpu_ops.errors import CommError, MissingPackageError, OptionError
 from gpu_ops.kernels.compiler import progress
@@ -76,7 +76,7 @@ def world(timeout: float | None = None) -> Comm:
     return comm
 
 
-def _start(launch: Launch | None, timeout: float) -> Comm:
+def _start(launch: LaunchedJob | None, timeout: float) -> Comm:
     if launch is None or launch.size == 1:
         return SingleProcess(timeout=timeout)
     if not launch.has_mpi:
