@@ -12,7 +12,18 @@ from gpu_ops.emulator import aot, undefined
 from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import in_order
-from gpu_ops.emulator.memory import EACH, GENERIC, GLOBAL, LOCAL, NO, SHARED, SOME, SPACES, Access, Place
+from gpu_ops.emulator.memory import (
+    EACH,
+    GENERIC,
+    GLOBAL,
+    LOCAL,
+    NO,
+    SHARED,
+    SOME,
+    SPACES,
+    Access,
+    LaneAddresses,
+)
 from gpu_ops.emulator.registers import Builder, address, parts, reader, without_policy, writer
 from gpu_ops.emulator.state import Group, State, Step
 from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Name, Operand
@@ -31,7 +42,7 @@ def locate(
     where: Array,
     values: Array | None = None,
     judged: tuple[Access, int] | None = None,
-) -> Place:
+) -> LaneAddresses:
     """Resolve the addresses of the active lanes; an invalid one raises an error.
 
     ``values``: the values that a store writes, by lane. ``judged``: the part that the sanitizer judges, and its
@@ -51,7 +62,7 @@ def locate(
     return place
 
 
-def _report(m: State, access: Access, place: Place, kind: int, position: int) -> None:
+def _report(m: State, access: Access, place: LaneAddresses, kind: int, position: int) -> None:
     """Raise for an invalid address. If the launch collects faults, the lane accesses scratch memory instead."""
     while kind:
         at = int(place.address[0 if len(place.address) == 1 else position])

@@ -59,7 +59,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Place:
+class LaneAddresses:
     """Addresses of one access: lanes, device addresses, host pointers, owners."""
 
     lanes: Array
@@ -67,18 +67,18 @@ class Place:
     host: Array
     owner: Array
 
-    def moved(self, offset: int) -> Place:
+    def moved(self, offset: int) -> LaneAddresses:
         """Addresses that are ``offset`` bytes higher."""
         if offset == 0:
             return self
-        return Place(self.lanes, self.address + np.uint64(offset), self.host + offset, self.owner)
+        return LaneAddresses(self.lanes, self.address + np.uint64(offset), self.host + offset, self.owner)
 
-    def of(self, at: Array | slice) -> Place:
+    def of(self, at: Array | slice) -> LaneAddresses:
         """Addresses of some of the lanes, by position."""
         address = self.address if len(self.address) == 1 else self.address[at]
-        return Place(self.lanes[at], address, self.host[at], self.owner[at])
+        return LaneAddresses(self.lanes[at], address, self.host[at], self.owner[at])
 
-    def after(self, position: int) -> Place:
+    def after(self, position: int) -> LaneAddresses:
         return self.of(slice(position + 1, None))
 
 
@@ -242,16 +242,16 @@ class Memory:
         self.windows[:4] = self.shared.ctypes.data, SHARED_BASE + shared, self.shared.shape[1], threads
         self.windows[4:] = self.local.ctypes.data, LOCAL_BASE + local, self.local.shape[1]
 
-    def resolve(self, access: Access, lanes: Array, address: Array) -> tuple[Place, int, int]:
+    def resolve(self, access: Access, lanes: Array, address: Array) -> tuple[LaneAddresses, int, int]:
         """Resolve addresses; return (place of each lane's access, fault kind or 0, position of the first fault)."""
-        place = Place(lanes, address, np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32))
+        place = LaneAddresses(lanes, address, np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32))
         table = self._store_table if access.write else self.table
         fault, position = aot.resolve(
             access.space, lanes, address, access.size, table, self.windows, place.host, place.owner
         )
         return place, fault, position
 
-    def resume(self, access: Access, place: Place, position: int) -> tuple[int, int]:
+    def resume(self, access: Access, place: LaneAddresses, position: int) -> tuple[int, int]:
         """Continue after a fault that is not raised: give that lane scratch memory, and find the next fault."""
         self._scratch[:] = 0
         place.host[position], place.owner[position] = self._scratch.ctypes.data, SCRATCH

@@ -14,7 +14,7 @@ import numpy as np
 from gpu_ops.emulator.aot import loop, peek, poke
 from gpu_ops.emulator.batch import NONE, WARP, Mask
 from gpu_ops.emulator.counts import SECTOR, BufferProfile, InstructionProfile, classify, operations
-from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, Access, Memory, Place
+from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, Access, LaneAddresses, Memory
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.syntax import Array
@@ -175,7 +175,7 @@ class Profiler:
         both = active.reshape(-1, WARP).any(axis=1) & rest.reshape(-1, WARP).any(axis=1)
         self._divergent[pc] += int(np.count_nonzero(both))
 
-    def access(self, access: Access, place: Place) -> None:
+    def access(self, access: Access, place: LaneAddresses) -> None:
         """Count a memory access."""
         pc, size = access.pc, access.size
         if self._classes[pc] == "constant":  # ld.const, or ld.param in an inlined function

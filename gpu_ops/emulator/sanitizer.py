@@ -14,7 +14,7 @@ import numpy as np
 from gpu_ops.emulator import shadow
 from gpu_ops.emulator.aot import SHARED_BASE
 from gpu_ops.emulator.batch import WARP, Batch
-from gpu_ops.emulator.memory import Access, Place
+from gpu_ops.emulator.memory import Access, LaneAddresses
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
 from gpu_ops.emulator.signature import plain_name
@@ -61,13 +61,13 @@ class Absent:
     """Lanes of a load that read bytes without a value. ``bits`` has a bit for each such byte, by lane."""
 
     access: Access
-    place: Place
+    place: LaneAddresses
     bits: Array
     rows: Array  # rows of the state, for shared memory
     stores: Array  # pc of the store of an uninitialised value, or -1
 
     @classmethod
-    def of(cls, s: Sanitizer, access: Access, place: Place, bits: Array) -> Absent:
+    def of(cls, s: Sanitizer, access: Access, place: LaneAddresses, bits: Array) -> Absent:
         rows, stores = np.zeros(len(bits), np.int64), np.full(len(bits), -1)
         if len(bits) and place.owner[0] == -1:
             lowest = bits & (~bits + np.uint64(1))
@@ -122,7 +122,7 @@ class Sanitizer:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def access(self, access: Access, place: Place, values: Array | None = None) -> None:
+    def access(self, access: Access, place: LaneAddresses, values: Array | None = None) -> None:
         """Check an access before it happens. ``values``: those that a store writes, ``[elements, threads]``."""
         owners = place.owner
         if len(owners) == 0:
@@ -139,7 +139,7 @@ class Sanitizer:
                 self._shared(access, place.of(owners == -1), values)
                 self._local(access, place.of(owners == -2))
 
-    def _global(self, access: Access, place: Place) -> None:
+    def _global(self, access: Access, place: LaneAddresses) -> None:
         wrong = OUTSIDE | POISONED | (STORED if access.constant else 0) | (0 if access.tracked else UNWRITTEN)
         table, wrong = self.m.memory.table, wrong * EACH_BYTE
         while True:
@@ -161,13 +161,13 @@ class Sanitizer:
         verb = "read" if access.read else "write"
         return f"{verb} of {what}, {self.m.memory.describe(access.space, address)}"
 
-    def _local(self, access: Access, place: Place) -> None:
+    def _local(self, access: Access, place: LaneAddresses) -> None:
         base, stride = int(self.m.memory.windows[4]), int(self.m.memory.windows[6])
         flags = access.size, access.read, access.padded, self._missing
         if shadow.check_local(place.host, place.lanes, base, stride, self.written, *flags):
             self._keep(access, place)
 
-    def _shared(self, access: Access, place: Place, values: Array | None) -> None:
+    def _shared(self, access: Access, place: LaneAddresses, values: Array | None) -> None:
         flags = access.read, access.write, access.atomic, access.asynchronous, access.tracked, self._missing
         while True:
             lanes, host = place.lanes, place.host
@@ -191,7 +191,7 @@ class Sanitizer:
         if access.asynchronous:
             self.copies.append(_Copies(place.lanes, place.host, access.size, self.committed[place.lanes]))
 
-    def _keep(self, access: Access, place: Place) -> None:
+    def _keep(self, access: Access, place: LaneAddresses) -> None:
         """Keep the lanes of a load that read bytes without a value, for its step."""
         at = np.flatnonzero(self._missing[: len(place.lanes)])
         self.absent.append(Absent.of(self, access, place.of(at), self._missing[at]))

@@ -21,7 +21,7 @@ from gpu_ops.emulator import bits, shadow
 from gpu_ops.emulator.batch import WARP
 from gpu_ops.emulator.flow import Flow, flow_at
 from gpu_ops.emulator.instructions.warp_ops import shfl_sources
-from gpu_ops.emulator.memory import NO, SOME, Place
+from gpu_ops.emulator.memory import NO, SOME, LaneAddresses
 from gpu_ops.emulator.sanitizer import Absent
 from gpu_ops.emulator.state import Group, State
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
@@ -265,7 +265,7 @@ def _mark(m: State, register: int, lanes: Array, marks: Array, unknown: np.uint6
 def loaded_fragments(
     m: State,
     registers: list[int],
-    place: Place,
+    place: LaneAddresses,
     rows: int,
     load: Callable[[Array], list[Array]],
     warps: Array,
@@ -285,7 +285,7 @@ def loaded_fragments(
                 _mark(m, register, np.flatnonzero(where), np.repeat(of_warp, WARP)[where])
 
 
-def stored(m: State, pc: int, place: Place, registers: list[int], size: int, first: int = 0) -> None:
+def stored(m: State, pc: int, place: LaneAddresses, registers: list[int], size: int, first: int = 0) -> None:
     """Report or mark memory after a store of ``size`` bytes of each register, from bit ``first`` on."""
     missing, told = np.zeros(len(place.lanes), np.uint64), np.zeros(m.threads, np.int64)
     for k, register in enumerate(registers):
@@ -298,7 +298,7 @@ def stored(m: State, pc: int, place: Place, registers: list[int], size: int, fir
 
 
 def stored_fragments(
-    m: State, pc: int, place: Place, registers: list[int], store: Callable[..., Array], warps: Array
+    m: State, pc: int, place: LaneAddresses, registers: list[int], store: Callable[..., Array], warps: Array
 ) -> None:
     """Mark memory after ``stmatrix``; ``store`` makes rows of 16 bytes from the registers."""
     loads = [_loads(m, i).reshape(-1, WARP) for i in registers]
@@ -309,7 +309,7 @@ def stored_fragments(
     _stored(m, pc, place, missing, np.repeat(told, WARP))
 
 
-def _stored(m: State, pc: int, place: Place, missing: Array, told: Array) -> None:
+def _stored(m: State, pc: int, place: LaneAddresses, missing: Array, told: Array) -> None:
     wrong = missing != 0
     if not wrong.any():
         return
@@ -319,7 +319,7 @@ def _stored(m: State, pc: int, place: Place, missing: Array, told: Array) -> Non
     _void(m, place.of(wrong), missing[wrong])
 
 
-def _void(m: State, place: Place, missing: Array) -> None:
+def _void(m: State, place: LaneAddresses, missing: Array) -> None:
     """Mark bytes of shared and local memory, a bit each, that got uninitialised values."""
     s = m.sanitizer
     assert s is not None
