@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gpu_ops.emulator.buffers import ALLOWED, Buffer, check_array
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.memory import Memory
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.signature import Parameter, numba_arguments
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 from gpu_ops.errors import OptionError
@@ -116,7 +116,7 @@ def select_card(arch: str) -> tuple[str, DevicePreset]:
 
 
 def check_launch(
-    program: Program, arch: Arch, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
+    program: PtxProgram, arch: Arch, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
 ) -> None:
     """Refuse a launch that no card of the architecture accepts for any kernel."""
     title, static = program.title, program.shared_bytes

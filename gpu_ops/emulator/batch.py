@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops.emulator.errors import SanitizerError
 from gpu_ops.emulator.faults import Faults
 from gpu_ops.emulator.memory import Memory
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.syntax import Array
 
 WARP = 32
@@ -34,7 +34,7 @@ class Batch:
     dynamic_shared: int
     faults: Faults | None
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PtxProgram) -> None:
         self.program = program
 
     def begin(self, blocks: Array) -> None:

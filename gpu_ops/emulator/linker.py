@@ -14,7 +14,7 @@ from functools import cached_property
 from gpu_ops.emulator import runtime
 from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
 from gpu_ops.emulator.errors import EmulatorError, PtxError, UnknownInstruction
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import (
     Address,
@@ -40,7 +40,7 @@ _LONGEST = 1 << 20  # instructions of a program; clones of indirect calls can mu
 _FUNCTION_BASE, _FUNCTION_STEP = 1 << 16, 1 << 8  # addresses of functions, where no variable is
 
 
-def link(module: Module, name: str) -> Program:
+def link(module: Module, name: str) -> PtxProgram:
     """Link the program of an entry, named as in PTX or as in the source."""
     entries = [f.name for f in module.functions.values() if f.entry]
     matches = [e for e in entries if e == name] or [e for e in entries if plain_name(e) == name]
@@ -48,7 +48,7 @@ def link(module: Module, name: str) -> Program:
         many = f"{len(matches)} kernels are" if matches else "no kernel"
         raise EmulatorError(f"{many} named {name!r}; the module has: {', '.join(entries) or 'none'}")
     entry = module.functions[matches[0]]
-    linker = _Linker(module, Program(entry.name, module))
+    linker = _Linker(module, PtxProgram(entry.name, module))
     linker.program.parameters = entry.parameters
     linker.inline(entry, "", {}, ())
     linker.lay_out()
@@ -56,7 +56,7 @@ def link(module: Module, name: str) -> Program:
 
 
 class _Linker:
-    def __init__(self, module: Module, program: Program) -> None:
+    def __init__(self, module: Module, program: PtxProgram) -> None:
         self.module = module
         self.program = program
         self.clones = 0

@@ -14,7 +14,7 @@ from gpu_ops.emulator.batch import NONE, WARP, Mask
 from gpu_ops.emulator.endless import Limit, Watch
 from gpu_ops.emulator.errors import SanitizerError, UnknownInstruction
 from gpu_ops.emulator.instructions import Unknown
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.registers import Builder, Reader, Writer, reader, writer
 from gpu_ops.emulator.state import Group, State, Step
 from gpu_ops.emulator.syntax import Array, Immediate, Instruction, Name, Negated
@@ -209,7 +209,7 @@ def _steps(m: State) -> list[Step]:
 class Machine(State):
     """State of a batch of blocks, with the scheduler of its groups."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PtxProgram) -> None:
         super().__init__(program)
         self.steps = _steps(self)
         self.limit = Limit(_NO_LIMIT, _NO_LIMIT)

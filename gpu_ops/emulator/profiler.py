@@ -16,7 +16,7 @@ from gpu_ops.emulator.batch import NONE, WARP, Mask
 from gpu_ops.emulator.counts import SECTOR, BufferProfile, InstructionProfile, classify, operations
 from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, Access, LaneAddresses, Memory
 from gpu_ops.emulator.profile import Profile
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.syntax import Array
 from gpu_ops.presets import DevicePreset
 
@@ -121,7 +121,7 @@ def _count_shared(lanes, address, owner, size, counts):  # type: ignore[no-untyp
 class Profiler:
     """Counters of one launch, summed over batches of blocks."""
 
-    def __init__(self, program: Program, memory: Memory) -> None:
+    def __init__(self, program: PtxProgram, memory: Memory) -> None:
         size = len(program.code)
         self._program, self._memory = program, memory
         self._classes = [classify(instruction) for instruction in program.code]

@@ -30,7 +30,7 @@ from gpu_ops.emulator.syntax import (
 
 
 @dataclass
-class Program:
+class PtxProgram:
     """Program that the machine runs: ``code[pc]``, and the address of every variable."""
 
     name: str

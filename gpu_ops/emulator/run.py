@@ -28,7 +28,7 @@ from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.profiler import Profiler
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.signature import named_in_python, signature
 from gpu_ops.emulator.symbols import bind
@@ -223,10 +223,10 @@ class _Programs:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.kept: OrderedDict[tuple[object, ...], Program] = OrderedDict()
+        self.kept: OrderedDict[tuple[object, ...], PtxProgram] = OrderedDict()
         self.lock = threading.Lock()
 
-    def __call__(self, source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
+    def __call__(self, source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> PtxProgram:
         """Return the program of an entry of PTX or CUDA C++ text."""
         key = source, name, arch, include
         with self.lock:
@@ -253,7 +253,7 @@ class _Programs:
                 machine.steps.clear()  # they refer to their machine
 
 
-def _idle_machine(program: Program) -> Machine | None:
+def _idle_machine(program: PtxProgram) -> Machine | None:
     try:
         machine: Machine = program.idle.pop()
     except IndexError:  # there is none, or another thread was faster
@@ -287,7 +287,7 @@ def _wmma_headers() -> tuple[str, ...]:
 
 
 def _launch(
-    program: Program,
+    program: PtxProgram,
     card: DevicePreset,
     shape: tuple[Dimensions, Dimensions],
     args: Sequence[Any],

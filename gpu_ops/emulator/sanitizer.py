@@ -15,7 +15,7 @@ from gpu_ops.emulator import shadow
 from gpu_ops.emulator.aot import SHARED_BASE
 from gpu_ops.emulator.batch import WARP, Batch
 from gpu_ops.emulator.memory import Access, LaneAddresses
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
 from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import BITS, Array
@@ -102,7 +102,7 @@ class Absent:
 class Sanitizer:
     """Checker of every access of one machine, batch by batch."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PtxProgram) -> None:
         self.granule = _granule(program)
 
     def begin(self, m: Batch) -> None:
@@ -292,7 +292,7 @@ def _distinct_stores(lanes: Array, host: Array, values: Array) -> Array:
     return np.sort(np.unique(rows, axis=0, return_index=True)[1])
 
 
-def _granule(program: Program) -> int:
+def _granule(program: PtxProgram) -> int:
     """Size of the smallest access that may touch shared memory; every other size is a multiple of it."""
     smallest = 16
     for instruction in program.code:
@@ -317,7 +317,7 @@ def _rival(state: Array, of_write: bool, thread: int, atomic: bool) -> tuple[int
     return min(known, key=lambda k: (k[0] // WARP == thread // WARP, k[0] == thread))
 
 
-def _variable(program: Program, offset: int) -> str:
+def _variable(program: PtxProgram, offset: int) -> str:
     """Text of the variable that an offset is in, such as `` (tile+64)``."""
     variables = [(at, name) for name, at in program.shared.items() if at <= offset + SHARED_BASE]
     if not variables:

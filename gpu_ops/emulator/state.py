@@ -18,7 +18,7 @@ from gpu_ops.emulator.batch import NONE, SPECIAL_REGISTERS, Batch, Mask
 from gpu_ops.emulator.faults import Faults
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.profiler import Profiler
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.syntax import Array, register_dtype
 
@@ -58,7 +58,7 @@ class State(Batch):
 
     steps: list[Step]
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PtxProgram) -> None:
         super().__init__(program)
         self.registers: list[Array] = []
         self.index: dict[str, int] = {}

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator.errors import EmulatorError
-from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.signature import Parameter, plain_name, variable
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 
 
-def bind(program: Program, symbols: Mapping[str, Any] | None) -> dict[str, Array]:
+def bind(program: PtxProgram, symbols: Mapping[str, Any] | None) -> dict[str, Array]:
     """Arrays by the variables' names in PTX. An array is the variable's memory; a number is its value."""
     if symbols is None:
         return {}
@@ -28,13 +28,13 @@ def bind(program: Program, symbols: Mapping[str, Any] | None) -> dict[str, Array
     return arrays
 
 
-def declared(program: Program, target: Variable) -> Parameter | None:
+def declared(program: PtxProgram, target: Variable) -> Parameter | None:
     """Declaration of a variable in the CUDA C++ text, if there is one."""
     texts = "\n".join(program.module.sources.values())
     return variable(plain_name(target.name), texts)
 
 
-def is_unset(program: Program, target: Variable) -> bool:
+def is_unset(program: PtxProgram, target: Variable) -> bool:
     """Whether the host must set a variable: a ``__constant__`` without an initial value.
 
     PTX omits an initial value of zeros, so only the CUDA C++ text distinguishes ``= 0`` from no value. A
@@ -46,7 +46,7 @@ def is_unset(program: Program, target: Variable) -> bool:
     return declaration is None or not declaration.type.endswith("=")
 
 
-def _find(program: Program, name: str) -> Variable:
+def _find(program: PtxProgram, name: str) -> Variable:
     candidates = [v for v in program.globals if name in (v.name, plain_name(v.name))]
     exact = [v for v in candidates if v.name == name] or candidates
     if len(exact) != 1:
