@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from gpu_ops.emulator.instructions import Op, lookup, matrix, warp_ops, wmma
+from gpu_ops.emulator.instructions import InstructionForm, lookup, matrix, warp_ops, wmma
 from gpu_ops.emulator.instructions.matrix import Mma
 from gpu_ops.emulator.registers import Reader, destinations, parts, reader
 from gpu_ops.emulator.state import State
@@ -61,7 +61,9 @@ class Flow:
     use: str = "decides by the value what to do"
     visible: str = ""  # effect that its guard decides; empty if it only writes registers
     warp: bool = False  # it computes when the lanes of its warp have arrived
-    op: Op | None = None  # operation of an instruction whose result may not depend on each bit of a source
+    op: InstructionForm | None = (
+        None  # operation of an instruction whose result may not depend on each bit of a source
+    )
     compares: bool = False  # ``op`` is a comparison
     words: set[str] = field(default_factory=set)
     controls: tuple[int, ...] = ()  # sources of ``op`` that decide which bits of the others matter
@@ -88,11 +90,11 @@ def _each(m: State, operand: Operand) -> list[int | None]:
     return [next(_registers(m, part), None) for part in parts(operand)]
 
 
-def _operation(code: Instruction) -> Op | None:
+def _operation(code: Instruction) -> InstructionForm | None:
     """Operation of an instruction whose result may not depend on each bit of a source."""
     opcode, words = code.opcode, code.modifiers
     if opcode == "mov":
-        return Op(words, words, lambda a: a)
+        return InstructionForm(words, words, lambda a: a)
     if opcode == "cvt" and not all(_INTEGER.fullmatch(word) for word in words):
         return None
     return lookup(opcode, words) if opcode in CONTROLS or opcode == "setp" else None

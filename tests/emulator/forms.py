@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_ops.emulator.instructions import Op, lookup
+from gpu_ops.emulator.instructions import InstructionForm, lookup
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 from tests.emulator.kernels import run_kernel
 
@@ -31,8 +31,8 @@ FORMATS = {
 }
 
 
-def form_op(form: str) -> Op:
-    """:class:`Op` of a form named as in PTX, for instance ``"setp.lt.and.f32"``."""
+def form_op(form: str) -> InstructionForm:
+    """:class:`InstructionForm` of a form named as in PTX, for instance ``"setp.lt.and.f32"``."""
     opcode, *modifiers = form.split(".")
     return lookup(opcode, tuple(modifiers))
 
@@ -79,7 +79,7 @@ def run_form(form: str, *operands: Array) -> list[Array]:
     return results
 
 
-def _evaluate(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
+def _evaluate(form: str, op: InstructionForm, operands: Sequence[Array]) -> list[Array]:
     """Run ``op`` on read-only operands and check the dtypes and shapes of its results."""
     guarded = [operand.copy() for operand in operands]
     for operand in guarded:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu_ops.emulator import launch
-from gpu_ops.emulator.instructions import Op
+from gpu_ops.emulator.instructions import InstructionForm
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 IMMEDIATE = {"lop3": 3}  # the operand that must be an immediate
 BLOCK = 256
 
 
-def run_kernel(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
+def run_kernel(form: str, op: InstructionForm, operands: Sequence[Array]) -> list[Array]:
     """Run ``form`` in a kernel with one thread per element; a single element is shared by all threads."""
     n = max(operand.size for operand in operands)
     results = [np.empty(n, DTYPE.get(ptx_type, np.bool_)) for ptx_type in op.writes]
@@ -33,7 +33,7 @@ def run_kernel(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
     return results
 
 
-def kernel_text(form: str, op: Op, operands: Sequence[Array]) -> str:
+def kernel_text(form: str, op: InstructionForm, operands: Sequence[Array]) -> str:
     """PTX with a parameter for each operand (a0, ...), each result (d0, ...) and the number of threads."""
     parameters, registers, body, sources, targets = [], [], [], [], []
     opcode = form.split(".")[0]

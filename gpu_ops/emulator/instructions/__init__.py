@@ -1,6 +1,6 @@
 """Semantics of PTX instructions, as pure functions on arrays; one module per family.
 
-``lookup("fma", ("rn", "f32"))`` returns the :class:`Op` of one instruction form. An Op is independent of threads. The
+``lookup("fma", ("rn", "f32"))`` returns the :class:`InstructionForm` of one instruction form. An Op is independent of threads. The
 machine passes it one array per source operand, viewed in the type that the form names (see
 :data:`~gpu_ops.emulator.syntax.DTYPE`), and stores the arrays that it returns. Lengths broadcast: a value that is the
 same for all threads arrives as an array of one element.
@@ -30,7 +30,7 @@ FLOAT = frozenset(("f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"))
 
 
 @dataclass(frozen=True)
-class Op:
+class InstructionForm:
     """Semantics of one instruction form.
 
     ``writes`` and ``reads`` are PTX types in operand order. ``run`` takes one array per source and returns one
@@ -54,17 +54,17 @@ def unknown(opcode: str, modifiers: Iterable[str]) -> Unknown:
 
 
 #: Factories of single forms, by PTX name.
-_FORMS: dict[str, Callable[..., Op]] = {}
+_FORMS: dict[str, Callable[..., InstructionForm]] = {}
 
-_Factory = Callable[[str, tuple[str, ...]], Op]
+_Factory = Callable[[str, tuple[str, ...]], InstructionForm]
 #: Factories of all other forms, by opcode and last modifier; ``None`` is for any form of the opcode.
 _FAMILIES: dict[tuple[str, str | None], _Factory] = {}
 
 
-def forms(*patterns: str) -> Callable[[Callable[..., Op]], Callable[..., Op]]:
+def forms(*patterns: str) -> Callable[[Callable[..., InstructionForm]], Callable[..., InstructionForm]]:
     """Register ``factory(opcode, *modifiers)`` for forms in shell patterns: ``mul.{lo,hi}.u32``."""
 
-    def register(factory: Callable[..., Op]) -> Callable[..., Op]:
+    def register(factory: Callable[..., InstructionForm]) -> Callable[..., InstructionForm]:
         for pattern in patterns:
             pieces = re.split(r"\{([^}]*)\}", pattern)
             for chosen in itertools.product(*(piece.split(",") for piece in pieces)):
@@ -92,7 +92,7 @@ def family(*opcodes: str, types: Iterable[str | None] = (None,)) -> Callable[[_F
 
 
 @cache
-def lookup(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def lookup(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     """Semantics of ``opcode.modifiers``, for instance ``lookup("add", ("rn", "ftz", "f32"))``."""
     form = _FORMS.get(".".join((opcode, *modifiers)))
     if form is not None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Op, family, unknown
+from gpu_ops.emulator.instructions import InstructionForm, family, unknown
 from gpu_ops.emulator.instructions.elements import (
     MODES,
     canonical,
@@ -44,7 +44,7 @@ _FLOAT8 = {"e4m3x2": (3, 7, 448.0), "e5m2x2": (2, 15, 57344.0)}  # fraction bits
 
 
 @family("cvt")
-def _convert(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _convert(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     op = None
     if modifiers[:2] == ("pack", "sat"):
         op = _pack_integers(*modifiers[2:])
@@ -58,7 +58,7 @@ def _convert(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return op
 
 
-def _select(flags: frozenset[str], to: str, source: str) -> Op | None:
+def _select(flags: frozenset[str], to: str, source: str) -> InstructionForm | None:
     """Form with these flags, or None if it does not exist."""
     if to in _INTEGERS:
         if source in _INTEGERS:
@@ -79,16 +79,16 @@ def _select(flags: frozenset[str], to: str, source: str) -> Op | None:
     return None
 
 
-def _resize(to: str, source: str, clamps: bool) -> Op:
+def _resize(to: str, source: str, clamps: bool) -> InstructionForm:
     """Extend by the sign of the source, or truncate; ``.sat`` clamps to the range of the result."""
     dtype, ours, theirs = DTYPE[to], np.iinfo(DTYPE[to]), np.iinfo(DTYPE[source])
     low, high = max(ours.min, theirs.min), min(ours.max, theirs.max)
     if clamps and (low, high) != (theirs.min, theirs.max):
-        return Op((to,), (source,), lambda a: np.clip(a, low, high).astype(dtype))
-    return Op((to,), (source,), lambda a: a.astype(dtype))
+        return InstructionForm((to,), (source,), lambda a: np.clip(a, low, high).astype(dtype))
+    return InstructionForm((to,), (source,), lambda a: a.astype(dtype))
 
 
-def _to_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
+def _to_integer(flags: frozenset[str], to: str, source: str) -> InstructionForm | None:
     modes = flags & set(_TO_INTEGRAL)
     # Out-of-range values are always clamped, so .sat changes nothing.
     if len(modes) != 1 or not flags <= modes | {"ftz", "sat"} or ("ftz" in flags and source != "f32"):
@@ -121,10 +121,10 @@ def _to_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
             result[is_nan] = nan
         return result
 
-    return Op((to,), (source,), run)
+    return InstructionForm((to,), (source,), run)
 
 
-def _from_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
+def _from_integer(flags: frozenset[str], to: str, source: str) -> InstructionForm | None:
     modes = flags & MODES
     if len(modes) != 1 or not flags <= modes | {"sat"}:
         return None
@@ -141,13 +141,13 @@ def _from_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
     return _unary(to, source, values, saturate if "sat" in flags else None, round_to(to, mode))
 
 
-def _unary(to: str, source: str, *steps: Step | None) -> Op:
+def _unary(to: str, source: str, *steps: Step | None) -> InstructionForm:
     run = chain(*steps)
     assert run is not None
-    return Op((to,), (source,), run)
+    return InstructionForm((to,), (source,), run)
 
 
-def _between_floats(flags: frozenset[str], to: str, source: str) -> Op | None:
+def _between_floats(flags: frozenset[str], to: str, source: str) -> InstructionForm | None:
     modes, integral = flags & MODES, flags & set(_TO_INTEGRAL)
     exact = to in (source, "f64") or (to == "f32" and source != "f64")
     fine = len(modes) == (0 if exact else 1) and len(integral) <= (to == source)
@@ -173,7 +173,7 @@ def _clamp(flags: frozenset[str], to: str) -> Step | None:
     return chain(*steps)
 
 
-def _to_pair(flags: frozenset[str], to: str) -> Op | None:
+def _to_pair(flags: frozenset[str], to: str) -> InstructionForm | None:
     """Form such as ``cvt.rn.bf16x2.f32``: converts two operands; the first becomes the upper half."""
     modes = flags & {"rn", "rz"}
     if len(modes) != 1 or not flags <= modes | {"relu", "satfinite"}:
@@ -182,7 +182,7 @@ def _to_pair(flags: frozenset[str], to: str) -> Op | None:
     element = element_of(to)
     convert = chain(_clamp(flags, element), round_to(element, mode))
     assert convert is not None
-    return Op((to,), ("f32", "f32"), lambda a, b: _pair(convert(a), convert(b), DTYPE[to]))
+    return InstructionForm((to,), ("f32", "f32"), lambda a, b: _pair(convert(a), convert(b), DTYPE[to]))
 
 
 def _pair(upper: Array, lower: Array, dtype: np.dtype[np.unsignedinteger]) -> Array:
@@ -192,7 +192,7 @@ def _pair(upper: Array, lower: Array, dtype: np.dtype[np.unsignedinteger]) -> Ar
     return join(lanes, dtype)
 
 
-def _to_tf32(flags: frozenset[str]) -> Op | None:
+def _to_tf32(flags: frozenset[str]) -> InstructionForm | None:
     """Form that rounds a float32 so that its last 13 bits are zero. ``.rna`` rounds ties away from zero."""
     modes = flags & {"rna", "rn", "rz"}
     fine = len(modes) == 1 and flags <= modes | {"satfinite", "relu"}
@@ -211,15 +211,17 @@ def _to_tf32(flags: frozenset[str]) -> Op | None:
     return _unary("tf32", "f32", _clamp(flags, "tf32"), rounded)
 
 
-def _to_float8(flags: frozenset[str], to: str, source: str) -> Op | None:
+def _to_float8(flags: frozenset[str], to: str, source: str) -> InstructionForm | None:
     """Form to 8-bit floats. Values that are too large become the largest finite value: only NaN gives NaN."""
     if not {"rn", "satfinite"} <= flags <= {"rn", "satfinite", "relu"}:
         return None
     encode = chain(relu if "relu" in flags else None, partial(_encode_float8, *_FLOAT8[to]))
     assert encode is not None
     if source == "f32":
-        return Op((to,), ("f32", "f32"), lambda a, b: _pair(encode(a), encode(b), DTYPE[to]))
-    return Op((to,), (source,), lambda a: join(encode(split(a, np.float16).astype(np.float32)), DTYPE[to]))
+        return InstructionForm((to,), ("f32", "f32"), lambda a, b: _pair(encode(a), encode(b), DTYPE[to]))
+    return InstructionForm(
+        (to,), (source,), lambda a: join(encode(split(a, np.float16).astype(np.float32)), DTYPE[to])
+    )
 
 
 def _encode_float8(fraction: int, bias: int, largest: float, values: Array) -> Array:
@@ -234,7 +236,7 @@ def _encode_float8(fraction: int, bias: int, largest: float, values: Array) -> A
     return np.where(is_nan, 0x7F, code).astype(np.uint8)
 
 
-def _from_float8(flags: frozenset[str], source: str) -> Op | None:
+def _from_float8(flags: frozenset[str], source: str) -> InstructionForm | None:
     if not {"rn"} <= flags <= {"rn", "relu"}:
         return None
     codes = np.arange(256, dtype=np.uint16)
@@ -249,7 +251,7 @@ def _from_float8(flags: frozenset[str], source: str) -> Op | None:
     return _unary("f16x2", source, lambda words: join(table[split(words, np.uint8)], np.uint32))
 
 
-def _pack_integers(*types: str) -> Op | None:
+def _pack_integers(*types: str) -> InstructionForm | None:
     """Form of ``cvt.pack.sat``: packs clamped a above clamped b; narrow types leave c in the bits above both."""
     match types:
         case ("u16" | "s16" as to, "s32"):
@@ -268,4 +270,4 @@ def _pack_integers(*types: str) -> Op | None:
         packed = field(a) << np.uint32(bits) | field(b)
         return packed | above[0] << np.uint32(2 * bits) if above else packed
 
-    return Op(("b32",), reads, run)
+    return InstructionForm(("b32",), reads, run)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from numba.extending import intrinsic
 
 from gpu_ops.emulator.aot import ufunc
-from gpu_ops.emulator.instructions import Op
+from gpu_ops.emulator.instructions import InstructionForm
 from gpu_ops.emulator.syntax import DTYPE, Array
 
 Step = Callable[[Array], Array]
@@ -54,7 +54,7 @@ def elementwise(
     rounding: Step | None = None,
     ftz: bool = False,
     clamp: Step | None = None,
-) -> Op:
+) -> InstructionForm:
     """Form of this type that computes each element of its result from the elements of its operands."""
     flushing = flush_of(element_of(ptx_type)) if ftz else None
     prepare = unpack(ptx_type, flushing)
@@ -65,7 +65,7 @@ def elementwise(
         return result if finish is None else finish(result)
 
     plain = prepare is None and finish is None
-    return Op((ptx_type,), (ptx_type,) * operands, compute if plain else run)
+    return InstructionForm((ptx_type,), (ptx_type,) * operands, compute if plain else run)
 
 
 def chain(*steps: Step | None) -> Step | None:

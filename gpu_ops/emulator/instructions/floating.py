@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import FLOAT, Op, family, unknown
+from gpu_ops.emulator.instructions import FLOAT, InstructionForm, family, unknown
 from gpu_ops.emulator.instructions.elements import (
     MODE,
     MODES,
@@ -73,7 +73,7 @@ _ERROR: dict[str, Callable[..., Any]] = {
 
 
 @family(*_OPERANDS, types=FLOAT)
-def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     *rest, ptx_type = modifiers
     flags = set(rest)
     if opcode in ("div", "rcp", "sqrt") and flags & {"approx", "full"}:
@@ -160,7 +160,7 @@ def _error_sign(operation: str, result: float, *operands: float) -> int:
 
 
 @family("abs", "neg", types=FLOAT)
-def _sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _sign(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     *flags, ptx_type = modifiers
     element = element_of(ptx_type)
     if flags not in ([], ["ftz"]) or (flags and element not in ("f16", "f32")) or ptx_type == "f32x2":
@@ -171,7 +171,7 @@ def _sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 @family("min", "max", types=FLOAT)
-def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _extremum(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     *rest, ptx_type = modifiers
     flags = set(rest)
     element = element_of(ptx_type)
@@ -187,7 +187,7 @@ def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 @family("min3", "max3", types=("f32",))
-def _extremum_of_three(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _extremum_of_three(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     """Form of ``min`` and ``max`` with three sources (sm_100); in PTX the opcodes are the same."""
     *rest, _ = modifiers
     flags = set(rest)
@@ -260,7 +260,7 @@ _HALVES = frozenset(("f16", "f16x2", "bf16", "bf16x2"))
 
 
 @family("ex2", "lg2", "rsqrt", "sin", "cos", "tanh", types=FLOAT)
-def _approximation(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _approximation(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     """Form of one function; :func:`_arithmetic` passes on div, rcp and sqrt."""
     *flags, ptx_type = modifiers
     ftz = flags[1:] == ["ftz"]
@@ -275,7 +275,7 @@ def _approximation(opcode: str, modifiers: tuple[str, ...]) -> Op:
     if ptx_type == "f64":
         if not fine or not (opcode == "rsqrt" or (opcode == "rcp" and ftz)):
             raise unknown(opcode, modifiers)
-        return Op(("f64",), ("f64",), _upper_words(function) if ftz else function)
+        return InstructionForm(("f64",), ("f64",), _upper_words(function) if ftz else function)
     if opcode == "ex2":
         fine &= ptx_type == "f32" or (ptx_type in _HALVES and ftz == (element == "bf16"))
     elif opcode == "tanh":

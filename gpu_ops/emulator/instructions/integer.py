@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Op, forms
+from gpu_ops.emulator.instructions import InstructionForm, forms
 from gpu_ops.emulator.instructions.elements import join, split
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
@@ -36,16 +36,16 @@ def _saturated(wide: Array) -> Array:
 
 
 @forms(f"{{add,sub}}.{_WORDS}", "add.{u16x2,s16x2}")
-def _sum(opcode: str, ptx_type: str) -> Op:
+def _sum(opcode: str, ptx_type: str) -> InstructionForm:
     ufunc = np.add if opcode == "add" else np.subtract
     run = _on_pairs(ufunc, ptx_type) if ptx_type.endswith("x2") else ufunc
-    return Op((ptx_type,), (ptx_type, ptx_type), run)
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type), run)
 
 
 @forms("{add,sub}.sat.s32")
-def _saturated_sum(opcode: str, _: str, ptx_type: str) -> Op:
+def _saturated_sum(opcode: str, _: str, ptx_type: str) -> InstructionForm:
     ufunc = np.add if opcode == "add" else np.subtract
-    return Op(("s32",), ("s32", "s32"), lambda a, b: _saturated(ufunc(a, b, dtype=np.int64)))
+    return InstructionForm(("s32",), ("s32", "s32"), lambda a, b: _saturated(ufunc(a, b, dtype=np.int64)))
 
 
 @forms(
@@ -54,7 +54,7 @@ def _saturated_sum(opcode: str, _: str, ptx_type: str) -> Op:
     f"{{mad,madc}}.{{lo,hi}}.cc.{_LONG}",
     f"madc.{{lo,hi}}.{_LONG}",
 )
-def _with_carry(opcode: str, *modifiers: str) -> Op:
+def _with_carry(opcode: str, *modifiers: str) -> InstructionForm:
     """Form of sums and products that read the carry (addc, subc, madc), write it (.cc), or both. sub: the borrow."""
     ptx_type = modifiers[-1]
     takes, gives = opcode in ("addc", "subc", "madc"), "cc" in modifiers
@@ -78,12 +78,14 @@ def _with_carry(opcode: str, *modifiers: str) -> Op:
         return (result.view(dtype), out) if gives else result.view(dtype)
 
     reads = (ptx_type,) * (2 if product is None else 3) + ("cc",) * takes
-    return Op((ptx_type, *("cc",) * gives), reads, run)
+    return InstructionForm((ptx_type, *("cc",) * gives), reads, run)
 
 
 @forms(f"sad.{_WORDS}")
-def _sum_of_distances(opcode: str, ptx_type: str) -> Op:
-    return Op((ptx_type,), (ptx_type,) * 3, lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c)
+def _sum_of_distances(opcode: str, ptx_type: str) -> InstructionForm:
+    return InstructionForm(
+        (ptx_type,), (ptx_type,) * 3, lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c
+    )
 
 
 # Products
@@ -92,18 +94,20 @@ def _sum_of_distances(opcode: str, ptx_type: str) -> Op:
 @forms(
     f"{{mul,mad}}.{{lo,hi}}.{_WORDS}", "{mul,mad}.wide.{u16,u32,s16,s32}", "{mul24,mad24}.{lo,hi}.{u32,s32}"
 )
-def _multiply(opcode: str, part: str, ptx_type: str) -> Op:
+def _multiply(opcode: str, part: str, ptx_type: str) -> InstructionForm:
     product = _product_24(part, ptx_type) if opcode.endswith("24") else _product(part, ptx_type)
     result = _TWICE[ptx_type] if part == "wide" else ptx_type
     if opcode.startswith("mul"):
-        return Op((result,), (ptx_type, ptx_type), product)
-    return Op((result,), (ptx_type, ptx_type, result), lambda a, b, c: product(a, b) + c)
+        return InstructionForm((result,), (ptx_type, ptx_type), product)
+    return InstructionForm((result,), (ptx_type, ptx_type, result), lambda a, b, c: product(a, b) + c)
 
 
 @forms("{mad,mad24}.hi.sat.s32")
-def _saturated_multiply(opcode: str, *_: str) -> Op:
+def _saturated_multiply(opcode: str, *_: str) -> InstructionForm:
     product = _product_24("hi", "s32") if opcode == "mad24" else _product("hi", "s32")
-    return Op(("s32",), ("s32",) * 3, lambda a, b, c: _saturated(np.add(product(a, b), c, dtype=np.int64)))
+    return InstructionForm(
+        ("s32",), ("s32",) * 3, lambda a, b, c: _saturated(np.add(product(a, b), c, dtype=np.int64))
+    )
 
 
 def _product(part: str, ptx_type: str) -> _Binary:
@@ -141,7 +145,7 @@ def _product_24(part: str, ptx_type: str) -> _Binary:
 
 
 @forms("dp4a.{u32,s32}.{u32,s32}", "dp2a.{lo,hi}.{u32,s32}.{u32,s32}")
-def _dot(opcode: str, *modifiers: str) -> Op:
+def _dot(opcode: str, *modifiers: str) -> InstructionForm:
     """Form of c plus the dot product of four bytes, or of two 16-bit halves of a with two bytes of b."""
     a_type, b_type = modifiers[-2:]
     bytes_of_a, used = (1, slice(None)) if opcode == "dp4a" else (2, slice(0, 2))
@@ -154,14 +158,14 @@ def _dot(opcode: str, *modifiers: str) -> Op:
     def run(a: Array, b: Array, c: Array) -> Any:
         return np.vecdot(split(a, a_dtype).astype(dtype), split(b, b_dtype)[:, used].astype(dtype)) + c
 
-    return Op((result,), (a_type, b_type, result), run)
+    return InstructionForm((result,), (a_type, b_type, result), run)
 
 
 # Quotients, signs, order
 
 
 @forms(f"{{div,rem}}.{_WORDS}")
-def _divide(opcode: str, ptx_type: str) -> Op:
+def _divide(opcode: str, ptx_type: str) -> InstructionForm:
     """Form of div and rem, rounded toward zero. Division by zero gives all ones, as NVIDIA's assembler folds it."""
     dtype, width = DTYPE[ptx_type], BITS[ptx_type]
     unsigned = f"u{dtype.itemsize}"
@@ -179,16 +183,16 @@ def _divide(opcode: str, ptx_type: str) -> Op:
         by_zero = b == 0
         return exact(a, b | by_zero) | -by_zero.astype(dtype)
 
-    return Op((ptx_type,), (ptx_type, ptx_type), run)
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type), run)
 
 
 @forms("{abs,neg}.{s16,s32,s64}")
-def _sign(opcode: str, ptx_type: str) -> Op:
-    return Op((ptx_type,), (ptx_type,), np.abs if opcode == "abs" else np.negative)
+def _sign(opcode: str, ptx_type: str) -> InstructionForm:
+    return InstructionForm((ptx_type,), (ptx_type,), np.abs if opcode == "abs" else np.negative)
 
 
 @forms(f"{{min,max}}.{_WORDS}", "{min,max}.{u16x2,s16x2,relu.s32,relu.s16x2}")
-def _extremum(opcode: str, *modifiers: str) -> Op:
+def _extremum(opcode: str, *modifiers: str) -> InstructionForm:
     ptx_type = modifiers[-1]
     plain: Callable[..., Array] = np.minimum if opcode == "min" else np.maximum
     run = plain
@@ -196,20 +200,20 @@ def _extremum(opcode: str, *modifiers: str) -> Op:
         run = lambda a, b: np.maximum(plain(a, b), 0)  # noqa: E731
     if ptx_type.endswith("x2"):
         run = _on_pairs(run, ptx_type)
-    return Op((ptx_type,), (ptx_type, ptx_type), run)
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type), run)
 
 
 # Counts and searches
 
 
 @forms("{popc,clz,brev}.{b32,b64}")
-def _bits(opcode: str, ptx_type: str) -> Op:
+def _bits(opcode: str, ptx_type: str) -> InstructionForm:
     width = BITS[ptx_type]
     if opcode == "brev":
-        return Op((ptx_type,), (ptx_type,), _reversal(width))
+        return InstructionForm((ptx_type,), (ptx_type,), _reversal(width))
     if opcode == "popc":
-        return Op(("u32",), (ptx_type,), lambda a: np.bitwise_count(a).astype(np.uint32))
-    return Op(("u32",), (ptx_type,), lambda a: width - _bit_length(a))
+        return InstructionForm(("u32",), (ptx_type,), lambda a: np.bitwise_count(a).astype(np.uint32))
+    return InstructionForm(("u32",), (ptx_type,), lambda a: width - _bit_length(a))
 
 
 def _reversal(width: int) -> Callable[[Array], Any]:
@@ -235,7 +239,7 @@ def _bit_length(a: Array) -> Any:
 
 
 @forms(f"bfind.{_LONG}", f"bfind.shiftamt.{_LONG}")
-def _find_highest(opcode: str, *modifiers: str) -> Op:
+def _find_highest(opcode: str, *modifiers: str) -> InstructionForm:
     """Form that finds the highest bit unlike the sign; with ``.shiftamt``, the shift that brings it to the top."""
     *shiftamt, ptx_type = modifiers
     width, unsigned = BITS[ptx_type], f"u{DTYPE[ptx_type].itemsize}"
@@ -247,11 +251,11 @@ def _find_highest(opcode: str, *modifiers: str) -> Op:
             return np.where(length == 0, _ONES, width - length)
         return length - 1
 
-    return Op(("u32",), (ptx_type,), run)
+    return InstructionForm(("u32",), (ptx_type,), run)
 
 
 @forms("fns.b32")
-def _find_nth(opcode: str, ptx_type: str) -> Op:
+def _find_nth(opcode: str, ptx_type: str) -> InstructionForm:
     """Form of the n-th set bit, counted up from a base bit, or down for negative n. 0 tests the base bit."""
     positions = np.arange(32, dtype=np.uint32)
 
@@ -265,14 +269,14 @@ def _find_nth(opcode: str, ptx_type: str) -> Op:
         hit = ahead & (rank == np.maximum(np.abs(offset.astype(np.int64)), 1))
         return np.where(hit.any(axis=1), hit.argmax(axis=1).astype(np.uint32), _ONES)
 
-    return Op(("b32",), ("b32", "b32", "s32"), run)
+    return InstructionForm(("b32",), ("b32", "b32", "s32"), run)
 
 
 # Fields
 
 
 @forms(f"bfe.{_LONG}")
-def _extract(opcode: str, ptx_type: str) -> Op:
+def _extract(opcode: str, ptx_type: str) -> InstructionForm:
     """Form of a bit field: ``length`` bits at ``position``. Above its top a signed operand repeats its sign."""
     dtype, width = DTYPE[ptx_type], BITS[ptx_type]
 
@@ -280,11 +284,11 @@ def _extract(opcode: str, ptx_type: str) -> Op:
         unused = (width - np.minimum(length & 255, width)).astype(dtype)
         return a >> (position & 255).astype(dtype) << unused >> unused
 
-    return Op((ptx_type,), (ptx_type, "u32", "u32"), run)
+    return InstructionForm((ptx_type,), (ptx_type, "u32", "u32"), run)
 
 
 @forms("bfi.{b32,b64}")
-def _insert(opcode: str, ptx_type: str) -> Op:
+def _insert(opcode: str, ptx_type: str) -> InstructionForm:
     dtype = DTYPE[ptx_type]
     ones = np.array(-1).astype(dtype)
 
@@ -293,11 +297,11 @@ def _insert(opcode: str, ptx_type: str) -> Op:
         mask = ~(ones << length) << position
         return (b & ~mask) | (a << position & mask)
 
-    return Op((ptx_type,), (ptx_type, ptx_type, "u32", "u32"), run)
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type, "u32", "u32"), run)
 
 
 @forms("szext.{clamp,wrap}.{u32,s32}", "bmsk.{clamp,wrap}.b32")
-def _low_bits(opcode: str, mode: str, ptx_type: str) -> Op:
+def _low_bits(opcode: str, mode: str, ptx_type: str) -> InstructionForm:
     dtype = DTYPE[ptx_type]
 
     def limited(count: Array) -> Array:
@@ -310,4 +314,4 @@ def _low_bits(opcode: str, mode: str, ptx_type: str) -> Op:
     def mask(start: Array, width: Array) -> Any:
         return ~(_ONES << limited(width)) << limited(start)
 
-    return Op((ptx_type,), (ptx_type, "u32"), extend if opcode == "szext" else mask)
+    return InstructionForm((ptx_type,), (ptx_type, "u32"), extend if opcode == "szext" else mask)

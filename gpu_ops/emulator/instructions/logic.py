@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Op, family, forms, unknown
+from gpu_ops.emulator.instructions import InstructionForm, family, forms, unknown
 from gpu_ops.emulator.instructions.elements import flush_of, unpack
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
@@ -23,28 +23,28 @@ _COMBINE: dict[str, _Binary] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor
 
 
 @forms("{and,or,xor,not}.{pred,b16,b32,b64}", "cnot.{b16,b32,b64}")
-def _bitwise(opcode: str, ptx_type: str) -> Op:
+def _bitwise(opcode: str, ptx_type: str) -> InstructionForm:
     dtype = DTYPE[ptx_type]
     if opcode == "not":
-        return Op((ptx_type,), (ptx_type,), np.invert)
+        return InstructionForm((ptx_type,), (ptx_type,), np.invert)
     if opcode == "cnot":
-        return Op((ptx_type,), (ptx_type,), lambda a: (a == 0).astype(dtype))
-    return Op((ptx_type,), (ptx_type, ptx_type), _COMBINE[opcode])
+        return InstructionForm((ptx_type,), (ptx_type,), lambda a: (a == 0).astype(dtype))
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type), _COMBINE[opcode])
 
 
 @forms("lop3.{b32,or.b32,and.b32}")
-def _lop3(opcode: str, *modifiers: str) -> Op:
+def _lop3(opcode: str, *modifiers: str) -> InstructionForm:
     """Form of any function of three bits. Its truth table is an immediate operand, hence one element."""
     operands = ("b32",) * 4
     if modifiers == ("b32",):
-        return Op(("b32",), operands, _three_input)
+        return InstructionForm(("b32",), operands, _three_input)
     combine = _COMBINE[modifiers[0]]
 
     def run(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
         result = _three_input(a, b, c, table)
         return result, combine(result != 0, q)
 
-    return Op(("b32", "pred"), (*operands, "pred"), run)
+    return InstructionForm(("b32", "pred"), (*operands, "pred"), run)
 
 
 @cache
@@ -73,7 +73,7 @@ def _three_input(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 @forms("{shl,shr}.{b16,b32,b64}", "shr.{u16,u32,u64,s16,s32,s64}")
-def _shift(opcode: str, ptx_type: str) -> Op:
+def _shift(opcode: str, ptx_type: str) -> InstructionForm:
     dtype = DTYPE[ptx_type]
     shift: Callable[[Array, Array], Any] = np.left_shift if opcode == "shl" else np.right_shift
     run = shift
@@ -81,11 +81,11 @@ def _shift(opcode: str, ptx_type: str) -> Op:
         run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
     elif ptx_type == "s32":
         run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
-    return Op((ptx_type,), (ptx_type, "u32"), run)
+    return InstructionForm((ptx_type,), (ptx_type, "u32"), run)
 
 
 @forms("shf.{l,r}.{clamp,wrap}.b32")
-def _funnel(opcode: str, direction: str, mode: str, ptx_type: str) -> Op:
+def _funnel(opcode: str, direction: str, mode: str, ptx_type: str) -> InstructionForm:
     """Shift the pair high:low. A left shift returns the high word of the result, a right shift the low word."""
     left, wraps = direction == "l", mode == "wrap"
 
@@ -95,7 +95,7 @@ def _funnel(opcode: str, direction: str, mode: str, ptx_type: str) -> Op:
         shifted = pair << amount >> 32 if left else pair >> amount
         return shifted.astype(np.uint32)
 
-    return Op(("b32",), ("b32", "b32", "u32"), run)
+    return InstructionForm(("b32",), ("b32", "b32", "u32"), run)
 
 
 #: The selector of each mode for the four values of its control: one digit per byte, highest first.
@@ -110,12 +110,12 @@ _SELECTORS = {
 
 
 @forms("prmt.b32", f"prmt.b32.{{{','.join(_SELECTORS)}}}")
-def _permute(opcode: str, ptx_type: str, mode: str = "") -> Op:
+def _permute(opcode: str, ptx_type: str, mode: str = "") -> InstructionForm:
     """Form that selects four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
     if not mode:
-        return Op(("b32",), ("b32",) * 3, _pick_bytes)
+        return InstructionForm(("b32",), ("b32",) * 3, _pick_bytes)
     table = np.array(_SELECTORS[mode], np.uint32)
-    return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
+    return InstructionForm(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
 
 
 def _pick_bytes(a: Array, b: Array, selector: Array) -> Any:
@@ -218,7 +218,7 @@ def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tup
 
 
 @family("setp")
-def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     """Form of setp: p is the comparison, q its complement. For packed types p compares low halves and q high ones."""
     *qualifiers, ptx_type = modifiers or ("",)
     compared, name = _parse(opcode, tuple(qualifiers), ptx_type)
@@ -228,14 +228,14 @@ def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
         return first, compared[1](a, b) if len(compared) == 2 else ~first
 
     if name is None:
-        return Op(("pred", "pred"), (ptx_type, ptx_type), compare)
+        return InstructionForm(("pred", "pred"), (ptx_type, ptx_type), compare)
     combine = _COMBINE[name]
 
     def run(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
         p, q = compare(a, b)
         return combine(p, c), combine(q, c)
 
-    return Op(("pred", "pred"), (ptx_type, ptx_type, "pred"), run)
+    return InstructionForm(("pred", "pred"), (ptx_type, ptx_type, "pred"), run)
 
 
 #: Value that ``set`` writes for true: all ones, or 1.0.
@@ -244,7 +244,7 @@ _TRUE |= {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf
 
 
 @family("set")
-def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
+def _set(opcode: str, modifiers: tuple[str, ...]) -> InstructionForm:
     match modifiers:
         case (*qualifiers, result, source) if result in _set_results(source, "ftz" in qualifiers):
             compared, name = _parse(opcode, tuple(qualifiers), source)
@@ -266,7 +266,7 @@ def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
         ]
         return reduce(np.bitwise_or, words).view(dtype)
 
-    return Op((result,), reads, run)
+    return InstructionForm((result,), reads, run)
 
 
 def _set_results(source: str, ftz: bool) -> tuple[str, ...]:
@@ -285,18 +285,18 @@ _SELECTED = "{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32,f64}"
 
 
 @forms(f"selp.{_SELECTED}")
-def _select(opcode: str, ptx_type: str) -> Op:
-    return Op((ptx_type,), (ptx_type, ptx_type, "pred"), lambda a, b, p: np.where(p, a, b))
+def _select(opcode: str, ptx_type: str) -> InstructionForm:
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type, "pred"), lambda a, b, p: np.where(p, a, b))
 
 
 @forms(f"slct.{_SELECTED}.{{s32,f32}}", f"slct.ftz.{_SELECTED}.f32")
-def _select_by_sign(opcode: str, *modifiers: str) -> Op:
+def _select_by_sign(opcode: str, *modifiers: str) -> InstructionForm:
     """Form of slct: a if c >= 0; otherwise, and for NaN, b. With ``.ftz`` a negative subnormal counts as -0."""
     *ftz, ptx_type, sign = modifiers
     reads = (ptx_type, ptx_type, sign)
     if ftz:
-        return Op((ptx_type,), reads, lambda a, b, c: np.where(_flush(c) >= 0, a, b))
-    return Op((ptx_type,), reads, lambda a, b, c: np.where(c >= 0, a, b))
+        return InstructionForm((ptx_type,), reads, lambda a, b, c: np.where(_flush(c) >= 0, a, b))
+    return InstructionForm((ptx_type,), reads, lambda a, b, c: np.where(c >= 0, a, b))
 
 
 def _is_subnormal(x: Array) -> Any:
@@ -314,11 +314,11 @@ _CLASSES: dict[str, Callable[[Array], Any]] = {
 
 
 @forms(f"testp.{{{','.join(_CLASSES)}}}.{{f32,f64}}")
-def _test_class(opcode: str, name: str, ptx_type: str) -> Op:
-    return Op(("pred",), (ptx_type,), _CLASSES[name])
+def _test_class(opcode: str, name: str, ptx_type: str) -> InstructionForm:
+    return InstructionForm(("pred",), (ptx_type,), _CLASSES[name])
 
 
 @forms("copysign.{f32,f64}")
-def _copy_sign(opcode: str, ptx_type: str) -> Op:
+def _copy_sign(opcode: str, ptx_type: str) -> InstructionForm:
     """Form that joins the magnitude of the second operand and the sign of the first."""
-    return Op((ptx_type,), (ptx_type, ptx_type), lambda a, b: np.copysign(b, a))
+    return InstructionForm((ptx_type,), (ptx_type, ptx_type), lambda a, b: np.copysign(b, a))
