@@ -25,7 +25,7 @@ from gpu_ops.emulator.memory import (
     LaneAddresses,
 )
 from gpu_ops.emulator.registers import Builder, address, parts, reader, without_policy, writer
-from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.state import Group, ReadyStep, State
 from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Name, Operand
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
@@ -108,7 +108,7 @@ def _register(m: State, operand: Operand) -> int | None:
     return m.register(operand.name) if isinstance(operand, Name) else None
 
 
-def _load(m: State, pc: int, instruction: Instruction) -> Step:
+def _load(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     space, count, ptx_type, polls = _parse(instruction)
     target, source = without_policy(m, instruction)
     writers = [writer(m, instruction, part, ptx_type) for part in _elements(instruction, target, count)]
@@ -126,7 +126,7 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
             for k, write in enumerate(writers):
                 write(value[k : k + 1], mask)
 
-        return Step(parameter, everyone=True)
+        return ReadyStep(parameter, everyone=True)
     where = address(m, instruction, source)
     access = Access(
         pc,
@@ -156,14 +156,14 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
             undefined.loaded(m, targets, dtype.itemsize, dtype.kind == "i")
 
     if not polls:
-        return Step(run)
+        return ReadyStep(run)
 
     def poll(group: Group, active: Mask) -> int:
         run(active)
         group.polled = True
         return group.pc + 1
 
-    return Step(poll, plain=False)
+    return ReadyStep(poll, plain=False)
 
 
 def _judged(
@@ -187,7 +187,7 @@ def _judged(
     return replace(access, size=size, initialised=initialised), first * dtype.itemsize
 
 
-def _store(m: State, pc: int, instruction: Instruction) -> Step:
+def _store(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     space, count, ptx_type, _ = _parse(instruction)
     target, source = without_policy(m, instruction)
     bits = f"b{BITS[ptx_type]}"
@@ -208,10 +208,10 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
             undefined.stored(m, pc, place, registers, values.itemsize)
         aot.scatter(place.host, place.lanes, values)
 
-    return Step(run)
+    return ReadyStep(run)
 
 
-def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
+def _atomic(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of an atomic: ``atom`` returns the old value, ``red`` does not. Lanes at one address run in lane order."""
     space = GENERIC
     *words, ptx_type = instruction.modifiers
@@ -249,10 +249,10 @@ def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
         group.polled = True
         return group.pc + 1
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
-def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
+def _copy_async(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of ``cp.async``: data moves at once. The sanitizer marks the bytes as pending until their thread waits."""
     words = set(instruction.modifiers)
     if instruction.modifiers[:1] != ("async",) or words & {"bulk", "mbarrier", "reduce"}:
@@ -287,7 +287,7 @@ def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
                 origin[valid == n] = _host_of(m, pc, part, here, int(n))
         aot.copy(place.host, origin, valid.astype(np.int64), total)
 
-    return Step(run)
+    return ReadyStep(run)
 
 
 def _host_of(m: State, pc: int, mask: Array, where: Array, size: int) -> Array:
@@ -301,7 +301,7 @@ def _host_of(m: State, pc: int, mask: Array, where: Array, size: int) -> Array:
     return hosts[0]
 
 
-def _copy_group(m: State, instruction: Instruction) -> Step:
+def _copy_group(m: State, instruction: Instruction) -> ReadyStep:
     words = set(instruction.modifiers)
     newest = 0
     if "wait_group" in words:
@@ -315,7 +315,7 @@ def _copy_group(m: State, instruction: Instruction) -> Step:
         else:
             m.sanitizer.wait(m.active_lanes(mask), -1 if "wait_all" in words else newest)
 
-    return Step(run)
+    return ReadyStep(run)
 
 
 BUILDERS: dict[str, Builder] = {

@@ -16,18 +16,18 @@ from gpu_ops.emulator.errors import UnknownInstruction
 from gpu_ops.emulator.memory import GENERIC, Access
 from gpu_ops.emulator.registers import Builder, reader
 from gpu_ops.emulator.shadow import VOID
-from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.state import Group, ReadyStep, State
 from gpu_ops.emulator.syntax import Array, Instruction, Name, Operand
 
 _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d*)(?:\.(\*|\d*))?(hh|h|ll|l|z|j|t|L)?([diouxXcfFeEgGaAsp%])")
 
 
-def _host(m: State, pc: int, instruction: Instruction) -> Step:
+def _host(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     callee, *operands = instruction.operands
     assert isinstance(callee, Name)
     arguments = [_offset(m, operand) for operand in operands]
     if callee.name == "vprintf":
-        return Step(_printf(m, pc, *arguments))
+        return ReadyStep(_printf(m, pc, *arguments))
     message, file, line, function, _ = arguments
 
     def fail(group: Group, active: Mask) -> int | None:
@@ -40,7 +40,7 @@ def _host(m: State, pc: int, instruction: Instruction) -> Step:
         m.report("trap", pc, lane, what)
         return m.exit(group, active)
 
-    return Step(fail, plain=False)
+    return ReadyStep(fail, plain=False)
 
 
 def _printf(m: State, pc: int, result: int, form: int, values: int) -> Callable[[Mask], None]:
@@ -136,7 +136,7 @@ def _text(m: State, pc: int, lane: int, address: int) -> str:
 # -- calls through pointers -----------------------------------------------------------------------
 
 
-def _dispatch(m: State, pc: int, instruction: Instruction) -> Step:
+def _dispatch(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Jump to the clone of the function that a register points to."""
     pointer, table = instruction.operands
     assert isinstance(table, Name)
@@ -159,17 +159,17 @@ def _dispatch(m: State, pc: int, instruction: Instruction) -> Step:
             m.groups.append(Group(program.labels[targets[value]], m.simplify(mine)))
         return m.go_on(group, rest)
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
-def _refuse(m: State, pc: int, instruction: Instruction) -> Step:
+def _refuse(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     (what,) = instruction.operands
     assert isinstance(what, Name)
 
     def run(group: Group, active: Mask) -> int | None:
         raise UnknownInstruction(f"{what.name}\n  at {m.program.where(pc)}")
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
 BUILDERS: dict[str, Builder] = {"host": _host, "dispatch": _dispatch, "refuse": _refuse}

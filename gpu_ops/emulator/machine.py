@@ -16,7 +16,7 @@ from gpu_ops.emulator.errors import SanitizerError, UnknownInstruction
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.registers import Builder, Reader, Writer, reader, writer
-from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.state import Group, ReadyStep, State
 from gpu_ops.emulator.syntax import Array, Immediate, Instruction, Name, Negated
 
 _REPEATS = 16  # polling rounds without a change of any register, after which none will come
@@ -33,14 +33,14 @@ def _target(m: State, instruction: Instruction, name: str) -> int:
     return m.program.labels[name]
 
 
-def _bra(m: State, pc: int, instruction: Instruction) -> Step:
+def _bra(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     (label,) = instruction.operands
     assert isinstance(label, Name)
     target = _target(m, instruction, label.name)
-    return Step(lambda group, active: m.split(group, active, target), plain=False)
+    return ReadyStep(lambda group, active: m.split(group, active, target), plain=False)
 
 
-def _brx(m: State, pc: int, instruction: Instruction) -> Step:
+def _brx(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of ``brx.idx``: a branch through a table of labels."""
     index, table = instruction.operands
     assert isinstance(table, Name)
@@ -62,14 +62,14 @@ def _brx(m: State, pc: int, instruction: Instruction) -> Step:
             m.groups.append(Group(target, mine, yielded=group.polled and target <= group.pc))
         return m.go_on(group, rest)
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
-def _exit(m: State, pc: int, instruction: Instruction) -> Step:
-    return Step(m.exit, plain=False)
+def _exit(m: State, pc: int, instruction: Instruction) -> ReadyStep:
+    return ReadyStep(m.exit, plain=False)
 
 
-def _trap(m: State, pc: int, instruction: Instruction) -> Step:
+def _trap(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     what = "the kernel executed trap"
     if instruction.operands:
         what = f"call of {instruction.operands[0].name}, which has no body here"  # type: ignore[union-attr]
@@ -80,15 +80,15 @@ def _trap(m: State, pc: int, instruction: Instruction) -> Step:
         m.report("trap", pc, int(m.active_lanes(active)[0]), what + hint)
         return m.exit(group, active)
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
-def _nanosleep(m: State, pc: int, instruction: Instruction) -> Step:
+def _nanosleep(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     def run(group: Group, active: Mask) -> int | None:
         group.yielded = True
         return group.pc + 1
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
 class _Barrier:
@@ -157,10 +157,10 @@ class _Barrier:
         self.write(np.repeat(value, met.shape[1]), mine)
 
 
-def _bar(m: State, pc: int, instruction: Instruction) -> Step:
+def _bar(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     if instruction.modifiers[:1] == ("warp",):
         return warp_ops.syncwarp(m, pc, instruction)
-    return Step(_Barrier(m, pc, instruction), plain=False)
+    return ReadyStep(_Barrier(m, pc, instruction), plain=False)
 
 
 _BUILDERS: dict[str, Builder] = {
@@ -184,7 +184,7 @@ _BUILDERS: dict[str, Builder] = {
 # -- the machine ----------------------------------------------------------------------------------
 
 
-def _steps(m: State) -> list[Step]:
+def _steps(m: State) -> list[ReadyStep]:
     """Steps of the program; an error names the instruction and its line."""
     made = []
     for pc, instruction in enumerate(m.program.code):

@@ -13,7 +13,7 @@ from gpu_ops.emulator.batch import Mask
 # Importing a family registers its forms.
 from gpu_ops.emulator.instructions import Unknown, convert, floating, integer, logic, lookup  # noqa: F401
 from gpu_ops.emulator.program import immediate
-from gpu_ops.emulator.state import State, Step
+from gpu_ops.emulator.state import ReadyStep, State
 from gpu_ops.emulator.syntax import (
     BITS,
     DTYPE,
@@ -32,7 +32,7 @@ Reader = Callable[[], Array]
 Writer = Callable[[Array, Mask], None]
 
 #: Function that makes the step of the instruction at a pc.
-Builder = Callable[[State, int, Instruction], Step]
+Builder = Callable[[State, int, Instruction], ReadyStep]
 
 _CLOCKS = {"%clock": np.uint32, "%clock64": np.uint64, "%globaltimer": np.uint64}
 _CLOCKS |= {"%clock_hi": np.uint32, "%globaltimer_lo": np.uint32, "%globaltimer_hi": np.uint32}
@@ -176,18 +176,18 @@ def _register(m: State, instruction: Instruction, name: str) -> int:
 # -- arithmetic and moves -------------------------------------------------------------------------
 
 
-def _plain(run: Callable[[Mask], Any]) -> Step:
-    return Step(run, everyone=True)
+def _plain(run: Callable[[Mask], Any]) -> ReadyStep:
+    return ReadyStep(run, everyone=True)
 
 
-def _nothing(m: State, pc: int, instruction: Instruction) -> Step:
+def _nothing(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     for operand in instruction.operands:
         if isinstance(operand, Address):
             address(m, instruction, operand)
     return _plain(lambda mask: None)
 
 
-def _createpolicy(m: State, pc: int, instruction: Instruction) -> Step:
+def _createpolicy(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step that makes a cache policy: 64 opaque bits."""
     target, *sources = instruction.operands
     policy(m, instruction, target)
@@ -225,7 +225,7 @@ def without_policy(m: State, instruction: Instruction) -> list[Operand]:
     return operands
 
 
-def arithmetic(m: State, pc: int, instruction: Instruction) -> Step:
+def arithmetic(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of an instruction that is a pure function of its operands."""
     if not instruction.operands:
         raise Unknown(instruction.form)
@@ -268,7 +268,7 @@ def arithmetic(m: State, pc: int, instruction: Instruction) -> Step:
     return _plain(run)
 
 
-def _mov(m: State, pc: int, instruction: Instruction) -> Step:
+def _mov(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of ``mov``: copies, packs or unpacks bits, or reads a special register or the address of a variable."""
     (ptx_type,) = instruction.modifiers
     if ptx_type not in DTYPE:
@@ -281,7 +281,7 @@ def _mov(m: State, pc: int, instruction: Instruction) -> Step:
 _WINDOWS = {"shared": aot.SHARED_WINDOW, "local": aot.LOCAL_WINDOW}
 
 
-def _cvta(m: State, pc: int, instruction: Instruction) -> Step:
+def _cvta(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of ``cvta``: converts an address of a state space to a generic one; with ``.to``, back."""
     *words, ptx_type = instruction.modifiers
     window = np.uint64(_WINDOWS.get(words[-1].partition("::")[0], 0))
@@ -294,7 +294,7 @@ def _cvta(m: State, pc: int, instruction: Instruction) -> Step:
     return _plain(lambda mask: write(read() + window, mask))
 
 
-def _isspacep(m: State, pc: int, instruction: Instruction) -> Step:
+def _isspacep(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     space = instruction.modifiers[0].partition("::")[0]
     target, source = instruction.operands
     read, write = reader(m, instruction, source, "u64"), writer(m, instruction, target, "pred")

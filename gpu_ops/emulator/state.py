@@ -26,7 +26,7 @@ BARRIERS = 16  # ids of a block
 
 
 @dataclass(slots=True)
-class Step:
+class ReadyStep:
     """Instruction that is ready to run.
 
     A ``plain`` step is ``run(active)``, and the next instruction follows. Any other is ``run(group, active)``,
@@ -56,7 +56,7 @@ class Group:
 class State(Batch):
     """State that steps read and change."""
 
-    steps: list[Step]
+    steps: list[ReadyStep]
 
     def __init__(self, program: PtxProgram) -> None:
         super().__init__(program)

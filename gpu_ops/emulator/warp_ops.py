@@ -18,7 +18,7 @@ from gpu_ops.emulator.instructions import Unknown, matrix
 from gpu_ops.emulator.instructions import warp_ops as warp
 from gpu_ops.emulator.memory import GENERIC, SHARED, Access
 from gpu_ops.emulator.registers import Builder, Reader, address, destinations, parts, reader, writer
-from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.state import Group, ReadyStep, State
 from gpu_ops.emulator.syntax import Array, Instruction, Name
 
 _FULL = np.array([0xFFFFFFFF], np.uint32)
@@ -47,7 +47,9 @@ def _together(here: Array, named: Array) -> Array:
     return together
 
 
-def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
+def collective(
+    m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]
+) -> ReadyStep:
     """Step that calls ``run(active [W, 32], members [W, 32], mask)`` for lanes whose partners have all arrived."""
     if members is not None:
         m.collectives[pc] = members
@@ -91,7 +93,7 @@ def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, 
             undefined.together(m, pc, here, named)
         run(here, named, mask)
 
-    return Step(step, plain=False)
+    return ReadyStep(step, plain=False)
 
 
 def _late(m: State, here: Array, named: Array) -> Array:
@@ -101,7 +103,7 @@ def _late(m: State, here: Array, named: Array) -> Array:
     return late
 
 
-def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
+def syncwarp(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     """Step of ``bar.warp.sync``."""
     members = reader(m, instruction, instruction.operands[0], "u32")
 
@@ -126,7 +128,7 @@ def _write_all(
     return write
 
 
-def _shfl(m: State, pc: int, instruction: Instruction) -> Step:
+def _shfl(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     if instruction.modifiers[:1] != ("sync",):
         raise Unknown(instruction.form)
     mode = instruction.modifiers[1]
@@ -150,7 +152,7 @@ def _exchange(
     instruction: Instruction,
     types: tuple[str, ...],
     evaluate: Callable[..., tuple[Array, ...]],
-) -> Step:
+) -> ReadyStep:
     """Step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``; ``types``: of a, d, p."""
     _, source, members = instruction.operands
     read = reader(m, instruction, source, types[0])
@@ -162,26 +164,26 @@ def _exchange(
     return collective(m, pc, reader(m, instruction, members, "u32"), run)
 
 
-def _vote(m: State, pc: int, instruction: Instruction) -> Step:
+def _vote(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     if instruction.modifiers[:1] != ("sync",):
         raise Unknown(instruction.form)
     mode, ptx_type = instruction.modifiers[1:3]
     return _exchange(m, pc, instruction, ("pred", ptx_type), lambda *a: (warp.vote(mode, *a),))
 
 
-def _match(m: State, pc: int, instruction: Instruction) -> Step:
+def _match(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     mode, _, ptx_type = instruction.modifiers
     return _exchange(m, pc, instruction, (ptx_type, "b32", "pred"), partial(warp.match, mode))
 
 
-def _redux(m: State, pc: int, instruction: Instruction) -> Step:
+def _redux(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     _, operation, *modifiers, ptx_type = instruction.modifiers
     warp.check_redux(operation, ptx_type, tuple(modifiers))
     run = partial(warp.redux, operation, ptx_type, modifiers=tuple(modifiers))
     return _exchange(m, pc, instruction, (ptx_type, ptx_type), lambda *a: (run(*a),))
 
 
-def _elect(m: State, pc: int, instruction: Instruction) -> Step:
+def _elect(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     write = _write_all(m, instruction, ("b32", "pred"))
 
     def run(here: Array, named: Array, mask: Mask) -> None:
@@ -190,14 +192,14 @@ def _elect(m: State, pc: int, instruction: Instruction) -> Step:
     return collective(m, pc, reader(m, instruction, instruction.operands[1], "u32"), run)
 
 
-def _activemask(m: State, pc: int, instruction: Instruction) -> Step:
+def _activemask(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     write = writer(m, instruction, instruction.operands[0], "b32")
 
     def run(group: Group, active: Mask) -> int:
         write(warp.activemask(m.full(active).reshape(-1, WARP)).ravel(), active)
         return group.pc + 1
 
-    return Step(run, plain=False)
+    return ReadyStep(run, plain=False)
 
 
 # -- matrices: all lanes of a warp take part ------------------------------------------------------
@@ -212,11 +214,11 @@ def _spread(m: State, warps: Array, values: Array) -> Array:
     return full.ravel()
 
 
-def _mma(m: State, pc: int, instruction: Instruction) -> Step:
+def _mma(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     return product(m, pc, instruction, matrix.mma(instruction.modifiers))
 
 
-def product(m: State, pc: int, instruction: Instruction, form: matrix.Mma) -> Step:
+def product(m: State, pc: int, instruction: Instruction, form: matrix.Mma) -> ReadyStep:
     """Step of ``d, a, b, c`` that multiplies tiles: ``mma`` and ``wmma.mma``."""
     d, *sources = instruction.operands
     readers = [
@@ -260,7 +262,7 @@ def _row_mask(m: State, here: Array, rows: int) -> tuple[Array, Array]:
     return mask.ravel(), np.flatnonzero(here.any(axis=1))
 
 
-def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
+def _ldmatrix(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     narrow, count, transposed, space = _matrix_form(instruction)
     rows = (16 if narrow else 8) * count
     load = matrix.load_fragments_b8 if narrow else partial(matrix.load_fragments, transposed=transposed)
@@ -284,7 +286,7 @@ def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     return collective(m, pc, None, run)
 
 
-def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
+def _stmatrix(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     narrow, count, transposed, space = _matrix_form(instruction)
     store = matrix.store_fragments_b8 if narrow else partial(matrix.store_fragments, transposed=transposed)
     target, source = instruction.operands
@@ -306,7 +308,7 @@ def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     return collective(m, pc, None, run)
 
 
-def _movmatrix(m: State, pc: int, instruction: Instruction) -> Step:
+def _movmatrix(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     target, source = instruction.operands
     read, write = reader(m, instruction, source, "b32"), writer(m, instruction, target, "b32")
 

@@ -12,7 +12,7 @@ from gpu_ops.emulator.batch import WARP, Mask
 from gpu_ops.emulator.instructions import Unknown, wmma
 from gpu_ops.emulator.memory import GENERIC, SPACES, Access
 from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
-from gpu_ops.emulator.state import State, Step
+from gpu_ops.emulator.state import ReadyStep, State
 from gpu_ops.emulator.syntax import Array, Instruction, Name, Operand
 from gpu_ops.emulator.warp_ops import collective, product
 
@@ -48,7 +48,7 @@ class _Tile:
             yield e * f.bits, self.base() + (offset * f.bits // 8).astype(np.uint64)
 
 
-def _load(m: State, pc: int, instruction: Instruction) -> Step:
+def _load(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     target, source, *rest = instruction.operands
     tile = _Tile(m, pc, instruction, source, rest)
     f = tile.fragment
@@ -76,7 +76,7 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
     return collective(m, pc, None, run)
 
 
-def _store(m: State, pc: int, instruction: Instruction) -> Step:
+def _store(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     target, source, *rest = instruction.operands
     tile = _Tile(m, pc, instruction, target, rest)
     f = tile.fragment
@@ -99,7 +99,7 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
     return collective(m, pc, None, run)
 
 
-def _wmma(m: State, pc: int, instruction: Instruction) -> Step:
+def _wmma(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     action = instruction.modifiers[0]
     if action == "mma":
         return product(m, pc, instruction, wmma.mma(instruction.modifiers))
