@@ -13,7 +13,7 @@ from gpu_ops.core.state_arrays import check_device, named_dtype, to_device
 from gpu_ops.errors import OptionError, StateError
 from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
-from gpu_ops.inference.sequences import CacheStats, Sequence, Sequences, requests, token_ids
+from gpu_ops.inference.sequences import CacheSequences, CacheStats, Sequence, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled
 from gpu_ops.inference.step_attention import on_device
 from gpu_ops.inference.tree import moves, read_parents, read_paths
@@ -156,7 +156,7 @@ class PagedKVCache:
         self.keys, self.values = numbers[:n], numbers[n:]
         self.key_scales, self.value_scales = scales[:n], scales[n:]
         pool = PagePool(self.num_pages, self.page_size, first)
-        self._sequences = Sequences(pool, self.window, -(-keep // self.page_size))
+        self._sequences = CacheSequences(pool, self.window, -(-keep // self.page_size))
 
     def add(self, tokens: Any = ()) -> int:
         """Add a sequence; return its handle, an integer.

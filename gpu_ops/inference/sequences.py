@@ -14,7 +14,7 @@ import numpy as np
 from gpu_ops.errors import DTypeError, OptionError, OutOfPages, ShapeError, StateError
 from gpu_ops.inference.pages import Node, PagePool
 
-__all__ = ["CacheStats", "Sequence", "Sequences", "StepPlan", "requests", "token_ids"]
+__all__ = ["CacheSequences", "CacheStats", "Sequence", "StepPlan", "requests", "token_ids"]
 
 _LAST_ID = 2**31 - 1
 
@@ -65,7 +65,7 @@ class StepPlan:
     needed: int
 
 
-class Sequences:
+class CacheSequences:
     """All sequences of a cache over one pool of pages."""
 
     def __init__(self, pool: PagePool, window: int, keep_pages: int) -> None:
@@ -303,7 +303,7 @@ def token_ids(op: str, tokens: Any) -> list[int]:
     return ids
 
 
-def requests(sequences: Sequences, tokens: Any) -> dict[int, list[int]]:
+def requests(sequences: CacheSequences, tokens: Any) -> dict[int, list[int]]:
     """Check the argument of ``reserve`` and return it as lists."""
     if not isinstance(tokens, Mapping) or not tokens:
         raise OptionError(

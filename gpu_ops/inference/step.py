@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu_ops.core.state_arrays import to_device
 from gpu_ops.errors import DeviceError, OptionError
-from gpu_ops.inference.sequences import Sequences, StepPlan
+from gpu_ops.inference.sequences import CacheSequences, StepPlan
 
 if TYPE_CHECKING:
     from gpu_ops.inference.cascade import Cascade
@@ -68,7 +68,7 @@ def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: s
     return written(step, None, device)
 
 
-def filled(sequences: Sequences, plan: StepPlan, out: Step | None) -> Step:
+def filled(sequences: CacheSequences, plan: StepPlan, out: Step | None) -> Step:
     """Step in host memory for a plan that has been carried out, with the shapes of ``out`` if that is passed."""
     counts = np.array([len(new) for new in plan.tokens.values()])
     starts, total, batch = np.array(plan.starts), int(counts.sum()), len(counts)

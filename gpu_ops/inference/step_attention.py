@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from gpu_ops.errors import OptionError
 from gpu_ops.inference.cascade import Cascade, cascade_of
 from gpu_ops.inference.quantized_rows import numbers
-from gpu_ops.inference.sequences import Sequences
+from gpu_ops.inference.sequences import CacheSequences
 from gpu_ops.inference.step import Step, written
 from gpu_ops.inference.tree import Tree, planted
 from gpu_ops.ops.attention.decode import attention_decode
@@ -91,7 +91,7 @@ def attend(
     )
 
 
-def on_device(sequences: Sequences, step: Step, out: Step | None, device: str) -> Step:
+def on_device(sequences: CacheSequences, step: Step, out: Step | None, device: str) -> Step:
     """Copy the open step from host memory to the device, with the tree or cascade that :func:`attend` reads."""
     more: dict[str, Any] = {}
     if sequences.parents:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
-from gpu_ops.inference.sequences import Sequences
+from gpu_ops.inference.sequences import CacheSequences
 from gpu_ops.inference.step import Step, sent
 
 __all__ = ["Tree", "depths", "moves", "parent_list", "planted", "read_parents", "read_paths"]
@@ -68,7 +68,7 @@ def parent_list(op: str, name: str, values: Any, count: int) -> list[int]:
     return parents
 
 
-def read_paths(sequences: Sequences, paths: Any) -> dict[int, list[int]]:
+def read_paths(sequences: CacheSequences, paths: Any) -> dict[int, list[int]]:
     """Check the argument of ``accept``: tokens of each tree of the open step, down from one without a parent."""
     if not isinstance(paths, Mapping):
         raise OptionError(f"accept: paths is {type(paths).__name__}; pass a dict, {{handle: tokens to keep}}")
@@ -147,7 +147,7 @@ def planted(
     return {"logit_rows": logit_rows, "tree": Tree(**on_device, last_position=int(step.positions.max()))}
 
 
-def moves(sequences: Sequences, paths: Mapping[int, list[int]]) -> tuple[list[int], list[int]]:
+def moves(sequences: CacheSequences, paths: Mapping[int, list[int]]) -> tuple[list[int], list[int]]:
     """Source and target slots of the kept tokens, which move so that they follow their sequences."""
     size = sequences.pool.page_size
     source: list[int] = []

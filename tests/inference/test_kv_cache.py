@@ -17,7 +17,7 @@ from gpu_ops.errors import (
 from gpu_ops.inference import PagedKVCache
 from gpu_ops.inference.page_arrays import PageArrays
 from gpu_ops.inference.pages import PagePool
-from gpu_ops.inference.sequences import Sequences
+from gpu_ops.inference.sequences import CacheSequences
 from gpu_ops.inference.step import filled
 from tests.support.fake_cupy import FakeArray
 
@@ -338,7 +338,7 @@ def test_arrays_of_a_gpu(cupy, dtype):
 
 def test_slots_past_the_31st_bit():
     """Compute slots without arrays, which would take gigabytes."""
-    sequences = Sequences(PagePool(9, 2**28), window=-1, keep_pages=0)
+    sequences = CacheSequences(PagePool(9, 2**28), window=-1, keep_pages=0)
     handles = [sequences.add([]) for _ in range(9)]
     plan = sequences.plan({handle: [5, 6] for handle in handles})
     sequences.extend(plan, lambda source, target: None)
