@@ -30,7 +30,7 @@ from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.bert_config import NAMES, BertConfig
 from gpu_ops.models.block import Sequences
 from gpu_ops.models.config_hf import read_config
-from gpu_ops.models.tensors import Source, open_folder, read_all, with_prefix
+from gpu_ops.models.tensors import ModelSource, open_folder, read_all, with_prefix
 from gpu_ops.models.weights import check_arrays
 from gpu_ops.ops.attention.varlen import attention_varlen
 from gpu_ops.ops.gemm.linear import linear
@@ -140,7 +140,7 @@ def load_bert(
         if f"{_PREFIX}{names.embed}" in files:
             names = with_prefix(names, _PREFIX)
             files = {name: file for name, file in files.items() if name.startswith(_PREFIX)}
-        arrays = dict(read_all(_LOAD, where, Source(config, files, names), target_dtype))
+        arrays = dict(read_all(_LOAD, where, ModelSource(config, files, names), target_dtype))
     return Bert.of(arrays, config, device=target), config
 
 

@@ -33,9 +33,9 @@ from gpu_ops.models.tensors import (
     ONE_FILE,
     STORED,
     Files,
+    ModelSource,
     Names,
     Part,
-    Source,
     open_folder,
     planned,
     read_all,
@@ -121,7 +121,7 @@ def load(
     with system_errors(_LOAD, where):
         is_folder = stat.S_ISDIR(where.stat().st_mode)
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
-        source: Source[LlamaConfig]
+        source: ModelSource[LlamaConfig]
         if is_folder:
             source = _Folder(where, stack)
         else:
@@ -213,7 +213,7 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
         raise OptionError(f"{_SAVE}: entries= cannot be written as JSON: {error}") from error
 
 
-class _Folder(Source[LlamaConfig]):
+class _Folder(ModelSource[LlamaConfig]):
     """A model in an open folder."""
 
     def __init__(self, where: Path, stack: contextlib.ExitStack) -> None:

@@ -21,7 +21,7 @@ from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.checkpoint_ternary import joined, scale_columns
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
-from gpu_ops.models.tensors import Names, Part, Source, fill
+from gpu_ops.models.tensors import ModelSource, Names, Part, fill
 
 __all__ = ["NAMES", "GGUFSource"]
 
@@ -90,7 +90,7 @@ _NEUTRAL = {
 }
 
 
-class GGUFSource(Source[LlamaConfig]):
+class GGUFSource(ModelSource[LlamaConfig]):
     """A model in an open GGUF file."""
 
     def __init__(self, op: str, path: Path, file: BinaryIO) -> None:

@@ -25,9 +25,9 @@ __all__ = [
     "File",
     "Files",
     "ModelConfig",
+    "ModelSource",
     "Names",
     "Part",
-    "Source",
     "fill",
     "open_folder",
     "planned",
@@ -162,7 +162,7 @@ class Part:
 
 
 @dataclass
-class Source(Generic[AnyConfig]):
+class ModelSource(Generic[AnyConfig]):
     """Config and files of a model."""
 
     config: AnyConfig
@@ -197,7 +197,7 @@ def planned(config: ModelConfig, names: Names) -> dict[str, list[Part]]:
 
 
 def read_all(
-    op: str, where: Path, source: Source[Any], dtype: np.dtype[Any] | None
+    op: str, where: Path, source: ModelSource[Any], dtype: np.dtype[Any] | None
 ) -> Iterator[tuple[str, Any]]:
     """Read the arrays of a model by name, one at a time; first check that the files hold exactly its tensors.
 
@@ -210,7 +210,9 @@ def read_all(
         yield name, packed[name] if name in packed else source.read(name, parts, dtype)
 
 
-def _checked(op: str, where: Path, source: Source[Any]) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
+def _checked(
+    op: str, where: Path, source: ModelSource[Any]
+) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
     """Return the plan and its packed arrays. Raises unless the files hold exactly the tensors of the plan."""
     config, files, names = source.config, source.files, source.names
     if config.nlayers > len(files):  # before a list of layers is made
