@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_ops.core.op import forget_calls, op_named
-from gpu_ops.core.run import Linked, Prepared
+from gpu_ops.core.run import Linked, PreparedCall
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.program import lower
 
@@ -112,7 +112,7 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
             f"autotune: the arrays of {name} are in host memory; it measures on a GPU: copy them there first "
             "(cupy.asarray(q), q.cuda())"
         )
-    prepared = Prepared(bound, entry.parameters, arrays, options)
+    prepared = PreparedCall(bound, entry.parameters, arrays, options)
     limits = prepared.limits()
     choices = lower(bound.spec, prepared.backend, limits)[1].choices
     if not choices:

@@ -17,7 +17,7 @@ from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.dispatch import WITH_CUDA_KERNELS, Choice
 from gpu_ops.core.foreign import meant_by
 from gpu_ops.core.out_of_memory import out_of_memory
-from gpu_ops.core.run import Prepared, forget
+from gpu_ops.core.run import PreparedCall, forget
 from gpu_ops.errors import DTypeError, OutOfMemoryError, UnknownOptionError
 from gpu_ops.kernels.program import lower_module
 
@@ -35,7 +35,7 @@ class Explanation:
     """Description of what a call would do; printable."""
 
     bound: Bound
-    prepared: Prepared
+    prepared: PreparedCall
     values: dict[str, Any]
 
     @property
@@ -86,7 +86,7 @@ class Op:
         self._results = tuple(n for n in named if n not in positional)
         both = [n for n in named if n in positional and n in written]
         self._positional = tuple((self.parameters.index(n), n) for n in both)  # passed by position or by name
-        self.known: dict[Any, Prepared] = {}
+        self.known: dict[Any, PreparedCall] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self._key(args, kwargs)
@@ -95,7 +95,7 @@ class Op:
             result = prepared(args, kwargs)
             return result if prepared.tuple_argument is None else kwargs[prepared.tuple_argument]
         bound = self.bind(args, kwargs)
-        prepared = Prepared(bound, self.parameters, args, kwargs)
+        prepared = PreparedCall(bound, self.parameters, args, kwargs)
         result = prepared.first(bound, args, kwargs)
         if key is not None:
             if len(self.known) >= MAX_CALLS:
@@ -138,7 +138,7 @@ class Op:
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         bound = self.bind(args, kwargs)
-        prepared = Prepared(bound, self.parameters, args, kwargs)
+        prepared = PreparedCall(bound, self.parameters, args, kwargs)
         views = prepared.views(bound, args, kwargs)
         values = bound.check_values(views, prepared.backend)[0] if bound.check_values else {}
         return Explanation(bound, prepared, values)

@@ -1,6 +1,6 @@
 """Running a program on a device, with arrays by name. Only this module allocates, fills in addresses and launches.
 
-Later calls with the same key go to a :class:`Prepared` call. It finds their arrays where the first call had them,
+Later calls with the same key go to a :class:`PreparedCall` call. It finds their arrays where the first call had them,
 allocates results, and runs the program, which is linked to its device once.
 """
 
@@ -22,7 +22,7 @@ from gpu_ops.core.places import Allocation, Place
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
 from gpu_ops.kernels.program import ALIGNMENT, LaunchTooLarge, Limits, Program, Spec, Workspace, lower
 
-__all__ = ["Linked", "Prepared", "forget", "program_of"]
+__all__ = ["Linked", "PreparedCall", "forget", "program_of"]
 
 Views: TypeAlias = "dict[str, Any]"
 
@@ -90,7 +90,7 @@ class Linked:
                 device.zero(w.name, views)
 
 
-class Prepared:
+class PreparedCall:
     """A bound call without its arrays."""
 
     def __init__(

@@ -16,7 +16,7 @@ import gpu_ops
 from gpu_ops.cli.preset_report import card_limits
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.core.dispatch import has_cuda_kernels
-from gpu_ops.core.run import Prepared
+from gpu_ops.core.run import PreparedCall
 from gpu_ops.errors import DeviceError, GpuOpsError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.kernels.compiler.device_limits import RESERVED
@@ -129,7 +129,7 @@ def programs(case, backend):
     op = getattr(gpu_ops, case.op).op
     args, kwargs = tuple(case.arrays.values()), {**case.options, "device": "emulator", "backend": backend}
     bound = op.bind(args, kwargs)
-    made = Prepared(bound, op.parameters, args, kwargs)
+    made = PreparedCall(bound, op.parameters, args, kwargs)
     values = (
         bound.check_values(made.views(bound, args, kwargs), made.backend)[0] if bound.check_values else {}
     )
