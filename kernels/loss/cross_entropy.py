@@ -19,7 +19,7 @@ from gpu_ops.kernels.common.arguments import DTYPES, KINDS, as_line, as_rows, fl
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["NUMBA", "RAW", "Kernels", "Rows", "Total", "factor_cpu", "factors", "options_cpu", "variants"]
+__all__ = ["NUMBA", "RAW", "Kernels", "LossRows", "Total", "factor_cpu", "factors", "options_cpu", "variants"]
 
 _TWIN_THREADS, _TOTAL_THREADS = 256, 512
 _VECS = 4  # vectors of a row for a thread, before a row gets more threads
@@ -130,7 +130,7 @@ def factor_cpu(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossRows:
     """Logits (rows, vocab), and arrays per row. ``loss`` and ``lse`` are one array if lse is not requested."""
 
     logits: Tensor
@@ -176,8 +176,8 @@ class Total:
 class Kernels:
     """Launchers of a backend's kernels. ``backward`` takes rows, dlogits, dloss of each and the shared factors."""
 
-    forward: Callable[[Spec, Builder, Rows], None]
-    backward: Callable[[Spec, Builder, Rows, Tensor, Tensor, Tensor], None]
+    forward: Callable[[Spec, Builder, LossRows], None]
+    backward: Callable[[Spec, Builder, LossRows, Tensor, Tensor, Tensor], None]
     total: Callable[[Spec, Builder, Total, Tensor], None]
 
 
@@ -202,7 +202,7 @@ def _forward(spec: Spec, builder: Builder, kernels: Kernels) -> None:
     ).ravel()
     if len(x):
         targets = spec.tensor("targets").ravel()
-        kernels.forward(spec, builder, Rows(x, targets, each, each if lse is None else lse.ravel()))
+        kernels.forward(spec, builder, LossRows(x, targets, each, each if lse is None else lse.ravel()))
     if spec["reduction"] != "none":
         kernels.total(spec, builder, Total.of_losses(spec, each), loss)
 
@@ -211,7 +211,9 @@ def _backward(spec: Spec, builder: Builder, kernels: Kernels) -> None:
     x, targets, lse = rows_of(spec, "logits"), spec.tensor("targets").ravel(), spec.tensor("lse").ravel()
     if x.size:
         dloss, shared = factors(spec, builder, kernels)
-        kernels.backward(spec, builder, Rows(x, targets, lse, lse), rows_of(spec, "dlogits"), dloss, shared)
+        kernels.backward(
+            spec, builder, LossRows(x, targets, lse, lse), rows_of(spec, "dlogits"), dloss, shared
+        )
 
 
 def _like_loss(spec: Spec) -> Tensor:
@@ -226,7 +228,7 @@ def _weight(spec: Spec) -> Tensor:
     return _like_loss(spec).ravel() if weight is None else weight
 
 
-def _forward_raw(spec: Spec, builder: Builder, rows: Rows) -> None:
+def _forward_raw(spec: Spec, builder: Builder, rows: LossRows) -> None:
     x, loss, lse = rows.logits, rows.loss, rows.lse
     plain = not spec["softcap"] and not spec["label_smoothing"]
     arrays = (rows.targets, _weight(spec), x, loss, lse, np.int32(lse is not loss), _raw_options(spec))
@@ -234,7 +236,7 @@ def _forward_raw(spec: Spec, builder: Builder, rows: Rows) -> None:
 
 
 def _backward_raw(
-    spec: Spec, builder: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+    spec: Spec, builder: Builder, rows: LossRows, dlogits: Tensor, dloss: Tensor, shared: Tensor
 ) -> None:
     x, step = rows.logits, np.int64(dloss is not shared)
     plain = not spec["softcap"] and not (spec["label_smoothing"] and spec.get("class_weight") is not None)
@@ -254,7 +256,7 @@ def _total_raw(spec: Spec, builder: Builder, t: Total, result: Tensor) -> None:
     builder.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (*args, *sizes))
 
 
-def _forward_numba(spec: Spec, builder: Builder, rows: Rows) -> None:
+def _forward_numba(spec: Spec, builder: Builder, rows: LossRows) -> None:
     from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
 
     x, targets, loss, lse = rows.logits, rows.targets, rows.loss, rows.lse
@@ -264,7 +266,7 @@ def _forward_numba(spec: Spec, builder: Builder, rows: Rows) -> None:
 
 
 def _backward_numba(
-    spec: Spec, builder: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+    spec: Spec, builder: Builder, rows: LossRows, dlogits: Tensor, dloss: Tensor, shared: Tensor
 ) -> None:
     from gpu_ops.kernels.loss.numba_cuda import cross_entropy as twins
 

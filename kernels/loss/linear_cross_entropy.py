@@ -20,7 +20,7 @@ from gpu_ops.kernels.gemm.args import Operand, linear, product
 from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.gemm.linear import Multiply, SumRows, sum_rows_numba, sum_rows_raw
 from gpu_ops.kernels.loss import cross_entropy as losses
-from gpu_ops.kernels.loss.cross_entropy import Rows, Total
+from gpu_ops.kernels.loss.cross_entropy import LossRows, Total
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
 __all__ = ["chunks"]
@@ -119,7 +119,7 @@ def _gpu(spec: Spec, builder: Builder, by: _Backend) -> None:
     of_rows = loss if spec["reduction"] == "none" else builder.empty(x.shape[:1], loss.dtype, "row losses")
     if lse is None:
         lse = builder.empty(x.shape[:1], loss.dtype, "lse of rows") if grads else of_rows
-    all_rows = Rows(x, spec.tensor("targets").ravel(), of_rows.ravel(), lse.ravel())
+    all_rows = LossRows(x, spec.tensor("targets").ravel(), of_rows.ravel(), lse.ravel())
     parts = list(chunks(spec, _GPU_BYTES, *_GPU_ROWS))
     if _has_logits(spec, builder):
         _launch_chunks(spec, builder, by, all_rows, parts)
@@ -129,7 +129,7 @@ def _gpu(spec: Spec, builder: Builder, by: _Backend) -> None:
         by.losses.total(spec, builder, Total.of_losses(spec, all_rows.loss), loss)
 
 
-def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: Rows, parts: list[slice]) -> None:
+def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, parts: list[slice]) -> None:
     weight, bias, dx, dbias = (spec.get(name) for name in ("weight", "bias", "dx", "dbias"))
     x, sum_dtype, added = rows.logits, rows.loss.dtype, spec["added"]
     assert weight is not None
@@ -141,7 +141,7 @@ def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: Rows, parts
     dloss, shared = losses.factors(spec, builder, by.losses) if dx is not None else (rows.loss, rows.loss)
     for c in parts:
         loss, z = rows.loss[c], logits[: c.stop - c.start]
-        part = Rows(z, rows.targets[c], loss, loss if rows.lse is rows.loss else rows.lse[c])
+        part = LossRows(z, rows.targets[c], loss, loss if rows.lse is rows.loss else rows.lse[c])
         by.multiply(builder, linear(Operand(x[c]), Operand(weight), z, residual=None, bias=row))
         by.losses.forward(spec, builder, part)
         if dx is None:
