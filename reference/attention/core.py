@@ -20,7 +20,7 @@ from gpu_ops.reference.precision import Array, Steps
 __all__ = [
     "DenseOptions",
     "Options",
-    "Rows",
+    "SoftmaxRows",
     "WeightOptions",
     "matmul_visible",
     "repeat_heads",
@@ -105,7 +105,7 @@ def takes(options: type[Options]) -> Callable[[F], F]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SoftmaxRows:
     """One softmax row per query; all fields are float64, ``visible`` is bool."""
 
     probs: Array  # (batch, nheads, seqlen_q, seqlen_k); 0 where not visible
@@ -154,7 +154,7 @@ def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) 
     return result
 
 
-def weigh_values(rows: Rows, values: Array, steps: Steps) -> Array:
+def weigh_values(rows: SoftmaxRows, values: Array, steps: Steps) -> Array:
     """``probs @ values``, after dropout. A non-finite value counts wherever it is seen, however small its
     weight is: weights are positive, and 0 only by rounding, which times infinity would be NaN.
     """
@@ -166,7 +166,7 @@ def weigh_values(rows: Rows, values: Array, steps: Steps) -> Array:
     return result
 
 
-def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: int = 0) -> Rows:
+def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: int = 0) -> SoftmaxRows:
     """Scores, masks and softmax. ``k`` has as many heads as ``q``; ``sequence``: the number of the first sequence.
 
     ``s = softcap(softmax_scale * q.k) + ALiBi + bias``, masked entries -inf; then
@@ -208,7 +208,7 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: i
     sink_numerator = step(np.exp(step(sink - row_max)))
     row_sum = step(numerator.sum(axis=-1) + sink_numerator)
     divisor = np.where(row_sum == 0.0, 1.0, row_sum)
-    return Rows(
+    return SoftmaxRows(
         probs=np.where(visible, step(numerator / divisor[..., None]), 0.0),
         kept=_kept(shape, options, sequence),
         sink_probs=step(sink_numerator / divisor),
