@@ -35,7 +35,7 @@ SEQLEN = 256  # the default: the emulator takes seconds where a GPU takes micros
 
 
 @dataclass(frozen=True)
-class Launch:
+class EmulatedLaunch:
     """One kernel launch of a case."""
 
     case: Case
@@ -68,7 +68,7 @@ def run(planned: Mapping[str, Sequence[Case]], console: Console) -> int:
 
 def run_op(op: str, cases: Sequence[Case], console: Console) -> bool:
     """Print the table of an op; False if a case failed."""
-    done: list[Launch] = []
+    done: list[EmulatedLaunch] = []
     failures: dict[str, list[str]] = {}
     for case in cases:
         try:
@@ -82,7 +82,7 @@ def run_op(op: str, cases: Sequence[Case], console: Console) -> bool:
     return not failures
 
 
-def launches(case: Case) -> Iterator[Launch]:
+def launches(case: Case) -> Iterator[EmulatedLaunch]:
     """Run a case once with each backend. Launches of its preparation do not count."""
     for prepare, suffix in ((case.ours, ""), (case.numba, ", Numba")):
         if prepare is None:
@@ -91,7 +91,7 @@ def launches(case: Case) -> Iterator[Launch]:
         with emulator.record() as profiles:
             call()
         for profile in profiles:
-            yield Launch(case, profile, *fit(profile), profile.name + suffix)
+            yield EmulatedLaunch(case, profile, *fit(profile), profile.name + suffix)
 
 
 def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | None]:
@@ -106,7 +106,7 @@ def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | Non
     return needs, cubin.occupancy(needs, threads, profile.dynamic_shared_bytes, limits)
 
 
-def table(op: str, done: Sequence[Launch]) -> Table:
+def table(op: str, done: Sequence[EmulatedLaunch]) -> Table:
     grid = make_table(op, ("case", "shape", "dtype", "kernel"), FIGURES)
     previous = None
     for launch in done:
@@ -117,7 +117,7 @@ def table(op: str, done: Sequence[Launch]) -> Table:
     return grid
 
 
-def figures(launch: Launch) -> list[str]:
+def figures(launch: EmulatedLaunch) -> list[str]:
     counts, needs, occupancy = launch.profile.counts, launch.needs, launch.occupancy
     return [
         f"{counts.warps:,}",
