@@ -1,6 +1,6 @@
 """Semantics of PTX instructions, as pure functions on arrays; one module per family.
 
-``lookup("fma", ("rn", "f32"))`` returns the :class:`InstructionForm` of one instruction form. An Op is independent of threads. The
+``lookup("fma", ("rn", "f32"))`` returns an :class:`InstructionForm`, which is independent of threads. The
 machine passes it one array per source operand, viewed in the type that the form names (see
 :data:`~gpu_ops.emulator.syntax.DTYPE`), and stores the arrays that it returns. Lengths broadcast: a value that is the
 same for all threads arrives as an array of one element.
