@@ -7,14 +7,11 @@ queries; for the other pages each sequence is separate. The two results are merg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
-from gpu_ops.inference.step import Step, sent
+from gpu_ops.inference.step import Cascade, Step, sent
 
-__all__ = ["MAX_QUERIES", "MIN_SEQUENCES", "MIN_TOKENS", "Cascade", "cascade_of"]
+__all__ = ["MAX_QUERIES", "MIN_SEQUENCES", "MIN_TOKENS", "cascade_of"]
 
 # Time of both parts and the merge over that of one call, decoding in float32 on two cores. With 32 queries of each
 # sequence the ratios are 0.60 and 0.94, since products dominate.
@@ -29,24 +26,6 @@ __all__ = ["MAX_QUERIES", "MIN_SEQUENCES", "MIN_TOKENS", "Cascade", "cascade_of"
 MIN_SEQUENCES = 8
 MIN_TOKENS = 512
 MAX_QUERIES = 32
-
-
-@dataclass(frozen=True, eq=False)
-class Cascade:
-    """Arrays on the cache's device. A group is a run of sequences; without shared pages it has 0 keys here."""
-
-    cu_seqlens_q: Any
-    """int32 (groups + 1,): starts of the tokens of each group, and the total."""
-    seqused_k: Any
-    """int32 (groups,): tokens in the shared pages."""
-    block_table: Any
-    """int32 (groups, width): shared pages."""
-    own_seqused_k: Any
-    """int32 (batch,): keys of each sequence in its other pages."""
-    own_block_table: Any
-    """int32 (batch, width): other pages of each sequence."""
-    max_seqlen_q: int
-    """Tokens of the longest group."""
 
 
 def cascade_of(step: Step, page_size: int, device: str) -> Cascade | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +13,51 @@ from gpu_ops.core.state_arrays import to_device
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.inference.sequences import CacheSequences, StepPlan
 
-if TYPE_CHECKING:
-    from gpu_ops.inference.cascade import Cascade
-    from gpu_ops.inference.tree import Tree
-
-__all__ = ["Step", "check_room", "empty_step", "filled", "sent", "written"]
+__all__ = ["Cascade", "Step", "Tree", "check_room", "empty_step", "filled", "sent", "written"]
 
 _ALIGNMENT = 64  # bytes; kernels load up to 16 at a time, from multiples of 16
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Trees of draft tokens (tree.py): arrays on the cache's device.
+
+    Sequences are padded to ``nodes``, the maximum of their new tokens.
+    """
+
+    rows: Any
+    """int32 (batch, nodes): index of a node in the tokens of the step. Padding: the first of its sequence."""
+    slots: Any
+    """int64 (batch, nodes): slot of its key and value, as in ``slot_mapping``."""
+    places: Any
+    """int32 (total,): index of each token of the step in ``rows``."""
+    seqused_k: Any
+    """int32 (batch,): number of keys before the tree."""
+    bias: Any
+    """float32 (batch, 1, nodes, nodes): 0 where a node sees another one, else -inf."""
+    last_position: int
+    """Last position of all nodes: beyond a window, some of them would not see every key before the tree."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cascade:
+    """Shared pages of groups (cascade.py): arrays on the cache's device.
+
+    A group is a run of sequences; without shared pages it has 0 keys here.
+    """
+
+    cu_seqlens_q: Any
+    """int32 (groups + 1,): starts of the tokens of each group, and the total."""
+    seqused_k: Any
+    """int32 (groups,): tokens in the shared pages."""
+    block_table: Any
+    """int32 (groups, width): shared pages."""
+    own_seqused_k: Any
+    """int32 (batch,): keys of each sequence in its other pages."""
+    own_block_table: Any
+    """int32 (batch, width): other pages of each sequence."""
+    max_seqlen_q: int
+    """Tokens of the longest group."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from gpu_ops.errors import OptionError
-from gpu_ops.inference.cascade import Cascade, cascade_of
+from gpu_ops.inference.cascade import cascade_of
 from gpu_ops.inference.quantized_rows import numbers
 from gpu_ops.inference.sequences import CacheSequences
-from gpu_ops.inference.step import Step, written
-from gpu_ops.inference.tree import Tree, planted
+from gpu_ops.inference.step import Cascade, Step, Tree, written
+from gpu_ops.inference.tree import planted
 from gpu_ops.ops.attention.decode import attention_decode
 from gpu_ops.ops.attention.dense import attention
 from gpu_ops.ops.attention.merge import attention_merge

@@ -8,7 +8,6 @@ within the tree a bias of 0 or -inf masks tokens. The two results are merged by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,9 @@ import numpy as np
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 from gpu_ops.inference.sequences import CacheSequences
-from gpu_ops.inference.step import Step, sent
+from gpu_ops.inference.step import Step, Tree, sent
 
-__all__ = ["Tree", "depths", "moves", "parent_list", "planted", "read_parents", "read_paths"]
-
-
-@dataclass(frozen=True, eq=False)
-class Tree:
-    """Arrays on the cache's device. Sequences are padded to ``nodes``, the maximum of their new tokens."""
-
-    rows: Any
-    """int32 (batch, nodes): index of a node in the tokens of the step. Padding: the first of its sequence."""
-    slots: Any
-    """int64 (batch, nodes): slot of its key and value, as in ``slot_mapping``."""
-    places: Any
-    """int32 (total,): index of each token of the step in ``rows``."""
-    seqused_k: Any
-    """int32 (batch,): number of keys before the tree."""
-    bias: Any
-    """float32 (batch, 1, nodes, nodes): 0 where a node sees another one, else -inf."""
-    last_position: int
-    """Last position of all nodes: beyond a window, some of them would not see every key before the tree."""
+__all__ = ["depths", "moves", "parent_list", "planted", "read_parents", "read_paths"]
 
 
 def read_parents(new: Mapping[int, list[int]], parents: Any) -> dict[int, list[int]]:
