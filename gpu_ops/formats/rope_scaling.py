@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gpu_ops.core.call_key import PLAIN
 from gpu_ops.core.checks import flag, integer, number, one_of
 from gpu_ops.errors import OptionError
-from gpu_ops.formats.rope_scaling_hf import KINDS, scaling_from_hf
+from gpu_ops.formats.rope_scaling_hf import KINDS, Entries, rope_entries
 from gpu_ops.reference.rope import rope_scaling as maths
 
 __all__ = ["BY_LENGTH", "RopeScaling"]
@@ -261,7 +261,9 @@ class RopeScaling:
         >>> scaling.kind, scaling.factor, scaling.original_max_position, scaling.theta
         ('llama3', 8.0, 8192, 500000.0)
         """
-        return scaling_from_hf(cls, config, layer_type)
+        entries = rope_entries(config, layer_type)
+        scaling = _read(cls, entries)
+        return replace(scaling, theta=entries.theta, partial_rotary_factor=entries.partial_rotary_factor)
 
     def inv_freq(
         self, rotary_dim: int, theta: float | None = None, seqlen: int = 0
@@ -317,6 +319,54 @@ _INV_FREQ: dict[str, tuple[Callable[..., npt.NDArray[np.float64]], tuple[str, ..
         ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
     ),
 }
+
+
+def _read(new: type[RopeScaling], entries: Entries) -> RopeScaling:
+    kind = entries.kind
+    if kind == "linear":
+        return new.linear(entries.need("factor"))
+    if kind == "ntk":
+        return new.ntk(entries.need("factor"))
+    if kind == "dynamic":
+        # transformers scales beyond max_position_embeddings here, even if a config has an original length
+        return new.dynamic(
+            entries.need("factor"),
+            entries.length("max_position_embeddings", "original_max_position_embeddings"),
+        )
+    if kind == "yarn":
+        return new.yarn(
+            entries.stretch(),
+            entries.original(),
+            attention_factor=entries.number("attention_factor"),
+            mscale=entries.number("mscale"),
+            mscale_all_dim=entries.number("mscale_all_dim"),
+            beta_fast=entries.number("beta_fast") or 32.0,
+            beta_slow=entries.number("beta_slow") or 1.0,
+            truncate=entries.flag("truncate", True),
+        )
+    if kind == "longrope":
+        return _longrope(new, entries)
+    if kind == "llama3":
+        return new.llama3(
+            entries.need("factor"),
+            entries.original(),
+            low_freq_factor=entries.need("low_freq_factor"),
+            high_freq_factor=entries.need("high_freq_factor"),
+        )
+    return new("default")
+
+
+def _longrope(new: type[RopeScaling], entries: Entries) -> RopeScaling:
+    short, long = entries.number("short_mscale"), entries.number("long_mscale")  # Phi-3.5-MoE has both
+    attention_factor = entries.number("attention_factor") if short is None else short
+    return new.longrope(
+        entries.need("short_factor"),
+        entries.need("long_factor"),
+        entries.original(),
+        factor=1.0 if attention_factor is not None else entries.stretch(),
+        attention_factor=attention_factor,
+        long_attention_factor=long,
+    )
 
 
 @functools.lru_cache(maxsize=64)

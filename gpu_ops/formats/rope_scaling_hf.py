@@ -1,18 +1,14 @@
-"""Reader and writer of the rope entries of Hugging Face configs, in the old and new spelling."""
+"""Reader of the rope entries of Hugging Face configs, in the old and new spelling."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_ops.core.checks import flag, integer, number
 from gpu_ops.errors import OptionError
 
-if TYPE_CHECKING:
-    from gpu_ops.formats.rope_scaling import RopeScaling
-
-__all__ = ["KINDS", "scaling_from_hf", "scaling_to_hf"]
+__all__ = ["KINDS", "Entries", "rope_entries"]
 
 KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 
@@ -24,8 +20,8 @@ _PART_KEYS = {"rope_type", "type", "factor", "short_factor", "long_factor", "msc
 _WHOLE_KEYS = {*_PARTS, "rope_theta", "rotary_emb_base", "max_position_embeddings"}
 
 
-def scaling_from_hf(new: type[RopeScaling], config: Any, layer_type: str | None = None) -> RopeScaling:
-    """Read a config, see :meth:`gpu_ops.RopeScaling.from_hf`; ``new`` is that class."""
+def rope_entries(config: Any, layer_type: str | None = None) -> Entries:
+    """Rope entries of a config, see :meth:`gpu_ops.RopeScaling.from_hf`."""
     if not isinstance(config, Mapping):
         raise OptionError(
             f"{_WHO}: expected a dict, got {type(config).__name__}; pass config.to_dict(), or config.json "
@@ -38,63 +34,31 @@ def scaling_from_hf(new: type[RopeScaling], config: Any, layer_type: str | None 
             f"{_WHO}: mrope_section (positions with several axes, Qwen2-VL) is not supported; for text-only "
             "input all its axes are equal: remove the entry"
         )
-    read = _Reader(part, whole)
-    scaling = _build(new, _kind(part), read)
-    theta = read.first("rope_theta", "rotary_emb_base")
-    partial = read.first("partial_rotary_factor", "rotary_pct")
-    return dataclasses.replace(scaling, theta=theta, partial_rotary_factor=partial)
+    return Entries(part, whole)
 
 
-# Fields of each kind, and their names in the rope part of a config.
-_ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
-_WRITTEN: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "yarn": _ORIGINAL
-    | {name: name for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")},
-    "longrope": _ORIGINAL | {name: name for name in ("short_factor", "long_factor", "attention_factor")},
-    "llama3": _ORIGINAL | {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
-}
-
-
-def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    """Entries of a config that :func:`scaling_from_hf` reads, in the spelling that every version knows."""
-    if scaling.kind not in _WRITTEN:
-        raise OptionError(f"RopeScaling: transformers has no {scaling.kind!r}; it has {', '.join(_WRITTEN)}")
-    partial = scaling.partial_rotary_factor
-    if partial not in (None, 1.0):
-        raise OptionError(
-            f"RopeScaling: partial_rotary_factor={partial:g}; the models that are written rotate whole heads in "
-            "transformers, whatever their config says"
-        )
-    names = dict(_WRITTEN[scaling.kind])
-    if scaling.long_attention_factor is not None:
-        del names["attention_factor"]
-        names |= {"attention_factor": "short_mscale", "long_attention_factor": "long_mscale"}
-    elif scaling.kind == "longrope" and scaling.factor != 1.0:  # factor determined the attention factor
-        del names["attention_factor"]
-        names["factor"] = "factor"
-    part = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
-    part = {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
-    entries: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
-    original = scaling.original_max_position
-    if scaling.kind == "dynamic":  # it scales beyond this length
-        entries["max_position_embeddings"] = original
-    elif original is not None and scaling.kind in ("yarn", "longrope"):
-        # transformers 4 takes YaRN's factor, and LongRoPE's original length, from these
-        entries["max_position_embeddings"] = round(scaling.factor * original)
-        if scaling.kind == "longrope":
-            entries["original_max_position_embeddings"] = original
-    return entries
-
-
-class _Reader:
-    """Reader of entries of the rope part, and of the whole config where transformers reads them too."""
+class Entries:
+    """Entries of the rope part, and of the whole config where transformers reads them too."""
 
     def __init__(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         self.part = part
         self.whole = whole
+
+    @property
+    def kind(self) -> str:
+        """Kind of :class:`gpu_ops.RopeScaling`."""
+        return _kind(self.part)
+
+    @property
+    def theta(self) -> float | None:
+        return self.first("rope_theta", "rotary_emb_base")
+
+    @property
+    def partial_rotary_factor(self) -> float | None:
+        return self.first("partial_rotary_factor", "rotary_pct")
+
+    def flag(self, name: str, default: bool) -> bool:
+        return flag(_WHO, name, self.part.get(name, default))
 
     def number(self, name: str) -> float | None:
         value = self.part.get(name)
@@ -202,49 +166,3 @@ def _kind(part: Mapping[str, Any]) -> str:
             f"{_WHO}: rope type {rope_type!r} is unknown; there are {', '.join(map(repr, KINDS))}"
         )
     return rope_type
-
-
-def _build(new: type[RopeScaling], kind: str, read: _Reader) -> RopeScaling:
-    if kind == "linear":
-        return new.linear(read.need("factor"))
-    if kind == "ntk":
-        return new.ntk(read.need("factor"))
-    if kind == "dynamic":
-        # transformers scales beyond max_position_embeddings here, even if a config has an original length
-        return new.dynamic(
-            read.need("factor"), read.length("max_position_embeddings", "original_max_position_embeddings")
-        )
-    if kind == "yarn":
-        return new.yarn(
-            read.stretch(),
-            read.original(),
-            attention_factor=read.number("attention_factor"),
-            mscale=read.number("mscale"),
-            mscale_all_dim=read.number("mscale_all_dim"),
-            beta_fast=read.number("beta_fast") or 32.0,
-            beta_slow=read.number("beta_slow") or 1.0,
-            truncate=flag(_WHO, "truncate", read.part.get("truncate", True)),
-        )
-    if kind == "longrope":
-        return _longrope(new, read)
-    if kind == "llama3":
-        return new.llama3(
-            read.need("factor"),
-            read.original(),
-            low_freq_factor=read.need("low_freq_factor"),
-            high_freq_factor=read.need("high_freq_factor"),
-        )
-    return new("default")
-
-
-def _longrope(new: type[RopeScaling], read: _Reader) -> RopeScaling:
-    short, long = read.number("short_mscale"), read.number("long_mscale")  # Phi-3.5-MoE has both
-    attention_factor = read.number("attention_factor") if short is None else short
-    return new.longrope(
-        read.need("short_factor"),
-        read.need("long_factor"),
-        read.original(),
-        factor=1.0 if attention_factor is not None else read.stretch(),
-        attention_factor=attention_factor,
-        long_attention_factor=long,
-    )

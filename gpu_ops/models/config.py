@@ -13,7 +13,8 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.rope_scaling import RopeScaling
-from gpu_ops.models.config_hf import config_to_hf, options_from_hf
+from gpu_ops.models.config_families import ACTIVATIONS, FAMILIES
+from gpu_ops.models.config_hf import LAYER_TYPES, SIZES, options_from_hf, scaling_to_hf
 from gpu_ops.reference.gemm.swiglu import Activation
 
 __all__ = ["PROJECTIONS", "Layer", "LlamaConfig"]
@@ -289,4 +290,55 @@ class LlamaConfig:
         >>> config.to_hf()["model_type"], LlamaConfig.from_hf(config.to_hf()) == config
         ('qwen3', True)
         """
-        return config_to_hf(self, model_type)
+        return _entries(self, model_type)
+
+
+def _entries(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
+    """Entries that the family reads back as this config; see :meth:`gpu_ops.models.LlamaConfig.to_hf`."""
+    who = "LlamaConfig.to_hf"
+    names = FAMILIES if model_type is None else [checks.one_of(who, "model_type", model_type, FAMILIES)]
+    layers = config.by_layer or (config,)
+    sliding = next((c for c in layers if c.window >= 0), config)
+    rotating = next((c for c in layers if c.theta is not None and c.window < 0), None)
+    rotating = rotating or next((c for c in layers if c.theta is not None), config)
+    window = max(c.window for c in layers)
+    slides = [c.window >= 0 for c in layers]
+    common = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()} | {
+        "num_key_value_heads": config.nheads_kv,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.eps,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": 10000.0 if rotating.theta is None else rotating.theta,
+        **({} if rotating.scaling is None else scaling_to_hf(rotating.scaling)),
+    }
+    scale = config.softmax_scale
+    special = {
+        "attention_bias": "o" in config.biases,
+        "mlp_bias": "down" in config.biases,
+        "use_sliding_window": window >= 0,
+        "sliding_window": window + 1 if window >= 0 else None,
+        "max_window_layers": slides.index(True) if any(slides) else config.nlayers,
+        "layer_types": [LAYER_TYPES[x] for x in slides],
+        "no_rope_layers": [int(c.theta is not None) for c in layers],
+        "rope_local_base_freq": sliding.theta,
+        "attn_logit_softcapping": config.softcap or None,
+        "final_logit_softcapping": config.logits_softcap or None,
+        "query_pre_attn_scalar": config.head_dim if scale is None else _whole(scale**-2),
+        "attention_multiplier": config.head_dim**-0.5 if scale is None else scale,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": config.logits_scaling,
+    }
+    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    for family_name in names:
+        family = FAMILIES[family_name]
+        entries = {"architectures": [family.architecture], "model_type": family_name, **common}
+        entries |= {family.activation: act, **{name: special[name] for name in family.reads}}
+        if type(config).from_hf(entries) == config:
+            return entries
+    raise OptionError(f"{who}: {' and '.join(names)} cannot have these options together: {config}")
+
+
+def _whole(x: float) -> float:
+    """Round ``x`` to an integer if it differs only by rounding."""
+    return round(x) if abs(x - round(x)) < 1e-9 * x else x

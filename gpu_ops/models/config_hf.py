@@ -1,4 +1,4 @@
-"""Reader and writer of configs of Hugging Face transformers."""
+"""Reader of configs of Hugging Face transformers, and the writer of their rope entries."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.files import opened, path_of
 from gpu_ops.formats.rope_scaling import RopeScaling
-from gpu_ops.formats.rope_scaling_hf import scaling_to_hf
 from gpu_ops.models.config_families import ACTIVATIONS, BIASES, DEFAULTS, FAMILIES, NEUTRAL, NUMBERS, Family
 
-if TYPE_CHECKING:
-    from gpu_ops.models.config import LlamaConfig
-
-__all__ = ["SIZES", "config_to_hf", "model_type_of", "options_from_hf", "read_config"]
+__all__ = ["LAYER_TYPES", "SIZES", "model_type_of", "options_from_hf", "read_config", "scaling_to_hf"]
 
 _WHO = "LlamaConfig.from_hf"
 _MOST_BYTES = 1 << 22  # of a config.json
@@ -27,7 +23,7 @@ _ROPE = (
     *("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor"),
     *("max_position_embeddings", "original_max_position_embeddings"),
 )
-_KINDS = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 SIZES = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
@@ -69,9 +65,9 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
     slides = _slides(family, hf, nlayers, rotated) if matters else [False] * nlayers
     if window < 0 and "layer_types" in family.reads and hf.get("layer_types") and any(_listed(hf, nlayers)):
         raise OptionError(
-            f"{_WHO}: layer_types has {_KINDS[True]!r}, and there is no window: sliding_window="
+            f"{_WHO}: layer_types has {LAYER_TYPES[True]!r}, and there is no window: sliding_window="
             f"{hf.get('sliding_window')!r}, use_sliding_window={hf.get('use_sliding_window')!r}. Set both, or "
-            f"make the layers {_KINDS[False]!r}"
+            f"make the layers {LAYER_TYPES[False]!r}"
         )
     rotations = {windowed: _rotation(family, hf, windowed) for windowed in set(slides)}
     return options, [
@@ -169,7 +165,7 @@ def _rotation(
 
 def _rope_of(family: Family, given: Mapping[str, Any], slides: bool) -> dict[str, Any]:
     """Config with the rope entries of layers of one type; ``rope_scaling`` is for layers without a window."""
-    layer_type, base = _KINDS[slides], "rope_local_base_freq" if slides else "rope_theta"
+    layer_type, base = LAYER_TYPES[slides], "rope_local_base_freq" if slides else "rope_theta"
     old = given.get("rope_scaling")
     if isinstance(old, Mapping) and old.get("type", "default") != "default" and "rope_type" not in old:
         raise OptionError(
@@ -177,8 +173,8 @@ def _rope_of(family: Family, given: Mapping[str, Any], slides: bool) -> dict[str
             "earlier versions follow; call it rope_type, or remove it"
         )
     by_type = given.get("rope_parameters") or {}
-    if not isinstance(by_type, Mapping) or not by_type.keys() <= set(_KINDS):
-        raise OptionError(f"{_WHO}: rope_parameters must hold a dict for each of {', '.join(_KINDS)}")
+    if not isinstance(by_type, Mapping) or not by_type.keys() <= set(LAYER_TYPES):
+        raise OptionError(f"{_WHO}: rope_parameters must hold a dict for each of {', '.join(LAYER_TYPES)}")
     parts = (by_type.get(layer_type), None if slides else given.get("rope_scaling"))
     part = {"rope_theta": family.defaults[base] if given[base] is None else given[base]}
     for entries in parts:
@@ -218,7 +214,9 @@ def _slides(family: Family, given: Mapping[str, Any], nlayers: int, rotated: lis
 
 def _listed(given: Mapping[str, Any], nlayers: int) -> list[bool]:
     """Whether ``layer_types`` says that each layer sees a window."""
-    return [layer_type == _KINDS[True] for layer_type in _each(given, "layer_types", nlayers, _KINDS)]
+    return [
+        layer_type == LAYER_TYPES[True] for layer_type in _each(given, "layer_types", nlayers, LAYER_TYPES)
+    ]
 
 
 def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any, ...]) -> list[Any]:
@@ -231,52 +229,45 @@ def _each(given: Mapping[str, Any], name: str, nlayers: int, allowed: tuple[Any,
     return list(values[:nlayers])
 
 
-def config_to_hf(config: LlamaConfig, model_type: Any) -> dict[str, Any]:
-    """Entries that the family reads back as this config; see :meth:`gpu_ops.models.LlamaConfig.to_hf`."""
-    who = "LlamaConfig.to_hf"
-    names = FAMILIES if model_type is None else [checks.one_of(who, "model_type", model_type, FAMILIES)]
-    layers = config.by_layer or (config,)
-    sliding = next((c for c in layers if c.window >= 0), config)
-    rotating = next((c for c in layers if c.theta is not None and c.window < 0), None)
-    rotating = rotating or next((c for c in layers if c.theta is not None), config)
-    window = max(c.window for c in layers)
-    slides = [c.window >= 0 for c in layers]
-    common = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()} | {
-        "num_key_value_heads": config.nheads_kv,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.eps,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": 10000.0 if rotating.theta is None else rotating.theta,
-        **({} if rotating.scaling is None else scaling_to_hf(rotating.scaling)),
-    }
-    scale = config.softmax_scale
-    special = {
-        "attention_bias": "o" in config.biases,
-        "mlp_bias": "down" in config.biases,
-        "use_sliding_window": window >= 0,
-        "sliding_window": window + 1 if window >= 0 else None,
-        "max_window_layers": slides.index(True) if any(slides) else config.nlayers,
-        "layer_types": [_KINDS[x] for x in slides],
-        "no_rope_layers": [int(c.theta is not None) for c in layers],
-        "rope_local_base_freq": sliding.theta,
-        "attn_logit_softcapping": config.softcap or None,
-        "final_logit_softcapping": config.logits_softcap or None,
-        "query_pre_attn_scalar": config.head_dim if scale is None else _whole(scale**-2),
-        "attention_multiplier": config.head_dim**-0.5 if scale is None else scale,
-        "embedding_multiplier": config.embedding_scale,
-        "residual_multiplier": config.residual_scale,
-        "logits_scaling": config.logits_scaling,
-    }
-    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
-    for family_name in names:
-        family = FAMILIES[family_name]
-        entries = {"architectures": [family.architecture], "model_type": family_name, **common}
-        entries |= {family.activation: act, **{name: special[name] for name in family.reads}}
-        if type(config).from_hf(entries) == config:
-            return entries
-    raise OptionError(f"{who}: {' and '.join(names)} cannot have these options together: {config}")
+# Fields of each kind, and their names in the rope part of a config.
+_ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
+_WRITTEN: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": _ORIGINAL
+    | {name: name for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")},
+    "longrope": _ORIGINAL | {name: name for name in ("short_factor", "long_factor", "attention_factor")},
+    "llama3": _ORIGINAL | {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
+}
 
 
-def _whole(x: float) -> float:
-    """Round ``x`` to an integer if it differs only by rounding."""
-    return round(x) if abs(x - round(x)) < 1e-9 * x else x
+def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    """Entries of a config that :meth:`gpu_ops.RopeScaling.from_hf` reads, as every version spells them."""
+    if scaling.kind not in _WRITTEN:
+        raise OptionError(f"RopeScaling: transformers has no {scaling.kind!r}; it has {', '.join(_WRITTEN)}")
+    partial = scaling.partial_rotary_factor
+    if partial not in (None, 1.0):
+        raise OptionError(
+            f"RopeScaling: partial_rotary_factor={partial:g}; the models that are written rotate whole heads in "
+            "transformers, whatever their config says"
+        )
+    names = dict(_WRITTEN[scaling.kind])
+    if scaling.long_attention_factor is not None:
+        del names["attention_factor"]
+        names |= {"attention_factor": "short_mscale", "long_attention_factor": "long_mscale"}
+    elif scaling.kind == "longrope" and scaling.factor != 1.0:  # factor determined the attention factor
+        del names["attention_factor"]
+        names["factor"] = "factor"
+    part = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    part = {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
+    entries: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
+    original = scaling.original_max_position
+    if scaling.kind == "dynamic":  # it scales beyond this length
+        entries["max_position_embeddings"] = original
+    elif original is not None and scaling.kind in ("yarn", "longrope"):
+        # transformers 4 takes YaRN's factor, and LongRoPE's original length, from these
+        entries["max_position_embeddings"] = round(scaling.factor * original)
+        if scaling.kind == "longrope":
+            entries["original_max_position_embeddings"] = original
+    return entries
