@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.reference.tolerance import FORWARD, GRADIENT, tolerance
-from perf.case import DTYPES, Case, RunOptions, make_inputs, results, to_float64
+from perf.case import DTYPES, Case, RunOptions, make_inputs, results, to_float64, to_host
 
 ATTENTION_FLOAT32_MEAN = 1e-5
 """float32 attention must also have a mean absolute error below this."""
@@ -40,9 +40,7 @@ def check(case: Case, inputs: Any, config: RunOptions) -> Error:
         ours = case.ours(inputs)()
         sampled = "a smaller problem"
     if config.device == "cuda":
-        from perf import cuda
-
-        inputs = cuda.get(inputs)
+        inputs = to_host(inputs)
     exact = [to_float64(r) for r in results(case.reference(inputs, "float64"))]
     naive = [to_float64(r) for r in results(case.reference(inputs, "naive"))]
     return compare(results(ours), exact, naive, case=case, sampled=sampled)

@@ -112,10 +112,26 @@ def make_inputs(case: Case, config: RunOptions, *, small: bool = False) -> Input
     rng = np.random.default_rng(zlib.crc32(case.key.encode()))
     made = (case.make_small if small else case.make)(rng)
     if config.device == "cuda":
-        from perf import cuda
-
-        made = cuda.put(made)
+        made = to_device(made)
     return made
+
+
+def to_device(x: Inputs) -> Inputs:
+    """Copy the arrays to the device. A TernaryMatrix moves itself."""
+    import cupy
+
+    return {
+        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in x.items()
+    }
+
+
+def to_host(x: Inputs) -> Inputs:
+    """Inverse of :func:`to_device`, for the reference."""
+    import cupy
+
+    return {
+        name: cupy.asnumpy(value) if isinstance(value, cupy.ndarray) else value for name, value in x.items()
+    }
 
 
 def device_of(x: Inputs) -> str:

@@ -25,6 +25,7 @@ from perf import comm, compare, emulate, limits, machine, pictures, plan, report
 from perf.case import DTYPES, Case, RunOptions
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
+from perf.stats import Limits
 from perf.tour import compile_ahead, cost, last_words, time_left
 
 HURRY_AFTER = (
@@ -211,7 +212,7 @@ def selected(name: str, config: RunOptions, first: int | None = None) -> list[Ca
 def run_all(
     chosen: Mapping[str, Sequence[Case]],
     config: RunOptions,
-    found: limits.Limits,
+    found: Limits,
     console: Console,
     *,
     memory: bool = True,

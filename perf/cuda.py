@@ -18,24 +18,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from perf.case import Call, Case, Inputs, RunOptions, make_inputs, nbytes
-from perf.limits import Limits
+from perf.case import Call, Case, RunOptions, make_inputs, nbytes
 from perf.machine import nvml_device
-from perf.stats import Power
-
-
-def put(x: Inputs) -> Inputs:
-    """Copy the arrays to the device. A TernaryMatrix moves itself."""
-    return {
-        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in x.items()
-    }
-
-
-def get(x: Inputs) -> Inputs:
-    """Inverse of :func:`put`, for the reference."""
-    return {
-        name: cupy.asnumpy(value) if isinstance(value, cupy.ndarray) else value for name, value in x.items()
-    }
+from perf.stats import Limits, Power
 
 
 @functools.cache

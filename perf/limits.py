@@ -8,35 +8,12 @@ not beat its limit.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from perf.machine import available_cores, last_level_cache, memory_available
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes per second (copy counts reads and writes) and float operations per second."""
-
-    copy: float
-    read: float
-    matmul: float
-    matmul_bfloat16: float | None = None
-    """torch's bfloat16 matmul where torch is installed. For information: no case has it as its limit."""
-    buffer_bytes: int = 0
-    matmul_half: float | None = None
-    """16-bit inputs on a GPU, bfloat16 on a CPU that multiplies it: the limit of cases with these dtypes."""
-
-    def seconds(self, flops: float, traffic: float, kind: str, *, half: bool = False) -> tuple[float, str]:
-        """Minimum time for this work (the roofline), and the limit that sets it. ``half`` selects matmul_half."""
-        matmul = self.matmul_half if half and self.matmul_half else self.matmul
-        arithmetic, memory = flops / matmul, traffic / (self.read if kind == "read" else self.copy)
-        return (arithmetic, "matmul") if arithmetic >= memory else (memory, kind)
+from perf.stats import Limits, best
 
 
 def measure(
@@ -102,13 +79,3 @@ def torch_matmul(size: int, repetitions: int, threads: int) -> tuple[float, floa
     a, b, out = a.bfloat16(), b.bfloat16(), out.bfloat16()
     half = best(lambda: torch.mm(a, b, out=out), repetitions)
     return 2.0 * size**3 / single, 2.0 * size**3 / half
-
-
-def best(call: Callable[[], Any], repetitions: int) -> float:
-    call()
-    fastest = float("inf")
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        call()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest

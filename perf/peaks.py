@@ -29,7 +29,7 @@ from gpu_ops.kernels.common.cpu.codegen.target import DOT_BFLOAT16, MR, TILES, V
 from gpu_ops.kernels.common.cpu.codegen.tiles import TILE, close_tiles, open_tiles
 from gpu_ops.kernels.common.cpu.dtype import aligned_empty
 from gpu_ops.kernels.common.cpu.parallel import claim, launch, thread_count
-from perf.limits import best
+from perf.stats import best
 
 Array = np.ndarray[Any, Any]
 

@@ -14,9 +14,8 @@ from gpu_ops.cli.terminal import UNLIMITED_WIDTH, fixed_console, print_table
 from gpu_ops.kernels.compiler.words import several
 from perf.compare import Comparison
 from perf.harness import Result
-from perf.limits import Limits
 from perf.machine import label
-from perf.stats import Power, Timing
+from perf.stats import Limits, Power, Timing
 
 CAPTION = (
     "time: median (p20-p80) · limit: share of the roofline, on a CPU measured in turns with the case: M matmul, "

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from perf.case import RunOptions
-from perf.limits import Limits
 from perf.machine import label
+from perf.stats import Limits
 
 SCHEMA = 2
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ import numpy as np
 from gpu_ops.cli.terminal import run_command
 from perf.attention_grids import Shape
 from perf.build import normal
-from perf.case import DTYPES
+from perf.case import DTYPES, to_device
 
 # The most used first.
 PROBLEMS = [
@@ -40,7 +40,6 @@ def label(op: str, shape: Shape, dtype: str, options: dict[str, Any]) -> str:
 def measure(op: str, shape: Shape, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
     """Report of autotune as a dict that JSON can hold."""
     import gpu_ops
-    from perf import cuda
 
     rng = np.random.default_rng(1)
     lengths = {"q": (shape.seqlen_q, shape.nheads)} | dict.fromkeys("kv", (shape.seqlen_k, shape.nheads_kv))
@@ -50,7 +49,7 @@ def measure(op: str, shape: Shape, dtype: str, options: dict[str, Any]) -> dict[
     }
     if op == "attention_decode":
         arrays["seqused_k"] = np.full(shape.batch, shape.seqlen_k, np.int32)
-    inputs = cuda.put(arrays)
+    inputs = to_device(arrays)
     q, k, v = (inputs.pop(name) for name in "qkv")
     report = gpu_ops.autotune(op, q, k, v, **options, **inputs)
     return {**asdict(report), "path": str(report.path)}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from perf import build, case, harness, limits
+from perf import build, case, harness
 from perf.case import Case
+from perf.stats import Limits
 
 FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9, matmul_half=800e9)
+LIMITS = Limits(copy=20e9, read=30e9, matmul=100e9, matmul_half=800e9)
 
 
 def square_case(dtype: str = "float32", **changes) -> Case:

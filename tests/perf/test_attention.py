@@ -20,13 +20,13 @@ from perf import (
     case,
     cli,
     harness,
-    limits,
     memory,
     report,
 )
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.case import DTYPES, RunOptions
+from perf.stats import Limits
 from tests.perf.case import FAST, LIMITS
 
 
@@ -121,7 +121,7 @@ def test_decoding_from_pages(codes):
 def test_sixteen_bits_are_judged_by_a_16_bit_matmul():
     assert LIMITS.seconds(8e11, 0, "copy", half=True) == (1.0, "matmul")
     assert LIMITS.seconds(8e11, 0, "copy") == (8.0, "matmul")
-    assert limits.Limits(1.0, 1.0, 2.0).seconds(4.0, 0, "copy", half=True) == (2.0, "matmul")
+    assert Limits(1.0, 1.0, 2.0).seconds(4.0, 0, "copy", half=True) == (2.0, "matmul")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

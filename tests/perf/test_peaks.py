@@ -13,6 +13,7 @@ from gpu_ops.kernels.common.cpu.codegen.target import DOT_BFLOAT16
 from gpu_ops.kernels.common.cpu.parallel import launch
 from perf import harness, limits, peaks
 from perf.case import Case, RunOptions
+from perf.stats import Limits
 
 
 def blocks(count):
@@ -90,7 +91,7 @@ def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatc
         return next(seconds)
 
     monkeypatch.setattr(harness, "timer_for", lambda config: timer)
-    bounds = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
+    bounds = Limits(copy=20e9, read=30e9, matmul=100e9)
     case = Case(
         *("square", "forward", "64 x 32", "float32", flops, 16384.0),
         make=lambda rng: {"x": rng.standard_normal((64, 32), np.float32)},

@@ -313,7 +313,7 @@ def test_limits_are_work_over_time_and_copy_counts_both_directions(monkeypatch):
 
 def test_the_best_repetition_counts(monkeypatch):
     clock = iter([0.0, 3.0, 10.0, 12.0, 20.0, 24.0])
-    monkeypatch.setattr(limits.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: next(clock))
     calls = []
-    assert limits.best(lambda: calls.append(None), 3) == 2.0
+    assert stats.best(lambda: calls.append(None), 3) == 2.0
     assert len(calls) == 4, "the first call is not timed"
