@@ -1,7 +1,7 @@
 """Dependencies between modules: lower layers never import higher ones, and no modules import each other in a cycle.
 
-Imports inside functions count. ``from gpu_ops.core import device`` imports ``gpu_ops.core.device``; the preceding
-import of the module's package does not count. Imports under ``TYPE_CHECKING`` may form cycles, but not point up.
+Imports inside functions and under ``TYPE_CHECKING`` count. ``from gpu_ops.core import device`` imports
+``gpu_ops.core.device``; the preceding import of the module's package does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {"gpu_ops": "gpu_ops", "kernels": "gpu_ops.kernels", "reference": "gpu_ops.reference"}
+FOLDERS = {
+    "gpu_ops": "gpu_ops",
+    "kernels": "gpu_ops.kernels",
+    "reference": "gpu_ops.reference",
+    "perf": "perf",
+}
 
 # Lowest layer first; the first prefix that fits decides. A module imports its own layer and lower ones.
 LAYERS = (
@@ -28,6 +33,7 @@ LAYERS = (
     ("gpu_ops.inference",),
     ("gpu_ops.distributed",),
     ("gpu_ops",),  # gpu_ops/__init__.py, environment, warmup, __main__
+    ("perf",),
 )
 
 
@@ -45,17 +51,10 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def imports(name: str) -> set[tuple[str, bool]]:
-    """Imports of our modules, as (module, True if for types only)."""
+def imports(name: str) -> set[str]:
+    """Our modules that a module imports, anywhere in its file."""
     result = set()
     tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
-    for_types = {
-        id(inside)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inside in ast.walk(statement)
-    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -66,7 +65,7 @@ def imports(name: str) -> set[tuple[str, bool]]:
             continue
         for target in targets:
             if target in modules() and target != name:
-                result.add((target, id(node) in for_types))
+                result.add(target)
     return result
 
 
@@ -118,16 +117,14 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {name: {target for target, types in imports(name) if not types} for name in modules()}
+    graph = {name: imports(name) for name in modules()}
     for cycle in cycles(graph):
         links = {name: sorted(graph[name] & cycle) for name in sorted(cycle)}
         raise AssertionError(f"a cycle of imports: {links}")
 
 
 def test_lower_layers_do_not_import_higher_ones():
-    upward = {
-        (name, target) for name in modules() for target, _ in imports(name) if layer(target) > layer(name)
-    }
+    upward = {(name, target) for name in modules() for target in imports(name) if layer(target) > layer(name)}
     assert not upward
 
 
