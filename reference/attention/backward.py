@@ -26,9 +26,9 @@ from gpu_ops.reference.attention.core import (
     sequences,
     softmax_rows,
     sum_groups,
-    takes,
     to_bhsd,
 )
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.precision import Array, Precision, Steps, steps
 
 __all__ = ["attention_backward", "attention_varlen_backward"]

@@ -6,10 +6,9 @@ contribute nothing, whatever they hold: a NaN behind a mask stays behind it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +26,9 @@ __all__ = [
     "sequences",
     "softmax_rows",
     "sum_groups",
-    "takes",
     "to_bhsd",
     "weigh_values",
 ]
-
-F = TypeVar("F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -88,20 +84,6 @@ class DenseOptions(WeightOptions):
         if self.q_start is None and self.k_start is None:
             return seqlen_k - seqlen_q
         return (self.q_start or 0) - (self.k_start or 0)
-
-
-def takes(options: type[Options]) -> Callable[[F], F]:
-    """Decorate a function of ``**options``: its signature lists the fields of ``options``."""
-
-    def decorate(function: F) -> F:
-        signature = inspect.signature(function)
-        fields = inspect.signature(options).parameters.values()
-        listed = [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
-        parameters = [*list(signature.parameters.values())[:-1], *listed]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
 
 
 @dataclass(frozen=True)

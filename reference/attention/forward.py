@@ -6,6 +6,7 @@ It computes the whole ``(seqlen_q, seqlen_k)`` score matrix, as the formula does
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from gpu_ops.reference.attention.core import (
     repeat_heads,
     sequences,
     softmax_rows,
-    takes,
     to_bhsd,
     weigh_values,
 )
 from gpu_ops.reference.attention.quantized_pages import dequantize
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.precision import Array, Precision, Steps, steps
 
 __all__ = [
@@ -82,7 +83,23 @@ def attention(
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
-@takes(WeightOptions)
+@dataclass(frozen=True)
+class VarlenOptions(WeightOptions):
+    """Options of packed sequences: also where their keys and values are."""
+
+    block_table: Array | None = None
+    """(batch, max_pages): ``k`` and ``v`` are pages as in :func:`attention_decode`, without ``cu_seqlens_k``."""
+    seqused_k: Array | None = None
+    """(batch,) keys in use per sequence, its first ones; the rest is never read."""
+    k_scale: Array | None = None
+    """(num_pages, page_size, nheads_kv) of pages in one byte per element: ``quantized_pages.py``."""
+    v_scale: Array | None = None
+    max_seqlen_q: int | None = None
+    """Longest sequence, which sizes the grids of kernels. It does not change the result."""
+    max_seqlen_k: int | None = None
+
+
+@takes(VarlenOptions)
 def attention_varlen(
     q: Array,
     k: Array,
@@ -90,12 +107,6 @@ def attention_varlen(
     cu_seqlens_q: Array,
     cu_seqlens_k: Array | None = None,
     *,
-    block_table: Array | None = None,
-    seqused_k: Array | None = None,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
     lse_dtype: Any = None,
@@ -111,20 +122,15 @@ def attention_varlen(
     v : (total_k, nheads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,)
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
-    block_table : (batch, max_pages) ``k`` and ``v`` are then pages as in :func:`attention_decode`, without
-        ``cu_seqlens_k``
-    seqused_k : (batch,) keys in use per sequence, its first ones; the rest is never read
-    k_scale, v_scale : (num_pages, page_size, nheads_kv) of pages in one byte per element: ``quantized_pages.py``
-    max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
-
-    options : the fields of :class:`WeightOptions`
+    options : the fields of :class:`VarlenOptions`
 
     Returns
     -------
     out : (total_q, nheads, head_dim_v)
     lse : (nheads, total_q), only with ``return_lse``
     """
-    parsed = WeightOptions(**options)
+    parsed = VarlenOptions(**options)
+    block_table, seqused_k = parsed.block_table, parsed.seqused_k
     s = steps(precision, q.dtype)
     out = np.zeros((*q.shape[:2], v.shape[-1]))
     lse = np.full(q.shape[1::-1], -np.inf)
@@ -134,7 +140,8 @@ def attention_varlen(
         seqlen = keys.stop - keys.start if seqused_k is None else int(seqused_k[b])
         if paged:
             k_b, v_b = (
-                _used(x, b, seqlen, block_table, x_scale) for x, x_scale in ((k, k_scale), (v, v_scale))
+                _used(x, b, seqlen, block_table, x_scale)
+                for x, x_scale in ((k, parsed.k_scale), (v, parsed.v_scale))
             )
         else:
             k_b, v_b = (x[keys][:seqlen] for x in (k, v))
