@@ -6,28 +6,44 @@ arXiv:2408.00118.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.precision import Array, Precision, Steps, steps
 
-__all__ = ["cross_entropy", "cross_entropy_backward"]
+__all__ = ["LossOptions", "cross_entropy", "cross_entropy_backward"]
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of the cross-entropy of logits; :func:`cross_entropy` has the formula."""
+
+    ignore_index: int = -100
+    """Target of rows that do not count."""
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    """Factor of the square of a row's lse."""
+    softcap: float = 0.0
+    """If > 0, logits become ``softcap * tanh(logits / softcap)``."""
+    class_weight: Array | None = None
+    """(vocab,)"""
+    reduction: str = "mean"
+    """``"mean"``, ``"sum"`` or ``"none"``."""
+    denominator: Any = None
+    """Divisor of a mean; None: the sum of the weights of the targets that count."""
+
+
+@takes(LossOptions)
 def cross_entropy(
     logits: Array,
     targets: Array,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    class_weight: Array | None = None,
-    reduction: str = "mean",
-    denominator: Any = None,
     return_lse: bool = False,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """The loss and, with ``return_lse``, the log of each row's softmax denominator; float32 (float64 for float64).
 
@@ -40,60 +56,55 @@ def cross_entropy(
     ``"mean"`` divides the sum over rows by ``denominator``, or by the sum of w_y over the rows that count. A row
     whose target is ``ignore_index`` is not read: its loss is 0, its lse -inf. A mean over no rows is 0.
     """
-    p = steps(precision, logits.dtype)
-    kept = targets != ignore_index
-    w, w_y = _weights(p, class_weight, logits.shape[-1], targets, kept)
-    u, _ = _capped(p, logits, softcap)
+    o, p = LossOptions(**options), steps(precision, logits.dtype)
+    kept = targets != o.ignore_index
+    w, w_y = _weights(p, o.class_weight, logits.shape[-1], targets, kept)
+    u, _ = _capped(p, logits, o.softcap)
     with np.errstate(invalid="ignore", divide="ignore"):  # inf - inf, log(0)
         row_max, _, row_sum = _exponentials(p, u)
         log_sum = p.step(np.log(row_sum))
         lse = p.step(row_max + log_sum)
         nll = p.step(p.step(row_max - u) + log_sum)  # lse - u without the rounding of lse
-        loss = p.step((1.0 - label_smoothing) * w_y * _at(nll, targets, kept))
-        if label_smoothing:
-            loss = p.step(loss + label_smoothing / max(len(w), 1) * p.step(np.sum(w * nll, axis=-1)))
-        if z_loss:  # 0 times an lse^2 that overflows would be NaN
-            loss = p.step(loss + z_loss * p.step(lse[..., 0] * lse[..., 0]))
+        loss = p.step((1.0 - o.label_smoothing) * w_y * _at(nll, targets, kept))
+        if o.label_smoothing:
+            loss = p.step(loss + o.label_smoothing / max(len(w), 1) * p.step(np.sum(w * nll, axis=-1)))
+        if o.z_loss:  # 0 times an lse^2 that overflows would be NaN
+            loss = p.step(loss + o.z_loss * p.step(lse[..., 0] * lse[..., 0]))
     rows = np.where(kept, loss, 0.0)
-    if reduction != "none":
-        rows = p.step(np.sum(rows) * _factor(reduction, denominator, w_y))
+    if o.reduction != "none":
+        rows = p.step(np.sum(rows) * _factor(o.reduction, o.denominator, w_y))
     losses = p.store(rows, np.float32)
     return (losses, p.store(np.where(kept, lse[..., 0], -np.inf), np.float32)) if return_lse else losses
 
 
+@takes(LossOptions)
 def cross_entropy_backward(
     dloss: Any,
     logits: Array,
     targets: Array,
     lse: Array,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    class_weight: Array | None = None,
-    reduction: str = "mean",
-    denominator: Any = None,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Array:
     """Gradient of :func:`cross_entropy` with respect to logits, from that of the loss; 0 in ignored rows.
 
     The softmax is that of the logits; ``lse``, which is rounded, enters only the gradient of the z-loss.
     """
-    p = steps(precision, logits.dtype)
-    kept = targets != ignore_index
-    w, w_y = _weights(p, class_weight, logits.shape[-1], targets, kept)
-    u, slope = _capped(p, logits, softcap)
+    o, p = LossOptions(**options), steps(precision, logits.dtype)
+    kept = targets != o.ignore_index
+    w, w_y = _weights(p, o.class_weight, logits.shape[-1], targets, kept)
+    u, slope = _capped(p, logits, o.softcap)
     with np.errstate(invalid="ignore"):  # inf - inf, 0 / 0
         _, weights, row_sum = _exponentials(p, u)
         share = p.step(weights / row_sum)
-        own, others = (1.0 - label_smoothing) * w_y[..., None], label_smoothing / max(len(w), 1)
+        own, others = (1.0 - o.label_smoothing) * w_y[..., None], o.label_smoothing / max(len(w), 1)
         du = p.step(
-            share * p.step(own + others * np.sum(w) + 2.0 * z_loss * p.load(lse)[..., None]) - others * w
+            share * p.step(own + others * np.sum(w) + 2.0 * o.z_loss * p.load(lse)[..., None]) - others * w
         )
         hit = np.arange(len(w)) == np.where(kept, targets, -1)[..., None]
         dlogits = p.step(p.step(du - own * hit) * slope)
-        factor = np.broadcast_to(p.load(dloss) * _factor(reduction, denominator, w_y), targets.shape)
+        factor = np.broadcast_to(p.load(dloss) * _factor(o.reduction, o.denominator, w_y), targets.shape)
         return p.store(np.where(kept[..., None], dlogits * factor[..., None], 0.0))
 
 

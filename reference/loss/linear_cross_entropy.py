@@ -7,25 +7,20 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.reference.gemm.linear import linear, linear_backward
-from gpu_ops.reference.loss.cross_entropy import cross_entropy, cross_entropy_backward
+from gpu_ops.reference.loss.cross_entropy import LossOptions, cross_entropy, cross_entropy_backward
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.precision import Array, Precision, steps
 
 __all__ = ["linear_cross_entropy"]
 
 
+@takes(LossOptions)
 def linear_cross_entropy(
     x: Array,
     weight: Array,
     targets: Array,
     *,
     bias: Array | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    class_weight: Array | None = None,
-    reduction: str = "mean",
-    denominator: Any = None,
     return_lse: bool = False,
     grads: bool = False,
     only: str | None = None,
@@ -33,6 +28,7 @@ def linear_cross_entropy(
     dweight: Array | None = None,
     dbias: Array | None = None,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Loss, with ``grads`` dx, dweight and, with a bias, dbias (``only="dx"``: dx), with ``return_lse`` also lse.
 
@@ -42,20 +38,12 @@ def linear_cross_entropy(
     p = steps(precision, x.dtype)
     between: Precision = "naive" if precision == "naive" else "float64"
     logits = linear(x, weight, bias, precision=between)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "class_weight": class_weight,
-        "reduction": reduction,
-        "denominator": denominator,
-        "precision": between,
-    }
-    loss, lse = cross_entropy(logits, targets, return_lse=True, **options)
+    loss, lse = cross_entropy(logits, targets, return_lse=True, precision=between, **options)
     results = [p.store(loss, np.float32)]
     if grads:
-        dlogits = cross_entropy_backward(np.asarray(dloss), logits, targets, lse, **options)
+        dlogits = cross_entropy_backward(
+            np.asarray(dloss), logits, targets, lse, precision=between, **options
+        )
         sums: dict[str, Any] = {"has_bias": bias is not None, "dweight": dweight, "dbias": dbias}
         gradients = linear_backward(dlogits, x, weight, **sums, precision=precision)
         results += gradients[:1] if only else gradients
