@@ -12,14 +12,16 @@ pairs 2i with 2i + 1. Components from R on are copied. ``conjugate`` rotates the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.precision import Array, Precision, steps
 from gpu_ops.reference.rope.rope_scaling import Scaling, default_inv_freq
 
-__all__ = ["rope", "rope_angles", "rope_backward"]
+__all__ = ["RotaryOptions", "rope", "rope_angles", "rope_backward", "rotated"]
 
 
 def rope_angles(
@@ -36,19 +38,31 @@ def rope_angles(
     return positions[..., None].astype(np.float64) * inv_freq, attention_factor
 
 
+@dataclass(frozen=True)
+class RotaryOptions:
+    """Options that decide the angles and the pairs that rotate."""
+
+    theta: float | None = None
+    """Base of the frequencies; None: that of the scaling, else 10000."""
+    rotary_dim: int | None = None
+    """Components of a head that rotate; None: the scaling's share of them, else all."""
+    interleaved: bool = False
+    """Whether pairs are neighbours, and not half of rotary_dim apart."""
+    scaling: Scaling | None = None
+    seqlen: int | None = None
+    """Length that the scaling is for; None: the largest position + 1."""
+
+
+@takes(RotaryOptions)
 def rope(
     q: Array,
     k: Array | None = None,
     *,
     positions: Array | None = None,
-    theta: float | None = None,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    scaling: Scaling | None = None,
-    seqlen: int | None = None,
     conjugate: bool = False,
     layout: str = "bshd",
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Rotate ``q``. If ``k`` is given, rotate both and return a pair.
 
@@ -56,6 +70,22 @@ def rope(
     packed (total, nheads, head_dim). ``positions``: (seqlen,), (batch, seqlen) or (1, seqlen); packed:
     (total,). None counts from 0.
     """
+    read = RotaryOptions(**options)
+    return rotated(q, k, positions, read, conjugate=conjugate, layout=layout, precision=precision)
+
+
+def rotated(
+    q: Array,
+    k: Array | None,
+    positions: Array | None,
+    options: RotaryOptions,
+    *,
+    conjugate: bool = False,
+    layout: str = "bshd",
+    precision: Precision = "rounded",
+) -> Any:
+    """Result of :func:`rope`."""
+    theta, rotary_dim, scaling = options.theta, options.rotary_dim, options.scaling
     head_dim = q.shape[-1]
     if theta is None:
         theta = 10000.0 if scaling is None or scaling.theta is None else scaling.theta
@@ -65,7 +95,7 @@ def rope(
     swap_axes = layout == "bhsd" and q.ndim == 4
     if positions is None:
         positions = np.arange(q.shape[0] if q.ndim == 3 else q.shape[2 if swap_axes else 1])
-    angles, attention_factor = rope_angles(np.asarray(positions), rotary_dim, theta, scaling, seqlen)
+    angles, attention_factor = rope_angles(np.asarray(positions), rotary_dim, theta, scaling, options.seqlen)
     at = steps(precision, q.dtype)
     # add an axis for the heads; positions without a batch axis broadcast
     cos = at.step(attention_factor * np.cos(angles))[..., None, :]
@@ -79,7 +109,7 @@ def rope(
             x = x.swapaxes(1, 2)
         y = x.copy()
         half = rotary_dim // 2
-        if interleaved:
+        if options.interleaved:
             first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
         else:
             first, second = slice(0, half), slice(half, rotary_dim)
@@ -91,19 +121,16 @@ def rope(
     return rotate(q) if k is None else (rotate(q), rotate(k))
 
 
+@takes(RotaryOptions)
 def rope_backward(
     dq: Array,
     dk: Array | None = None,
     *,
     positions: Array | None = None,
-    theta: float | None = None,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    scaling: Scaling | None = None,
-    seqlen: int | None = None,
     conjugate: bool = False,
     layout: str = "bshd",
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Gradients of ``rope`` called with the same options.
 
@@ -111,15 +138,5 @@ def rope_backward(
     cos and sin. With an attention factor other than 1 that is not the inverse.
     """
     return rope(
-        dq,
-        dk,
-        positions=positions,
-        theta=theta,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        scaling=scaling,
-        seqlen=seqlen,
-        conjugate=not conjugate,
-        layout=layout,
-        precision=precision,
+        dq, dk, positions=positions, conjugate=not conjugate, layout=layout, precision=precision, **options
     )

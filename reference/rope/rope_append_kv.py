@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.reference.attention.quantized_pages import quantize
 from gpu_ops.reference.norm.rmsnorm import rmsnorm
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.precision import Array, Precision, steps
-from gpu_ops.reference.rope.rope import rope
-from gpu_ops.reference.rope.rope_scaling import Scaling
+from gpu_ops.reference.rope.rope import RotaryOptions, rotated
 
-__all__ = ["cache_slots", "rope_append_kv"]
+__all__ = ["HeadOptions", "cache_slots", "rope_append_kv"]
 
 
 def cache_slots(
@@ -39,6 +40,18 @@ def cache_slots(
     return pages * page_size + rows % page_size
 
 
+@dataclass(frozen=True)
+class HeadOptions(RotaryOptions):
+    """Options of what is done to each head of q and k: its norm, if there are weights, and its rotation."""
+
+    q_weight: Array | None = None
+    """(head_dim,), like ``k_weight``."""
+    k_weight: Array | None = None
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+
+
+@takes(HeadOptions)
 def rope_append_kv(
     q: Array,
     k: Array,
@@ -51,17 +64,9 @@ def rope_append_kv(
     slot_mapping: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-    q_weight: Array | None = None,
-    k_weight: Array | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
     positions: Array | None = None,
-    theta: float | None = None,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    scaling: Scaling | None = None,
-    seqlen: int | None = None,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> tuple[Array, ...]:
     """Return the rotated q, and the caches with the new rows. No argument is changed.
 
@@ -72,6 +77,7 @@ def rope_append_kv(
 
     Caches of int8 or uint8 (e4m3) have scales, (num_pages, page_size, nheads_kv), which are returned after them.
     """
+    heads = HeadOptions(**options)
     p = steps(precision, q.dtype)
     inner: Precision = "naive" if precision == "naive" else "float64"
     if positions is None:
@@ -81,18 +87,10 @@ def rope_append_kv(
     def normalised(x: Array, weight: Array | None) -> Any:
         if weight is None:
             return x if inner == "naive" else p.load(x)
-        return rmsnorm(x, weight, eps=eps, weight_offset=weight_offset, precision=inner)
+        return rmsnorm(x, weight, eps=heads.eps, weight_offset=heads.weight_offset, precision=inner)
 
-    q_rotated, k_rotated = rope(
-        normalised(q, q_weight),
-        normalised(k, k_weight),
-        positions=positions,
-        theta=theta,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        scaling=scaling,
-        seqlen=seqlen,
-        precision=inner,
+    q_rotated, k_rotated = rotated(
+        normalised(q, heads.q_weight), normalised(k, heads.k_weight), positions, heads, precision=inner
     )
     slots = cache_slots(q.shape[:-2], seqused_k, block_table, slot_mapping, k_cache.shape[1])
     kept = slots >= 0
