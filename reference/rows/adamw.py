@@ -2,74 +2,99 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.reference.options import takes
 from gpu_ops.reference.philox import philox4x32
 from gpu_ops.reference.precision import Array, Precision, steps
 
-__all__ = ["TILE", "State", "adamw_step", "dequantize", "quantize", "random_bits", "round_stochastic"]
+__all__ = [
+    "TILE",
+    "AdamWOptions",
+    "State",
+    "adamw_step",
+    "dequantize",
+    "quantize",
+    "random_bits",
+    "round_stochastic",
+]
 
 TILE = 256  # elements that share 32 counters of Philox, and a scale of 8-bit moments
 State = Array | tuple[Array, Array]
 """A moment, or its 8-bit codes and the scale of each tile."""
 
 
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Options of a step that decide the new values."""
+
+    step: int
+    """Number of this step, from 1."""
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_mask: Array | None = None
+    """Shape of params: the elements that decay. None: all."""
+    grad_scale: float = 1.0
+    """Factor of grads."""
+    rounding: str = "nearest"
+    """Rounding of params from float32: ``"nearest"`` or ``"stochastic"``."""
+    seed: int = 0
+    """Seed of stochastic rounding."""
+
+
+@takes(AdamWOptions)
 def adamw_step(
     params: Array,
     grads: Array,
     m: State,
     v: State,
     *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decay_mask: Array | None = None,
-    grad_scale: float = 1.0,
     skip: float | None = None,
     master: Array | None = None,
-    rounding: str = "nearest",
-    seed: int = 0,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> tuple[State, ...]:
     """Return new params, m and v, and master if there is one; the arguments are unchanged.
 
     In "naive" precision each operation is rounded to m's dtype: the bits of the kernels. An 8-bit v holds sqrt(v).
     """
+    o = AdamWOptions(**options)
     state = (params, m, v) if master is None else (params, m, v, master)
     if skip is not None and skip != 0:
         return tuple(x.copy() if isinstance(x, np.ndarray) else (x[0].copy(), x[1].copy()) for x in state)
     if isinstance(m, tuple) or isinstance(v, tuple):
         moment, root = dequantize(*m), dequantize(*v)
         new, new_m, new_v, *rest = adamw_step(
-            params, grads, moment, root * root, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            decay_mask=decay_mask, grad_scale=grad_scale, master=master, rounding=rounding, seed=seed,
-            precision=precision,
-        )  # fmt: skip
+            params, grads, moment, root * root, master=master, precision=precision, **options
+        )
         signed, unsigned = (
             quantize(np.asarray(new_m), np.int8),
             quantize(np.sqrt(np.asarray(new_v)), np.uint8),
         )
         return new, signed, unsigned, *rest
     p = steps(precision, m.dtype)
-    r, (beta1, beta2), t = p.step, map(float, betas), int(step)
-    g = r(p.load(grads) * r(float(grad_scale)))
+    r, (beta1, beta2), t = p.step, map(float, o.betas), int(o.step)
+    g = r(p.load(grads) * r(float(o.grad_scale)))
     new_m = r(r(r(beta1) * p.load(m)) + r(r(1 - beta1) * g))
     new_v = r(r(r(beta2) * p.load(v)) + r(r(r(1 - beta2) * g) * g))
-    size, correction = r(float(lr) / (1 - beta1**t)), r(1 / np.sqrt(1 - beta2**t))
-    update = r(r(size * new_m) / r(r(r(np.sqrt(new_v)) * correction) + r(eps)))
-    decay, weights = r(float(lr) * weight_decay), p.load(params if master is None else master)
+    size, correction = r(float(o.lr) / (1 - beta1**t)), r(1 / np.sqrt(1 - beta2**t))
+    update = r(r(size * new_m) / r(r(r(np.sqrt(new_v)) * correction) + r(o.eps)))
+    decay, weights = r(float(o.lr) * o.weight_decay), p.load(params if master is None else master)
     if decay != 0:  # 0 * inf would be NaN
         decayed = r(weights - r(decay * weights))
-        weights = decayed if decay_mask is None else np.where(decay_mask, decayed, weights)
+        weights = decayed if o.decay_mask is None else np.where(o.decay_mask, decayed, weights)
     weights = r(weights - update)
     new = p.store(weights)
     rounded = new
     if params.dtype != m.dtype and precision != "float64":
-        rounded = round_stochastic(new, seed, t) if rounding == "stochastic" else new.astype(params.dtype)
+        rounded = round_stochastic(new, o.seed, t) if o.rounding == "stochastic" else new.astype(params.dtype)
     result = (rounded, p.store(new_m), p.store(new_v))
     return result if master is None else (*result, new)
 
