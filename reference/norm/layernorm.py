@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.reference.norm.rmsnorm import reciprocal_rms
+from gpu_ops.reference.norm.norm import (
+    add_residual,
+    input_gradient,
+    norm_results,
+    reciprocal_rms,
+    sum_rows,
+)
 from gpu_ops.reference.precision import Array, Precision, steps
 
 __all__ = ["layernorm", "layernorm_backward"]
@@ -44,20 +50,15 @@ def layernorm(
         y and s in x's shape and dtype; mean and rstd ``(...,)`` float32 (float64 for float64 inputs).
     """
     p = steps(precision, x.dtype)
-    s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
-    rounded = p.load(s)  # normalise the rounded s, which the next layers see
+    s, rounded = add_residual(x, residual, p)
     mean = p.step(np.mean(rounded, axis=-1, keepdims=True))
     centered = p.step(rounded - mean)
     rstd = reciprocal_rms(centered, eps, p)
     y = p.step(p.step(centered * rstd) * p.load(weight))
     if bias is not None:
         y = p.step(y + p.load(bias))
-    results = [p.store(y)]
-    if residual is not None and return_sum:
-        results.append(s)
-    if return_stats:
-        results += [p.store(statistic[..., 0], np.float32) for statistic in (mean, rstd)]
-    return results[0] if len(results) == 1 else tuple(results)
+    has_sum = residual is not None and return_sum
+    return norm_results(y, s if has_sum else None, (mean, rstd) if return_stats else (), p)
 
 
 def layernorm_backward(
@@ -101,13 +102,8 @@ def layernorm_backward(
     mean_m = p.step(np.mean(m, axis=-1, keepdims=True))
     mean_mn = p.step(np.mean(m * n, axis=-1, keepdims=True))
     dx = p.step(r * p.step(p.step(m - mean_m) - p.step(n * mean_mn)))
-    if dresidual is not None:
-        dx = p.step(dx + p.load(dresidual))
-    cols = x.shape[-1]
-    sums = (
-        (p.step(p.step(dy64 * n).reshape(-1, cols).sum(axis=0)), dweight),
-        (p.step(dy64.reshape(-1, cols).sum(axis=0)), dbias),
-    )
-    return p.store(dx), *(
-        p.store(total if start is None else p.load(start) + total, np.float32) for total, start in sums
+    return (
+        input_gradient(dx, dresidual, p),
+        sum_rows(p.step(dy64 * n), dweight, p),
+        sum_rows(dy64, dbias, p),
     )

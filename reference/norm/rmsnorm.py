@@ -23,9 +23,16 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.reference.precision import Array, Precision, Steps, steps
+from gpu_ops.reference.norm.norm import (
+    add_residual,
+    input_gradient,
+    norm_results,
+    reciprocal_rms,
+    sum_rows,
+)
+from gpu_ops.reference.precision import Array, Precision, steps
 
-__all__ = ["Casting", "reciprocal_rms", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
+__all__ = ["Casting", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
 
 Casting = Literal["llama", "gemma", "fp32"]
 
@@ -41,13 +48,6 @@ def _narrow(x: Array, dtype: npt.DTypeLike, casting: Casting, precision: Precisi
     return x
 
 
-def reciprocal_rms(x: Array, eps: float, p: Steps) -> Array:
-    """``1 / sqrt(mean(x**2) + eps)`` over the last axis, kept with length 1; 0 for ``1 / 0``."""
-    mean_square = p.step(np.mean(np.square(x), axis=-1, keepdims=True))
-    root = p.step(np.sqrt(p.step(mean_square + eps)))
-    return p.step(np.divide(1.0, root, out=np.zeros_like(root), where=root != 0))
-
-
 def _normalise(
     x: Array,
     weight: Array,
@@ -59,8 +59,7 @@ def _normalise(
 ) -> tuple[Array, Array, Array]:
     """y before its last rounding, s as returned, and rstd with its last axis kept."""
     p = steps(precision, x.dtype)
-    s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
-    rounded = p.load(s)  # normalise the rounded s, which the next layers see
+    s, rounded = add_residual(x, residual, p)
     rstd = reciprocal_rms(rounded, eps, p)
     n = _narrow(p.step(rounded * rstd), x.dtype, casting, precision)
     gain = _narrow(p.step(weight_offset + p.load(weight)), x.dtype, casting, precision)
@@ -100,12 +99,8 @@ def rmsnorm(
     """
     p = steps(precision, x.dtype)
     y, s, rstd = _normalise(x, weight, eps, residual, weight_offset, casting, precision)
-    results = [p.store(y)]
-    if residual is not None and return_sum:
-        results.append(s)
-    if return_rstd:
-        results.append(p.store(rstd[..., 0], np.float32))
-    return results[0] if len(results) == 1 else tuple(results)
+    has_sum = residual is not None and return_sum
+    return norm_results(y, s if has_sum else None, (rstd,) if return_rstd else (), p)
 
 
 def rmsnorm_backward(
@@ -151,11 +146,8 @@ def rmsnorm_backward(
     n = p.step(x64 * r)
     mean_mn = p.step(np.mean(m * n, axis=-1, keepdims=True))
     dx = p.step(r * p.step(m - p.step(n * mean_mn)))
-    if dresidual is not None:
-        dx = p.step(dx + p.load(dresidual))
     products = p.step(dy64 * _narrow(n, x.dtype, casting, precision))
-    total = p.step(products.reshape(-1, x.shape[-1]).sum(axis=0))
-    return p.store(dx), p.store(total if dweight is None else p.load(dweight) + total, np.float32)
+    return input_gradient(dx, dresidual, p), sum_rows(products, dweight, p)
 
 
 def rmsnorm_quant_int8(

@@ -1,18 +1,19 @@
-"""Checks shared by RMSNorm and LayerNorm."""
+"""Checks and results shared by RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Bound, Call
 from gpu_ops.errors import OptionError, ShapeError
 
-__all__ = ["validate", "write_gradients", "write_outputs"]
+__all__ = ["bound", "validate", "write_gradients", "write_outputs"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
@@ -28,8 +29,20 @@ def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **li
     return checks.float_dtype(name, x=x, weight=weight, bias=bias, **like_x)
 
 
-def write_outputs(call: Call, x: Array, has_sum: bool, out: Any, residual_out: Any) -> None:
-    """Declare ``y``, which may be x in place, and with ``has_sum`` ``s``, which may be residual in place."""
+def write_outputs(
+    call: Call,
+    x: Array,
+    has_sum: bool,
+    out: Any,
+    residual_out: Any,
+    statistics: Sequence[str] = (),
+    *,
+    return_statistics: bool = False,
+) -> None:
+    """Declare ``y``, which may be x in place, and with ``has_sum`` ``s``, which may be residual in place.
+
+    ``statistics``: names of the results with one number per row, which are always written.
+    """
     if residual_out is not None and not has_sum:
         raise OptionError(
             f"{call.op}: residual_out receives x + residual; pass residual= too, and return_sum=True, or omit it"
@@ -39,6 +52,10 @@ def write_outputs(call: Call, x: Array, has_sum: bool, out: Any, residual_out: A
         call.write(
             "s", x.shape, x.dtype, residual_out, argument="residual_out", in_place="residual", rows=True
         )
+    dtype, outs = checks.computing_dtype(x.dtype.name), out if return_statistics else None
+    for item, name in enumerate(statistics, 1):
+        place = call.write(name, x.shape[:-1], dtype, outs, returned=return_statistics, item=item)
+        checks.contiguous(call.op, name, place)
 
 
 def write_gradients(call: Call, x: Array, sums: Mapping[str, Any], dtype: np.dtype[Any], out: Any) -> None:
@@ -55,3 +72,13 @@ def write_gradients(call: Call, x: Array, sums: Mapping[str, Any], dtype: np.dty
         else:
             call.write(name, x.shape[-1:], dtype, array, argument=name, added=True)
     call.option(added=tuple(name for name in sums if name not in fresh))
+
+
+def bound(call: Call, x: Array, flops: float, details: str = "") -> Bound:
+    """Bind a call with these ``flops`` per element of x; ``details`` end its description."""
+    rows, cols, dtype = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.name
+    return call.bind(
+        problem=lambda: f"{rows} rows of {cols} {dtype}{details}",
+        unsupported=checks.unsupported(dtype),
+        flops=flops * rows * cols,
+    )

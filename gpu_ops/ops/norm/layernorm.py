@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.norm.checks import validate, write_gradients, write_outputs
+from gpu_ops.ops.norm.checks import bound, validate, write_gradients, write_outputs
 
 __all__ = ["layernorm", "layernorm_backward"]
 
@@ -95,17 +94,8 @@ def layernorm(
     call.option(eps=checks.epsilon(call.op, eps, dtype))
     return_stats = checks.flag(call.op, "return_stats", return_stats)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
-    write_outputs(call, x_, has_sum, out, residual_out)
-    stats_dtype, outs = checks.computing_dtype(dtype), out if return_stats else None
-    for item, name in enumerate(("mean", "rstd"), 1):
-        place = call.write(name, x_.shape[:-1], stats_dtype, outs, returned=return_stats, item=item)
-        checks.contiguous(call.op, name, place)
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-    return call.bind(
-        problem=lambda: f"{rows} rows of {cols} {dtype}",
-        unsupported=checks.unsupported(dtype),
-        flops=8.0 * rows * cols,
-    )
+    write_outputs(call, x_, has_sum, out, residual_out, ("mean", "rstd"), return_statistics=return_stats)
+    return bound(call, x_, flops=8.0)
 
 
 @op(cuda=True, kernels="norm.layernorm", written=("dweight", "dbias"))
@@ -181,12 +171,7 @@ def layernorm_backward(
     for name, statistic in statistics.items():
         checks.exactly(call.op, name, statistic, x_.shape[:-1], stats_dtype)
     write_gradients(call, x_, {"dweight": dweight, "dbias": dbias}, stats_dtype, out)
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-    return call.bind(
-        problem=lambda: f"{rows} rows of {cols} {dtype}",
-        unsupported=checks.unsupported(dtype),
-        flops=12.0 * rows * cols,
-    )
+    return bound(call, x_, flops=12.0)
 
 
 @lowers("layernorm", "reference")

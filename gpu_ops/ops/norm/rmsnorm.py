@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -11,7 +10,7 @@ from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.norm.checks import validate, write_gradients, write_outputs
+from gpu_ops.ops.norm.checks import bound, validate, write_gradients, write_outputs
 from gpu_ops.reference.norm.rmsnorm import Casting
 
 __all__ = ["rmsnorm", "rmsnorm_backward"]
@@ -100,17 +99,8 @@ def rmsnorm(
     )
     return_rstd = checks.flag(call.op, "return_rstd", return_rstd)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
-    write_outputs(call, x_, has_sum, out, residual_out)
-    stats_dtype = checks.computing_dtype(dtype)
-    stats_shape, outs = x_.shape[:-1], out if return_rstd else None
-    place = call.write("rstd", stats_shape, stats_dtype, outs, returned=return_rstd, item=1)
-    checks.contiguous(call.op, "rstd", place)
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-    return call.bind(
-        problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
-        unsupported=checks.unsupported(dtype),
-        flops=4.0 * rows * cols,
-    )
+    write_outputs(call, x_, has_sum, out, residual_out, ("rstd",), return_statistics=return_rstd)
+    return bound(call, x_, flops=4.0, details=f", casting {casting}")
 
 
 @op(cuda=True, kernels="norm.rmsnorm", written=("dweight",))
@@ -189,12 +179,7 @@ def rmsnorm_backward(
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
     write_gradients(call, x_, {"dweight": dweight}, stats_dtype, out)
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-    return call.bind(
-        problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
-        unsupported=checks.unsupported(dtype),
-        flops=8.0 * rows * cols,
-    )
+    return bound(call, x_, flops=8.0, details=f", casting {casting}")
 
 
 @lowers("rmsnorm", "reference")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.norm.checks import validate
+from gpu_ops.ops.norm.checks import bound, validate
 from gpu_ops.reference.norm.rmsnorm import Casting
 
 __all__ = ["rmsnorm_quant_int8"]
@@ -113,12 +112,7 @@ def rmsnorm_quant_int8(
             checks.contiguous(call.op, label, view)
     if residual_ is not None:
         call.write("s", x_.shape, x_.dtype)
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-    return call.bind(
-        problem=lambda: f"{rows} rows of {cols} {dtype} to int8, casting {casting}",
-        unsupported=checks.unsupported(dtype),
-        flops=6.0 * rows * cols,
-    )
+    return bound(call, x_, flops=6.0, details=f" to int8, casting {casting}")
 
 
 @lowers("rmsnorm_quant_int8", "reference")
