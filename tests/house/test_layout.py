@@ -23,6 +23,7 @@ from tests.support.processes import ROOT, python
 ROOMS = ("attention", "gemm", "loss", "norm", "rope", "rows", "sampling", "weights")
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
 CODE = ("gpu_ops", "kernels", "reference", "tests", "perf", "scripts")
+MAX_PARAMETERS = 14
 MAX_LINES = {".py": 500, ".cu": 500, ".cuh": 500}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -146,6 +147,25 @@ def test_files_stay_short():
     lines = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in sources(*CODE)}
     too_long = {str(p.relative_to(ROOT)): n for p, n in lines.items() if n > MAX_LINES[p.suffix]}
     assert not too_long, "split by job"
+
+
+def parameters(function):
+    a = function.args
+    return len(a.posonlyargs + a.args + a.kwonlyargs) + (a.vararg is not None) + (a.kwarg is not None)
+
+
+def test_options_travel_as_records():
+    """Public functions (ops, emulator.launch) list their options; compiled ones have flat arguments."""
+    long = {}
+    for path in sources("gpu_ops", "kernels", "reference", "perf", "scripts"):
+        if path.suffix != ".py" or {"cpu", "numba_cuda"} & {*path.parts}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and parameters(node) > MAX_PARAMETERS:
+                decorators = {ast.unparse(d).partition("(")[0] for d in node.decorator_list}
+                if not decorators & {"op", "loop"} and node.name != "launch":
+                    long[f"{path.relative_to(ROOT)}:{node.lineno}"] = node.name
+    assert not long
 
 
 def imports(path):
