@@ -15,9 +15,9 @@ from gpu_ops.distributed.sequence import (
     ContextOptions,
     Shards,
     by_distance,
-    option_words,
     read_results,
     read_shards,
+    selected_slopes,
 )
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.ops.attention.varlen import attention_varlen, attention_varlen_backward
@@ -84,7 +84,7 @@ def gathered_attention_varlen(
     op = "gathered_attention_varlen"
     return_lse = checks.flag(op, "return_lse", return_lse)
     shards, spans = _read(op, comm, (q, k, v), cu_seqlens, options)
-    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
+    shards.begin(op, comm, options)
     keys, values = (comm.all_gather(x)[spans.keys] for x in (shards.k, shards.v))
     lengths = spans.cu_seqlens_q, spans.cu_seqlens_k
     results = attention_varlen(shards.q, keys, values, *lengths, return_lse=True, **spans.options)
@@ -142,7 +142,7 @@ def gathered_attention_varlen_backward(
     shards, spans = _read(op, comm, (q, k, v), cu_seqlens, options)
     lse_shape = shards.q.shape[1], shards.q.shape[0]
     dout, out, lse = read_results(op, comm, shards, (dout, out, lse), lse_shape, shards.wide)
-    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
+    shards.begin(op, comm, options)
     keys, values = (comm.all_gather(x) for x in (shards.k, shards.v))
     dq, dk, dv = (np.zeros(x.shape, shards.wide) for x in (shards.q, keys, values))
     attention_varlen_backward(
@@ -151,9 +151,7 @@ def gathered_attention_varlen_backward(
         grads=(dq, dk[spans.keys], dv[spans.keys]),
         **spans.options,
     )
-    sums = (dq, comm.reduce_scatter(dk), comm.reduce_scatter(dv))
-    to_q, to_k, to_v = (give(x.astype(shards.q.dtype, copy=False), shards.library) for x in sums)
-    return to_q, to_k, to_v
+    return shards.grads(dq, comm.reduce_scatter(dk), comm.reduce_scatter(dv))
 
 
 @dataclass(frozen=True)
@@ -187,27 +185,23 @@ def _read(
         )
     if by_distance(options) and not options.get("causal", False):
         raise OptionError(f"{op}: window_size and alibi_slopes want causal=True here")
-    selected: dict[str, Any] = dict(options)
-    if selected.get("alibi_slopes") is not None:
-        selected["alibi_slopes"] = comm.movable(op, selected["alibi_slopes"], "alibi_slopes")[0]
-    return shards, _spans(starts, comm.rank * length, length, selected)
+    return shards, _spans(op, comm, starts, length, options)
 
 
-def _spans(starts: Array, first: int, length: int, options: dict[str, Any]) -> _Spans:
-    """Spans of the queries from token ``first`` on.
+def _spans(op: str, comm: Comm, starts: Array, length: int, options: ContextOptions) -> _Spans:
+    """Spans of this rank's ``length`` queries.
 
     The keys of the first document begin before the queries. With a causal mask the keys end at the last query;
     without, the keys of the last document continue beyond it.
     """
+    first = comm.rank * length
     begins, ends = (np.clip(x, first, first + length) for x in (starts[:-1], starts[1:]))
     live = begins < ends
     key_begins = starts[:-1][live]
     key_ends = ends[live] if options.get("causal", False) else starts[1:][live]
-    slopes = options.get("alibi_slopes")
-    if slopes is not None and slopes.ndim == 2:
-        options["alibi_slopes"] = slopes[live]
+    own = selected_slopes(op, comm, options, lambda slopes: slopes[live] if slopes.ndim == 2 else slopes)
     keys = slice(int(key_begins[0]), int(key_ends[-1])) if live.any() else slice(0, 0)
-    return _Spans(keys, _from_zero(ends[live] - begins[live]), _from_zero(key_ends - key_begins), options)
+    return _Spans(keys, _from_zero(ends[live] - begins[live]), _from_zero(key_ends - key_begins), own)
 
 
 def _from_zero(lengths: Array) -> Array:

@@ -16,7 +16,6 @@ from gpu_ops.distributed.sequence import (
     Piece,
     Shards,
     check_layout,
-    option_words,
     pieces,
     read_results,
     read_shards,
@@ -203,9 +202,7 @@ def ring_attention_backward(
         if moving is not None:
             keys, values = moving.wait()
     assert sums is not None
-    grads = (to_q, *sums.wait())
-    dq, dk, dv = (give(cast(grad, shards.q.dtype), shards.library) for grad in grads)
-    return dq, dk, dv
+    return shards.grads(to_q, *sums.wait())
 
 
 class _Ring:
@@ -216,7 +213,7 @@ class _Ring:
         self.layout, self.options = check_layout(op, layout, options, length), options
         self.size, self.length = comm.size, length
         self.rows = pieces(comm.rank, comm.size, length, self.layout)
-        comm.begin(op, shards.q, shards.k, shards.v, f"layout={self.layout!r}", option_words(options))
+        shards.begin(op, comm, options, f"layout={self.layout!r}")
 
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         """Rows of this rank, rows of the keys of ``source`` that they see, and options of the attention call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core import checks
+from gpu_ops.core.arrays import cast, give
 from gpu_ops.core.call import Call
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.errors import OptionError, ShapeError, UnknownOptionError
@@ -25,6 +26,7 @@ __all__ = [
     "pieces",
     "read_results",
     "read_shards",
+    "selected_slopes",
     "sequence_positions",
 ]
 
@@ -60,6 +62,15 @@ class Shards:
     v: Array
     library: str | None
     wide: np.dtype[Any]
+
+    def begin(self, op: str, comm: Comm, options: Mapping[str, Any], *words: str) -> None:
+        """Compare the arrays, the options and these words with those of the other ranks."""
+        comm.begin(op, self.q, self.k, self.v, *words, option_words(options))
+
+    def grads(self, *sums: Any) -> tuple[Any, Any, Any]:
+        """Gradients in q's dtype and in the caller's library."""
+        dq, dk, dv = (give(cast(x, self.q.dtype), self.library) for x in sums)
+        return dq, dk, dv
 
 
 def sequence_positions(comm: Comm, seqlen: int, layout: str = "zigzag") -> npt.NDArray[np.int64]:
@@ -189,6 +200,16 @@ def by_distance(options: Mapping[str, Any]) -> bool:
     """Whether scores depend on the distance of key and query, in addition to the causal mask."""
     window = tuple(options.get("window_size", (-1, -1)))
     return window != (-1, -1) or options.get("alibi_slopes") is not None
+
+
+def selected_slopes(
+    op: str, comm: Comm, options: Mapping[str, Any], select: Callable[[Array], Array]
+) -> dict[str, Any]:
+    """Options with the ALiBi slopes that this rank uses, if there are slopes."""
+    result = dict(options)
+    if result.get("alibi_slopes") is not None:
+        result["alibi_slopes"] = select(comm.movable(op, result["alibi_slopes"], "alibi_slopes")[0])
+    return result
 
 
 def option_words(options: Mapping[str, Any]) -> str:

@@ -9,11 +9,13 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import give
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.sequence import ContextOptions, option_words, read_shards
+from gpu_ops.distributed.sequence import ContextOptions, option_words, read_shards, selected_slopes
 from gpu_ops.errors import ShapeError
 from gpu_ops.ops.attention.dense import attention, attention_backward
 
 __all__ = ["UlyssesSaved", "ulysses_attention", "ulysses_attention_backward"]
+
+Array = npt.NDArray[Any]
 
 _HEADS, _TOKENS = 2, 1  # axes
 
@@ -86,7 +88,7 @@ def ulysses_attention(
             raise ShapeError(
                 f"{op}: {name}={x.shape[_HEADS]} is not divided evenly by {comm.size} ranks; use ring_attention"
             )
-    comm.begin(op, shards.q, shards.k, shards.v, option_words(options))
+    shards.begin(op, comm, options)
     of_q, of_k, of_v = (comm.all_to_all(x, _HEADS, _TOKENS) for x in (shards.q, shards.k, shards.v))
     out, lse = attention(of_q, of_k, of_v, return_lse=True, **_own_heads(op, comm, options))
     result = give(comm.all_to_all(out, _TOKENS, _HEADS), shards.library)
@@ -147,9 +149,9 @@ def ulysses_attention_backward(
 
 def _own_heads(op: str, comm: Comm, options: ContextOptions) -> dict[str, Any]:
     checks.instance(op, "comm", comm, Comm)
-    head_options: dict[str, Any] = dict(options)
-    if head_options.get("alibi_slopes") is not None:
-        slopes: npt.NDArray[Any] = comm.movable(op, head_options["alibi_slopes"], "alibi_slopes")[0]
+
+    def of_heads(slopes: Array) -> Array:
         each = slopes.shape[-1] // comm.size if slopes.ndim else 0
-        head_options["alibi_slopes"] = slopes[..., comm.rank * each : (comm.rank + 1) * each]
-    return head_options
+        return slopes[..., comm.rank * each : (comm.rank + 1) * each]
+
+    return selected_slopes(op, comm, options, of_heads)
