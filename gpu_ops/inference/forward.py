@@ -13,14 +13,13 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.inference.step_attention import attend, check_window
+from gpu_ops.models.block_steps import BlockStep, Projection, Run, block_steps
 from gpu_ops.models.config import LlamaConfig
-from gpu_ops.models.elementwise import added, softcapped
+from gpu_ops.models.elementwise import softcapped
 from gpu_ops.models.passes import last_norm
-from gpu_ops.models.projection import normed, project
+from gpu_ops.models.projection import normed
 from gpu_ops.models.table import Table, embed, head_logits
 from gpu_ops.models.weights import Block, Llama, check_models
-from gpu_ops.ops.gemm.swiglu import swiglu
-from gpu_ops.ops.norm.rmsnorm import rmsnorm
 from gpu_ops.ops.rope.rope_append_kv import rope_append_kv
 from gpu_ops.ops.rows.embedding import embedding
 
@@ -73,8 +72,9 @@ def next_logits(
         check_window("next_logits", step.tree, layer_config.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
     x = embed(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
+    run = _CachedRun(cache, step, length)
     for i, (layer, layer_config) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
-        x = _block(x, layer, layer_config, cache, i, step, length)
+        x = run.layer(i, x, layer, layer_config)
     if step.logit_rows is not None:
         x = embedding(step.logit_rows, x)
     elif step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
@@ -149,49 +149,46 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
             )
 
 
-def _block(
-    x: Any, layer: Block, config: LlamaConfig, cache: PagedKVCache, i: int, step: Step, max_seqlen: int
-) -> Any:
-    """Forward pass of layer number ``i``."""
-    keys, values = cache.keys[i], cache.values[i]
-    scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
-    eps, offset = config.stream_eps, config.weight_offset
-    h = normed(x, layer.attn_norm, layer.qkv, eps=eps, weight_offset=offset)
-    heads = project(h, layer.qkv, layer.qkv_bias).reshape(x.shape[0], -1, config.head_dim)
-    q, k, v = (heads[:, part] for part in config.head_slices)
-    q = rope_append_kv(
-        q,
-        k,
-        v,
-        keys,
-        values,
-        **scales,
-        slot_mapping=step.slot_mapping,
-        positions=step.positions if config.theta is not None else step.positions * 0,  # rotation by zero
-        theta=config.theta,
-        scaling=config.scaling if config.theta is not None else None,
-        seqlen=max_seqlen,
-        q_weight=layer.q_norm,
-        k_weight=layer.k_norm,
-        eps=config.eps,
-        weight_offset=offset,
-    )
-    attn = attend(q, keys, values, step, **scales, **config.attention_options)
-    norms = layer.attn_sub_norm, layer.attn_post_norm
-    x = _projected(attn.reshape(x.shape[0], -1), layer.o, layer.o_bias, x, norms, config)
-    h = normed(x, layer.mlp_norm, layer.gate_up, eps=eps, weight_offset=offset)
-    act = swiglu(project(h, layer.gate_up, layer.gate_up_bias), activation=config.activation)
-    norms = layer.ffn_sub_norm, layer.mlp_post_norm
-    return _projected(act, layer.down, layer.down_bias, x, norms, config)
+class _CachedRun(Run):
+    """Forward calls of layers, which write the new keys and values to the cache."""
+
+    def __init__(self, cache: PagedKVCache, step: Step, max_seqlen: int) -> None:
+        self.cache, self.step, self.max_seqlen = cache, step, max_seqlen
+
+    def layer(self, i: int, x: Any, weights: Block, config: LlamaConfig) -> Any:
+        """Return the output of layer number ``i``."""
+        self.i, self.arrays, self.weights, self.config = i, {"x": x}, weights, config
+        self.steps = block_steps(_ATTENTION, config.sub_norms, config.post_norms)
+        return self.forward()
+
+    def norm(self, x: Any, weight: Any, eps: float, into: Any = None, *, out: Any = None) -> tuple[Any, Any]:
+        return normed(x, weight, into, eps=eps, weight_offset=self.config.weight_offset), None
 
 
-def _projected(x: Any, weight: Any, bias: Any, residual: Any, norms: Any, config: LlamaConfig) -> Any:
-    """Add a projection of ``x`` to the residual stream. ``norms``: before and after the projection, or None."""
-    before, after = norms
-    options: dict[str, Any] = {"eps": config.eps, "weight_offset": config.weight_offset}
-    if before is not None:
-        x = normed(x, before, weight, **options)
-    if after is None:
-        return project(x, weight, bias, residual)
-    y = project(x, weight, bias)
-    return added(rmsnorm(y, after, out=y, **options), residual)
+class _CachedAttention(BlockStep):
+    """Norms of heads, rotation, and attention over the cache."""
+
+    def forward(self, run: _CachedRun, qkv: Any) -> tuple[Any, ...]:
+        i, cache, config, step = run.i, run.cache, run.config, run.step
+        keys, values = cache.keys[i], cache.values[i]
+        scales = {"k_scale": cache.key_scales[i], "v_scale": cache.value_scales[i]}
+        q = rope_append_kv(
+            *run.split(qkv),
+            keys,
+            values,
+            **scales,
+            slot_mapping=step.slot_mapping,
+            positions=step.positions if config.theta is not None else step.positions * 0,  # rotation by zero
+            theta=config.theta,
+            scaling=config.scaling if config.theta is not None else None,
+            seqlen=run.max_seqlen,
+            q_weight=run.weights.q_norm,
+            k_weight=run.weights.k_norm,
+            eps=config.eps,
+            weight_offset=config.weight_offset,
+        )
+        attn = attend(q, keys, values, step, **scales, **config.attention_options)
+        return (attn.reshape(qkv.shape[0], -1),)
+
+
+_ATTENTION = Projection(("h1",), ("qkv",), "qkv"), _CachedAttention(("qkv",), ("attn",))

@@ -1,23 +1,34 @@
-"""Steps of a decoder block, computed on demand by the forward call, and again by the backward call."""
+"""Steps of a decoder block, in the order that the forward call, the backward call and decoding run them in.
+
+A step names the arrays that it reads and makes: so a backward call makes again what was not kept, and an array is
+freed after the last step that reads it. Decoding replaces rotation and attention.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gpu_ops.core.allocator import empty_like
 from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import added, copied
-from gpu_ops.models.projection import project
+from gpu_ops.models.projection import project, project_backward
 from gpu_ops.models.weights import Block
 from gpu_ops.ops.attention.dense import attention, attention_backward
 from gpu_ops.ops.attention.varlen import attention_varlen, attention_varlen_backward
-from gpu_ops.ops.gemm.swiglu import swiglu
+from gpu_ops.ops.gemm.swiglu import swiglu, swiglu_backward
 from gpu_ops.ops.norm.rmsnorm import rmsnorm, rmsnorm_backward
-from gpu_ops.ops.rope.rope import rope
+from gpu_ops.ops.rope.rope import rope, rope_backward
 
-__all__ = ["Run", "Saved", "Sequences"]
+__all__ = [
+    *("FIELDS", "BlockStep", "Projection", "Run", "Saved", "Sequences", "TrainingRun", "block_steps"),
+    "training_steps",
+]
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Sequences:
         starts = self.cu_seqlens
         if starts is None:
             return attention(q, k, v, **options, return_lse=True)
-        options |= self._longest
+        options |= {"max_seqlen_q": self.max_seqlen, "max_seqlen_k": self.max_seqlen}
         return attention_varlen(q, k, v, starts, starts, **options, return_lse=True)
 
     def attention_backward(
@@ -58,12 +69,8 @@ class Sequences:
         if starts is None:
             attention_backward(dout, q, k, v, out, lse, **options, grads=grads)
         else:
-            options |= self._longest
+            options |= {"max_seqlen_q": self.max_seqlen, "max_seqlen_k": self.max_seqlen}
             attention_varlen_backward(dout, q, k, v, out, lse, starts, starts, **options, grads=grads)
-
-    @property
-    def _longest(self) -> dict[str, Any]:
-        return {"max_seqlen_q": self.max_seqlen, "max_seqlen_k": self.max_seqlen}
 
 
 @dataclass
@@ -100,136 +107,247 @@ class Saved:
         return sum(int(x.nbytes) for x in (getattr(self, f.name) for f in fields(self)) if x is not None)
 
 
+FIELDS = frozenset(field.name for field in fields(Saved))
+
+
 class Run:
-    """One call over a block: computes the fields of :class:`Saved` that it needs."""
+    """Call over a block. ``arrays``: by the names in ``reads`` and ``makes`` of the steps; None if freed."""
 
-    def __init__(self, saved: Saved, weights: Block, config: LlamaConfig, sequences: Sequences) -> None:
-        weights.check(config)
-        self.saved, self.weights, self.config, self.sequences = saved, weights, config, sequences
-        if sequences.cu_seqlens is not None and sequences.positions is None:
-            raise OptionError(
-                "block_forward: packed sequences need positions, which begin again in each of them"
-            )
-        self.rope_options = {
-            "positions": sequences.positions,
-            "theta": config.theta,
-            "scaling": config.scaling,
-            "seqlen": sequences.seqlen,
-        }
+    arrays: dict[str, Any]
+    weights: Block
+    config: LlamaConfig
+    steps: BlockSteps
 
-    def need(self, field: str) -> Any:
-        """Return a field, computed if it is None."""
-        if getattr(self.saved, field) is None:
-            _MAKERS[field](self)
-        return getattr(self.saved, field)
+    def forward(self, keep: Collection[str] = ()) -> Any:
+        """Return the output of the block. Of the other arrays, its input and those of ``keep`` remain."""
+        arrays = self.arrays
+        for step, last_read in self.steps:
+            inputs = map(arrays.__getitem__, step.reads)
+            arrays.update(zip(step.makes, step.forward(self, *inputs), strict=True))
+            for name in last_read:
+                if name not in keep:
+                    arrays[name] = None
+        return arrays.pop("y")
+
+    def norm(self, x: Any, weight: Any, eps: float, into: Any = None, *, out: Any = None) -> tuple[Any, Any]:
+        """RMS norm and its rstd. ``into``: weight of the projection that reads it."""
+        offset = self.config.weight_offset
+        y, rstd = rmsnorm(x, weight, eps=eps, weight_offset=offset, return_rstd=True, out=out)
+        return y, rstd
 
     def split(self, qkv: Any) -> tuple[Any, Any, Any]:
         """q, k and v of the packed projection, (..., heads, head_dim) each, as views."""
         c = self.config
         heads = qkv.reshape(*qkv.shape[:-1], c.nheads + 2 * c.nheads_kv, c.head_dim)
-        q, k, v = (heads[..., part, :] for part in c.head_slices)
-        return q, k, v
+        q, k, v = c.head_slices
+        return heads[..., q, :], heads[..., k, :], heads[..., v, :]
 
-    def rope(self, function: Callable[..., Any], q: Any, k: Any) -> None:
-        """Rotate in place. Packed sequences are one long sequence with explicit positions."""
-        if self.config.theta is None:
-            return
-        q, k = (x[None] if x.ndim == 3 else x for x in (q, k))
-        function(q, k, **self.rope_options, out=(q, k))
 
-    def norm(self, x: Any, weight: Any, *, stream: bool = False, out: Any = None) -> tuple[Any, Any]:
-        """RMS norm and its rstd; ``stream``: whether x is the residual stream."""
-        eps, offset = self.config.stream_eps if stream else self.config.eps, self.config.weight_offset
-        y, rstd = rmsnorm(x, weight, eps=eps, weight_offset=offset, return_rstd=True, out=out)
-        return y, rstd
+class TrainingRun(Run):
+    """Forward call that keeps arrays, or the backward call that needs them, and makes the others again."""
+
+    def __init__(self, saved: Saved, weights: Block, config: LlamaConfig, sequences: Sequences) -> None:
+        weights.check(config)
+        self.arrays, self.weights, self.config = vars(saved), weights, config
+        self.steps, self.saved, self.sequences = training_steps(config), saved, sequences
+        self.dresidual: Any = None  # gradient for the residual stream
+        if sequences.cu_seqlens is not None and sequences.positions is None:
+            raise OptionError(
+                "block_forward: packed sequences need positions, which begin again in each of them"
+            )
+
+    def need(self, name: str) -> Any:
+        """Return an array, made if it is None."""
+        if self.arrays.get(name) is None:
+            step = next(step for step, _ in self.steps if name in step.makes)
+            inputs = map(self.need, step.reads)
+            self.arrays.update(zip(step.makes, step.forward(self, *inputs), strict=True))
+            if name in FIELDS:
+                self.saved.drop(*self.arrays.keys() - FIELDS)
+        return self.arrays[name]
 
     def norm_backward(self, dy: Any, x: Any, weight: Any, rstd: Any, dweight: Any, **more: Any) -> Any:
         offset = self.config.weight_offset
         return rmsnorm_backward(dy, x, weight, rstd, weight_offset=offset, dweight=dweight, **more)[0]
 
-    def norm1(self) -> None:
-        s = self.saved
-        s.h1, s.rstd1 = self.norm(s.x, self.weights.attn_norm, stream=True)
-
-    def project(self) -> None:
-        qkv = project(self.need("h1"), self.weights.qkv, self.weights.qkv_bias)
-        if not self.config.qk_norm:
-            self.rope(rope, *self.split(qkv)[:2])
-        self.saved.qkv = qkv
-
-    def norm_qk(self) -> None:
-        s, w = self.saved, self.weights
-        q, k, _ = self.split(self.need("qkv"))
-        s.q, s.rstd_q = self.norm_heads(q, w.q_norm)
-        s.k, s.rstd_k = self.norm_heads(k, w.k_norm)
-        self.rope(rope, s.q, s.k)
-
-    def norm_heads(self, x: Any, weight: Any) -> tuple[Any, Any]:
-        """Norm and rstd of some heads of ``qkv``, in a copy."""
-        y = copied(x)
-        return self.norm(y, weight, out=y)
-
-    def heads(self) -> tuple[Any, Any, Any]:
-        """q, k and v, the inputs of attention."""
-        q, k, v = self.split(self.need("qkv"))
-        return (self.need("q"), self.need("k"), v) if self.config.qk_norm else (q, k, v)
-
-    def attend(self) -> None:
-        q, k, v = self.heads()
-        out, lse = self.sequences.attention(q, k, v, **self.config.attention_options)
-        self.saved.attn, self.saved.lse = out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1]), lse
-
-    def project_attention(self) -> Any:
-        """Attention through its sub-norm and the output projection, with the residual if no norm follows."""
-        w, attn = self.weights, self.need("attn")
-        if self.config.sub_norms:
-            attn, _ = self.norm(attn, w.attn_sub_norm)
-        return project(attn, w.o, w.o_bias, None if self.config.post_norms else self.saved.x)
-
-    def make_o(self) -> None:
-        self.saved.o = self.project_attention()
-
-    def add_attention(self) -> None:
-        s = self.saved
-        if not self.config.post_norms:
-            s.x2 = self.project_attention()
-            return
-        y, s.rstd_o = self.norm(self.need("o"), self.weights.attn_post_norm)
-        s.x2 = added(y, s.x)
-
-    def norm2(self) -> None:
-        s = self.saved
-        s.h2, s.rstd2 = self.norm(self.need("x2"), self.weights.mlp_norm, stream=True)
-
-    def gate_up(self) -> None:
-        self.saved.gate_up = project(self.need("h2"), self.weights.gate_up, self.weights.gate_up_bias)
-
-    def act(self) -> Any:
-        """Input of the down projection."""
-        act = swiglu(self.need("gate_up"), activation=self.config.activation)
-        return self.norm(act, self.weights.ffn_sub_norm, out=act)[0] if self.config.sub_norms else act
-
-    def make_down(self) -> None:
-        self.saved.down = project(self.act(), self.weights.down, self.weights.down_bias)
-
-    def norm_down(self) -> Any:
-        y, self.saved.rstd_down = self.norm(self.need("down"), self.weights.mlp_post_norm)
-        return y
+    def rope(self, function: Callable[..., Any], q: Any, k: Any) -> None:
+        """Rotate in place. Packed sequences are one long sequence with explicit positions."""
+        c, s = self.config, self.sequences
+        if c.theta is not None:
+            q, k = (x[None] if x.ndim == 3 else x for x in (q, k))
+            options = {"positions": s.positions, "theta": c.theta, "scaling": c.scaling, "seqlen": s.seqlen}
+            function(q, k, **options, out=(q, k))
 
 
-_MAKERS: dict[str, Callable[[Run], Any]] = {
-    "h1": Run.norm1,
-    "rstd1": Run.norm1,
-    "qkv": Run.project,
-    **dict.fromkeys(("q", "k", "rstd_q", "rstd_k"), Run.norm_qk),
-    "attn": Run.attend,
-    "lse": Run.attend,
-    "o": Run.make_o,
-    "x2": Run.add_attention,
-    "rstd_o": Run.add_attention,
-    "h2": Run.norm2,
-    "rstd2": Run.norm2,
-    "gate_up": Run.gate_up,
-    "down": Run.make_down,
-    "rstd_down": Run.norm_down,
-}
+@dataclass(frozen=True, eq=False)
+class BlockStep(ABC):
+    """Step of a block. ``reads`` and ``makes``: names of the arrays that ``forward`` takes and returns."""
+
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    weight: str = ""
+
+    @abstractmethod
+    def forward(self, run: Any, *arrays: Any, **_: Any) -> tuple[Any, ...]: ...
+
+    def backward(self, run: Any, dy: Any, grads: Block) -> Any:
+        """Return the gradient for the first array of ``reads`` from that for the first of ``makes``, and add those of
+        weights to ``grads``."""
+        raise NotImplementedError
+
+    def flops(self, config: LlamaConfig, seqlen: int) -> float:
+        """Flops of ``forward`` per token. A norm counts as 40 multiply-adds per element, which take the same time as
+        its memory traffic."""
+        shape = config.block_shapes()[self.weight]
+        return (80.0 if len(shape) == 1 else 2.0) * math.prod(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm(BlockStep):
+    """Norm of the residual stream (``stream``), of an array in a branch, or at the end of a branch, which is added to
+    the stream. ``into``: name of the projection that reads it."""
+
+    into: str | None = None
+    stream: bool = False
+
+    def forward(self, run: Run, x: Any, residual: Any = None) -> tuple[Any, ...]:
+        c, w = run.config, run.weights
+        eps, into = c.stream_eps if self.stream else c.eps, self.into and getattr(w, self.into)
+        y, rstd = run.norm(x, getattr(w, self.weight), eps, into)
+        return y if residual is None else added(y, residual), rstd
+
+    def backward(self, run: TrainingRun, dy: Any, grads: Block) -> Any:
+        x, rstd = run.need(self.reads[0]), run.need(self.makes[1])
+        arrays = dy, x, getattr(run.weights, self.weight), rstd, getattr(grads, self.weight)
+        if self.stream or self.into is None:  # no earlier step reads x in its backward
+            run.saved.drop(self.reads[0])
+        if not self.stream:
+            return run.norm_backward(*arrays, out=dy if dy is not run.dresidual else None)
+        run.dresidual = run.norm_backward(*arrays, dresidual=run.dresidual)
+        return run.dresidual
+
+
+@dataclass(frozen=True, eq=False)
+class Projection(BlockStep):
+    """Projection, plus the residual stream if the step reads it. ``rotates``: q and k, in place."""
+
+    rotates: bool = False
+
+    def forward(self, run: Any, x: Any, residual: Any = None) -> tuple[Any, ...]:
+        w = run.weights
+        y = project(x, getattr(w, self.weight), getattr(w, f"{self.weight}_bias"), residual)
+        if self.rotates:
+            run.rope(rope, *run.split(y)[:2])
+        return (y,)
+
+    def backward(self, run: TrainingRun, dy: Any, grads: Block) -> Any:
+        if self.rotates:
+            run.rope(rope_backward, *run.split(dy)[:2])
+        x, bias = run.need(self.reads[0]), f"{self.weight}_bias"
+        weight, grad = getattr(run.weights, self.weight), getattr(grads, self.weight)
+        return project_backward(dy, x, weight, grad, getattr(grads, bias))
+
+
+class HeadNorms(BlockStep):
+    """Norms of each head of q and k, in rotated copies."""
+
+    def forward(self, run: TrainingRun, qkv: Any) -> tuple[Any, ...]:
+        w, eps = run.weights, run.config.eps
+        q, k = map(copied, run.split(qkv)[:2])
+        _, rstd_q = run.norm(q, w.q_norm, eps, out=q)
+        _, rstd_k = run.norm(k, w.k_norm, eps, out=k)
+        run.rope(rope, q, k)
+        return q, k, rstd_q, rstd_k
+
+    def backward(self, run: TrainingRun, dy: Any, grads: Block) -> Any:
+        parts = run.split(dy)
+        run.rope(rope_backward, *parts[:2])
+        for name, x, dx in zip("qk", run.split(run.saved.qkv), parts, strict=False):
+            weight, dweight = (getattr(part, f"{name}_norm") for part in (run.weights, grads))
+            grad = copied(dx)
+            run.norm_backward(grad, copied(x), weight, run.need(f"rstd_{name}"), dweight, out=grad)
+            copied(grad, to=dx)
+        return dy
+
+    def flops(self, config: LlamaConfig, seqlen: int) -> float:
+        return 80.0 * (config.nheads + config.nheads_kv) * config.head_dim
+
+
+class Attention(BlockStep):
+    """Attention within sequences. Reads qkv, and the q and k that replace its parts if there are any."""
+
+    def forward(self, run: TrainingRun, qkv: Any, *heads: Any) -> tuple[Any, ...]:
+        q, k, v = (*heads, *run.split(qkv)[len(heads) :])
+        out, lse = run.sequences.attention(q, k, v, **run.config.attention_options)
+        return out.reshape(*out.shape[:-2], out.shape[-2] * out.shape[-1]), lse
+
+    def backward(self, run: TrainingRun, dy: Any, grads: Block) -> Any:
+        qkv, *heads = map(run.need, self.reads)
+        q, k, v = (*heads, *run.split(qkv)[len(heads) :])
+        dout, out = (x.reshape(q.shape) for x in (dy, run.need("attn")))
+        dqkv, lse = empty_like(qkv, "dqkv"), run.need("lse")
+        options = {"grads": run.split(dqkv), **run.config.attention_options}
+        run.sequences.attention_backward(dout, q, k, v, out, lse, **options)
+        return dqkv
+
+    def flops(self, config: LlamaConfig, seqlen: int) -> float:
+        keys = seqlen if config.window < 0 else min(seqlen, 2 * config.window)
+        return 2.0 * config.nheads * config.head_dim * keys
+
+
+class Activation(BlockStep):
+    """Activation of gate, times up."""
+
+    def forward(self, run: Run, gate_up: Any) -> tuple[Any, ...]:
+        return (swiglu(gate_up, activation=run.config.activation),)
+
+    def backward(self, run: TrainingRun, dy: Any, grads: Block) -> Any:
+        gate_up = run.need("gate_up")
+        return swiglu_backward(dy, gate_up, activation=run.config.activation, out=gate_up)
+
+
+BlockSteps = tuple[tuple[BlockStep, tuple[str, ...]], ...]
+"""Steps, and after each the arrays that no later one reads, except for the input and the output of the block."""
+
+
+@functools.cache
+def block_steps(attention: tuple[BlockStep, ...], sub_norms: bool, post_norms: bool) -> BlockSteps:
+    """All steps of a block. ``attention``: those from ``h1`` to ``attn``."""
+
+    def output(
+        x: str, residual: str, y: str, weight: str, sub_norm: str, post_norm: str
+    ) -> Iterator[BlockStep]:
+        """Steps from ``x`` to the end of a branch."""
+        if sub_norms:
+            yield Norm((x,), (f"h_{weight}", f"rstd_h_{weight}"), sub_norm, weight)
+            x = f"h_{weight}"
+        if post_norms:
+            yield Projection((x,), (weight,), weight)
+            yield Norm((weight, residual), (y, f"rstd_{weight}"), post_norm)
+        else:
+            yield Projection((x, residual), (y,), weight)
+
+    steps = (
+        Norm(("x",), ("h1", "rstd1"), "attn_norm", "qkv", stream=True),
+        *attention,
+        *output("attn", "x", "x2", "o", "attn_sub_norm", "attn_post_norm"),
+        Norm(("x2",), ("h2", "rstd2"), "mlp_norm", "gate_up", stream=True),
+        Projection(("h2",), ("gate_up",), "gate_up"),
+        Activation(("gate_up",), ("act",)),
+        *output("act", "x2", "y", "down", "ffn_sub_norm", "mlp_post_norm"),
+    )
+    later = [{"x", "y"}.union(*(step.reads for step in steps[i:])) for i in range(1, len(steps) + 1)]
+    return tuple((s, tuple({*s.reads, *s.makes} - names)) for s, names in zip(steps, later, strict=True))
+
+
+def training_steps(config: LlamaConfig) -> BlockSteps:
+    """Steps of the forward and the backward call of a block."""
+    return block_steps(_NORMED_HEADS if config.qk_norm else _HEADS, config.sub_norms, config.post_norms)
+
+
+_HEADS = Projection(("h1",), ("qkv",), "qkv", rotates=True), Attention(("qkv",), ("attn", "lse"))
+_NORMED_HEADS = (
+    Projection(("h1",), ("qkv",), "qkv"),
+    HeadNorms(("qkv",), ("q", "k", "rstd_q", "rstd_k")),
+    Attention(("qkv", "q", "k"), ("attn", "lse")),
+)

@@ -174,7 +174,7 @@ class LlamaConfig:
         computable("eps / residual_scale**2", self.stream_eps)
         computable("embedding_scale / residual_scale", self.embedding_factor("float32"))
 
-    @property
+    @functools.cached_property
     def window_size(self) -> tuple[int, int]:
         """Option ``window_size`` of :func:`gpu_ops.attention`."""
         return (self.window, 0) if self.window >= 0 else (-1, -1)
@@ -189,7 +189,7 @@ class LlamaConfig:
             "softcap": self.softcap,
         }
 
-    @property
+    @functools.cached_property
     def stream_eps(self) -> float:
         """Epsilon of the norms of the residual stream, which is stored divided by ``residual_scale``."""
         return self.eps / self.residual_scale**2
@@ -201,7 +201,7 @@ class LlamaConfig:
             scale = float(np.asarray(math.sqrt(self.hidden)).astype(dtype))
         return scale / self.residual_scale
 
-    @property
+    @functools.cached_property
     def head_slices(self) -> tuple[slice, slice, slice]:
         """Slices of the heads of q, k and v among those of ``qkv``."""
         q, kv = self.nheads, self.nheads_kv
