@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from perf import accuracy
-from perf.case import DTYPES, Call, Case, RunOptions, Prepare, make_inputs
+from perf.case import DTYPES, Call, Case, Prepare, RunOptions, make_inputs
 from perf.limits import buffer_size
 from perf.machine import memory_available, threads
 from perf.memory import Growth, Probe
