@@ -199,9 +199,9 @@ def _spans(op: str, comm: Comm, starts: Array, length: int, options: ContextOpti
     live = begins < ends
     key_begins = starts[:-1][live]
     key_ends = ends[live] if options.get("causal", False) else starts[1:][live]
-    own = selected_slopes(op, comm, options, lambda slopes: slopes[live] if slopes.ndim == 2 else slopes)
+    local = selected_slopes(op, comm, options, lambda slopes: slopes[live] if slopes.ndim == 2 else slopes)
     keys = slice(int(key_begins[0]), int(key_ends[-1])) if live.any() else slice(0, 0)
-    return _Spans(keys, _from_zero(ends[live] - begins[live]), _from_zero(key_ends - key_begins), own)
+    return _Spans(keys, _from_zero(ends[live] - begins[live]), _from_zero(key_ends - key_begins), local)
 
 
 def _from_zero(lengths: Array) -> Array:

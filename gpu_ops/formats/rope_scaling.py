@@ -322,18 +322,18 @@ _INV_FREQ: dict[str, tuple[Callable[..., npt.NDArray[np.float64]], tuple[str, ..
 
 
 def _read(new: type[RopeScaling], entries: Entries) -> RopeScaling:
-    kind = entries.kind
-    if kind == "linear":
+    rope_type = entries.kind
+    if rope_type == "linear":
         return new.linear(entries.need("factor"))
-    if kind == "ntk":
+    if rope_type == "ntk":
         return new.ntk(entries.need("factor"))
-    if kind == "dynamic":
+    if rope_type == "dynamic":
         # transformers scales beyond max_position_embeddings here, even if a config has an original length
         return new.dynamic(
             entries.need("factor"),
             entries.length("max_position_embeddings", "original_max_position_embeddings"),
         )
-    if kind == "yarn":
+    if rope_type == "yarn":
         return new.yarn(
             entries.stretch(),
             entries.original(),
@@ -344,9 +344,9 @@ def _read(new: type[RopeScaling], entries: Entries) -> RopeScaling:
             beta_slow=entries.number("beta_slow") or 1.0,
             truncate=entries.flag("truncate", True),
         )
-    if kind == "longrope":
+    if rope_type == "longrope":
         return _longrope(new, entries)
-    if kind == "llama3":
+    if rope_type == "llama3":
         return new.llama3(
             entries.need("factor"),
             entries.original(),
