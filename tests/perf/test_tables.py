@@ -26,10 +26,10 @@ TABLES = """
 import fcntl, struct, sys, termios
 from gpu_ops.cli.terminal import make_console
 from perf import cli, report
-from perf.case import Config
+from perf.case import RunOptions
 from tests.perf.test_tables import result
 
-config = Config(quick=True)
+config = RunOptions(quick=True)
 for columns in (80, 100, 120):
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     console = make_console()
