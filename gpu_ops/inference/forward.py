@@ -19,7 +19,7 @@ from gpu_ops.models.elementwise import softcapped
 from gpu_ops.models.passes import last_norm
 from gpu_ops.models.projection import normed
 from gpu_ops.models.table import Table, embed, head_logits
-from gpu_ops.models.weights import Block, Llama, check_models
+from gpu_ops.models.weights import Llama, check_models
 from gpu_ops.ops.rope.rope_append_kv import rope_append_kv
 from gpu_ops.ops.rows.embedding import embedding
 
@@ -68,13 +68,12 @@ def next_logits(
     (2, 256)
     """
     check_model(weights, config, cache)
-    for layer_config in config.by_layer:
-        check_window("next_logits", step.tree, layer_config.window)
+    if step.tree is not None:
+        for layer_config in config.by_layer:
+            check_window("next_logits", step.tree, layer_config.window)
     length = longest(cache) if max_seqlen is None else max_seqlen
     x = embed(step.tokens, weights.embed, scale=config.embedding_factor(weights.embed.dtype))
-    run = _CachedRun(cache, step, length)
-    for i, (layer, layer_config) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
-        x = run.layer(i, x, layer, layer_config)
+    x = _CachedRun(cache, step, length).layers(x, weights, config)
     if step.logit_rows is not None:
         x = embedding(step.logit_rows, x)
     elif step.max_seqlen_q > 1 or len(step.tokens) > len(step.seqused_k):
@@ -150,16 +149,18 @@ def check_model(weights: Llama, config: LlamaConfig, cache: PagedKVCache) -> Non
 
 
 class _CachedRun(Run):
-    """Forward calls of layers, which write the new keys and values to the cache."""
+    """Forward call of all layers, which write the new keys and values to the cache."""
 
     def __init__(self, cache: PagedKVCache, step: Step, max_seqlen: int) -> None:
         self.cache, self.step, self.max_seqlen = cache, step, max_seqlen
 
-    def layer(self, i: int, x: Any, weights: Block, config: LlamaConfig) -> Any:
-        """Return the output of layer number ``i``."""
-        self.i, self.arrays, self.weights, self.config = i, {"x": x}, weights, config
+    def layers(self, x: Any, weights: Llama, config: LlamaConfig) -> Any:
         self.steps = block_steps(_ATTENTION, config.sub_norms, config.post_norms)
-        return self.forward()
+        for i, (layer, layer_config) in enumerate(zip(weights.layers, config.by_layer, strict=True)):
+            self.i, self.arrays = i, {"x": x}
+            self.weights, self.config = layer, layer_config
+            x = self.forward()
+        return x
 
     def norm(self, x: Any, weight: Any, eps: float, into: Any = None, *, out: Any = None) -> tuple[Any, Any]:
         return normed(x, weight, into, eps=eps, weight_offset=self.config.weight_offset), None

@@ -71,6 +71,7 @@ def attend(
     >>> attend(q, cache.keys[0], cache.values[0], step, window_size=(2, 0)).shape
     (3, 4, 8)
     """
+    options["causal"] = True
     window = options.get("window_size", _EVERYWHERE)
     pages = _Pages(keys, values, {"k_scale": k_scale, "v_scale": v_scale})
     if step.tree is not None:
@@ -87,7 +88,7 @@ def attend(
         block_table=step.block_table,
         seqused_k=step.seqused_k,
         max_seqlen_q=step.max_seqlen_q,
-        **_causal(options),
+        **options,
     )
 
 
@@ -140,7 +141,7 @@ def _cascade(q: Any, pages: _Pages, step: Step, c: Cascade, options: ScoreOption
         seqused_k=c.own_seqused_k,
         max_seqlen_q=step.max_seqlen_q,
         return_lse=True,
-        **_causal(options),
+        **options,
     )
     shared = attention_varlen(
         q,
@@ -174,10 +175,6 @@ def _tree(q: Any, pages: _Pages, step: Step, tree: Tree, options: ScoreOptions) 
     )
     out = attention_merge(*tree_part, *before, out=tree_part)[0]
     return _rows(tree.places, out.reshape(-1, *out.shape[2:]))
-
-
-def _causal(options: ScoreOptions) -> ScoreOptions:
-    return {**options, "causal": True}
 
 
 def _open(options: ScoreOptions) -> ScoreOptions:
