@@ -15,7 +15,7 @@ from gpu_ops import inference as inference
 from gpu_ops import memory as memory
 from gpu_ops import models as models
 from gpu_ops import training as training
-from gpu_ops.core.array_types import AnyArray, ArrayT, NumPyT
+from gpu_ops.core.arrays import AnyArray, ArrayT, NumPyT
 from gpu_ops.core.autotune import autotune as autotune
 from gpu_ops.core.op import explain as explain
 from gpu_ops.core.op import workspace_size as workspace_size

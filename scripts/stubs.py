@@ -171,7 +171,7 @@ def stub() -> str:
 
 def imports() -> list[str]:
     """Imports of ``gpu_ops/__init__.py`` except ops, which the stub defines itself."""
-    own_line = "from gpu_ops.core.array_types import AnyArray, ArrayT, NumPyT"
+    own_line = "from gpu_ops.core.arrays import AnyArray, ArrayT, NumPyT"
     tree = ast.parse((ROOT / "gpu_ops" / "__init__.py").read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
     lines = [

@@ -19,7 +19,7 @@ from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.presets import find_config
-from gpu_ops.ops.attention.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.options import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 
 __all__ = ["Question", "show_memory"]

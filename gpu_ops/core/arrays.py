@@ -7,21 +7,27 @@ by DLPack, so it crosses as 16-bit integers of the same bits.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.aliasing import overlaps_itself
 from gpu_ops.core.call_key import describes
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
 
 __all__ = [
+    "AnyArray",
     "Array",
+    "ArrayT",
+    "NumPyT",
+    "SupportsCudaArrayInterface",
+    "SupportsDLPack",
     "as_bits",
     "as_rows",
     "bounds_of",
@@ -30,8 +36,12 @@ __all__ = [
     "check_writable",
     "give",
     "host_view",
+    "is_row_major",
     "library_of",
     "on_cuda",
+    "overlap",
+    "overlaps_itself",
+    "same_memory",
     "store",
 ]
 
@@ -235,3 +245,77 @@ def check_writable(op: str, name: str, out: Any, view: Array, dtype: npt.DTypeLi
             f"{op}: elements of {name} share memory with each other (shape {view.shape}, strides "
             f"{view.strides}); pass an array of its own{else_}"
         )
+
+
+class SupportsDLPack(Protocol):
+    """An array that DLPack exchanges. The property is ``Any`` because libraries annotate the method differently."""
+
+    @property
+    def __dlpack__(self) -> Any: ...
+
+
+class SupportsCudaArrayInterface(Protocol):
+    """An array on a CUDA device, by Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+AnyArray: TypeAlias = SupportsDLPack | SupportsCudaArrayInterface
+
+ArrayT = TypeVar("ArrayT", bound=AnyArray)
+"""An array of the caller's library. A NumPy array also fixes the result's dtype and number of axes."""
+
+NumPyT = TypeVar("NumPyT", bound=np.ndarray[Any, np.dtype[Any]])
+"""A NumPy array whose call also returns results of another dtype or number of axes."""
+
+
+def is_row_major(x: Array) -> bool:
+    """Whether the leading axes merge into one without a copy."""
+    axes = [(n, stride) for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n != 1]
+    return not x.size or all(outer == n * stride for (_, outer), (n, stride) in itertools.pairwise(axes))
+
+
+def _address_view(x: Any) -> Array:
+    """A NumPy array at the addresses of ``x``, to compare bytes with; its memory is never touched."""
+    if isinstance(x, np.ndarray):
+        return x
+    interface = {
+        "shape": x.shape,
+        "strides": x.strides,
+        "typestr": f"|V{x.itemsize}",
+        "data": (x.data.ptr, True),
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def same_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays of one shape are the same elements in memory."""
+    a, b = _address_view(a), _address_view(b)
+    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether two arrays may have a byte in common."""
+    if not a.size or not b.size:
+        return False
+    a, b = _address_view(a), _address_view(b)
+    if not np.may_share_memory(a, b):  # disjoint address ranges: the common case, cheap
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stub is too narrow
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(x: Array) -> bool:
+    """Whether two elements may share a byte; False if every axis steps past all bytes that smaller steps reach."""
+    if not x.size or x.ndim == 0:
+        return False
+    reach = x.itemsize
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach += stride * (n - 1)
+    return False

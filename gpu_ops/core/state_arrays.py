@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.aliasing import overlaps_itself
-from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
+from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda, overlaps_itself
 from gpu_ops.core.device import cuda_missing
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
 

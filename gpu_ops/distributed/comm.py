@@ -6,6 +6,7 @@ This module has validation, layouts and counts; a :class:`Transport` moves the a
 
 from __future__ import annotations
 
+import platform
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core import checks
-from gpu_ops.core.aliasing import overlap, same_memory
-from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda
-from gpu_ops.distributed.engine import Pending, TransferEngine
-from gpu_ops.distributed.transport import CudaCopies, HostTransport, Transport, as_bytes, cupy_view
+from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda, overlap, same_memory
+from gpu_ops.distributed.engine import Pending, Transfer, TransferEngine
+from gpu_ops.distributed.transport import DONE, CudaCopies, HostTransport, Transport, as_bytes, cupy_view
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.install import install_command
 
-__all__ = ["Comm"]
+__all__ = ["Comm", "SingleProcess"]
 
 Array = npt.NDArray[Any]
 
@@ -343,3 +343,50 @@ def _delivered(by: Transport, result: Array, target: Array | None, out: Any, lib
     if target is not None:
         by.copy(target, result)
     return give(result, library) if out is None else out
+
+
+class SingleProcess(Comm):
+    """Group of one rank, which sends nothing: results are copies."""
+
+    _takes_cuda = True
+
+    def __init__(self, name: str = "world", timeout: float = 600.0) -> None:
+        super().__init__(0, [0], name, timeout)
+
+    def _split(self, color: int, name: str) -> SingleProcess:
+        return SingleProcess(name, self.timeout)
+
+    def abort(self, message: str, status: int = 1) -> None:
+        """Print ``message`` and raise SystemExit."""
+        self._say(message)
+        raise SystemExit(status)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (platform.node(),)
+
+    def _all_to_all(
+        self, sent: Array, counts: Sequence[int], found: Array, found_counts: Sequence[int]
+    ) -> Transfer:
+        np.copyto(found, sent)
+        return DONE
+
+    def _all_gather(self, sent: Array, found: Array, counts: Sequence[int]) -> Transfer:
+        np.copyto(found, sent)
+        return DONE
+
+    def _broadcast(self, data: Array, root: int) -> Transfer:
+        return DONE
+
+    def _point_to_point(
+        self, sent: Sequence[tuple[Array, int]], found: Sequence[tuple[Array, int]], channel: int
+    ) -> Transfer:
+        for (source, _), (target, _) in zip(sent, found, strict=True):
+            np.copyto(target, source)
+        return DONE
+
+    def _check_members(self, transfer: Transfer, call: str) -> None:
+        """Do nothing: there are no other members."""
+
+    def _roll_call(self, word: str) -> list[str | None]:
+        return [word]

@@ -12,16 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core import checks
-from gpu_ops.distributed.bucket_sums import Gradients, Weights
-from gpu_ops.distributed.buckets import Shard, buckets_of
+from gpu_ops.distributed.buckets import Gradients, Shard, Weights, buckets_of
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.replicated import ReplicatedWeights
-from gpu_ops.distributed.tensor_parallel import TensorParallel, squares
+from gpu_ops.distributed.tensor_parallel import ReplicatedWeights, TensorParallel, squares
 from gpu_ops.errors import OptionError, ShapeError, StateError
 from gpu_ops.models.block import Sequences
 from gpu_ops.models.config import LlamaConfig
-from gpu_ops.models.llama import check_loss_options
-from gpu_ops.models.passes import Part, Parts, Pass, names_of, part_of, parts_of
+from gpu_ops.models.llama import Part, Parts, Pass, check_loss_options, names_of, part_of, parts_of
 from gpu_ops.models.weights import Llama
 from gpu_ops.training.flat import FlatParams
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import os
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gpu_ops.core import checks
-from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.launchers import LaunchedJob, launched
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import Comm, SingleProcess
 from gpu_ops.errors import CommError, MissingPackageError, OptionError
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.compiler.install import install_command
 
-__all__ = ["Mesh", "world"]
+__all__ = ["LaunchedJob", "Mesh", "launched", "world"]
 
 _TIMEOUT = 600.0  # seconds
 _lock = threading.Lock()
@@ -171,3 +172,36 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={n}' for name, n in self.shape.items())}) at {self.coordinates}"
+
+
+@dataclass(frozen=True)
+class LaunchedJob:
+    """Launch of ``size`` processes by ``launcher``, of which this one is ``rank``."""
+
+    launcher: str
+    rank: int
+    size: int
+    has_mpi: bool
+
+
+# launcher, variables of rank and size, another that must be set, whether its processes find each other by MPI.
+# MPI's own launchers come first: a script that they start may set RANK and WORLD_SIZE as well.
+LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", None, True),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", None, True),
+    ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", True),  # a shell of salloc has no step
+    ("torchrun", "RANK", "WORLD_SIZE", None, False),
+)
+
+
+def launched(variables: Mapping[str, str] = os.environ) -> LaunchedJob | None:
+    """Read the launcher's variables; None if no launcher started this process."""
+    for launcher, rank, size, also, has_mpi in LAUNCHERS:
+        names = [name for name in (rank, size, also) if name is not None]
+        if all(name in variables for name in names):
+            try:
+                return LaunchedJob(launcher, int(variables[rank]), int(variables[size]), has_mpi)
+            except ValueError as error:
+                settings = ", ".join(f"{name}={variables[name]!r}" for name in (rank, size))
+                raise CommError(f"{launcher} set {settings}; both must be integers") from error
+    return None

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from mpi4py import MPI  # starts MPI
 
 from gpu_ops.distributed.comm import Comm
-from gpu_ops.distributed.departures import Departures, Need
 from gpu_ops.distributed.engine import Transfer
-from gpu_ops.distributed.exits import call_at_exit
+from gpu_ops.distributed.exits import Departures, Need, call_at_exit
 from gpu_ops.errors import CommError
 
 __all__ = ["Mpi", "end_job_on_errors", "leave_with_all", "wait_until_read"]

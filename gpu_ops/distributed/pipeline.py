@@ -18,8 +18,7 @@ from gpu_ops.distributed.engine import Pending
 from gpu_ops.distributed.schedules import ScheduleStep, schedule
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
-from gpu_ops.models.llama import check_loss_options
-from gpu_ops.models.passes import Part, Parts, Pass
+from gpu_ops.models.llama import Part, Parts, Pass, check_loss_options
 from gpu_ops.models.projection import Deferred
 
 __all__ = ["Pipeline"]

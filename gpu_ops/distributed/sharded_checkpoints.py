@@ -24,8 +24,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.data_parallel import DataParallel
-from gpu_ops.distributed.runs import Slices, covers, runs_of
-from gpu_ops.distributed.shard_index import KIND, Index, Reader, read_index
+from gpu_ops.distributed.shard_index import KIND, Index, Reader, Slices, covers, read_index, runs_of
 from gpu_ops.errors import (
     CommError,
     DTypeError,
@@ -37,8 +36,7 @@ from gpu_ops.errors import (
 )
 from gpu_ops.formats.files import path_of, sync_folder, system_errors, write_file
 from gpu_ops.formats.safetensors import NUMPY_DTYPES
-from gpu_ops.training.checkpoints import MOST_STEP, outdated, step_name, steps_in
-from gpu_ops.training.state import load_state, read_meta, save_state
+from gpu_ops.training.state import MOST_STEP, load_state, outdated, read_meta, save_state, step_name, steps_in
 
 __all__ = ["ShardedCheckpoints"]
 

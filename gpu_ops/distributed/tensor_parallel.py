@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import check_writable
-from gpu_ops.distributed.comm import Comm
+from gpu_ops.distributed.comm import Comm, SingleProcess
 from gpu_ops.distributed.stream import Stream
 from gpu_ops.distributed.vocabulary import VocabularyRows, rows_of_rank
 from gpu_ops.errors import OptionError, ShapeError
@@ -26,7 +26,7 @@ from gpu_ops.models.elementwise import added
 from gpu_ops.models.projection import Projection, project, project_backward, weight_backward
 from gpu_ops.models.weights import Block, Llama
 
-__all__ = ["TensorParallel", "squares"]
+__all__ = ["ReplicatedWeights", "TensorParallel", "squares"]
 
 Array = npt.NDArray[Any]
 
@@ -234,7 +234,7 @@ class TensorParallel:
         return Llama(embed, layers, plain.norm, embed if self.whole.tied else self._table(plain.lm_head))
 
     def part(self, plain: Block | Llama) -> Block | Llama:
-        """Weights of a part of the model, over this rank's arrays: see ``gpu_ops.models.passes``."""
+        """Weights of a part of the model, over this rank's arrays: see ``gpu_ops.models.llama``."""
         if isinstance(plain, Block):
             return replace(plain, **self._projections(plain))
         return replace(plain, embed=self._table(plain.embed), lm_head=self._table(plain.lm_head))
@@ -347,3 +347,36 @@ def _sum_in_place(comm: Comm, arrays: Sequence[Array]) -> None:
     ends = np.cumsum([x.size for x in arrays])
     for x, part in zip(arrays, np.split(total, ends[:-1]), strict=True):
         x[...] = part.reshape(x.shape)
+
+
+class ReplicatedWeights:
+    """Model whose weights are not divided."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.config = self.whole = config
+        self.comm: Comm = SingleProcess("tp")
+        self._shapes = config.shapes()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def room(self) -> dict[str, int]:
+        return {name: math.prod(shape) for name, shape in self._shapes.items()}
+
+    def pieces(self, name: str, rank: int | None = None) -> tuple[int, tuple[slice, ...]]:
+        return 0, ()
+
+    def model(self, weights: Mapping[str, Any]) -> Llama:
+        return Llama.of(weights, self.config)
+
+    def part(self, plain: Block | Llama) -> Block | Llama:
+        return plain
+
+    def states_shape(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return (*ids, self.config.hidden)
+
+    def sum_shared_grads(self, grads: Mapping[str, Any]) -> None:
+        """Do nothing: there are no shared gradients."""
+
+    def holds(self, name: str) -> list[tuple[slice, float]]:
+        return [(slice(0, math.prod(self._shapes[name])), 1.0)]

@@ -13,10 +13,10 @@ from gpu_ops.core.call import Call
 from gpu_ops.distributed.comm import Comm
 from gpu_ops.distributed.stream import Stream
 from gpu_ops.errors import ShapeError
-from gpu_ops.models.table import Table
+from gpu_ops.models.weights import Table
 from gpu_ops.ops.gemm.linear import linear, linear_backward
 from gpu_ops.ops.indices import check_indices, read_indices
-from gpu_ops.ops.loss.options import LossOptions
+from gpu_ops.ops.loss.cross_entropy import LossOptions
 from gpu_ops.ops.rows.embedding import embedding, embedding_backward
 
 __all__ = ["VocabularyRows", "rows_of_rank"]

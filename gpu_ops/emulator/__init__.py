@@ -7,9 +7,8 @@ import_numba()
 
 from gpu_ops.emulator.buffers import Buffer, pointer
 from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, SanitizerNote, UnknownInstruction
-from gpu_ops.emulator.numba_kernel import ptx_of
 from gpu_ops.emulator.profile import Profile
-from gpu_ops.emulator.run import launch, profile, record
+from gpu_ops.emulator.run import launch, profile, ptx_of, record
 from gpu_ops.errors import suggest
 
 __all__ = [

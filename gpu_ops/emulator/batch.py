@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.emulator.errors import SanitizerError
-from gpu_ops.emulator.faults import Faults
+from gpu_ops.emulator.errors import Faults, SanitizerError
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.syntax import Array

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from gpu_ops.emulator.instructions import InstructionForm, lookup, matrix, warp_ops, wmma
+from gpu_ops.emulator.instructions import InstructionForm, lookup, matrix, warp_ops
 from gpu_ops.emulator.instructions.matrix import Mma
 from gpu_ops.emulator.registers import Reader, destinations, parts, reader
 from gpu_ops.emulator.state import State
@@ -168,7 +168,7 @@ def _warp(m: State, flow: Flow) -> None:
     flow.sources = _all(m, operands[1:])
     words = set(code.modifiers)
     if opcode == "mma" or "mma" in words:
-        form = (matrix.mma if opcode == "mma" else wmma.mma)(code.modifiers)
+        form = (matrix.mma if opcode == "mma" else matrix.wmma_mma)(code.modifiers)
         if form.kind in ("f64", "tf32", "f16", "bf16", "f8") and not words & {"e2m1", "e2m3", "e3m2"}:
             flow.tile = form
             flow.tiles = [_each(m, operand) for operand in operands[1:4]]

@@ -22,11 +22,10 @@ import numpy as np
 
 from gpu_ops.emulator import aot
 from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
-from gpu_ops.emulator.buffers import Buffer, Pinned, gone
+from gpu_ops.emulator.buffers import Buffer, Pinned, gone, is_unset
 from gpu_ops.emulator.program import PtxProgram, initial_bytes
 from gpu_ops.emulator.shadow import OUTSIDE, POISONED, UNWRITTEN
 from gpu_ops.emulator.signature import plain_name
-from gpu_ops.emulator.symbols import is_unset
 from gpu_ops.emulator.syntax import Array, Variable
 
 GENERIC, GLOBAL, SHARED, LOCAL = range(4)

@@ -6,7 +6,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,12 +18,10 @@ import numpy as np
 
 from gpu_ops.emulator import arguments
 from gpu_ops.emulator.batch import WARP
-from gpu_ops.emulator.buffers import pinned
-from gpu_ops.emulator.endless import Limit
-from gpu_ops.emulator.errors import EmulatorError, SanitizerError
-from gpu_ops.emulator.faults import Faults
+from gpu_ops.emulator.buffers import bind, pinned
+from gpu_ops.emulator.errors import EmulatorError, Faults, SanitizerError
 from gpu_ops.emulator.linker import link
-from gpu_ops.emulator.machine import Machine
+from gpu_ops.emulator.machine import Limit, Machine
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
 from gpu_ops.emulator.profile import Profile
@@ -31,9 +29,8 @@ from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import PtxProgram
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.signature import named_in_python, signature
-from gpu_ops.emulator.symbols import bind
 from gpu_ops.emulator.syntax import Module
-from gpu_ops.kernels.compiler.jit import compile_text
+from gpu_ops.kernels.compiler.jit import NumbaKernel, compile_kernel, compile_text
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.compiler.toolkit import tool
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks
@@ -339,3 +336,28 @@ def _launch(
         faults.finish(program.title)
     if recording is not None and profiler is not None:
         recording.append(profiler.profile(card, grid, block, len(blocks), options.shared))
+
+
+def ptx_of(function: Callable[..., Any], signature: str, arch: str = "sm_80") -> str:
+    """PTX of a Numba kernel with its device functions, compiled without a driver or a GPU.
+
+    ``signature`` is as for ``cuda.compile``, such as ``"void(float32[::1], int32)"``.
+
+        >>> import numpy as np
+        >>> from numba import cuda
+        >>> from gpu_ops import emulator
+        >>> @cuda.jit(device=True)
+        ... def twice(v):
+        ...     return 2 * v
+        >>> def kernel(x):
+        ...     i = cuda.grid(1)
+        ...     x[i] = twice(x[i])
+        >>> x = np.arange(32, dtype=np.float32)
+        >>> emulator.launch(emulator.ptx_of(kernel, "void(float32[::1])"), "kernel", 1, 32, (x,))
+        >>> float(x[31])
+        62.0
+
+    Raises ``KernelCompileError`` if numba-cuda is missing or cannot compile the kernel.
+    """
+    kernel = getattr(function, "py_func", function)  # a kernel of cuda.jit has it
+    return compile_kernel(NumbaKernel(kernel, signature, kernel.__name__), arch).ptx

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator.batch import NONE, SPECIAL_REGISTERS, Batch, Mask
-from gpu_ops.emulator.faults import Faults
+from gpu_ops.emulator.errors import Faults
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import PtxProgram

@@ -9,7 +9,7 @@ import numpy as np
 from gpu_ops.emulator import aot, undefined
 from gpu_ops.emulator.access import locate
 from gpu_ops.emulator.batch import WARP, Mask
-from gpu_ops.emulator.instructions import Unknown, wmma
+from gpu_ops.emulator.instructions import Unknown, matrix
 from gpu_ops.emulator.memory import GENERIC, SPACES, Access
 from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
 from gpu_ops.emulator.state import ReadyStep, State
@@ -28,7 +28,7 @@ class _Tile:
         if layout not in ("row", "col") or len(spaces) > 1:
             raise Unknown(instruction.form)
         space = SPACES[spaces[0].partition("::")[0]] if spaces else GENERIC
-        self.m, self.fragment = m, wmma.fragment(operand, shape, shape_and_type)
+        self.m, self.fragment = m, matrix.fragment(operand, shape, shape_and_type)
         self.along = self.fragment.is_along(layout)
         self.base = address(m, instruction, where)
         self.leading = reader(m, instruction, rest[0], "u32") if rest else None
@@ -102,7 +102,7 @@ def _store(m: State, pc: int, instruction: Instruction) -> ReadyStep:
 def _wmma(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     action = instruction.modifiers[0]
     if action == "mma":
-        return product(m, pc, instruction, wmma.mma(instruction.modifiers))
+        return product(m, pc, instruction, matrix.wmma_mma(instruction.modifiers))
     if action not in ("load", "store"):
         raise Unknown(instruction.form)
     return (_load if action == "load" else _store)(m, pc, instruction)

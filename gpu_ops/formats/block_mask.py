@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.call_key import array_key
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats import block_patterns
 

@@ -23,8 +23,8 @@ from gpu_ops.formats.gguf_header import (
     TERNARY_TYPES,
     UINT32,
 )
-from gpu_ops.formats.ternary_blocks import with_embedded_scale
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.formats.ternary_packing import with_embedded_scale
 from gpu_ops.reference.weights.ternary_formats import FORMATS
 
 __all__ = ["write_gguf"]

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer, one_of
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.formats.files import files_in, opened, path_of, read_part
 from gpu_ops.formats.gguf_header import GGUFTensor, read_header

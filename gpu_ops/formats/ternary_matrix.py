@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import CudaDevice, cuda_device
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError
-from gpu_ops.formats.ternary_blocks import dense, whole_scale
 from gpu_ops.formats.ternary_checks import (
     check_scale,
     check_trits,
@@ -30,7 +29,7 @@ from gpu_ops.formats.ternary_checks import (
     pack,
     unpack,
 )
-from gpu_ops.formats.ternary_packing import repacked
+from gpu_ops.formats.ternary_packing import dense, repacked, whole_scale
 from gpu_ops.formats.ternary_saved import load_parts, save_parts
 from gpu_ops.kernels.program import Layout
 from gpu_ops.reference.weights.ternary_formats import FORMATS, TernaryFormat

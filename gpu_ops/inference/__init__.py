@@ -5,11 +5,10 @@ from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for, next_logits
 from gpu_ops.inference.generation import generate
 from gpu_ops.inference.kv_cache import PagedKVCache
-from gpu_ops.inference.lookup import prompt_lookup
 from gpu_ops.inference.requests import Sampling, Token
 from gpu_ops.inference.sequences import CacheStats
 from gpu_ops.inference.service import Reply, Service
-from gpu_ops.inference.speculative import probabilities, verify
+from gpu_ops.inference.speculative import probabilities, prompt_lookup, verify
 from gpu_ops.inference.step import Step
 from gpu_ops.inference.step_attention import attend
 from gpu_ops.inference.text import TextStream

@@ -18,7 +18,7 @@ from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.text import TextStream
 from gpu_ops.models import load
 from gpu_ops.models.config_hf import read_config
-from gpu_ops.training.tokenizer_json import load_tokenizer
+from gpu_ops.training.tokenizer import load_tokenizer
 
 __all__ = ["end_tokens", "run"]
 

@@ -17,13 +17,11 @@ import numpy as np
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError, OutOfPages
 from gpu_ops.inference.captured import Graphs
-from gpu_ops.inference.cascade import MIN_TOKENS
 from gpu_ops.inference.forward import check_model, longest, next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
-from gpu_ops.inference.requests import Request, Sampling, Token
-from gpu_ops.inference.sampler import Sampler, SamplerRow
+from gpu_ops.inference.requests import Request, Sampler, SamplerRow, Sampling, Token
 from gpu_ops.inference.sequences import token_ids
-from gpu_ops.inference.step import Step
+from gpu_ops.inference.step import MIN_TOKENS, Step
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
 

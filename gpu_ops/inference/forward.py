@@ -16,10 +16,9 @@ from gpu_ops.inference.step_attention import attend, check_window
 from gpu_ops.models.block_steps import BlockStep, Projection, Run, block_steps
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.elementwise import softcapped
-from gpu_ops.models.passes import last_norm
+from gpu_ops.models.llama import last_norm
 from gpu_ops.models.projection import normed
-from gpu_ops.models.table import Table, embed, head_logits
-from gpu_ops.models.weights import Llama, check_models
+from gpu_ops.models.weights import Llama, Table, check_models, embed, head_logits
 from gpu_ops.ops.rope.rope_append_kv import rope_append_kv
 from gpu_ops.ops.rows.embedding import embedding
 

@@ -8,16 +8,15 @@ from typing import Any
 import numpy.typing as npt
 
 from gpu_ops.core import checks
-from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.state_arrays import check_device, named_dtype, to_device
 from gpu_ops.errors import OptionError, StateError
-from gpu_ops.inference.page_arrays import PageArrays
-from gpu_ops.inference.pages import PagePool
+from gpu_ops.inference.pages import PageArrays, PagePool
 from gpu_ops.inference.sequences import CacheSequences, CacheStats, Sequence, requests, token_ids
 from gpu_ops.inference.step import Step, check_room, empty_step, filled
 from gpu_ops.inference.step_attention import on_device
 from gpu_ops.inference.tree import moves, read_parents, read_paths
-from gpu_ops.ops.attention.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.options import QUANTIZED
 
 __all__ = ["PagedKVCache"]
 

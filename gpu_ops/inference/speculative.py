@@ -11,13 +11,12 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, on_cuda
 from gpu_ops.core.state_arrays import StateArray
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.inference.requests import Sampling
-from gpu_ops.inference.sampler import Sampler, SamplerRow
+from gpu_ops.inference.requests import Sampler, SamplerRow, Sampling
 from gpu_ops.inference.sequences import token_ids
 from gpu_ops.inference.tree import parent_list
 from gpu_ops.reference.sampling.sample import adjusted_logits, kept_tokens, random_number, token_weights
 
-__all__ = ["probabilities", "verify"]
+__all__ = ["probabilities", "prompt_lookup", "verify"]
 
 _FIRST_ROW = 1 << 31  # first row of random numbers; `sample`, which may have drawn the drafts, uses others
 
@@ -243,3 +242,45 @@ def _draft_probs(draft_probs: Any, ids: list[int], below: list[list[int]], shape
                 f"{q[drafts].tolist()} of them"
             )
     return draft
+
+
+def prompt_lookup(tokens: Sequence[int], *, ngram: int = 3, most: int = 8) -> list[int]:
+    """Guess the next tokens of a text that repeats itself or its prompt: summaries, code, answers from documents.
+
+    The last ``ngram`` tokens are looked up in the text, else the last ``ngram - 1``, ... down to 1. Of several
+    occurrences, the last one that ``most`` tokens follow is used, or else the first one.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        The text.
+    ngram, most : int
+        At least 1.
+
+    Returns
+    -------
+    list of int
+        At most ``most`` tokens; none if the last token occurs nowhere else.
+
+    Notes
+    -----
+    Pass it to an :class:`Engine` as ``draft=prompt_lookup``, with other numbers as
+    ``functools.partial(prompt_lookup, most=4)``. Source: Saxena, "Prompt Lookup Decoding", 2023.
+
+    Examples
+    --------
+    >>> from gpu_ops.inference import prompt_lookup
+    >>> prompt_lookup([7, 1, 2, 3, 4, 5, 9, 1, 2], most=3)
+    [3, 4, 5]
+    """
+    ngram = checks.integer("prompt_lookup", "ngram", ngram, low=1)
+    most = checks.integer("prompt_lookup", "most", most, low=1)
+    ids = np.array(token_ids("prompt_lookup", tokens), np.int32)
+    for n in range(min(ngram, len(ids) - 1), 0, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)
+        starts = np.flatnonzero((windows == ids[-n:]).all(axis=1)) + n  # starts of the tokens that follow
+        if starts.size:
+            whole = starts[starts <= len(ids) - most]
+            start = whole[-1] if whole.size else starts[0]
+            return token_ids("prompt_lookup", ids[start : start + most])
+    return []

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import ml_dtypes
+import numpy as np
+
+from gpu_ops.core.arrays import cast, on_cuda
+from gpu_ops.core.state_arrays import to_device
 from gpu_ops.errors import OptionError
-from gpu_ops.inference.cascade import cascade_of
-from gpu_ops.inference.quantized_rows import numbers
 from gpu_ops.inference.sequences import CacheSequences
-from gpu_ops.inference.step import Cascade, Step, Tree, written
+from gpu_ops.inference.step import Cascade, Step, Tree, cascade_of, written
 from gpu_ops.inference.tree import planted
 from gpu_ops.ops.attention.decode import attention_decode
 from gpu_ops.ops.attention.dense import attention
@@ -18,7 +21,7 @@ from gpu_ops.ops.attention.options import ScoreOptions
 from gpu_ops.ops.attention.varlen import attention_varlen
 from gpu_ops.ops.rows.embedding import embedding
 
-__all__ = ["attend", "check_window", "on_device"]
+__all__ = ["attend", "check_window", "numbers", "on_device"]
 
 _EVERYWHERE = (-1, -1)
 
@@ -185,3 +188,27 @@ def _open(options: ScoreOptions) -> ScoreOptions:
 def _rows(index: Any, x: Any) -> Any:
     """Compute ``x[index]`` for any dtype."""
     return embedding(index, x.reshape(x.shape[0], -1)).reshape(*index.shape, *x.shape[1:])
+
+
+def numbers(slots: Any, pages: Any, scale: Any, dtype: Any) -> Any:
+    """Numbers of the pages in these slots, in ``dtype``, rounded once.
+
+    Parameters
+    ----------
+    slots : int64 array (...,)
+        Slots, page * page_size + row.
+    pages : int8 or uint8 (bits of e4m3) array (num_pages, page_size, nheads_kv, head_dim)
+    scale : float32 array (num_pages, page_size, nheads_kv)
+
+    Returns
+    -------
+    array (..., nheads_kv, head_dim), on the device of the pages
+    """
+    page, row = slots // pages.shape[1], slots % pages.shape[1]
+    codes = pages[page, row]
+    if codes.dtype == np.int8:
+        decoded = codes.astype(np.float32)
+    else:
+        every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        decoded = to_device(every, "cuda" if on_cuda(pages) else "cpu")[codes]
+    return cast(decoded * scale[page, row][..., None], np.dtype(dtype))

@@ -2,8 +2,7 @@
 
 from gpu_ops.core.declared import publish
 from gpu_ops.memory.arena import Arena
-from gpu_ops.memory.estimate import Estimate, choose_policies, estimate
-from gpu_ops.memory.estimate_call import estimate_call
+from gpu_ops.memory.estimate import Estimate, choose_policies, estimate, estimate_call
 from gpu_ops.memory.inference import estimate_inference, fit, kv_cache_bytes
 from gpu_ops.memory.pool import Pool, limit
 from gpu_ops.memory.trace import Buffer, Trace

@@ -10,8 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from gpu_ops.core.allocator import new_array, use_allocator
-from gpu_ops.core.out_of_memory import out_of_memory
+from gpu_ops.core.allocator import new_array, out_of_memory, use_allocator
 from gpu_ops.errors import OptionError, OutOfMemoryError
 from gpu_ops.memory.trace import Buffer
 

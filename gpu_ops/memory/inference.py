@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.checks import flag, integer
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
-from gpu_ops.memory.estimate import Estimate, estimate
-from gpu_ops.memory.estimate_call import read_dtype
+from gpu_ops.memory.estimate import Estimate, estimate, read_dtype
 from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS, read_size
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import Llama, LlamaConfig, hidden_states
-from gpu_ops.ops.attention.quantized_pages import QUANTIZED
+from gpu_ops.ops.attention.options import QUANTIZED
 from gpu_ops.ops.gemm.linear import linear
 from gpu_ops.presets import select_preset
 

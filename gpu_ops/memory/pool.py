@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.allocator import allocator, new_array, use_allocator
+from gpu_ops.core.allocator import allocator, new_array, out_of_memory, size_text, use_allocator
 from gpu_ops.core.checks import one_of
-from gpu_ops.core.out_of_memory import out_of_memory, size_text
 from gpu_ops.errors import OptionError, OutOfMemoryError
 from gpu_ops.memory.sizes import read_size
 

@@ -1,8 +1,7 @@
 """Models as plain functions on arrays: a Llama, its blocks, forward and backward; and BERT, forward."""
 
 from gpu_ops.core.declared import publish
-from gpu_ops.models.bert import Bert, BertBlock, bert_states, load_bert, sentence_embeddings
-from gpu_ops.models.bert_config import BertConfig
+from gpu_ops.models.bert import Bert, BertBlock, BertConfig, bert_states, load_bert, sentence_embeddings
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.checkpoint import load, save
 from gpu_ops.models.config import Layer, LlamaConfig

@@ -16,7 +16,7 @@ by the same steps, so the gradients have the same bits under every policy.
 
 from __future__ import annotations
 
-from gpu_ops.core.array_types import ArrayT
+from gpu_ops.core.arrays import ArrayT
 from gpu_ops.core.checks import one_of
 from gpu_ops.models.block_steps import FIELDS, Saved, Sequences, TrainingRun, training_steps
 from gpu_ops.models.config import LlamaConfig

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.checks import one_of
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.core.state_arrays import StateArray, check_device, named_dtype, to_device
 from gpu_ops.errors import FormatError, OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.models.checkpoint_ternary import read_ternary
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import model_type_of, read_config
 from gpu_ops.models.gguf import GGUFSource
@@ -39,6 +38,7 @@ from gpu_ops.models.tensors import (
     open_folder,
     planned,
     read_all,
+    read_ternary,
     same_values,
     with_post_norms,
     with_stored_prefix,

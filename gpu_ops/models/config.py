@@ -13,8 +13,7 @@ import numpy.typing as npt
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.rope_scaling import RopeScaling
-from gpu_ops.models.config_families import ACTIVATIONS, FAMILIES
-from gpu_ops.models.config_hf import LAYER_TYPES, SIZES, options_from_hf, scaling_to_hf
+from gpu_ops.models.config_hf import ACTIVATIONS, FAMILIES, LAYER_TYPES, SIZES, options_from_hf, scaling_to_hf
 from gpu_ops.reference.gemm.swiglu import Activation
 
 __all__ = ["PROJECTIONS", "Layer", "LlamaConfig"]

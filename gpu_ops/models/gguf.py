@@ -15,13 +15,11 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import FormatError, OptionError
-from gpu_ops.formats.gguf_blocks import FLOATS
-from gpu_ops.formats.gguf_file import TERNARY, GGUFFile
+from gpu_ops.formats.gguf_file import FLOATS, TERNARY, GGUFFile
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.models.checkpoint_ternary import joined, scale_columns
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
-from gpu_ops.models.tensors import ModelSource, Names, Part, fill
+from gpu_ops.models.tensors import ModelSource, Names, Part, fill, joined, scale_columns
 
 __all__ = ["NAMES", "GGUFSource"]
 

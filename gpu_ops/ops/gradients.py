@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import Finish
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Call, Finish
 from gpu_ops.errors import OptionError
 
 __all__ = ["named_results", "write_gradients"]

@@ -8,8 +8,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import CheckValues
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Call, CheckValues
 from gpu_ops.errors import DTypeError, OptionError
 
 __all__ = ["check_indices", "read_indices"]

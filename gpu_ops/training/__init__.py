@@ -2,14 +2,12 @@
 
 from gpu_ops.core.declared import publish
 from gpu_ops.training.batches import Batches
-from gpu_ops.training.bpe import BytePairEncoding
-from gpu_ops.training.checkpoints import Checkpoints
 from gpu_ops.training.flat import FlatParams
 from gpu_ops.training.muon import muon_step
 from gpu_ops.training.scaler import GradScaler, clip_coefficient
-from gpu_ops.training.state import load_state, save_state
+from gpu_ops.training.state import Checkpoints, load_state, save_state
 from gpu_ops.training.text import stdlib_text
-from gpu_ops.training.tokenizer_json import load_tokenizer
+from gpu_ops.training.tokenizer import BytePairEncoding, load_tokenizer
 from gpu_ops.training.tokens import TokenFile, write_tokens
 
 __all__ = [

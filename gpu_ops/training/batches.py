@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.philox import philox4x32
 from gpu_ops.training.tokens import MOST_VOCAB, TokenFile, check_range, is_numbers, vector

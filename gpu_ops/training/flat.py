@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core import checks
+from gpu_ops.core.allocator import out_of_memory
 from gpu_ops.core.device import cuda_missing
-from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.core.state_arrays import StateArray, named_dtype, zeros
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rows.adamw import adamw_step

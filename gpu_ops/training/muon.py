@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.aliasing import overlap, overlaps_itself
-from gpu_ops.core.arrays import is_read_only, on_cuda
+from gpu_ops.core.arrays import is_read_only, on_cuda, overlap, overlaps_itself
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.ops.gemm.linear import linear
 

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.aliasing import overlap
-from gpu_ops.core.arrays import check_writable, on_cuda
+from gpu_ops.core.arrays import check_writable, on_cuda, overlap
 from gpu_ops.core.call_key import extent
 from gpu_ops.core.device import cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError, LossScaleError, OptionError, ShapeError, StateError

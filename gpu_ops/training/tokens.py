@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array, host_view
 from gpu_ops.core.checks import integer
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
 from gpu_ops.kernels.compiler.progress import visible

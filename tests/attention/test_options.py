@@ -30,9 +30,9 @@ def test_an_option_is_named_in_few_files():
     """
     files = [p for folder in ("gpu_ops", "kernels", "reference") for p in (ROOT / folder).rglob("*.*")]
     sources = [p for p in files if p.suffix in (".py", ".cu", ".cuh")]
-    # Losses have a softcap too, and models have both; core/foreign.py lists the names that other libraries use.
+    # Losses have a softcap too, and models have both; core/op.py lists the names that other libraries use.
     others = ("cross_entropy", "ops/loss", "gpu_ops/models", "gpu_ops/inference", "gpu_ops/distributed")
-    others += ("gpu_ops/core/foreign.py",)
+    others += ("gpu_ops/core/op.py",)
     of_attention = [p for p in sources if not any(name in str(p.relative_to(ROOT)) for name in others)]
     naming = sorted(
         str(p.relative_to(ROOT)) for p in of_attention if "softcap" in p.read_text(encoding="utf-8")

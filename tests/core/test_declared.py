@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import distributed, emulator, formats, inference, memory, models
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import Engine
 from gpu_ops.models import Llama, LlamaConfig

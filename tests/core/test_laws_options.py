@@ -10,7 +10,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import errors
-from gpu_ops.core import foreign
+from gpu_ops.core import op as foreign
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DTypeError, OptionError, UnknownOptionError
 from tests.support.calls import ADDED, OPS, WRITTEN, call

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import gpu_ops
+from gpu_ops.core.allocator import available_bytes, out_of_memory, typed_memory_errors
 from gpu_ops.core.op import forget_calls
-from gpu_ops.core.out_of_memory import available_bytes, out_of_memory, typed_memory_errors
 from gpu_ops.core.run import Linked
 from gpu_ops.errors import OutOfMemoryError
 from tests.support.calls import OPS, call

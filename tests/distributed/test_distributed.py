@@ -19,8 +19,8 @@ import pytest
 
 from gpu_ops import distributed
 from gpu_ops.distributed import mesh
-from gpu_ops.distributed.launchers import launched
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
+from gpu_ops.distributed.mesh import launched
 from gpu_ops.errors import CommError, MissingPackageError
 from tests.distributed.ranks import faults
 from tests.support.processes import PATIENCE, ROOT, python

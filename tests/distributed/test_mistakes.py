@@ -9,7 +9,7 @@ import pytest
 
 from gpu_ops import distributed, inference, models
 from gpu_ops.core.device import cuda_missing
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
 
 CONFIG = models.LlamaConfig(vocab=16, hidden=16, ffn=16, nlayers=1, nheads=2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import distributed, models
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import DeviceError, DTypeError, MissingPackageError, OptionError
 from tests.distributed.test_distributed import needs_mpi, passes
 from tests.support.fake_cupy import FakeArray, ForeignArray

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gpu_ops.distributed import DataParallel, ShardedCheckpoints
-from gpu_ops.distributed.runs import Slices, common, covers, runs_of
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
+from gpu_ops.distributed.shard_index import Slices, common, covers, runs_of
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.models import LlamaConfig
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, SanitizerNote, endless, launch
+from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, SanitizerNote, launch, machine
 from gpu_ops.kernels.compiler.jit import compile_text
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -205,7 +205,7 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
 @pytest.mark.parametrize(("name", "limit"), [("max_instructions", 20_000), ("max_seconds", 7)])
 def test_an_endless_loop_is_named(name, limit, monkeypatch):
     """The clock is the CPU time of this thread, here one second per query."""
-    monkeypatch.setattr(endless, "thread_time", itertools.count().__next__)
+    monkeypatch.setattr(machine, "thread_time", itertools.count().__next__)
     x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
     with pytest.raises(SanitizerError, match=rf"stopped after {limit} .*\({name}\)") as caught:
         launch(ENDLESS, "k", 3, 64, (x, y, 5), **{"max_seconds": 1e9, name: limit})
@@ -236,8 +236,8 @@ def test_the_limits_are_numbers(name, given):
 
 
 def test_ops_take_the_time_that_they_need(monkeypatch):
-    monkeypatch.setattr(endless, "thread_time", itertools.count(step=10_000).__next__)
-    monkeypatch.setattr(endless, "_EVERY", 1)
+    monkeypatch.setattr(machine, "thread_time", itertools.count(step=10_000).__next__)
+    monkeypatch.setattr(machine, "_EVERY", 1)
     x = np.ones((4, 4000), np.float32)
     y = gpu_ops.softmax(x, device="emulator")
     np.testing.assert_allclose(y, x / 4000, rtol=1e-6)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, launch
-from gpu_ops.emulator.mangling import demangle
-from gpu_ops.emulator.signature import plain_name, signature, variable
+from gpu_ops.emulator.signature import demangle, plain_name, signature, variable
 from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.numba_ptx import compile_numba
 

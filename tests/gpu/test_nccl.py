@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from tests.support.cuda_cases import to_cupy, to_numpy
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import gpu_ops
 from gpu_ops import errors
-from gpu_ops.core.array_types import AnyArray
+from gpu_ops.core.arrays import AnyArray
 from gpu_ops.models import Block, LlamaConfig, block_forward
 
 Float32 = NDArray[np.float32]

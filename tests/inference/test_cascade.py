@@ -11,7 +11,8 @@ import pytest
 
 import gpu_ops
 from gpu_ops import inference, models
-from gpu_ops.inference import PagedKVCache, attend, cache_for, cascade, next_logits
+from gpu_ops.inference import PagedKVCache, attend, cache_for, next_logits
+from gpu_ops.inference import step as cascade
 from gpu_ops.reference.attention.forward import attention
 from tests.support.compare import assert_close, random
 from tests.support.compilers import needs_numba_cuda, needs_nvrtc

@@ -17,7 +17,7 @@ from gpu_ops.inference import (
     generate,
     prompt_lookup,
 )
-from gpu_ops.inference.sampler import Sampler
+from gpu_ops.inference.requests import Sampler
 from tests.inference.test_speculative import CONFIG, PROMPTS, SAMPLINGS, WEIGHTS
 
 

@@ -12,7 +12,7 @@ import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.errors import GpuOpsError, OptionError, OutOfPages
 from gpu_ops.inference import Engine, Sampling, cache_for, generate, next_logits
-from gpu_ops.inference.sampler import Sampler
+from gpu_ops.inference.requests import Sampler
 from tests.support.compilers import needs_nvrtc
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)

@@ -15,8 +15,7 @@ from gpu_ops.errors import (
     StateError,
 )
 from gpu_ops.inference import PagedKVCache
-from gpu_ops.inference.page_arrays import PageArrays
-from gpu_ops.inference.pages import PagePool
+from gpu_ops.inference.pages import PageArrays, PagePool
 from gpu_ops.inference.sequences import CacheSequences
 from gpu_ops.inference.step import filled
 from tests.support.fake_cupy import FakeArray

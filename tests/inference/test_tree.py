@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpu_ops import inference, models
 from gpu_ops.errors import GpuOpsError, OptionError, OutOfMemoryError, StateError
 from gpu_ops.inference import PagedKVCache, cache_for, next_logits
-from gpu_ops.inference.page_arrays import PageArrays
+from gpu_ops.inference.pages import PageArrays
 from gpu_ops.inference.tree import depths
 
 CONFIG = models.LlamaConfig(vocab=97, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)

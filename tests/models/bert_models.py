@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, header_of
 from gpu_ops.models import BertConfig
-from gpu_ops.models.bert_config import NAMES
+from gpu_ops.models.bert import NAMES
 from gpu_ops.models.tensors import planned
 
 CONFIG = BertConfig(vocab=50, hidden=48, ffn=80, nlayers=2, nheads=3, max_positions=20, ntypes=3)

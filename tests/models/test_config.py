@@ -11,7 +11,7 @@ import pytest
 from gpu_ops import RopeScaling
 from gpu_ops.errors import FileError, OptionError
 from gpu_ops.models import PRESETS, Layer, LlamaConfig
-from gpu_ops.models.config_families import FAMILIES
+from gpu_ops.models.config_hf import FAMILIES
 
 LLAMA_3 = {
     "model_type": "llama",

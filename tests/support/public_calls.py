@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops import distributed, inference, memory, models, training
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from tests.support.public_values import VALUES, Letters, Parts
 
 PACKAGES = ("distributed", "inference", "memory", "models", "training")

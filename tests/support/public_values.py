@@ -12,7 +12,7 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import distributed, inference, memory, models, training
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 
 
 def cache_for_all(make: Callable[[Any], Any]) -> Callable[[Any], Any]:

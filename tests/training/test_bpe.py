@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.text.cpu import bpe as kernels
-from gpu_ops.training import BytePairEncoding, bpe
+from gpu_ops.training import BytePairEncoding
+from gpu_ops.training import tokenizer as bpe
 
 W, L, D, S = rb"[ \t-\r]", rb"[A-Za-z\x80-\xff]", rb"[0-9]", rb"[^ \t-\rA-Za-z\x80-\xff0-9]"
 WORD = re.compile(

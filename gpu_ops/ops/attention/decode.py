@@ -8,8 +8,7 @@ from typing import Any, Unpack
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import CheckValues
-from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.call import Bound, Call, CheckValues
 from gpu_ops.core.op import op
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers

@@ -16,8 +16,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import CheckValues
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Call, CheckValues
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.ops.attention.options import INT32

@@ -6,36 +6,43 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict
 
+import ml_dtypes
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array
-from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call, Finish
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.block_mask import BlockMask
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Spec
-from gpu_ops.ops.attention.quantized_pages import read_scales
 from gpu_ops.ops.seeds import read_seed
 
 __all__ = [
     "INT32",
+    "QUANTIZED",
     "DenseOptions",
     "ScoreOptions",
     "WeightOptions",
     "backward_flops",
     "backward_raw_unsupported",
+    "check_scales",
     "describe",
     "forward_flops",
     "raw_unsupported",
     "read_inputs",
     "read_options",
+    "read_results",
+    "read_scales",
     "reference_options",
     "results_dtypes",
+    "store_gradients",
     "store_results",
     "takes",
+    "update_scales",
     "visible_pairs",
     "write_forward",
+    "write_gradients",
 ]
 
 INT32 = np.dtype(np.int32)
@@ -327,3 +334,139 @@ def _broadcasts(x: Array, to: tuple[int, ...]) -> bool:
     if x.ndim > len(to):
         return False
     return all(n in (1, m) for n, m in zip(reversed(x.shape), reversed(to), strict=False))
+
+
+QUANTIZED: dict[str, np.dtype[Any]] = {
+    "int8": np.dtype(np.int8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+_CODES = (*QUANTIZED.values(), np.dtype(np.uint8))  # uint8 holds the bits of e4m3 numbers
+_AXES = "num_pages page_size nheads_kv"
+_FLOAT32 = np.dtype(np.float32)
+
+
+def read_scales(call: Call, k: str, v: str, k_scale: Any, v_scale: Any, *, paged: bool) -> bool:
+    """Read the scales if ``k`` and ``v``, names of views, are quantized pages; return whether they are."""
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    views = call.views
+    if not check_scales(call, {k: views[k], v: views[v]}, scales, views["q"].dtype, paged=paged):
+        return False
+    for name, scale in scales.items():
+        _check_scale(call, name, call.read(name, scale))
+    return True
+
+
+def update_scales(call: Call, k_scale: Any, v_scale: Any) -> None:
+    """Declare the scales of pages that the call writes, after :func:`check_scales`."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_scale(call, name, call.update(name, scale, _FLOAT32))
+
+
+def check_scales(
+    call: Call, pages: dict[str, Array], scales: dict[str, Any], dtype: np.dtype[Any], *, paged: bool
+) -> bool:
+    """Whether ``pages`` are quantized. ``dtype``: q's. ``paged``: whether the call has a page table or slots."""
+    op, (k, v) = call.op, pages
+    names = [name for name, scale in scales.items() if scale is not None]
+    if not any(x.dtype in _CODES for x in pages.values()):
+        if names:
+            raise OptionError(
+                f"{op}: {names[0]} is for pages of {', '.join(map(str, _CODES))}, and {k} is {pages[k].dtype}; "
+                "omit it"
+            )
+        return False
+    if pages[k].dtype != pages[v].dtype:
+        raise DTypeError(
+            f"{op}: {v} is {pages[v].dtype} but {k} is {pages[k].dtype}; both need one dtype of page"
+        )
+    if not paged:
+        raise OptionError(
+            f"{op}: {k} is {pages[k].dtype}; a quantized cache lies in pages: pass block_table="
+        )
+    if len(names) < 2:
+        missing = next(name for name in scales if name not in names)
+        raise OptionError(
+            f"{op}: {k} is {pages[k].dtype} and {missing} is missing; pass k_scale= and v_scale=, float32 "
+            "(num_pages, page_size, nheads_kv)"
+        )
+    if dtype == np.float64:
+        raise DTypeError(
+            f"{op}: q is float64, and quantized pages take float16, bfloat16 or float32; cast it, or keep the "
+            "pages in float64"
+        )
+    return True
+
+
+def _check_scale(call: Call, name: str, scale: Array) -> None:
+    call.axes.bind(name, scale, _AXES)
+    checks.exactly(call.op, name, scale, scale.shape, _FLOAT32)
+
+
+def read_results(
+    call: Call,
+    dtype: str,
+    out: Any,
+    lse: Any,
+    delta: Any,
+    shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+) -> None:
+    """Read the results of the forward pass, after ``dout``. With ``delta``, ``out`` is not read."""
+    op, in_dtype, acc_dtype = call.op, checks.FLOAT_DTYPES[dtype], checks.computing_dtype(dtype)
+    dout = call.views["dout"]
+    checks.exactly(op, "dout", dout, shape, acc_dtype if dout.dtype == acc_dtype else in_dtype)
+    if delta is None:
+        if out is None:
+            raise OptionError(f"{op}: out is None; pass the forward result, or delta=, sum(dout * out)")
+        out_ = call.read("out", out)
+        checks.exactly(op, "out", out_, shape, acc_dtype if out_.dtype == acc_dtype else in_dtype)
+    lse_ = call.read("lse", lse)
+    checks.exactly(op, "lse", lse_, lse_shape, lse_.dtype if lse_.dtype == np.float64 else acc_dtype)
+    if delta is not None:
+        checks.exactly(op, "delta", call.read("delta", delta), lse_shape, acc_dtype)
+
+
+def write_gradients(
+    call: Call, dtype: str, grads: Any, *, accumulate: Any = False, return_extra: Any = False
+) -> Finish | None:
+    """Declare dq, dk and dv, and with ``return_extra`` the gradients of options; return the function that collects
+    them into the call's result."""
+    op, acc_dtype = call.op, checks.computing_dtype(dtype)
+    add, with_extra = checks.flag(op, "accumulate", accumulate), checks.flag(op, "return_extra", return_extra)
+    if add and grads is None:
+        raise OptionError(
+            f"{op}: accumulate=True adds to arrays of yours; pass grads=(dq, dk, dv) of {acc_dtype}"
+        )
+    in_acc_dtype = add or (
+        isinstance(grads, (tuple, list)) and all(_dtype_name(x) == acc_dtype.name for x in grads)
+    )
+    inputs = {f"d{name}": call.views[name] for name in ("q", "k", "v")}
+    layouts = {name: (x.shape, acc_dtype if in_acc_dtype else x.dtype) for name, x in inputs.items()}
+    call.write_each(layouts, grads, argument="grads", added=add)
+    call.option(accumulate=add)
+    extra = [name for name in ("bias", "sinks") if with_extra and name in call.views]
+    for name in extra:
+        x = call.views[name]
+        call.write(f"d{name}", x.shape, x.dtype if name == "bias" else acc_dtype)
+
+    def finish(views: dict[str, Any], device: Any, give: Any) -> tuple[Any, ...]:
+        return (*map(give, ("dq", "dk", "dv")), {name: give(f"d{name}") for name in extra})
+
+    return finish if with_extra else None
+
+
+def _dtype_name(x: Any) -> str:
+    """Dtype name of any library's array."""
+    return str(getattr(x, "dtype", "")).removeprefix("torch.")
+
+
+def store_gradients(
+    spec: Spec, views: Mapping[str, Any], gradients: list[Any], extra: Mapping[str, Any]
+) -> None:
+    """Store the reference's gradients; those of options only where there are arrays for them."""
+    if spec["accumulate"]:
+        gradients = [views[name] + x for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)]
+    store(views, ("dq", "dk", "dv"), gradients)
+    for name, x in extra.items():
+        if f"d{name}" in views:
+            views[f"d{name}"][...] = x

@@ -9,7 +9,6 @@ from gpu_ops.core import checks
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.attention.backward import read_results, store_gradients, write_gradients
 from gpu_ops.ops.attention.lengths import packed_lengths
 from gpu_ops.ops.attention.options import (
     WeightOptions,
@@ -20,11 +19,14 @@ from gpu_ops.ops.attention.options import (
     raw_unsupported,
     read_inputs,
     read_options,
+    read_results,
     reference_options,
     results_dtypes,
+    store_gradients,
     store_results,
     takes,
     write_forward,
+    write_gradients,
 )
 
 __all__ = ["attention_varlen", "attention_varlen_backward"]

@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.bound import Finish
-from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.call import Bound, Call, Finish
 from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers

@@ -14,7 +14,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gemm.linear import read_shape
 from gpu_ops.ops.gradients import named_results
-from gpu_ops.ops.loss.options import LossOptions, as_loss, is_number, of_reference
+from gpu_ops.ops.loss.cross_entropy import LossOptions, as_loss, is_number, of_reference
 
 __all__ = ["linear_cross_entropy"]
 

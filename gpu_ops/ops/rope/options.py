@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
-from gpu_ops.core.bound import CheckValues
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Call, CheckValues
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rope.frequencies import Frequencies
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.bound import CheckValues, Source
-from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.call import Bound, Call, CheckValues, Source
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers

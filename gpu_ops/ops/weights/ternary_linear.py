@@ -10,8 +10,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.aliasing import overlap
-from gpu_ops.core.arrays import Array, as_rows, give, host_view, on_cuda, store
+from gpu_ops.core.arrays import Array, as_rows, give, host_view, on_cuda, overlap, store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError

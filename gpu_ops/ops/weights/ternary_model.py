@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import FLOAT_DTYPES
-from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.ops.weights.ternary import ternary_quantize

@@ -12,7 +12,7 @@ import pytest
 from gpu_ops import models, training
 from gpu_ops.distributed import DataParallel, Mesh, TensorParallel
 from gpu_ops.errors import OptionError, ShapeError, StateError
-from gpu_ops.models import Layer, LlamaConfig, passes
+from gpu_ops.models import Layer, LlamaConfig, llama
 from tests.models.test_block import made, tokens
 
 CONFIG = LlamaConfig(vocab=29, hidden=20, ffn=24, nlayers=3, nheads=2, head_dim=8, biases=("qkv",))
@@ -137,8 +137,8 @@ def check_bytes(comm):
         parallel = DataParallel(config, comm, stage=stage, dtype=dtype, bucket_mb=0)
         shards = p if stage else 1
         sizes = {}  # of a part, whose arrays and total are padded
-        for part in passes.parts_of(config):
-            names = passes.names_of(config, part)
+        for part in llama.parts_of(config):
+            names = llama.names_of(config, part)
             n = sum(-(-math.prod(config.shapes()[name]) // 256) * 256 for name in names)
             sizes[part] = -(-n // (256 * p)) * 256 * p
         n = sum(sizes.values())
@@ -166,7 +166,7 @@ def check_bytes(comm):
 
 def check_sums_begin_behind_the_backward_pass(comm):
     """Sums start behind the backward pass, and stage 3 holds at most two layers at a time."""
-    block_backward, seen = passes.block_backward, []
+    block_backward, seen = llama.block_backward, []
 
     def backward(*arguments, **options):
         begun = len(parallel._grads._sent), len(parallel._weights._gathers)
@@ -176,11 +176,11 @@ def check_sums_begin_behind_the_backward_pass(comm):
     for stage in STAGES:
         parallel = DataParallel(CONFIG, comm, stage=stage, bucket_mb=0)
         seen.clear()
-        passes.block_backward = backward
+        llama.block_backward = backward
         try:
             parallel.loss_and_grads(*share(0, comm.rank, 0))
         finally:
-            passes.block_backward = block_backward
+            llama.block_backward = block_backward
         sent, gathered, started = zip(*seen, strict=True)
         assert started == (1, 2, 3)
         assert max(sent) == 2

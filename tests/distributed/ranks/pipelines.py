@@ -11,7 +11,7 @@ import pytest
 
 from gpu_ops import models, training
 from gpu_ops.distributed import DataParallel, Mesh, Pipeline, TensorParallel, pipeline
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import CommError, OptionError, ShapeError, StateError
 from gpu_ops.models import LlamaConfig
 from tests.distributed.ranks.tensor import ALL_BIASES, same_on_all

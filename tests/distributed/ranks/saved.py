@@ -21,7 +21,7 @@ from gpu_ops.distributed import (
     TensorParallel,
     sharded_checkpoints,
 )
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import CommError, DTypeError, FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.training import Batches
 from tests.distributed.ranks.tensor import ALL_BIASES, UNEVEN, config_for

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.distributed import DataParallel, Mesh, TensorParallel
-from gpu_ops.distributed.single import SingleProcess
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import CommError
 from tests.distributed.ranks.data import CONFIG, STAGES, STEPS, many, share
 from tests.models.test_block import made

@@ -8,19 +8,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import flag, integer
-from gpu_ops.core.out_of_memory import typed_memory_errors
-from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, FormatError, MissingPackageError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, write_file
 from gpu_ops.kernels.compiler.progress import steps, visible
 from gpu_ops.training.tokens import check_range, vector
 
-__all__ = ["BytePairEncoding"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["BytePairEncoding", "load_tokenizer"]
 
 _KIND, _ENCODING = "gpu_ops.kind", "BytePairEncoding 1"  # with the version of this layout
 _MOST_VOCAB, _MOST_FILE = 1 << 20, 1 << 26
@@ -263,3 +266,40 @@ def _words(text: bytes) -> Iterator[bytes]:
         for stop in split(np.frombuffer(part, np.uint8)).tolist():
             yield part[position:stop]
             position = stop
+
+
+def load_tokenizer(path: Any) -> Tokenizer:
+    """Load a ``tokenizers.Tokenizer`` from the tokenizer.json of a model.
+
+    ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes: all tokens of the text, the
+    same in each call. Truncation, padding and the dropout of merges, which a tokenizer.json may have from the
+    training of its model, are switched off.
+
+    Raises
+    ------
+    MissingPackageError
+        The package tokenizers is not installed: ``pip install tokenizers``.
+    FormatError
+        The package cannot read the file.
+    FileError
+        The file cannot be read; MissingFileError if there is none.
+    """
+    op = "load_tokenizer"
+    where = path_of(op, path)
+    with opened(op, where) as file:
+        text = file.read()
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{op}: a tokenizer.json takes the package tokenizers: pip install tokenizers ({error})"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_buffer(text)
+    except Exception as error:  # the package raises Exception itself
+        raise FormatError(f"{op}: {where}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
+    return tokenizer
