@@ -16,7 +16,7 @@ from rich.table import Table
 from gpu_ops import __version__
 from gpu_ops.cli.terminal import make_console, print_table, run_command, waiting
 from gpu_ops.environment import VARIABLES, Environment, environment
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
 
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
 
@@ -126,18 +126,18 @@ def presets(card: str | None) -> int:
 
 def show_cache(clear: str | None) -> int:
     """Print the cache folder and its contents, after clearing it if requested; return 1 if it cannot be used."""
-    from gpu_ops.kernels.compiler import cache, cache_contents
+    from gpu_ops.kernels.compiler import cache
 
     console = make_console()
     problem = cache.folder_problem()
     if problem is not None:
         console.print(f"[red]the kernel cache is not used[/]: {escape(problem)}", highlight=False)
         return 1
-    files = cache_contents.contents()
+    files = cache.contents()
     if clear is not None:
-        count, nbytes = cache_contents.clear(f for f in files if f.old or clear == "all")
+        count, nbytes = cache.clear(f for f in files if f.old or clear == "all")
         console.print(f"{several(count, 'file')} removed, {nbytes / 2**20:.1f} MiB", highlight=False)
-        files = cache_contents.contents()
+        files = cache.contents()
     table = _table(f"kept in {escape(str(cache.root()))}")
     for label in dict.fromkeys(f.kind for f in files):
         group = [f for f in files if f.kind == label]

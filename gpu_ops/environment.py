@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_ops.core.dispatch import BACKENDS, unavailable
 from gpu_ops.errors import OptionError
-from gpu_ops.kernels.compiler import cache, cache_contents
+from gpu_ops.kernels.compiler import cache
 from gpu_ops.presets import DevicePreset, select_preset
 
 __all__ = ["VARIABLES", "Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
@@ -208,10 +208,10 @@ def _versions() -> dict[str, str]:
 
 def _caches() -> dict[str, str]:
     no_compiler = unavailable("cpu", "numba")  # then the folder's name, a hash of versions, is unknown too
-    cpu = f"nowhere: {no_compiler}" if no_compiler else str(cache_folder() or _nowhere(cache_contents.CPU))
+    cpu = f"nowhere: {no_compiler}" if no_compiler else str(cache_folder() or _nowhere(cache.CPU))
     rows = {"gpu_ops, CPU kernels": cpu}
-    gpu = cache.cache_folder(cache_contents.CUDA, quiet=True)
-    rows["gpu_ops, GPU kernels"] = str(gpu or _nowhere(cache_contents.CUDA))
+    gpu = cache.cache_folder(cache.CUDA, quiet=True)
+    rows["gpu_ops, GPU kernels"] = str(gpu or _nowhere(cache.CUDA))
     for owner, variable, default in _CACHES:
         if importlib.util.find_spec(owner.lower()) is not None:
             rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())

@@ -22,8 +22,8 @@ import numpy as np
 from rich.console import Console
 
 from gpu_ops.cli.terminal import print_table, waiting
-from gpu_ops.kernels.compiler.install import install_command
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
+from gpu_ops.kernels.compiler.toolkit import install_command
 from perf import machine
 from perf.report import make_table
 

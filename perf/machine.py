@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_PACKAGES = ("gpu_ops", "numpy", "numba", "llvmlite", "ml_dtypes")

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from gpu_ops.cli.terminal import UNLIMITED_WIDTH, fixed_console, print_table
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
 from perf.compare import Comparison
 from perf.harness import Result
 from perf.machine import label

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from gpu_ops.cli.terminal import print_table
 from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, ForwardProblem, select_config
-from gpu_ops.kernels.attention.shape import q_in_registers
+from gpu_ops.kernels.attention.problem import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
 from perf.case import DTYPES

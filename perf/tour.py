@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gpu_ops.cli.warmup import in_processes
 from gpu_ops.kernels.compiler import progress
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
 from perf.case import Case, RunOptions, find_case, make_inputs
 from perf.harness import Result
 from perf.machine import label

@@ -15,7 +15,7 @@ from gpu_ops.cli.terminal import print_table, waiting
 from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
-from gpu_ops.kernels.compiler.install import install_command
+from gpu_ops.kernels.compiler.toolkit import install_command
 from gpu_ops.memory import Estimate, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.presets import find_config

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from gpu_ops.core.emulator_device import EmulatorDevice, dynamic_value
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler.install import install_command
 from gpu_ops.kernels.compiler.kernel import CudaKernel
+from gpu_ops.kernels.compiler.toolkit import install_command
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, LibraryCall, Limits, Memset, Tensor
 from gpu_ops.memory_pool import POOL

@@ -31,8 +31,8 @@ from gpu_ops.core.checks import one_of
 from gpu_ops.core.defaults import default
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.compiler.numba_import import numba_disabled
+from gpu_ops.kernels.compiler.progress import without_stderr
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
-from gpu_ops.kernels.compiler.words import without_stderr
 
 __all__ = [
     "BACKENDS",

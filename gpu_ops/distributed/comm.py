@@ -20,7 +20,7 @@ from gpu_ops.core.arrays import check_writable, give, host_view, on_cuda, overla
 from gpu_ops.distributed.engine import Pending, Transfer, TransferEngine
 from gpu_ops.distributed.transport import DONE, CudaCopies, HostTransport, Transport, as_bytes, cupy_view
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
-from gpu_ops.kernels.compiler.install import install_command
+from gpu_ops.kernels.compiler.toolkit import install_command
 
 __all__ = ["Comm", "SingleProcess"]
 

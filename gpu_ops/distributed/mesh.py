@@ -13,7 +13,7 @@ from gpu_ops.core import checks
 from gpu_ops.distributed.comm import Comm, SingleProcess
 from gpu_ops.errors import CommError, MissingPackageError, OptionError
 from gpu_ops.kernels.compiler import progress
-from gpu_ops.kernels.compiler.install import install_command
+from gpu_ops.kernels.compiler.toolkit import install_command
 
 __all__ = ["LaunchedJob", "Mesh", "launched", "world"]
 

@@ -27,7 +27,7 @@ from gpu_ops.distributed.transport import (
     nothing,
 )
 from gpu_ops.errors import CommError, DeviceError, MissingPackageError
-from gpu_ops.kernels.compiler.install import install_command
+from gpu_ops.kernels.compiler.toolkit import install_command
 
 __all__ = ["Nccl", "nccl_missing"]
 

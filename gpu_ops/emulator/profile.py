@@ -24,7 +24,7 @@ from gpu_ops.emulator.counts import (
 )
 from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import source_text
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
 
 _LINES = 12  # number of hot lines shown
 _SPLITS = 4  # number of warp-splitting lines shown

@@ -31,10 +31,9 @@ from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.signature import named_in_python, signature
 from gpu_ops.emulator.syntax import Module
 from gpu_ops.kernels.compiler.jit import NumbaKernel, compile_kernel, compile_text
-from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.progress import several, visible
 from gpu_ops.kernels.compiler.toolkit import tool
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks
-from gpu_ops.kernels.compiler.words import several
 from gpu_ops.presets import DevicePreset
 
 _THREADS = 32_768  # per batch, so that registers stay in the CPU's caches

@@ -128,7 +128,7 @@ class BytePairEncoding:
         op = "BytePairEncoding.train"
         max_merges = integer(op, "vocab", vocab, low=256, high=_MOST_VOCAB) - 256
         show = flag(op, "progress", progress)
-        from gpu_ops.kernels.text.cpu.bpe_learn import Learner
+        from gpu_ops.kernels.text.cpu.bpe import Learner
 
         with visible(f"gpu_ops: counting words for {vocab} tokens") if show else contextlib.nullcontext():
             counts = Counter[bytes]()

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED
+from gpu_ops.kernels.compiler.cubin import REGISTERS_PER_SM, RESERVED
 
 __all__ = [
     "MAX_HEAD_DIM",

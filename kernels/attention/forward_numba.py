@@ -23,9 +23,9 @@ def forward(spec: Spec, builder: Builder) -> None:
 
 def attend(a: Attention, builder: Builder, sequences: Tensor) -> None:
     """``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length."""
-    from gpu_ops.kernels.attention.numba_cuda.combine import combine_kernel
     from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, THREADS, count_splits, select_config
     from gpu_ops.kernels.attention.numba_cuda.forward import forward_kernel
+    from gpu_ops.kernels.attention.numba_cuda.merge import combine_kernel
 
     left, right = a.window()
     scale, *numbers = a.numbers.values()
@@ -101,9 +101,9 @@ def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | Dynamic | int]
 
 def numba_variants() -> Iterator[Variant]:
     """Most commonly used kernels."""
-    from gpu_ops.kernels.attention.numba_cuda.combine import combine_kernel
     from gpu_ops.kernels.attention.numba_cuda.config import THREADS, select_config
     from gpu_ops.kernels.attention.numba_cuda.forward import forward_kernel
+    from gpu_ops.kernels.attention.numba_cuda.merge import combine_kernel
 
     for config in (
         select_config("bfloat16", 128, 128, rows=4096, masked=True),  # 254 registers, the most of all

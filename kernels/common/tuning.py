@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_ops.kernels.compiler.cache import cache_folder, read_file, write_whole
-from gpu_ops.kernels.compiler.cache_contents import TUNING
+from gpu_ops.kernels.compiler.cache import TUNING, cache_folder, read_file, write_whole
 from gpu_ops.kernels.compiler.jit import source_key
-from gpu_ops.kernels.compiler.words import warn
+from gpu_ops.kernels.compiler.progress import warn
 from gpu_ops.kernels.program import Builder
 
 __all__ = ["Space", "TuningChoice", "choose", "forget", "keep"]

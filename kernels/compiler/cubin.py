@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpu_ops.kernels.compiler.device_limits import RESERVED
-
 __all__ = [
+    "REGISTERS_PER_SM",
+    "RESERVED",
+    "DeviceLimits",
     "Limits",
     "Occupancy",
     "Resources",
@@ -234,3 +235,15 @@ def occupancy(needs: Resources, threads: int, dynamic_shared: int, limits: Limit
     limiter = min(candidates, key=candidates.__getitem__)
     blocks = candidates[limiter]
     return Occupancy(blocks, blocks * warps, blocks * warps / max_warps, limiter)
+
+
+REGISTERS_PER_SM = 65536
+RESERVED = 1024  # bytes of shared memory per block that the driver keeps, from compute capability 8.0 on
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Limits that differ between cards."""
+
+    sms: int
+    smem_per_block_optin: int

@@ -25,15 +25,19 @@ from pathlib import Path
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
-from gpu_ops.kernels.compiler.cache import alone, cache_folder, ignore_entry, publish, read_entry
-from gpu_ops.kernels.compiler.cache_contents import CUDA
-from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
+from gpu_ops.kernels.compiler.cache import CUDA, alone, cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.kernel import (
+    Compiled,
     CudaKernel,
     NumbaKernel,
     Variant,
+    dump,
+    file_name,
+    pack,
     short_label,
+    source_files,
     spelled,
+    unpack,
 )
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.compiler.numba_ptx import compile_numba, numba_key

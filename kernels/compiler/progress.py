@@ -13,12 +13,11 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
-
-from gpu_ops.kernels.compiler.words import without_stderr
 
 PATIENCE = 1.0  # seconds before anything is shown
 SLOW = 10.0  # seconds after which a kernel that still compiles is named
@@ -172,3 +171,19 @@ def _quietly(advance: Callable[[], None]) -> Iterator[Callable[[], None]]:
         yield advance
     finally:
         _in_steps.reset(token)
+
+
+def several(count: int, what: str) -> str:
+    """``1 block``, ``1,024 blocks``"""
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
+def warn(message: str, *, stacklevel: int) -> None:
+    """Warn, without an error if stderr cannot be written."""
+    with without_stderr():
+        warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def without_stderr() -> contextlib.suppress:
+    """Go on without a stderr that is closed (ValueError), full, None or an object that lacks a method."""
+    return contextlib.suppress(OSError, ValueError, AttributeError)

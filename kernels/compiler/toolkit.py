@@ -11,10 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler.install import install_command
 
-__all__ = ["assemble", "header_version", "headers", "install_hint", "tool"]
-
+__all__ = ["assemble", "header_version", "headers", "install_command", "install_hint", "tool"]
 
 # Wheels for CUDA 12 have one folder per component; those for CUDA 13 share one.
 _WHEEL_FOLDERS = ("cu13", "cuda_runtime", "cuda_nvcc")
@@ -84,3 +82,21 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
             older = f"; it is too old: {_install_ptxas()}" if "Unsupported .version" in log else ""
             raise KernelCompileError(f"{ptxas} refuses the PTX for {arch}{older}", log)
         return target.read_bytes(), log
+
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def install_command(extra: str) -> str:
+    """``pip install`` of an extra, such as ``emulator``: from the running checkout, or its packages by name.
+
+    The package index does not have gpu-ops itself.
+    """
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install '.[{extra}]' (in {_CHECKOUT})"
+    from importlib import metadata  # loads 30 modules
+
+    rows = [row.partition(";") for row in metadata.requires("gpu-ops") or ()]
+    names = [name.strip() for name, _, condition in rows if f'extra == "{extra}"' in condition]
+    return f"pip install {' '.join(map(repr, names))}"

@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
+from gpu_ops.kernels.compiler.cubin import REGISTERS_PER_SM, RESERVED, DeviceLimits
 
 __all__ = [
     "FEW",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_ops.kernels.compiler.device_limits import RESERVED
+from gpu_ops.kernels.compiler.cubin import RESERVED
 from gpu_ops.kernels.program import MAX_GRID
 
 __all__ = ["BackwardConfig", "RowConfig", "select_backward", "select_forward"]

@@ -26,7 +26,7 @@ from gpu_ops.kernels.common.arguments import (
 )
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
-from gpu_ops.kernels.rope.frequencies import frequencies, positions_of
+from gpu_ops.kernels.rope.rope import frequencies, positions_of
 
 __all__ = ["AppendConfig", "AppendShape", "raw_cannot", "select_config", "variants"]
 

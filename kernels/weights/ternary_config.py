@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gpu_ops.kernels.compiler.device_limits import RESERVED
+from gpu_ops.kernels.compiler.cubin import RESERVED
 
 __all__ = [
     "GEMV_SHARED",

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops import emulator
-from gpu_ops.kernels.attention.problem import UNLIMITED
-from gpu_ops.kernels.attention.shape import ATTENTION_SHAPE, shared_bytes
+from gpu_ops.kernels.attention.problem import ATTENTION_SHAPE, UNLIMITED, shared_bytes
 from gpu_ops.kernels.compiler.jit import CudaKernel, compile_kernel
 
 NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}

@@ -19,7 +19,7 @@ from gpu_ops.kernels.attention.backward_config import (
     select_tile,
     shared_bytes,
 )
-from gpu_ops.kernels.attention.shape import BACKWARD_SHAPE
+from gpu_ops.kernels.attention.problem import BACKWARD_SHAPE
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.sources import KERNELS
 from gpu_ops.reference.attention import forward as reference

@@ -10,7 +10,7 @@ import pytest
 import gpu_ops
 from gpu_ops import emulator
 from gpu_ops.core.device import compiler_missing
-from gpu_ops.kernels.attention.scores import PLAIN, Features
+from gpu_ops.kernels.attention.problem import PLAIN, Features
 from gpu_ops.kernels.compiler import cubin, jit, toolkit
 from tests.attention.cases import DTYPES, make
 

@@ -14,7 +14,7 @@ from gpu_ops.kernels.attention.config import (
     select_config,
 )
 from gpu_ops.kernels.attention.forward import variants
-from gpu_ops.kernels.attention.shape import shared_bytes
+from gpu_ops.kernels.attention.problem import shared_bytes
 from gpu_ops.kernels.compiler import cubin
 from gpu_ops.kernels.compiler.jit import assemble, compile_kernel
 from gpu_ops.presets import PRESETS

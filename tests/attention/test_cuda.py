@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import BlockMask, emulator
-from gpu_ops.kernels.attention.shape import ATTENTION_SHAPE
+from gpu_ops.kernels.attention.problem import ATTENTION_SHAPE
 from gpu_ops.kernels.compiler.sources import KERNELS
 from gpu_ops.reference.attention import forward as reference
 from tests.attention.cases import DTYPES, assert_lse, expected, make, row_id

@@ -8,7 +8,7 @@ import pytest
 import gpu_ops
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.reference.attention import forward as reference
-from gpu_ops.reference.attention.dropout import dropout_mask, rounded_dropout
+from gpu_ops.reference.attention.core import dropout_mask, rounded_dropout
 from gpu_ops.reference.philox import philox4x32
 from tests.attention.cases import DTYPES, Expected, make, row_id
 from tests.support.compare import assert_close

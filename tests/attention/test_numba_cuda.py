@@ -18,7 +18,7 @@ if compiler_missing("numba"):
 
 from gpu_ops.kernels.attention.numba_cuda.config import NumbaForwardConfig, count_splits, select_config
 from gpu_ops.kernels.attention.numba_cuda.forward import forward_kernel
-from gpu_ops.kernels.attention.scores import Features
+from gpu_ops.kernels.attention.problem import Features
 
 PLAIN = {"mask": "causal", "dtype": "float32", "heads": (2, 1), "head_dims": (32, 32), "batch": 1}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_ops.kernels.attention import tuning as attention_tuning
+from gpu_ops.kernels.attention import config as attention_tuning
 from gpu_ops.kernels.attention.config import DeviceLimits, ForwardConfig, ForwardProblem, select_config
 
 A30 = DeviceLimits(56, 163 * 1024)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_ops import __main__ as cli
-from gpu_ops.kernels.compiler import cache, cache_contents, compiled
+from gpu_ops.kernels.compiler import cache, kernel
 from gpu_ops.kernels.compiler.cache import Entry
 
 posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="owners and modes of files: Linux, macOS")
@@ -214,13 +214,13 @@ def test_left_over_temporary_files_go_after_a_day(top):
 
 def fill(top):
     """Fill a cache with an entry of the current sources and one of others, for each kind that has entries."""
-    now = cache_contents.cpu_sources()
+    now = cache.cpu_sources()
     for build in (f"{now}-cpu", "0123456789abcdef-cpu", "0123456789abcdef"):
         cache.publish(ENTRY, "numba_cpu", build, "kernel.nbc")
         cache.publish(ENTRY, "numba_cpu", build, "emulator-gather-0.nbc")
     source = top.parent / "kernel.cu"
     source.write_text("// as it was")
-    made_of = {"origin": str(source), "digest": cache_contents.sources_digest(source)}
+    made_of = {"origin": str(source), "digest": cache.sources_digest(source)}
     cache.publish(Entry({"made_of": made_of}), "cuda", "now.jit")
     cache.publish(Entry({"made_of": {**made_of, "digest": "edited"}}), "cuda", "edited.jit")
     cache.publish(Entry({"made_of": {**made_of, "origin": str(top / "gone.cu")}}), "cuda", "gone.jit")
@@ -242,7 +242,7 @@ def rows(capsys):
 def test_a_file_that_another_process_removes_is_left_out(looks, top, monkeypatch):
     """The file is removed between the listing of its folder and the ``looks``-th access to it."""
     fill(top)
-    listed, lstat = cache_contents.contents(), Path.lstat
+    listed, lstat = cache.contents(), Path.lstat
     seen = []
 
     def vanishing(path):
@@ -252,7 +252,7 @@ def test_a_file_that_another_process_removes_is_left_out(looks, top, monkeypatch
         return lstat(path)
 
     monkeypatch.setattr(Path, "lstat", vanishing)
-    now = {file.path for file in cache_contents.contents()}
+    now = {file.path for file in cache.contents()}
     assert {file.path for file in listed if file.path.name != ".half.tmp"} <= now
 
 
@@ -282,7 +282,7 @@ def test_the_command_says_why_a_cache_is_not_used(top, capsys, monkeypatch):
     assert (top / "cuda" / "now.jit").exists()
 
 
-UNIT = compiled.Compiled("f", ".entry f", b"\x7fELF", "", 0.1, {"/somewhere/f.cu": "// f"})
+UNIT = kernel.Compiled("f", ".entry f", b"\x7fELF", "", 0.1, {"/somewhere/f.cu": "// f"})
 
 
 @posix
@@ -293,7 +293,7 @@ def test_a_dump_follows_no_link(tmp_path, monkeypatch):
     for name in ("f.sm_80.ptx", "f.sm_80.cubin", "f.sm_80.f.cu"):
         (folder / name).symlink_to(victim)
     monkeypatch.setenv("GPU_OPS_DUMP", str(folder))
-    compiled.dump(UNIT, "f", "sm_80")
+    kernel.dump(UNIT, "f", "sm_80")
     assert victim.read_text() == "mine"
     assert (folder / "f.sm_80.ptx").read_text() == ".entry f"
     assert not any(path.is_symlink() for path in folder.iterdir())
@@ -311,9 +311,9 @@ def test_a_dump_that_cannot_be_written_says_why(tmp_path, monkeypatch, kind):
         "file": tmp_path / "file",
     }[kind]
     monkeypatch.setenv("GPU_OPS_DUMP", str(folder))
-    _, lines = said(compiled.dump, UNIT, "f", "sm_80")
+    _, lines = said(kernel.dump, UNIT, "f", "sm_80")
     assert len(lines) == 1
     assert f"GPU_OPS_DUMP={folder}: cannot write there" in lines[0]
-    assert said(compiled.dump, UNIT, "f", "sm_80")[1] == []
+    assert said(kernel.dump, UNIT, "f", "sm_80")[1] == []
     assert not list((tmp_path / "real").iterdir())
     assert Path(tmp_path / "file").read_text() == "in the way"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler import install, jit, toolkit
+from gpu_ops.kernels.compiler import jit, toolkit
 from tests.support import numba_kernels
 from tests.support.compilers import (
     SCALE,
@@ -144,9 +144,9 @@ except KernelCompileError as error:
 
 def test_outside_of_a_checkout_the_packages_are_named(tmp_path, monkeypatch):
     """The error names packages, since the package index does not have gpu-ops."""
-    monkeypatch.setattr(install, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(toolkit, "_CHECKOUT", tmp_path)
     for extra, package in (("mpi", "mpi4py"), ("tokenizers", "tokenizers"), ("nccl13", "nccl4py")):
-        assert install.install_command.__wrapped__(extra).startswith(f"pip install '{package}")
+        assert toolkit.install_command.__wrapped__(extra).startswith(f"pip install '{package}")
     for path in ("README.md", "CONTRIBUTING.md", "gpu_ops", "kernels", "perf", "scripts"):
         files = (ROOT / path).rglob("*.*") if (ROOT / path).is_dir() else [ROOT / path]
         for file in files:

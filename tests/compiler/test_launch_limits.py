@@ -19,7 +19,7 @@ from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.core.run import PreparedCall
 from gpu_ops.errors import DeviceError, GpuOpsError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.kernels.compiler.device_limits import RESERVED
+from gpu_ops.kernels.compiler.cubin import RESERVED
 from gpu_ops.kernels.compiler.kernel import CudaKernel
 from gpu_ops.kernels.program import Builder, Launch, LaunchTooLarge, Limits
 from gpu_ops.presets import PRESETS

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from gpu_ops.kernels.compiler import progress, words
+from gpu_ops.kernels.compiler import progress
 from tests.support.processes import PATIENCE
 
 
@@ -139,10 +139,10 @@ def test_a_warning_without_a_stderr_is_no_error(stream, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: sys.stderr.write(str(message)))
-        words.warn("not cached", stacklevel=1)
+        progress.warn("not cached", stacklevel=1)
 
 
 def test_a_warning_names_the_line_that_it_is_about():
     with pytest.warns(UserWarning, match="not cached") as record:
-        words.warn("not cached", stacklevel=1)
+        progress.warn("not cached", stacklevel=1)
     assert record[0].filename == __file__

@@ -19,7 +19,7 @@ import gpu_ops
 from gpu_ops.core import device as devices
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
-from gpu_ops.kernels.attention import tuning as attention_tuning
+from gpu_ops.kernels.attention import config as attention_tuning
 from gpu_ops.kernels.attention.config import DeviceLimits, ForwardProblem, select_config
 from gpu_ops.kernels.common import tuning
 from tests.support.compilers import needs_nvrtc
@@ -289,7 +289,7 @@ def test_two_processes_at_once(tmp_path):
     """Each writes the same file 300 times; readers meanwhile see a complete file of either."""
     code = (
         "import sys; from gpu_ops.kernels.common import tuning\n"
-        "from gpu_ops.kernels.attention.tuning import SPACE\n"
+        "from gpu_ops.kernels.attention.config import SPACE\n"
         "from gpu_ops.kernels.attention.config import DeviceLimits, ForwardProblem\n"
         "problem = ForwardProblem(2, 1, 8, 8, 256, 256, 64, 64)\n"
         "choice = tuning.TuningChoice(SPACE, problem, DeviceLimits(56, 2**17), 'card', None)\n"

@@ -13,7 +13,7 @@ import gpu_ops
 from gpu_ops import emulator
 from gpu_ops.emulator import run as emulator_run
 from gpu_ops.emulator.counts import Counts
-from gpu_ops.kernels.compiler.words import several
+from gpu_ops.kernels.compiler.progress import several
 from tests.support.profiled import SOURCE, buffer, line_of, only, profiled
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")

@@ -14,7 +14,7 @@ from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.op import forget_calls
 from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.rope import rope as kernels
-from gpu_ops.kernels.rope.frequencies import turns
+from gpu_ops.kernels.rope.rope import turns
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference.rope import rope as reference
 from tests.support.cards import CARDS, each_card, slow

@@ -136,7 +136,7 @@ def attention(
     Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
     no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
     Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022. Dropout: Srivastava et al. 2014, by Philox 4x32-10;
-    ``gpu_ops.reference.attention.dropout.dropout_mask`` shows which weights are kept.
+    ``gpu_ops.reference.attention.core.dropout_mask`` shows which weights are kept.
 
     Examples
     --------

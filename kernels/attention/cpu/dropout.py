@@ -1,4 +1,4 @@
-"""Dropout of attention weights on the CPU; ``reference/attention/dropout.py`` defines which weights are kept.
+"""Dropout of attention weights on the CPU; ``reference/attention/core.py`` defines which weights are kept.
 
 A draw gives 32 lanes (queries) the bits of 32 keys. It makes twice the words that are needed, since
 two lanes share them.

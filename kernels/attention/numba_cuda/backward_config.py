@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu_ops.kernels.attention.numba_cuda.config import ROW_THREADS, ROWS, THREADS
-from gpu_ops.kernels.attention.scores import PLAIN, Features
+from gpu_ops.kernels.attention.problem import PLAIN, Features
 
 __all__ = ["RESOLUTION", "NumbaBackwardConfig", "NumbaBackwardProblem", "count_parts", "select_config"]
 

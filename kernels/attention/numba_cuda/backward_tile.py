@@ -17,8 +17,7 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.attention.numba_cuda.backward_config import NumbaBackwardConfig, NumbaBackwardProblem
 from gpu_ops.kernels.attention.numba_cuda.config import LOG2E, ROW_THREADS, ROWS, THREADS
-from gpu_ops.kernels.attention.numba_cuda.dropout import keeper
-from gpu_ops.kernels.attention.numba_cuda.tile import accumulators, scorer
+from gpu_ops.kernels.attention.numba_cuda.tile import accumulators, keeper, scorer
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
 from gpu_ops.kernels.common.numba_cuda.memory import stager, take
 from gpu_ops.kernels.common.numba_cuda.philox import SEED_TYPES

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_ops.kernels.attention.scores import LOG2E, PLAIN, Features
+from gpu_ops.kernels.attention.problem import LOG2E, PLAIN, Features
 
 __all__ = [
     "LN2",

@@ -42,8 +42,7 @@ from gpu_ops.kernels.attention.numba_cuda.config import (
     THREADS,
     NumbaForwardConfig,
 )
-from gpu_ops.kernels.attention.numba_cuda.dropout import keeper
-from gpu_ops.kernels.attention.numba_cuda.tile import WARP, accumulators, scorer, weigher
+from gpu_ops.kernels.attention.numba_cuda.tile import WARP, accumulators, keeper, scorer, weigher
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
 from gpu_ops.kernels.common.numba_cuda.memory import stager, store_at
 from gpu_ops.kernels.common.numba_cuda.philox import SEED_TYPES

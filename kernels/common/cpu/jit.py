@@ -35,20 +35,27 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     target,
     types,
 )
-from gpu_ops.kernels.common.cpu.codegen.numba_kept import reduce, restore
 from gpu_ops.kernels.common.cpu.codegen.numba_pipeline import (
     DeviceCompiler,
     KernelCompiler,
     NoinlineCompiler,
     njit_once,
+    reduce,
+    restore,
 )
 from gpu_ops.kernels.common.cpu.codegen.target import request_amx
-from gpu_ops.kernels.compiler.cache import alone, cache_folder, ignore_entry, publish, read_entry
-from gpu_ops.kernels.compiler.cache_contents import CPU, cpu_sources
+from gpu_ops.kernels.compiler.cache import (
+    CPU,
+    alone,
+    cache_folder,
+    cpu_sources,
+    ignore_entry,
+    publish,
+    read_entry,
+)
 from gpu_ops.kernels.compiler.kernel import short_label
-from gpu_ops.kernels.compiler.progress import compilation
+from gpu_ops.kernels.compiler.progress import compilation, warn
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks, uninterrupted
-from gpu_ops.kernels.compiler.words import warn
 
 # Reductions vectorise only when additions may be reordered; NaN and inf keep their meaning.
 REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})

@@ -41,8 +41,8 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     types,
 )
 from gpu_ops.kernels.common.cpu.jit import kernel
+from gpu_ops.kernels.compiler.progress import warn
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
-from gpu_ops.kernels.compiler.words import warn
 
 Array = np.ndarray[Any, Any]
 

@@ -18,6 +18,7 @@ A packed row is SKEW longer than its block: rows a power of two of bytes apart w
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,7 @@ from gpu_ops.kernels.common.cpu.codegen.memory import (
     smaller,
     span,
 )
-from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR, XEON
+from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR, VECTOR_BYTES, XEON
 from gpu_ops.kernels.common.cpu.codegen.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
 from gpu_ops.kernels.common.cpu.dtype import bits, load, read_row, store, write_row
 from gpu_ops.kernels.common.cpu.jit import compute, device_function, generic, kernel, read, types, write
@@ -58,10 +59,12 @@ from gpu_ops.kernels.common.cpu.packing import (
     pack,
     pack_a,
     packed,
+    panel_shape,
     room_a,
+    room_shape,
     steps,
 )
-from gpu_ops.kernels.common.cpu.parallel import TASKS_PER_THREAD, claim, launch, thread_count
+from gpu_ops.kernels.common.cpu.parallel import TASKS_PER_THREAD, claim, launch, most_threads, thread_count
 
 Array = np.ndarray[Any, Any]
 # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast. In tile registers C 512 KiB,
@@ -372,3 +375,23 @@ def finish_row(row, r, start, length, out, total, addends, add, last):
         keep = span(write_row(total, (r,)), start, length)
         for j in range(length):
             keep[j] = row[j]
+
+
+def private_bytes(m: int, n: int, depth: int, kind: str, *, trans_a: bool = False) -> int:
+    """Scratch of all threads of a product, (m, depth) by (depth, n)."""
+    rows, columns = tile_shape(m, n, kind)
+    of_one = tile_bytes(rows, columns, kind) + room_bytes(kind, depth, n, rows, trans=trans_a)
+    return most_threads(launch, -(-m // rows) * -(-n // columns)) * of_one
+
+
+def tile_bytes(rows: int, columns: int, kind: str) -> int:
+    """Bytes of a tile of sums, and of a few of its columns transposed into rows."""
+    height, itemsize = -(-rows // MAX_LANES) * MAX_LANES, 8 if kind == "float64" else 4
+    return height * ((columns + SKEW) * itemsize + VECTOR_BYTES)
+
+
+def room_bytes(kind: str, depth: int, n: int, rows: int, *, trans: bool) -> int:
+    """Bytes of packed rows of A, for a product with B of (depth, n)."""
+    itemsize = np.dtype(kind).itemsize
+    block = panel_shape(depth, n, kind)[1][1] // (2 * VECTOR_BYTES // itemsize)
+    return math.prod(room_shape.py_func(in_registers(kind), rows, block, trans)) * itemsize

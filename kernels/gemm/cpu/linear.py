@@ -16,8 +16,7 @@ from gpu_ops.kernels.common.cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.packing import pack, packed, panel_bytes
 from gpu_ops.kernels.common.cpu.parallel import claim, launch
 from gpu_ops.kernels.gemm.cpu import linear_few
-from gpu_ops.kernels.gemm.cpu.gemm import matmul, tile_size
-from gpu_ops.kernels.gemm.cpu.memory import private_bytes
+from gpu_ops.kernels.gemm.cpu.gemm import matmul, private_bytes, tile_size
 
 Array = np.ndarray[Any, Any]
 

@@ -27,8 +27,7 @@ from gpu_ops.kernels.common.cpu.dtype import aligned_empty, bits
 from gpu_ops.kernels.common.cpu.packing import Panels, pack, packed, panel_bytes
 from gpu_ops.kernels.common.cpu.parallel import launch, most_threads
 from gpu_ops.kernels.gemm.cpu import swiglu_mlp_few
-from gpu_ops.kernels.gemm.cpu.gemm import matmul, tile_shape
-from gpu_ops.kernels.gemm.cpu.memory import private_bytes, room_bytes, tile_bytes
+from gpu_ops.kernels.gemm.cpu.gemm import matmul, private_bytes, room_bytes, tile_bytes, tile_shape
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import ACTIVATIONS, Plan, mlp_hidden, mlp_hidden_backward
 
 Array = np.ndarray[Any, Any]

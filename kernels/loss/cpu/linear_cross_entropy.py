@@ -14,9 +14,8 @@ import numpy as np
 
 from gpu_ops.kernels.common.cpu.packing import pack, packed, panel_bytes
 from gpu_ops.kernels.gemm.cpu import linear
-from gpu_ops.kernels.gemm.cpu.gemm import matmul
+from gpu_ops.kernels.gemm.cpu.gemm import matmul, private_bytes
 from gpu_ops.kernels.gemm.cpu.linear import spans
-from gpu_ops.kernels.gemm.cpu.memory import private_bytes
 from gpu_ops.kernels.loss.cpu import cross_entropy
 
 Array = np.ndarray[Any, Any]

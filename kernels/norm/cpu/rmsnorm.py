@@ -18,7 +18,7 @@ from gpu_ops.kernels.common.cpu.codegen.stream import fence, stays_in_cache
 from gpu_ops.kernels.common.cpu.dtype import all_bits, bits, like, read_row, write_row
 from gpu_ops.kernels.common.cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.norm.cpu import norm_ir as norm
+from gpu_ops.kernels.norm.cpu import norm
 from gpu_ops.kernels.norm.cpu.norm import (
     add_residual,
     config,

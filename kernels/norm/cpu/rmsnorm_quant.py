@@ -26,7 +26,7 @@ from gpu_ops.kernels.common.cpu.dtype import (
 )
 from gpu_ops.kernels.common.cpu.jit import REASSOC, compute, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.norm.cpu import norm_ir as norm
+from gpu_ops.kernels.norm.cpu import norm
 from gpu_ops.kernels.norm.cpu.norm import sum_of_squares
 
 Array = np.ndarray[Any, Any]

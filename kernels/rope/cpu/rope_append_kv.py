@@ -34,7 +34,7 @@ from gpu_ops.kernels.common.cpu.jit import (
     write,
 )
 from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.norm.cpu import norm_ir as norm
+from gpu_ops.kernels.norm.cpu import norm
 from gpu_ops.kernels.norm.cpu.norm import SHORT_SUM, TINY, sum_of_squares
 from gpu_ops.kernels.rope.cpu.rope import rotate
 from gpu_ops.kernels.rope.cpu.rotate_ir import rotate_halves

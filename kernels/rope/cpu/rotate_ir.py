@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_ops.kernels.common.cpu.codegen.build import address, fma, number, shuffle, splat, store_vector
-from gpu_ops.kernels.common.cpu.codegen.convert import narrow
 from gpu_ops.kernels.common.cpu.codegen.decode_rows import Rows
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, types
+from gpu_ops.kernels.common.cpu.codegen.rows import narrow
 
 
 def _rotation(*, pairs: bool, shared: bool) -> Any:

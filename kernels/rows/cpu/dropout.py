@@ -13,11 +13,18 @@ from gpu_ops.kernels.common.cpu.blocks import config as config_of
 from gpu_ops.kernels.common.cpu.codegen.memory import LINE_BYTES, scratch
 from gpu_ops.kernels.common.cpu.codegen.numba_api import types
 from gpu_ops.kernels.common.cpu.codegen.philox import DRAWN, draw_bits
+from gpu_ops.kernels.common.cpu.codegen.rows import map_rows
 from gpu_ops.kernels.common.cpu.codegen.stream import fence, stays_in_cache
 from gpu_ops.kernels.common.cpu.dtype import bits, read_row, write_row
 from gpu_ops.kernels.common.cpu.jit import compute, kernel, read, write
 from gpu_ops.kernels.common.cpu.parallel import claim, launch
-from gpu_ops.kernels.rows.cpu.dropout_ir import drop
+
+# Dropout of a row as LLVM IR: (y,) = x * kept * factor, where ``kept`` is 1 or 0 in the dtype of the row.
+#
+# In this order: x * factor may overflow where x is dropped.
+
+drop = map_rows(lambda operands, scalars: (operands[0] * operands[1] * scalars[0],))
+
 
 BLOCK = 1 << 11  # elements, whose ones and zeros take 8 KB in float32
 AHEAD = 1 << 12  # bytes of a row that are prefetched

@@ -13,7 +13,7 @@ import numpy as np
 from gpu_ops.kernels.common.cpu.codegen.target import TILES
 from gpu_ops.kernels.common.cpu.dtype import aligned_empty, bits
 from gpu_ops.kernels.common.cpu.parallel import items_per_task, launch, launch_inline, launcher
-from gpu_ops.kernels.weights.cpu import ternary_codes_ir as simd
+from gpu_ops.kernels.weights.cpu import ternary_ir as simd
 from gpu_ops.kernels.weights.cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from gpu_ops.kernels.weights.cpu.ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
 from gpu_ops.kernels.weights.cpu.ternary_quantize import (

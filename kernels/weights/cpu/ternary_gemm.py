@@ -16,8 +16,7 @@ from gpu_ops.kernels.common.cpu.codegen.tiles import TILE, close_tiles, multiply
 from gpu_ops.kernels.common.cpu.dtype import like, store, write_row
 from gpu_ops.kernels.common.cpu.jit import compute, device_function, generic, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim
-from gpu_ops.kernels.weights.cpu.ternary_codes_ir import CHUNK, LANES, PANEL_ROWS, TILE_M
-from gpu_ops.kernels.weights.cpu.ternary_ir import tile, unpack_panel
+from gpu_ops.kernels.weights.cpu.ternary_ir import CHUNK, LANES, PANEL_ROWS, TILE_M, tile, unpack_panel
 
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
 BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel

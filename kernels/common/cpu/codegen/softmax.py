@@ -29,9 +29,9 @@ from gpu_ops.kernels.common.cpu.codegen.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.common.cpu.codegen.convert import narrow
 from gpu_ops.kernels.common.cpu.codegen.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, types
+from gpu_ops.kernels.common.cpu.codegen.rows import narrow
 from gpu_ops.kernels.common.cpu.codegen.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of 8 rows
