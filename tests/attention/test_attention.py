@@ -287,7 +287,7 @@ def test_bias_broadcasts(shape, backend):
 
 
 def _visible(p):
-    from gpu_ops.reference.attention.mask import visible_keys
+    from gpu_ops.reference.attention.core import visible_keys
 
     options = {"causal": False, "window_size": (-1, -1), "bias": None, "block_mask": None} | p.options
     seqlens = p.q.shape[1], p.k.shape[1]

@@ -15,7 +15,7 @@ from gpu_ops.core.device import compiler_missing
 from gpu_ops.kernels.attention.problem import UNLIMITED, Attention
 from gpu_ops.ops.attention.options import visible_pairs
 from gpu_ops.reference.attention import forward as reference
-from gpu_ops.reference.attention.mask import visible_keys
+from gpu_ops.reference.attention.core import visible_keys
 from tests.attention.cases import expected, row_id
 
 DEVICES = ("cpu", "emulator", "cuda")

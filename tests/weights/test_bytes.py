@@ -7,7 +7,7 @@ import pytest
 
 from gpu_ops import TernaryMatrix, ternary_pack, ternary_unpack
 from gpu_ops.errors import FormatError
-from gpu_ops.reference.weights import ternary_layouts_tl as tl
+from gpu_ops.reference.weights import ternary_layouts as tl
 from gpu_ops.reference.weights.ternary_formats import FORMATS
 from tests.weights.tables import SHAPES, tl1, tl2
 

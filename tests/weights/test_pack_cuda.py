@@ -14,8 +14,7 @@ from gpu_ops.errors import DTypeError, FormatError, ShapeError
 from gpu_ops.kernels.weights import ternary_pack as kernels
 from gpu_ops.reference.weights import ternary as reference
 from gpu_ops.reference.weights.ternary_formats import FORMATS
-from gpu_ops.reference.weights.ternary_layouts import LayoutError, decode
-from gpu_ops.reference.weights.ternary_layouts_tl import tl1_encode, tl2_encode
+from gpu_ops.reference.weights.ternary_layouts import LayoutError, decode, tl1_encode, tl2_encode
 from tests.support.compilers import needs_nvrtc
 from tests.support.programs import run_program
 
