@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gpu_ops.cli.terminal import make_console, run_command, waiting
 from gpu_ops.kernels.compiler.progress import visible
-from perf import comm, compare, emulate, limits, machine, pictures, plan, report, roofline, runs
+from perf import comm, emulate, limits, machine, pictures, plan, report, roofline, runs
 from perf.case import DTYPES, Case, RunOptions
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
@@ -78,7 +78,7 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     add("--save", metavar="DIR", help="write the results as a CSV file into this folder")
     add("--compare", metavar="OLD.csv", help="flag regressions against a saved run")
     regression = "a case regressed when new / old is above this (%(default)s)"
-    add("--threshold", type=float, default=compare.THRESHOLD, help=regression)
+    add("--threshold", type=float, default=runs.THRESHOLD, help=regression)
     svg = "also draw SVG pictures (needs matplotlib), into a folder beside the CSV file or perf-pictures"
     add("--plot", action="store_true", help=svg)
     add("--no-torch", action="store_true", help="leave torch out even where it is installed")
@@ -122,7 +122,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
             return emulate.run(chosen, console)
         run, code = measure(args, config, chosen, console)
     if old is not None:
-        comparison = compare.compare(old, run, threshold=args.threshold, ops=set(names))
+        comparison = runs.compare(old, run, threshold=args.threshold, ops=set(names))
         report.print_comparison(console, comparison)
         code = max(code, comparison.exit_code)
     return code

@@ -1,7 +1,7 @@
 """``python -m perf --plan MODEL --cluster h100x64``: plans that spread a training step over many GPUs, on paper.
 
-``plan_cluster.py`` has cards, links and messages, ``plan_step.py`` a layout's memory and time, ``plan_search.py`` the
-layouts, and ``plan_anchors.py`` published runs to compare with.
+``plan_step.py`` has cards, links and messages, ``plan_step.py`` a layout's memory and time, ``plan.py`` the
+layouts, and ``plan.py`` published runs to compare with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -18,10 +19,7 @@ from gpu_ops.cli.terminal import make_console, print_table
 from gpu_ops.core.checks import one_of
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.models.presets import PRESETS, find_config
-from perf import plan_anchors
-from perf.plan_cluster import KINDS, WHO, Cluster
-from perf.plan_search import Found, least_memory, room, search
-from perf.plan_step import EFFICIENCY, OVERLAP, USABLE, ClusterPlan, Job
+from perf.plan_step import EFFICIENCY, KINDS, OVERLAP, USABLE, WHO, Cluster, ClusterPlan, Job, Layout, memory
 from perf.report import make_table
 
 SHOWN = 5
@@ -63,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     args, console = parser().parse_args(argv), make_console()
     try:
         if args.plan == "anchors":
-            print_table(console, plan_anchors.table())
+            print_table(console, table())
             return 0
         return show(args.plan, search(read_job(args)), console)
     except GpuOpsError as error:
@@ -161,3 +159,217 @@ def memory_table(plans: Sequence[ClusterPlan], gb: float) -> Table:
     for i, plan in enumerate(plans, 1):
         grid.add_row(str(i), *(f"{nbytes / 1e9:.1f}" for nbytes in (*plan.memory.values(), plan.nbytes)))
     return grid
+
+
+_LLAMA = "Llama 3, arXiv 2407.21783, table 4"
+_BRIDGE = "Megatron-Bridge 25.11, performance summary"
+_TITAN = "torchtitan, benchmarks of 2024-12"
+MEMORY_BOUND = "the model counts no memory-bound ops, which weigh most in a small model on a fast card"
+OTHER_CARD = "slower cards (500 W and 2.4 TB/s, not 700 and 3.35), which explain a part"
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Published run. ``tflops``: published, per GPU. ``note``: why the model is off by more than 15 %."""
+
+    model: str
+    cluster: str
+    layout: Layout
+    seqlen: int
+    sequences: int
+    dtype: str
+    tflops: float
+    source: str
+    note: str = ""
+
+    def plan(self) -> ClusterPlan:
+        job = Job(
+            find_config("plan", self.model),
+            Cluster.parse(self.cluster),
+            self.seqlen,
+            self.sequences,
+            self.dtype,
+        )
+        return ClusterPlan.of(job, self.layout)
+
+
+# VP of Llama 3's runs is not published: one layer per chunk. Gradients were reduced in float32, once per step.
+ANCHORS = (
+    Anchor("llama-3-405b", "h100x8192", Layout(8, 1, 16, 8, 64), 8192, 2048, "bf16", 430, _LLAMA, "fitted"),
+    Anchor("llama-3-405b", "h100x16384", Layout(8, 1, 16, 8, 128), 8192, 2048, "bf16", 400, _LLAMA),
+    Anchor("llama-3-405b", "h100x16384", Layout(8, 16, 16, 8, 8), 131072, 128, "bf16", 380, _LLAMA),
+    Anchor("llama-3-405b", "h100x1024", Layout(8, 2, 8, 8, 8), 8192, 512, "fp8", 737, _BRIDGE),
+    Anchor("llama-3-70b", "h100x64", Layout(4, 1, 8, 5, 2), 8192, 128, "fp8", 719, _BRIDGE),
+    Anchor("llama-3-8b", "h100x8", Layout(dp=8, zero=3), 8192, 128, "fp8", 744, _BRIDGE),
+    Anchor("llama-3-405b", "b200x128", Layout(4, 2, 8, 8, 2), 8192, 64, "fp8", 1667, _BRIDGE),
+    Anchor("llama-3-8b", "b200x8", Layout(dp=8, micro=2), 8192, 128, "fp8", 1576, _BRIDGE, MEMORY_BOUND),
+    # 6,667, 6,514, 829 and 100 tokens/s per GPU. The first two recompute every second matmul, the rest all.
+    Anchor("llama-3-8b", "h100x8", Layout(dp=8, zero=3, micro=2, policy="mlp"), 8192, 16, "bf16", 343, _TITAN,
+           OTHER_CARD),
+    Anchor("llama-3-8b", "h100x128", Layout(dp=128, zero=3, micro=2, policy="mlp"), 8192, 256, "bf16", 335, _TITAN,
+           OTHER_CARD),
+    Anchor("llama-3-70b", "h100x256", Layout(8, dp=32, zero=3, micro=16, policy="layer"), 8192, 512, "fp8", 372,
+           _TITAN, OTHER_CARD),
+    Anchor("llama-3-405b", "h100x512", Layout(8, 1, 8, 1, 8, policy="layer"), 8192, 256, "fp8", 252, _TITAN,
+           OTHER_CARD),
+)  # fmt: skip
+
+
+def table() -> Table:
+    labels = ("model", "cluster", "dtype", "TP CP PP VP DP", "seqlen")
+    title = "published runs: TFLOPS per GPU, and the model's"
+    grid = make_table(title, labels, ("published", "by model", "error", "GB", "of"))
+    grid.add_column("source, and what the model leaves out")
+    for anchor in ANCHORS:
+        plan, lo = anchor.plan(), anchor.layout
+        sizes = f"{lo.tp} {lo.cp} {lo.pp} {lo.vp} {lo.dp}"
+        grid.add_row(
+            *(anchor.model, anchor.cluster, anchor.dtype, sizes, f"{anchor.seqlen:,}"),
+            *(f"{anchor.tflops:.0f}", f"{plan.tflops:.0f}", f"{plan.tflops / anchor.tflops - 1:+.1%}"),
+            *(f"{plan.nbytes / 1e9:.0f}", f"{plan.job.cluster.card.memory_gb:g}"),
+            "; ".join(filter(None, (anchor.source, anchor.note))),
+        )
+    return grid
+
+
+LEAST_TOKENS = 512  # of a sequence on a GPU: with fewer, a ring's kernels are too small
+MOST_CHUNKS = 10  # of a pipeline's stage
+MICRO = (1, 2, 4, 8)  # sequences of a microbatch
+MOST_MISSING = 2  # one layer at each end of a pipeline, in place of the embedding and the head
+SMALL = 0.05  # share of a step: a smaller loss is no limit
+
+Sizes = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search. ``plans``: the fastest of each (TP, CP, PP, DP) that fits, fastest first. ``free``: seconds
+    of the fastest of each in unlimited memory. ``compared``: number of layouts compared."""
+
+    job: Job
+    plans: tuple[ClusterPlan, ...]
+    free: dict[Sizes, float]
+    compared: int
+
+    def limit(self, plan: ClusterPlan) -> str:
+        """Limit of a plan's speed: memory, if the same sizes were faster with more of it; else the largest loss of
+        time, or computation if all losses are small."""
+        if self.free[_sizes(plan.layout)] < (1 - SMALL) * plan.step:
+            return "memory"
+        lost = {name: time for name, time in plan.seconds.items() if name != "compute"}
+        largest = max(lost, key=lost.__getitem__)
+        return largest if lost[largest] > SMALL * plan.step else "compute"
+
+
+def search(job: Job) -> Found:
+    """Find the fastest plans of a job.
+
+    Raises
+    ------
+    OptionError
+        No layout divides the heads, layers, tokens and sequences evenly among the GPUs.
+    """
+    best: dict[Sizes, ClusterPlan] = {}
+    free: dict[Sizes, float] = {}
+    compared = 0
+    for layout in layouts(job):
+        key = _sizes(layout)
+        fastest = ClusterPlan.of(job, layout)  # regardless of memory: using less of it takes more time
+        free[key] = min(fastest.step, free.get(key, fastest.step))
+        compared += 1
+        if key in best and fastest.step >= best[key].step:
+            continue
+        for plan in [fastest] if fits(fastest) else _smaller(job, layout):
+            compared += 1
+            if key not in best or _rank(plan) < _rank(best[key]):
+                best[key] = plan
+    if not free:
+        raise OptionError(
+            f"{WHO}: no layout divides {job.cluster.count} GPUs evenly: TP divides a node and the "
+            f"{job.config.nheads_kv} key heads, CP half of seqlen {job.seqlen}, PP the {job.config.nlayers} layers "
+            f"or up to {MOST_MISSING} more, DP the {job.sequences} sequences; change --batch or the number of GPUs"
+        )
+    return Found(job, tuple(sorted(best.values(), key=_rank)), free, compared)
+
+
+def fits(plan: ClusterPlan) -> bool:
+    return plan.nbytes <= room(plan.job)
+
+
+def room(job: Job) -> float:
+    """Bytes of a GPU that a plan may use."""
+    return USABLE * job.cluster.card.memory_gb * 1e9
+
+
+def least_memory(job: Job) -> ClusterPlan:
+    """Layout that takes the least memory, whether it fits or not."""
+    choices = (
+        replace(layout, zero=zero, policy=policy)
+        for layout in layouts(job)
+        for zero in _stages(layout)
+        for policy in job.kept
+        if layout.micro == 1
+    )
+    return ClusterPlan.of(job, min(choices, key=lambda layout: sum(memory(job, layout).values())))
+
+
+def layouts(job: Job) -> Iterator[Layout]:
+    """All layouts that divide evenly, with ZeRO 1 and no recomputation: the fastest in unlimited memory."""
+    config, cluster = job.config, job.cluster
+    for tp in divisors(cluster.node):
+        if cluster.count % tp or config.nheads_kv % tp or config.ffn % tp:
+            continue
+        for cp in divisors(cluster.count // tp):
+            if cp > 1 and (job.seqlen % (2 * cp) or job.seqlen < cp * LEAST_TOKENS):
+                continue
+            for pp in divisors(cluster.count // (tp * cp)):
+                dp = cluster.count // (tp * cp * pp)
+                if job.sequences % dp == 0:
+                    yield from _schedules(job, Layout(tp, cp, pp, dp=dp))
+
+
+def _schedules(job: Job, layout: Layout) -> Iterator[Layout]:
+    sequences, pp, nlayers = job.sequences // layout.dp, layout.pp, job.config.nlayers
+    allowed = 0 if nlayers % pp == 0 else MOST_MISSING
+    chunks = [
+        vp
+        for vp in (range(1, MOST_CHUNKS + 1) if pp > 1 else (1,))
+        if pp * vp - allowed <= nlayers and -nlayers % (pp * vp) <= allowed
+    ]
+    for micro in MICRO:
+        for vp in chunks:
+            # Interleaving alternates between groups of PP microbatches.
+            if sequences % (micro * (pp if vp > 1 else 1)) == 0:
+                yield replace(layout, vp=vp, micro=micro)
+
+
+def _stages(layout: Layout) -> tuple[int, ...]:
+    """ZeRO stages, fastest first. Stage 3 gathers weights for every microbatch, so not in a pipeline."""
+    return (1,) if layout.dp * layout.cp == 1 else (1, 2) if layout.pp > 1 else (1, 2, 3)
+
+
+def _smaller(job: Job, layout: Layout) -> Iterator[ClusterPlan]:
+    """Plan of each ZeRO stage with the first policy that fits, which is the fastest: they are in order of work."""
+    for zero in _stages(layout):
+        for policy in sorted(job.kept, key=job.recomputed.__getitem__):
+            smaller = replace(layout, zero=zero, policy=policy)
+            if sum(memory(job, smaller).values()) <= room(job):
+                yield ClusterPlan.of(job, smaller)
+                break
+
+
+def _sizes(layout: Layout) -> Sizes:
+    return layout.tp, layout.cp, layout.pp, layout.dp
+
+
+def _rank(plan: ClusterPlan) -> tuple[float, float]:
+    return plan.step, plan.nbytes
+
+
+def divisors(n: int) -> list[int]:
+    """
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]

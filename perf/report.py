@@ -12,9 +12,9 @@ from rich.table import Table
 
 from gpu_ops.cli.terminal import UNLIMITED_WIDTH, fixed_console, print_table
 from gpu_ops.kernels.compiler.progress import several
-from perf.compare import Comparison
 from perf.harness import Result
 from perf.machine import label
+from perf.runs import Comparison
 from perf.stats import Limits, Power, Timing
 
 CAPTION = (

@@ -9,8 +9,7 @@ from typing import Any
 
 from perf.attention_grids import Shape
 from perf.pictures.data import Machine, bandwidth_text, bytes_text, contenders, flops_text, working
-from perf.pictures.labels import spread
-from perf.pictures.style import MARGIN, SMALL, Canvas, colour, legend_height
+from perf.pictures.style import MARGIN, SMALL, Canvas, colour, legend_height, spread
 from perf.report import short_dtype
 from perf.runs import Row
 

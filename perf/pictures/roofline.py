@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from perf.pictures.data import HALF, Machine, bandwidth_text, dtypes, flops_text, kinds
-from perf.pictures.labels import beside, nearest
-from perf.pictures.style import MARGIN, SMALL, Canvas, colour, text_width
+from perf.pictures.style import MARGIN, SMALL, Canvas, beside, colour, nearest, text_width
 from perf.runs import Row
 
 HEIGHT, HEAD, FOOT, LEFT = 3.7, 0.34, 0.62, 0.78  # inches of a panel, and around it

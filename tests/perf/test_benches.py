@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from perf import accuracy, case, cli, harness, runs
+from perf import case, cli, harness, runs
 from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS
 from tests.support.processes import python
@@ -57,7 +57,7 @@ def test_bench_smoke(op, monkeypatch):
     for entry in cli.bench(op).cases(config):
         if entry.name == "mlp":
             # the weights take 700 MB for any number of tokens, so only the small problem is run
-            assert accuracy.check(entry, {}, config).ok
+            assert harness.check(entry, {}, config).ok
             continue
         result = harness.run_case(entry, config, LIMITS, effort=FAST)
         assert result.passed, (entry.key, result.failure or result.error)

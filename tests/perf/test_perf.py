@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.cli.terminal import make_console
-from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, runs, stats
+from perf import build, case, cli, harness, limits, machine, memory, report, runs, stats
 from perf.attention_grids import Shape
 from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS, square_case
@@ -168,8 +168,8 @@ def test_float32_attention_is_also_held_to_its_mean_error():
     x = np.ones((4, 4), np.float32)
     loose = [np.full((4, 4), 1.5)]  # a naive error so large that the tolerance would let 2e-5 pass
 
-    def error(off: float, op: str) -> accuracy.Error:
-        return accuracy.compare([x], [np.full((4, 4), 1.0 + off)], loose, case=square_case(op=op), sampled="")
+    def error(off: float, op: str) -> harness.Error:
+        return harness.compare([x], [np.full((4, 4), 1.0 + off)], loose, case=square_case(op=op), sampled="")
 
     assert error(5e-6, "attention").ok
     assert not error(2e-5, "attention").ok

@@ -19,7 +19,8 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 from perf import attention_grids, pictures, runs
 from perf.attention_grids import Shape
-from perf.pictures import bars, bounds, data, error, kernel, labels, lengths, roofline, speed
+from perf.pictures import bars, bounds, data, error, kernel, lengths, roofline, speed
+from perf.pictures import style as labels
 from perf.pictures.__main__ import main
 from perf.pictures.style import THEME, WIDTH, Canvas, legend_rows, settings, text_width
 

@@ -9,9 +9,9 @@ import pytest
 from gpu_ops import memory, models
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import PRESETS
-from perf import plan_anchors, plan_cluster, plan_step
-from perf.plan_cluster import Cluster
-from perf.plan_step import ClusterPlan, Job, Layout
+from perf import plan as plan_anchors
+from perf import plan_step
+from perf.plan_step import Cluster, ClusterPlan, Job, Layout
 
 LLAMA8, LLAMA70, LLAMA405 = (models.PRESETS[f"llama-3-{size}b"] for size in (8, 70, 405))
 H100 = Cluster.parse("h100x64")
@@ -66,10 +66,10 @@ def test_a_group_of_one_sends_nothing():
 
 
 def test_every_card_has_a_name():
-    assert {name for name, *_ in plan_cluster.KINDS.values()} == {
+    assert {name for name, *_ in plan_step.KINDS.values()} == {
         p.name for p in PRESETS.values() if not p.generic
     }
-    assert all(Cluster.parse(f"{kind}x16").count == 16 for kind in plan_cluster.KINDS)
+    assert all(Cluster.parse(f"{kind}x16").count == 16 for kind in plan_step.KINDS)
 
 
 # --- a step ---

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_ops.models import PRESETS, LlamaConfig
-from perf import cli, plan_anchors, plan_cluster, plan_search, plan_step
+from perf import cli, plan_step
+from perf import plan as plan_anchors
 from perf import plan as plan_command
-from perf.plan_cluster import Cluster, Link
-from perf.plan_search import layouts, least_memory, room, search
-from perf.plan_step import ClusterPlan, Job
+from perf import plan as plan_search
+from perf.plan import layouts, least_memory, room, search
+from perf.plan_step import Cluster, ClusterPlan, Job, Link
 
 LLAMA8, LLAMA70, LLAMA405 = (PRESETS[f"llama-3-{size}b"] for size in (8, 70, 405))
 H100 = Cluster.parse("h100x64")
@@ -214,7 +215,7 @@ def test_a_mistake_is_a_line_on_stderr(arguments, words, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", [plan_command, plan_cluster, plan_search], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [plan_command, plan_step, plan_search], ids=lambda m: m.__name__)
 def test_examples_run(module):
     result = doctest.testmod(module)
     assert (result.failed, result.attempted > 0) == (0, True)

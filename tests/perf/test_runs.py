@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from gpu_ops.cli.terminal import make_console
-from perf import compare, harness, report, runs
+from perf import harness, report, runs
 from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS, square_case
 
@@ -54,7 +54,7 @@ def test_a_saved_run_is_a_plain_table_below_its_facts(tmp_path):
 
 
 def test_a_planted_regression_is_flagged(tmp_path):
-    comparison = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.5))
+    comparison = runs.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.5))
     assert comparison.exit_code == 1
     assert comparison.regressions[0].ratio == pytest.approx(1.5)
     assert "1.50x" in comparison.summary()
@@ -62,7 +62,7 @@ def test_a_planted_regression_is_flagged(tmp_path):
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.05])
 def test_no_regression_is_no_regression(tmp_path, factor):
-    comparison = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=factor))
+    comparison = runs.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=factor))
     assert comparison.exit_code == 0
     assert "no regression" in comparison.summary()
 
@@ -70,15 +70,15 @@ def test_no_regression_is_no_regression(tmp_path, factor):
 def test_a_slow_median_within_the_old_spread_is_noise_unless_no_call_was_fast(tmp_path):
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.2)
     old.rows[0]["ours_p80"] = 2e-3
-    comparison = compare.compare(old, new)
+    comparison = runs.compare(old, new)
     assert comparison.exit_code == 1
     assert comparison.changes[0].verdict == "REGRESSED: the fastest call too, 1.20x"
     new.rows[0]["ours_fastest"] = 0.9e-3
-    comparison = compare.compare(old, new)
+    comparison = runs.compare(old, new)
     assert comparison.exit_code == 0
     assert comparison.changes[0].verdict == "noise: fastest call 1.00x, new p20 1.140 ms, old p80 2.000 ms"
     old.rows[0]["ours_p80"] = 1.05e-3
-    comparison = compare.compare(old, new)
+    comparison = runs.compare(old, new)
     assert comparison.exit_code == 1
     assert (
         comparison.changes[0].verdict
@@ -90,7 +90,7 @@ def test_what_noise_explains_is_not_said_to_be_within_the_threshold(tmp_path, ca
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.26)
     old.rows[0]["ours_p80"] = 2e-3
     new.rows[0]["ours_fastest"] = 0.9e-3
-    comparison = compare.compare(old, new)
+    comparison = runs.compare(old, new)
     assert "0 of 1 case within 1.10x" in comparison.summary()
     assert "1 above it, up to 1.26x" in comparison.summary()
     report.print_comparison(make_console(), comparison)
@@ -102,21 +102,21 @@ def test_what_noise_explains_is_not_said_to_be_within_the_threshold(tmp_path, ca
 def test_a_vanished_case_is_flagged_unless_less_was_asked_for(tmp_path):
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b")
     old.rows.append({**old.rows[0], "key": "gone"})
-    assert compare.compare(old, new).missing == ["gone"]
-    assert compare.compare(old, new).exit_code == 1
+    assert runs.compare(old, new).missing == ["gone"]
+    assert runs.compare(old, new).exit_code == 1
     new.facts["config"]["seqlens"] = [64]
-    assert compare.compare(old, new).exit_code == 0
+    assert runs.compare(old, new).exit_code == 0
 
 
 def test_a_run_that_was_not_saved_compares_like_one_that_was(tmp_path):
     old = saved_run(tmp_path)
     old.rows.append({**old.rows[0], "key": "gone"})
     new = runs.new_run(old.rows[:1], old.facts["machine"], LIMITS, RunOptions(), 1.0)
-    assert compare.compare(old, new).missing == ["gone"]
+    assert runs.compare(old, new).missing == ["gone"]
 
 
 def test_another_machine_is_a_warning(tmp_path):
-    comparison = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", cpu="y"))
+    comparison = runs.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", cpu="y"))
     assert any("cpu differs: x then, y now" in warning for warning in comparison.warnings)
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from gpu_ops.cli.terminal import make_console
 from perf import cli, report, tour
-from perf.accuracy import Error
 from perf.case import RunOptions
-from perf.harness import Result
+from perf.harness import Error, Result
 from perf.memory import Growth
 from perf.stats import summarise
 from tests.perf.case import square_case
