@@ -3,7 +3,7 @@
     scripts/docs.sh [OUTDIR] [--no-run]
 
 ``stage.py`` collects pages, READMEs and generated parts into one folder of Markdown; ``snippets.py`` runs code;
-``links.py`` reads the finished HTML. ``conf.py`` and ``extension.py`` are Sphinx's.
+``build.py`` reads the finished HTML. ``conf.py`` and ``extension.py`` are Sphinx's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,52 @@ import argparse
 import shutil
 import sys
 import time
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from scripts.docs import links, stage
+from scripts.docs import stage
+
+ELSEWHERE = ("http://", "https://", "mailto:", "data:")
+
+
+class Page(HTMLParser):
+    """Links and anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if not value:
+                continue
+            if name in ("href", "src"):
+                self.targets.append(value)
+            elif name == "id" or (tag == "a" and name == "name"):
+                self.anchors.add(value)
+
+
+def broken(folder: Path) -> list[str]:
+    """Broken links of the pages in a folder, one line each: their file or anchor does not exist."""
+    folder = folder.resolve()
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
+    problems = []
+    for path, page in pages.items():
+        for target in dict.fromkeys(page.targets):
+            if target.startswith(ELSEWHERE):
+                continue
+            parts = urlsplit(target)
+            file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchor = unquote(parts.fragment)
+            if not file.exists() or folder not in file.parents:
+                problems.append(f"{path.relative_to(folder)}: link to {target}, which does not exist")
+            elif anchor and file in pages and anchor not in pages[file].anchors:
+                problems.append(f"{path.relative_to(folder)}: link to {target}, which has no such anchor")
+    return problems
+
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -45,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     folders = ["-c", str(HERE), "-d", f"{staged}.cache", str(staged), str(options.outdir)]
     if code := sphinx([*["-q", "-W", "--keep-going", "-n", "-E", "-j", "auto", "-b", "html"], *folders]):
         problems.append(f"Sphinx ends with status {code}")
-    problems += links.broken(options.outdir)
+    problems += broken(options.outdir)
     print(f"docs: {options.outdir / 'index.html'}, in {time.perf_counter() - start:.0f} s")
     for problem in problems:
         print(f"docs: {problem}", file=sys.stderr)

@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from scripts.docs import generated, result_parts, snippets
+from scripts.docs import generated, snippets
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -117,7 +117,7 @@ def stage(folder: Path, *, run: bool) -> list[str]:
         print("docs: compiling the kernels that pages show", flush=True)
         generated.compile_kernels()  # forks, so it must run before threads start
         print("docs: drawing the benchmark results", flush=True)
-        result_parts.draw_pictures()
+        generated.draw_pictures()
     start = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {pool.submit(page_text, file, run): name for name, file in site.files.items()}

@@ -10,16 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import gpu_ops
-from scripts.docs import (
-    build,
-    drawings_attention,
-    drawings_rows,
-    generated,
-    kernel_parts,
-    links,
-    snippets,
-    stage,
-)
+from scripts.docs import build, drawings_attention, drawings_rows, generated, snippets, stage
 from tests.support.processes import ROOT
 
 PAGES = sorted(stage.PAGES.rglob("*.md"))
@@ -61,7 +52,7 @@ def test_every_kernel_has_a_page():
 
 
 def test_the_variants_of_a_page_are_those_that_run():
-    typical = list(kernel_parts.typical())
+    typical = list(generated.typical())
     assert {v.kernel.stem for v in typical} >= {"norm/norm", "attention/forward_sm80", "weights/ternary_gemv"}
     assert any("bf16" in dict(v.kernel.defines).values() for v in typical)
     assert len(typical) < 150, "a build has to compile them all"
@@ -119,7 +110,7 @@ def test_a_broken_link_of_a_page_is_found(tmp_path):
 def test_a_broken_link_of_the_site_is_found(tmp_path, link, problem):
     (tmp_path / "page.html").write_text(f'<a href="{link}">x</a>')
     (tmp_path / "other.html").write_text('<h1 id="there">x</h1>')
-    assert links.broken(tmp_path) == [problem] * bool(problem)
+    assert build.broken(tmp_path) == [problem] * bool(problem)
 
 
 def page(*blocks):
