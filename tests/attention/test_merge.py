@@ -11,7 +11,7 @@ import gpu_ops
 from gpu_ops.reference.attention import forward as reference
 from gpu_ops.reference.attention.merge import attention_merge as definition
 from tests.attention.cases import DTYPES, mixed
-from tests.rows.row_cases import emulator_dtypes
+from tests.rows.cases import emulator_dtypes
 from tests.support.compare import assert_close
 
 DEVICES = ("cpu", "emulator", "cuda")

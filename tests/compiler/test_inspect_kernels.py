@@ -11,7 +11,6 @@ from gpu_ops.kernels.compiler import jit
 from gpu_ops.kernels.compiler.kernel import short_label
 from scripts import inspect_kernels, inspect_loops
 from tests.support import numba_kernels
-from tests.support.cards import slow
 from tests.support.compilers import (
     ARCH_LIST,
     needs_numba_cuda,
@@ -19,6 +18,7 @@ from tests.support.compilers import (
     needs_ptxas,
     scale,
     scale_tree,
+    slow,
     write,
 )
 

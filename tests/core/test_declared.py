@@ -16,8 +16,7 @@ from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.errors import GpuOpsError, OptionError
 from gpu_ops.inference import Engine
 from gpu_ops.models import Llama, LlamaConfig
-from tests.support.public_calls import TOLD, parameters, public, run
-from tests.support.public_values import Parts
+from tests.support.public_calls import TOLD, Parts, parameters, public, run
 
 SIZES = {"vocab": 8, "hidden": 8, "ffn": 8, "nlayers": 1, "nheads": 1}
 

@@ -10,8 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops.emulator.instructions.matrix import DECODE, mma
-from tests.emulator.fragment_layout import PLACES, WIDTH, from_registers, place_c, to_registers
+from gpu_ops.emulator.instructions.matrix import (
+    DECODE,
+    load_fragments,
+    load_fragments_b8,
+    mma,
+    movmatrix,
+    store_fragments,
+    store_fragments_b8,
+)
 
 RANGE = {"s8": (-128, 128), "u8": (0, 256), "s4": (-8, 8), "u4": (0, 16), "b1": (0, 2)}
 FLOAT = {
@@ -303,3 +310,153 @@ def test_truncating_adders_keep_infinities_and_nan():
     bits = [x.view(np.uint32).astype(np.uint64) for x in (a, b)]
     actual = run(text, *bits, np.zeros((1, 16, 8), np.float32), truncating=True)[0, :4, 0]
     np.testing.assert_array_equal(actual, [np.inf, -np.inf, np.nan, 8])
+
+
+# ldmatrix, stmatrix and movmatrix against explicit loops, and together with mma as in a kernel.
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix_and_stmatrix(count, transposed, rng):
+    rows = rng.integers(0, 256, (3, 8 * count, 16), np.uint8)
+    rows.flags.writeable = False
+    registers = load_fragments(rows, transposed)
+    assert len(registers) == count
+    halves = rows.view(np.uint16).reshape(3, count, 8, 8)
+    for j in range(count):
+        assert registers[j].shape == (3, 32)
+        assert registers[j].dtype == np.uint32
+        for w, lane in np.ndindex(3, 32):
+            g, t = lane // 4, lane % 4
+            matrix = halves[w, j].T if transposed else halves[w, j]
+            assert registers[j][w, lane] == int(matrix[g, 2 * t]) | int(matrix[g, 2 * t + 1]) << 16
+    stored = store_fragments(registers, transposed)
+    assert stored.dtype == np.uint8
+    np.testing.assert_array_equal(stored, rows)
+
+
+def test_movmatrix_transposes(rng):
+    rows = rng.integers(0, 256, (5, 8, 16), np.uint8)
+    np.testing.assert_array_equal(movmatrix(load_fragments(rows, False)[0]), load_fragments(rows, True)[0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ldmatrix_of_bytes(count, rng):
+    rows = rng.integers(0, 256, (2, 16 * count, 16), np.uint8)
+    registers = load_fragments_b8(rows)
+    assert len(registers) == 2 * count
+    for j, q, w, lane in np.ndindex(count, 2, 2, 32):
+        g, t = lane // 4, lane % 4
+        expected = [rows[w, 16 * j + 4 * t + b, g + 8 * q] for b in range(4)]
+        assert registers[2 * j + q][w, lane] == int.from_bytes(bytes(expected), "little")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stmatrix_of_bytes(count, rng):
+    registers = [rng.integers(0, 2**32, (2, 32), np.uint32) for _ in range(count)]
+    rows = store_fragments_b8(registers)
+    assert rows.shape == (2, 8 * count, 16)
+    for j, w, lane in np.ndindex(count, 2, 32):
+        g, t = lane // 4, lane % 4
+        for e, byte in enumerate(int(registers[j][w, lane]).to_bytes(4, "little")):
+            assert rows[w, 8 * j + 2 * t + (e & 1), g + 8 * (e >> 1)] == byte
+
+
+@pytest.mark.parametrize("b_is_kn", [False, True])
+def test_ldmatrix_feeds_mma_and_stmatrix_takes_its_result(b_is_kn, rng):
+    """A tile product as in a kernel: A [16, 16], B [16, 8] or [8, 16], D [16, 8] in float16."""
+    a = rng.integers(-8, 8, (2, 16, 16)).astype(np.float16)
+    b = rng.integers(-8, 8, (2, 16, 8)).astype(np.float16)
+    # Lane i gives ldmatrix.x4 the row of A that starts at (i % 16, 8 (i / 16)).
+    a_rows = np.stack([a[:, i % 16, 8 * (i // 16) :][:, :8] for i in range(32)], axis=1)
+    if b_is_kn:
+        b_rows = b
+    else:
+        b_rows = np.stack([b.swapaxes(1, 2)[:, i % 8, 8 * (i // 8) :][:, :8] for i in range(16)], axis=1)
+    d = form("m16n8k16.row.col.f16.f16.f16.f16").run(
+        load_fragments(a_rows.view(np.uint8), transposed=False),
+        load_fragments(b_rows.view(np.uint8), transposed=b_is_kn),
+        [np.zeros((2, 32), np.uint32)] * 2,
+    )
+    stored = store_fragments(d, transposed=False).view(np.float16)
+    np.testing.assert_array_equal(stored, a @ b)  # small integers: exact
+
+
+def test_ldmatrix_of_bytes_feeds_mma(rng):
+    a = rng.integers(-128, 128, (1, 16, 32)).astype(np.int8)
+    b = rng.integers(-128, 128, (1, 32, 16)).astype(np.int8)
+    fragments = load_fragments_b8(b.view(np.uint8))
+    text = "m16n8k32.row.col.s32.s8.s8.s32"
+    a_registers = to_registers(a.view(np.uint8), PLACES["m16n8k32", 8][0], 8)
+    for half in range(2):
+        d = form(text).run(a_registers, fragments[half::2], [np.zeros((1, 32), np.uint32)] * 4)
+        expected = (a.astype(np.int64) @ b.astype(np.int64))[:, :, 8 * half : 8 * half + 8]
+        np.testing.assert_array_equal(from_registers(d, 16, np.int32), expected)
+
+
+# Layout of tensor-core fragments as in the PTX document: one formula per shape.
+#
+# The emulator uses one rule for all shapes; the tests compare it with these formulas.
+
+#: Bits of an element in a register.
+WIDTH = {"f64": 64, "tf32": 32, "b1": 1}
+WIDTH |= dict.fromkeys(("f16", "bf16"), 16) | dict.fromkeys(("e4m3", "e5m2", "s8", "u8"), 8)
+WIDTH |= dict.fromkeys(("s4", "u4"), 4)
+
+#: (shape, bits) -> places of element i of a lane's A fragment, (row, column), and of its B fragment, (k, n);
+#: g = lane / 4, t = lane % 4.
+PLACES = {
+    ("m16n8k16", 16): (lambda i, g, t: (g + 8 * (i in (2, 3, 6, 7)), 2 * t + (i & 1) + 8 * (i >= 4)), lambda i, g,
+     t: (2 * t + (i & 1) + 8 * (i >= 2), g)),
+    ("m16n8k8", 16): (lambda i, g, t: (g + 8 * (i >= 2), 2 * t + (i & 1)), lambda i, g, t: (2 * t + (i & 1), g)),
+    ("m16n8k4", 32): (lambda i, g, t: (g + 8 * i, t), lambda i, g, t: (t, g)),
+    ("m16n8k8", 32): (lambda i, g, t: (g + 8 * (i in (1, 3)), t + 4 * (i in (2, 3))), lambda i, g,
+     t: (t + 4 * (i == 1), g)),
+    ("m8n8k16", 8): (lambda i, g, t: (g, 4 * t + i), lambda i, g, t: (4 * t + i, g)),
+    ("m16n8k16", 8): (lambda i, g, t: (g + 8 * (i >= 4), 4 * t + (i & 3)), lambda i, g, t: (4 * t + i, g)),
+    ("m16n8k32", 8): (lambda i, g, t: (g + 8 * (4 <= i < 8 or i >= 12), 4 * t + (i & 3) + 16 * (i >= 8)), lambda i,
+     g, t: (4 * t + (i & 3) + 16 * (i >= 4), g)),
+    ("m8n8k32", 4): (lambda i, g, t: (g, 8 * t + i), lambda i, g, t: (8 * t + i, g)),
+    ("m16n8k32", 4): (lambda i, g, t: (g + 8 * (i >= 8), 8 * t + (i & 7)), lambda i, g, t: (8 * t + i, g)),
+    ("m16n8k64", 4): (lambda i, g, t: (g + 8 * (8 <= i < 16 or i >= 24), 8 * t + (i & 7) + 32 * (i >= 16)), lambda i,
+     g, t: (8 * t + (i & 7) + 32 * (i >= 8), g)),
+    ("m8n8k128", 1): (lambda i, g, t: (g, 32 * t + i), lambda i, g, t: (32 * t + i, g)),
+    ("m16n8k128", 1): (lambda i, g, t: (g + 8 * (i >= 32), 32 * t + (i & 31)), lambda i, g, t: (32 * t + i, g)),
+    ("m16n8k256", 1): (lambda i, g, t: (g + 8 * (32 <= i < 64 or i >= 96), 32 * t + (i & 31) + 128 * (i >= 64)),
+     lambda i, g, t: (32 * t + (i & 31) + 128 * (i >= 32), g)),
+    ("m8n8k4", 64): (lambda i, g, t: (g, t), lambda i, g, t: (t, g)),
+    ("m16n8k4", 64): (lambda i, g, t: (g + 8 * i, t), lambda i, g, t: (t, g)),
+    ("m16n8k8", 64): (lambda i, g, t: (g if i % 2 == 0 else g + 8, t if i < 2 else t + 4), lambda i, g,
+     t: (t + 4 * i, g)),
+    ("m16n8k16", 64): (lambda i, g, t: (g if i % 2 == 0 else g + 8, 2 * i + t if i % 2 == 0 else 2 * i - 2 + t),
+     lambda i, g, t: (t + 4 * i, g)),
+}  # fmt: skip
+
+
+def to_registers(bits, place, width):
+    """Fragment of the matrix ``bits[w]`` of each warp, lane by lane and element by element."""
+    word = max(32, width)
+    count = bits[0].size // 32
+    registers = np.zeros((count * width // word, len(bits), 32), f"u{word // 8}")
+    for lane in range(32):
+        for i in range(count):
+            element = bits[:, *place(i, lane // 4, lane % 4)].astype(registers.dtype)
+            registers[i * width // word, :, lane] |= element << registers.dtype.type(i * width % word)
+    registers.flags.writeable = False
+    return list(registers)
+
+
+def place_c(i, g, t):
+    return g + 8 * (i >= 2), 2 * t + (i & 1)
+
+
+def from_registers(registers, rows, dtype):
+    """Matrix ``[W, rows, 8]`` of a C or D fragment."""
+    width = 8 * np.dtype(dtype).itemsize
+    matrix = np.empty((len(registers[0]), rows, 8), dtype)
+    per_register = max(1, 32 // width)
+    for lane in range(32):
+        for i in range(rows // 4):
+            word = np.ascontiguousarray(registers[i // per_register][:, lane : lane + 1])
+            matrix[:, *place_c(i, lane // 4, lane % 4)] = word.view(dtype)[:, i % per_register]
+    return matrix

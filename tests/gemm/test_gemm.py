@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.rows.row_cases import views
+from tests.rows.cases import views
 
 pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 

@@ -22,7 +22,7 @@ from gpu_ops.presets import PRESETS
 from gpu_ops.reference.gemm import swiglu as reference
 from gpu_ops.reference.loss.linear_cross_entropy import linear_cross_entropy
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import close
+from tests.rows.cases import close
 from tests.support.compare import random
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray

@@ -11,9 +11,8 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Layout, Limits, Spec, lower
 from gpu_ops.reference.gemm import linear as reference
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import close
-from tests.support.compare import random
-from tests.support.differences import check_gradients
+from tests.rows.cases import close
+from tests.support.compare import check_gradients, random
 
 DEVICES = ("cpu", "emulator", "cuda")
 # (leading axes, in_features, out_features): one token, few tokens, whole tiles, odd sizes, K divided among blocks

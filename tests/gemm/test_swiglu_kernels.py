@@ -16,9 +16,8 @@ from gpu_ops.kernels.compiler import cubin, jit, toolkit
 from gpu_ops.kernels.gemm.swiglu import _kernel, select_config, variants
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference.gemm import swiglu as reference
-from tests.support.cards import slow
 from tests.support.compare import random
-from tests.support.compilers import needs_nvrtc, needs_ptxas
+from tests.support.compilers import needs_nvrtc, needs_ptxas, slow
 from tests.support.processes import PATIENCE
 
 pytestmark = needs_nvrtc

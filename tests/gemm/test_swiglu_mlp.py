@@ -17,7 +17,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Layout, Spec, lower
 from gpu_ops.reference.gemm import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import close
+from tests.rows.cases import close
 from tests.support.compare import random
 
 DEVICES = ("cpu", "emulator", "cuda")

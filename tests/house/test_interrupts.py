@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpu_ops.cli.warmup import in_processes
 from tests.support.calls import OPS
 from tests.support.processes import PATIENCE, ROOT, python
 
@@ -268,3 +272,21 @@ def interrupted(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
         assert not {"ignored", "Traceback", "Warning"} & set(err.split()), err
         reports.append(json.loads(out))
     return reports
+
+
+# Processes that compile in advance: an interrupt ends them, and reaches only the process that started them.
+
+
+def test_an_interrupt_ends_them_at_once():
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt), in_processes(1, time.sleep, [(30,)] * 3) as futures:
+        raise KeyboardInterrupt
+    assert all(future.cancelled() or isinstance(future.exception(), BrokenProcessPool) for future in futures)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_they_leave_interrupts_to_the_process_that_started_them():
+    ours = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with in_processes(1, signal.pthread_sigmask, [(signal.SIG_BLOCK, ())]) as (future,):
+        assert signal.SIGINT in future.result()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == ours

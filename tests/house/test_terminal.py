@@ -7,6 +7,7 @@ import importlib.util
 import io
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -14,6 +15,8 @@ from rich.console import Console
 
 from gpu_ops.cli import terminal
 from perf import report
+from scripts import pip_install
+from tests.support.processes import PATIENCE, ROOT
 
 WORDS = "measured between words that are long"
 
@@ -123,3 +126,36 @@ def test_an_interrupted_command_ends_with_a_line_and_130(module, monkeypatch, ca
         runpy.run_path(main, run_name="__main__")
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+# Progress of scripts/setup.sh.
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("Collecting numba>=0.61\n", "looking up packages"),
+        (
+            "  Downloading numba-0.68.1-cp311-cp311-manylinux_2_27.whl (3.8 MB)\n",
+            "downloading numba (3.8 MB)",
+        ),
+        ("Using cached ml_dtypes-0.6.0-cp311.whl (5 MB)\n", "downloading ml_dtypes (5 MB)"),
+        ("Processing /wheels/nvidia_cuda_nvrtc_cu12-12.9.86-py3.whl\n", "downloading nvidia_cuda_nvrtc_cu12"),
+        ("Installing collected packages: numpy, numba\n", "unpacking all of them"),
+        ("     ---- 3.8/3.8 MB 8.5 MB/s\n", ""),
+    ],
+)
+def test_stages_of_pip(line, words):
+    assert pip_install.stage(line) == words
+
+
+def test_a_failure_shows_what_pip_printed():
+    done = subprocess.run(
+        [sys.executable, "scripts/pip_install.py", "--no-index", "/no/such/folder"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 1
+    assert "/no/such/folder" in done.stderr

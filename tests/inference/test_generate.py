@@ -17,7 +17,7 @@ from gpu_ops import inference, models
 from gpu_ops.__main__ import main
 from gpu_ops.errors import OptionError
 from gpu_ops.inference import command
-from tests.models.gguf_models import metadata, stored
+from tests.models.model_files import metadata, stored
 from tests.support.processes import PATIENCE
 
 CONFIG = models.LlamaConfig(vocab=256, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)

@@ -9,7 +9,7 @@ import pytest
 import gpu_ops
 from gpu_ops.reference.loss import cross_entropy as reference
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import close, emulator_dtypes
+from tests.rows.cases import close, emulator_dtypes
 from tests.support.compare import random
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import models
-from tests.models.gguf_models import SIZES, written
+from tests.models.model_files import SIZES, written
 
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")

@@ -10,8 +10,7 @@ from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.norm.config import BackwardConfig, RowConfig, select_backward, select_forward
 from gpu_ops.kernels.norm.norm import _backward, _forward, variants
 from gpu_ops.presets import ARCHES, PRESETS
-from tests.support.cards import each_card
-from tests.support.compilers import needs_nvrtc
+from tests.support.compilers import each_card, needs_nvrtc
 
 COLS = (
     *(1, 2, 7, 8, 64, 100, 123, 128, 256, 257, 512, 1000, 1024, 2048, 4095, 4096, 5120, 8192, 8193, 12288, 16384),

@@ -8,6 +8,7 @@ import pytest
 import gpu_ops
 from gpu_ops.reference.norm import layernorm, rmsnorm
 from tests.support.calls import DTYPES, call
+from tests.support.compare import random
 from tests.support.laws import law_call, outcome
 
 DEVICES = ("cpu", "emulator", "cuda")
@@ -78,3 +79,23 @@ def test_eps_is_a_number_from_0_on(name):
     for wrong in (-1e-300, float("nan"), float("inf"), np.float32(-1), "0", None):
         with pytest.raises(gpu_ops.errors.OptionError, match=r"eps must be"):
             call(name).having(eps=wrong)()
+
+
+# Backward of norms on the CPU where a sum of products overflows float32, and dx does not.
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_sum_that_overflows_is_taken_in_float64(norm, rows, rng):
+    x = random(rng, (rows, 999), np.float32)
+    dy, weight = np.copysign(np.float32(1e38), x), np.ones(999, np.float32)
+    dy[1:2] /= 1e38  # a row among others that overflow
+    options = {"return_rstd": True} if norm == "rmsnorm" else {"return_stats": True}
+    backward = getattr(gpu_ops, norm + "_backward")
+    _, *statistics = getattr(gpu_ops, norm)(x, weight, **options)
+    with np.errstate(over="ignore"):  # dweight may
+        assert np.isinf(np.sum(dy[0] * x[0] * statistics[-1][0], dtype=np.float32))
+        dx, *_ = backward(dy, x, weight, *statistics)
+        expected, *_ = backward(dy, x, weight, *statistics, backend="reference")
+    scale = np.abs(dy).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(dx / scale, expected / scale, atol=1e-6)

@@ -10,7 +10,7 @@ from gpu_ops import emulator
 from gpu_ops.reference.norm import layernorm as layernorm_reference
 from gpu_ops.reference.norm import rmsnorm as rmsnorm_reference
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import close
+from tests.rows.cases import close
 from tests.support.compare import random
 from tests.support.programs import device_with, run_raw
 

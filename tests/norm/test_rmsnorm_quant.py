@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import gpu_ops
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.norm import rmsnorm as reference
-from tests.rows.row_cases import emulator_dtypes
+from tests.rows.cases import emulator_dtypes
 from tests.support.compare import random
 
 DEVICES = ("cpu", "emulator", "cuda")

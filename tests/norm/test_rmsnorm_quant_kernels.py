@@ -14,9 +14,8 @@ from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.norm.rmsnorm_quant import _kernel, select_config, variants
 from gpu_ops.presets import ARCHES
 from tests.norm.test_rmsnorm_quant import check
-from tests.support.cards import slow
 from tests.support.compare import random
-from tests.support.compilers import needs_nvrtc, needs_ptxas
+from tests.support.compilers import needs_nvrtc, needs_ptxas, slow
 
 pytestmark = needs_nvrtc
 

@@ -16,7 +16,7 @@ from gpu_ops.kernels.compiler import toolkit
 from perf import cli, emulate
 from perf.case import Case
 from perf.emulate import CAPTION
-from tests.support.profiled import SOURCE
+from tests.support.programs import SOURCE
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 

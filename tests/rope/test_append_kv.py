@@ -8,6 +8,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import RopeScaling, rope_append_kv
+from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.reference.rope import rope_append_kv as reference
 from tests.attention.cases import DTYPES, pairwise, row_id
@@ -222,7 +223,7 @@ def test_large_and_small_numbers(dtype, backend):
     np.testing.assert_allclose(arrays[3].astype(np.float64), keys, rtol=0, atol=close)
 
 
-# ---- mistakes: those that tests/core/test_bad_input.py has no room for -----------------------------------------
+# ---- mistakes: those that tests/core/test_laws_refusals.py has no room for -----------------------------------------
 
 PACKED = {"place": "slots", "norm": None, "used": (3,)}
 MISTAKES = {
@@ -283,3 +284,42 @@ def test_mistakes_of_memory():
     memory = np.zeros((2, 10, 4, 16), np.float32)
     overlapping = [*arrays[:3], memory[:, :, :2], v_cache]
     refused(overlapping, {**options, "out": memory[:, :3]}, ShapeError, "out shares memory with k_cache")
+
+
+# The caches of rope_append_kv share memory with no other array, in a first call and in a later one.
+
+
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("place", ["rows", "pages", "slots"])
+def test_a_cache_is_no_other_array_in_any_call(place, cache):
+    """Every array has the shape of a valid call, so that a later call differs only in addresses."""
+    shape = (2, 4, 2, 8)
+    arrays = {name: np.ones(shape, np.float32) for name in ("q", "k", "v", "k_cache", "v_cache", "out")}
+    arrays |= {name: np.ones(8, np.float32) for name in ("q_weight", "k_weight")}
+    arrays["positions"] = np.zeros(shape[:2], np.int32)
+    if place == "slots":
+        tokens = ("q", "k", "v", "out")
+        arrays |= {name: arrays[name].reshape(8, 2, 8) for name in tokens}
+        arrays |= {"slot_mapping": np.arange(8), "positions": np.zeros(8, np.int32)}
+    else:
+        arrays["seqused_k"] = np.zeros(2, np.int32)
+    if place == "pages":
+        arrays["block_table"] = np.array([[0], [1]], np.int32)
+    whole = np.ones(shape, np.float32)
+    for name, x in arrays.items():
+        if name == cache:
+            continue
+        inside = whole.reshape(-1)[: x.nbytes // 4].view(x.dtype).reshape(x.shape)
+        inside[...] = x
+        inputs = arrays | {cache: whole, name: inside}
+        for later in (False, True):
+            forget_calls()
+            if later:
+                rope_append_kv(**{n: a.copy() for n, a in inputs.items()})
+            before = {n: a.copy() for n, a in inputs.items()}
+            with pytest.raises(ShapeError, match="shares memory with"):
+                rope_append_kv(**inputs)
+            assert all(a.tobytes() == before[n].tobytes() for n, a in inputs.items()), (name, later)
+            if x.shape == shape and x.dtype == whole.dtype:
+                with pytest.raises(ShapeError, match="shares memory with"):  # the very same array
+                    rope_append_kv(**{**inputs, name: whole})

@@ -17,9 +17,8 @@ from gpu_ops.kernels.rope import rope as kernels
 from gpu_ops.kernels.rope.rope import turns
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference.rope import rope as reference
-from tests.support.cards import CARDS, each_card, slow
 from tests.support.compare import random
-from tests.support.compilers import needs_nvrtc
+from tests.support.compilers import CARDS, each_card, needs_nvrtc, slow
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import gpu_ops
 from gpu_ops import RopeScaling, rope, rope_backward
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.ops.rope.tables import RopeTables, clear_rope_tables
 from gpu_ops.reference.rope import rope as reference
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import emulator_dtypes
+from tests.rows.cases import emulator_dtypes
 from tests.support.compare import assert_close, random
+from tests.support.processes import PATIENCE
 
 DEVICES = ("cpu", "emulator", "cuda")
 
@@ -216,3 +221,147 @@ def test_bfloat16_rounds_once(backend, rng):
     q = random(rng, (1, 64, 2, 32), ml_dtypes.bfloat16)
     float32_result = rope(q.astype(np.float32), **backend)
     np.testing.assert_array_equal(rope(q, **backend), float32_result.astype(ml_dtypes.bfloat16))
+
+
+# Tables of cos and sin for rope: values, sharing, and bounds.
+
+
+@pytest.mark.parametrize("computed", [np.float32, np.float64])
+def test_tables_are_the_rounded_cosines_of_the_positions(computed):
+    clear_rope_tables()
+    inv_freq = 10000.0 ** (-np.arange(32) / 32)
+    # growing, shrinking, gathered, far apart, negative: kept tables and direct ones must agree
+    for positions in (
+        [range(10)],
+        [[16]],
+        [range(3000)],
+        [[4096, 5, 5]],
+        [[10**7, 3]],
+        [[-4, 4]],
+        [range(9)],
+    ):
+        p = np.array(positions, np.int64)
+        cos, sin, rows = RopeTables(inv_freq, 1.25, computed)(p, int(p.min()), int(p.max()))
+        assert rows.shape == p.shape
+        assert cos.dtype == sin.dtype == computed
+        angles = p[..., None] * inv_freq
+        tolerance = 0.5000001 * np.finfo(computed).eps * 1.25 + 1e-15
+        np.testing.assert_allclose(cos[rows], 1.25 * np.cos(angles), rtol=0, atol=tolerance)
+        np.testing.assert_allclose(sin[rows], 1.25 * np.sin(angles), rtol=0, atol=tolerance)
+
+
+def test_tables_are_kept_shared_and_bounded():
+    clear_rope_tables()
+    inv_freq = 10000.0 ** (-np.arange(64) / 64)
+    first = RopeTables(inv_freq, 1.0, np.float32)(np.arange(100)[None], 0, 99)
+    again = RopeTables(inv_freq, 1.0, np.float32)(np.array([[77]]), 77, 77)
+    assert again[0] is first[0]  # a decode step finds the prefill's table
+    assert RopeTables(inv_freq, 2.0, np.float32)(np.arange(100)[None], 0, 99)[0] is not first[0]
+    for theta in range(2, 40):  # far more than the budget
+        tables = RopeTables(float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
+        tables(np.arange(20000)[None], 0, 19999)
+    from gpu_ops.ops.rope import tables as module
+
+    assert sum(c.nbytes + s.nbytes for c, s in module._kept.values()) <= module._BUDGET
+    clear_rope_tables()
+
+
+def test_threads_share_the_tables(rng):
+    clear_rope_tables()
+    q = rng.standard_normal((1, 500, 2, 16)).astype(np.float32)
+    expected = rope(q, backend="reference")
+    results: list = [None] * 8
+
+    def work(i):
+        n = 500 - 30 * i  # every thread needs another length of the same table
+        results[i] = rope(q[:, :n])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(PATIENCE)
+    for i, result in enumerate(results):
+        np.testing.assert_allclose(result, expected[:, : 500 - 30 * i], atol=1e-6)
+
+
+# Wrong calls of rope and rope_backward: a typed, helpful error, and nothing written.
+
+Q = np.ones((2, 5, 4, 8), np.float32)
+K = np.ones((2, 5, 2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": Q[0, 0]}, ShapeError, r"q has 2 axes, shape \(4, 8\); expected \(batch, seqlen, nheads, head_dim\)"),
+        ({"q": Q.astype(np.int32)}, DTypeError, r"q is int32; allowed: float16, bfloat16"),
+        ({"q": Q.tolist()}, DTypeError, r"q is list, not an array"),
+        ({"k": K[:, :4]}, ShapeError, r"k has shape .* seqlen is 4 here but 5 in q"),
+        ({"k": K[..., :6]}, ShapeError, r"head_dim is 6 here but 8 in q"),
+        ({"k": K[0]}, ShapeError, r"k has 3 axes"),
+        ({"k": K.astype(np.float64)}, DTypeError, r"k is float64 but q is float32"),
+        ({"layout": "sbhd"}, OptionError, r"layout='sbhd' is unknown; allowed: 'bshd', 'bhsd'"),
+        ({"q": Q[0], "k": None, "layout": "bhsd"}, OptionError, r"layout='bhsd' is for 4 axes"),
+        ({"rotary_dim": 3}, OptionError, r"rotary_dim is 3; components rotate in pairs: .* head_dim=8"),
+        ({"rotary_dim": 10}, OptionError, r"rotary_dim is 10; .* from 2 to head_dim=8"),
+        ({"rotary_dim": 0}, OptionError, r"rotary_dim is 0"),
+        ({"rotary_dim": 4.0}, OptionError, r"rotary_dim must be an integer, got float"),
+        ({"q": Q[..., :7], "k": None}, OptionError, r"head_dim is 7; .* pass rotary_dim="),
+        ({"theta": 0.0}, OptionError, r"theta must be finite and > 0"),
+        ({"theta": "1e4"}, OptionError, r"theta must be a number"),
+        ({"interleaved": 1}, OptionError, r"interleaved must be True or False"),
+        ({"conjugate": "yes"}, OptionError, r"conjugate must be True or False"),
+        ({"scaling": {"rope_type": "yarn"}}, OptionError,
+         r"must be a RopeScaling, got dict; use RopeScaling\.from_hf"),
+        ({"scaling": 4.0}, OptionError, r"got float; use for example RopeScaling\.linear"),
+        ({"scaling": RopeScaling.longrope([1.0], [1.0], 8)}, OptionError, r"rotary_dim=8 needs 4"),
+        ({"seqlen": -1}, OptionError, r"seqlen must lie in \[0, inf\]"),
+        ({"positions": 7.0}, DTypeError, r"positions is the number 7.0; pass an integer, "),
+        ({"positions": True}, OptionError, r"positions must be an integer, got bool"),
+        ({"positions": -(2**53) - 1}, OptionError, r"positions reach beyond 2\*\*53"),
+        ({"positions": np.arange(4)}, ShapeError, r"shape \(4,\); expected .* \(5,\) or \(2, 5\) or \(1, 5\)"),
+        ({"positions": np.zeros((5, 2), int)}, ShapeError, r"positions has shape \(5, 2\)"),
+        ({"positions": np.arange(5.0)}, DTypeError, r"positions is float64; allowed: integers"),
+        ({"positions": np.ones(5, bool)}, DTypeError, r"positions is bool"),
+        ({"positions": [0, 1, 2, 3, 4]}, DTypeError, r"numpy\.asarray\(positions\)"),
+        ({"positions": np.full(5, 2**60)}, OptionError, r"positions reach beyond 2\*\*53"),
+        ({"device": "tpu"}, OptionError, r"device='tpu' is unknown"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("function", [rope, rope_backward], ids=["rope", "rope_backward"])
+def test_mistakes(function, change, error, message):
+    change = dict(change)
+    q, k = change.pop("q", Q), change.pop("k", K)
+    out = [np.full_like(np.asarray(x, np.float32), 7) for x in (q, k) if x is not None]
+    first, second = ("q", "k") if function is rope else ("dq", "dk")
+    message = (
+        message.replace("q is", f"{first} is").replace("q has", f"{first} has").replace("in q", f"in {first}")
+    )
+    message = message.replace("k has", f"{second} has").replace("k is", f"{second} is")
+    with pytest.raises(error, match=message) as raised:
+        function(q, k, out=out if len(out) == 2 else out[0], **change)
+    assert str(raised.value).startswith((function.__name__ + ":", "RopeScaling."))
+    assert all((o == 7).all() for o in out)
+
+
+def test_a_base_whose_frequencies_overflow():
+    with pytest.raises(OptionError, match=r"rope: theta=.*e-32. makes frequencies infinite"):
+        rope(np.ones((1, 2, 1, 128), np.float32), theta=1e-320)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_attention_factor_that_the_tables_cannot_hold(dtype):
+    x, scaling = np.ones((1, 2, 1, 8), dtype), gpu_ops.RopeScaling.yarn(4.0, 16, attention_factor=1e39)
+    if dtype == "float64":
+        assert np.isfinite(rope(x, scaling=scaling)).all()
+        return
+    with pytest.raises(OptionError, match=r"rope: attention_factor must be at most 1e\+38"):
+        rope(x, scaling=scaling)
+
+
+def test_no_cache_receives_such_frequencies():
+    x, cache = np.ones((1, 2, 1, 128), np.float32), np.zeros((2, 1, 16, 1, 128), np.float32)
+    with pytest.raises(OptionError, match=r"rope_append_kv: theta=.*e-32. makes frequencies infinite"):
+        gpu_ops.rope_append_kv(x, x, x, *cache, seqused_k=np.array([5], np.int32), theta=1e-320)
+    assert not cache.any()

@@ -9,7 +9,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops.reference.rows import adamw as reference
-from tests.rows.adamw_cases import BF16, F32, F64, FORMS, made, same_bits
+from tests.rows.cases import BF16, F32, F64, FORMS, made, same_bits
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
 from tests.support.processes import python

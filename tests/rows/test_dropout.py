@@ -11,7 +11,7 @@ from gpu_ops.errors import OptionError
 from gpu_ops.reference.philox import philox4x32
 from gpu_ops.reference.rows import dropout as reference
 from gpu_ops.reference.rows.dropout import dropout_mask
-from tests.rows.row_cases import close, emulator_dtypes, views
+from tests.rows.cases import close, emulator_dtypes, views
 from tests.support.compare import random
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray

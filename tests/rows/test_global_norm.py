@@ -13,7 +13,7 @@ import gpu_ops
 from gpu_ops.core.op import op_named
 from gpu_ops.kernels.common.cpu import parallel
 from gpu_ops.reference.rows import global_norm as reference
-from tests.rows.row_cases import emulator_dtypes
+from tests.rows.cases import emulator_dtypes
 from tests.support.compare import random
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray

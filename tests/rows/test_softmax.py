@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import gpu_ops
 from gpu_ops.reference.rows import softmax as reference
 from gpu_ops.reference.tolerance import GRADIENT
-from tests.rows.row_cases import close, emulator_dtypes
+from tests.rows.cases import close, emulator_dtypes
 from tests.support.compare import naive_ops, random
 
 DEVICES = ("cpu", "emulator", "cuda")

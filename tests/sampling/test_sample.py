@@ -13,7 +13,7 @@ import pytest
 import gpu_ops
 from gpu_ops.reference.philox import DROPOUT_DOMAIN, SAMPLE_DOMAIN, philox4x32
 from gpu_ops.reference.sampling import sample as reference
-from tests.rows.row_cases import close, emulator_dtypes
+from tests.rows.cases import close, emulator_dtypes
 from tests.support.compilers import needs_nvrtc
 from tests.support.fake_cupy import FakeArray
 

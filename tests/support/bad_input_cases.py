@@ -4,13 +4,171 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from tests.support import bad_input_attention
-from tests.support.bad_input_make import F32, F64, Of, On, cast, ints, ones
+from gpu_ops.errors import DTypeError, FormatError, GpuOpsError, OptionError, ShapeError
+
+F32, F64, I32 = np.float32, np.float64, np.int32
+
+
+def ones(*shape, dtype=F32):
+    return np.ones(shape, dtype)
+
+
+def ints(*values):
+    return np.array(values, I32)
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def misaligned(x):
+    return np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+
+
+class On:
+    """Change computed from the array it replaces."""
+
+    def __init__(self, change):
+        self.change = change
+
+
+class Of:
+    """A view of another argument."""
+
+    def __init__(self, name, view):
+        self.name, self.view = name, view
+
+
+cast = {name: On(lambda x, name=name: x.astype(name)) for name in ("float64", "float16", "int32", "int64")}
+
+
+ATTENTION = [
+    # attention
+    ("attention", "an axis is missing", ShapeError, "q has 3 axes", {"q": ones(5, 4, 8)}),
+    ("attention", "batches differ", ShapeError, "batch is 3 here but 2 in q", {"k": ones(3, 7, 2, 8)}),
+    ("attention", "head_dim differs", ShapeError, "head_dim is 4 here but 8 in q", {"k": ones(2, 7, 2, 4)}),
+    ("attention", "v shorter than k", ShapeError, "seqlen_k is 6 here but 7 in k", {"v": ones(2, 6, 2, 8)}),
+    ("attention", "heads do not divide", ShapeError, "multiple", {"k": ones(2, 7, 3, 8), "v": ones(2, 7, 3, 8)}),
+    ("attention", "integers", DTypeError, "allowed: float16, bfloat16, float32, float64", {"q": cast["int32"]}),
+    ("attention", "one window bound", OptionError, "window_size", {"window_size": (4,)}),
+    ("attention", "a window below -1", OptionError, "window_size[0] must be -1, for no limit, or at least 0; got -2",
+     {"window_size": (-2, 0)}),
+    ("attention", "a window of floats", OptionError, "window_size", {"window_size": (1.5, 0)}),
+    ("attention", "a position before 0", OptionError, "q_start must lie in [0, 1073741823], got -1", {"q_start": -1}),
+    ("attention", "a position of float", OptionError, "k_start must be an integer", {"k_start": 1.0}),
+    ("attention", "negative softcap", OptionError, "softcap must be finite and >= 0", {"softcap": -1.0}),
+    ("attention", "softcap is NaN", OptionError, "softcap must be finite", {"softcap": float("nan")}),
+    ("attention", "scale is text", OptionError, "softmax_scale must be a number", {"softmax_scale": "0.1"}),
+    ("attention", "scale is infinite", OptionError, "softmax_scale must be finite", {"softmax_scale": np.inf}),
+    ("attention", "scale beyond float32", OptionError, "at most 1e+38 in size", {"softmax_scale": 1e300}),
+    ("attention", "softcap beyond float32", OptionError, "0 or between 1e-38 and 1e+38 in size", {"softcap": 1e39}),
+    ("attention", "softcap without inverse", OptionError, "0 or between 1e-38 and 1e+38 in size", {"softcap": 1e-39}),
+    ("attention", "dropout of all", OptionError, "dropout_p must be at least 0 and less than 1, got 1",
+     {"dropout_p": 1.0, "seed": 1}),
+    ("attention", "negative dropout", OptionError, "dropout_p must be finite and >= 0", {"dropout_p": -0.1}),
+    ("attention", "dropout without a seed", OptionError, "dropout_p=0.1 needs seed=, an integer from 0 to 2**64 - 1",
+     {"dropout_p": 0.1}),
+    ("attention", "a negative seed", OptionError, "seed must lie in [0, 18446744073709551615], got -1",
+     {"dropout_p": 0.1, "seed": -1}),
+    ("attention", "a seed of 65 bits", OptionError, "seed must lie in", {"dropout_p": 0.1, "seed": 2**64}),
+    ("attention", "a seed that is a float", OptionError, "seed must be an integer", {"dropout_p": 0.1, "seed": 1.0}),
+    ("attention", "seeds of int32", DTypeError, "seed is int32, expected an integer, or an array of uint64 or int64",
+     {"dropout_p": 0.1, "seed": ints(3)}),
+    ("attention", "two seeds", ShapeError, "seed has shape (2,), expected one number: () or (1,)",
+     {"dropout_p": 0.1, "seed": np.zeros(2, np.uint64)}),
+    ("attention", "causal is text", OptionError, "causal must be True or False", {"causal": "yes"}),
+    ("attention", "return_lse is a number", OptionError, "return_lse must be True or False", {"return_lse": 1}),
+    ("attention", "a misspelt layout", OptionError, "did you mean 'bshd'", {"layout": "bsdh"}),
+    ("attention", "sinks per kv head", ShapeError, "sinks", {"sinks": ones(2)}),
+    ("attention", "sinks of another dtype", DTypeError, "sinks is int32", {"sinks": ones(4, dtype=I32)}),
+    ("attention", "slopes per kv head", ShapeError, "alibi_slopes", {"alibi_slopes": ones(2)}),
+    ("attention", "bias does not broadcast", ShapeError, "bias", {"bias": ones(3, 1, 5, 7)}),
+    (
+        "attention",
+        "bias of bools",
+        DTypeError,
+        "bias is bool, expected float32, as q is; make one of a mask (True: visible) by np.where(mask, 0, -np.inf)",
+        {"bias": ones(1, 1, 5, 7, dtype=bool)},
+    ),
+    ("attention", "bias of float64", DTypeError, "bias is float64, expected float32, as q is; cast it: bias.astype(",
+     {"bias": ones(1, 1, 5, 7, dtype=F64)}),
+    ("attention", "a mask array", GpuOpsError, "BlockMask", {"block_mask": ones(1, 1, 1, 1, dtype=bool)}),
+    ("attention", "device misspelt", OptionError, "did you mean 'cpu'", {"device": "cpu0"}),
+    ("attention", "device by another name", OptionError, "did you mean 'cuda'", {"device": "gpu"}),
+    (
+        "attention",
+        "a backend of the GPU",
+        OptionError,
+        "backend='raw' is a backend of 'cuda' and 'emulator', but this call runs on 'cpu', whose are 'numba'",
+        {"backend": "raw"},
+    ),
+    # attention_backward
+    ("attention_backward", "lse transposed", ShapeError, "lse has shape", {"lse": ones(2, 5, 4)}),
+    ("attention_backward", "dout too short", ShapeError, "dout has shape", {"dout": ones(2, 4, 4, 8)}),
+    ("attention_backward", "lse of float16", DTypeError, "lse is float16, expected float32",
+     {"lse": ones(2, 4, 5, dtype=np.float16)}),
+    ("attention_backward", "neither out nor delta", OptionError, "pass the forward result, or delta=", {"out": None}),
+    ("attention_backward", "out of float64", DTypeError, "out is float64", {"out": ones(2, 5, 4, 8, dtype=F64)}),
+    ("attention_backward", "dout of float64", DTypeError, "dout is float64, expected float32; cast it",
+     {"dout": cast["float64"]}),
+    ("attention_backward", "delta transposed", ShapeError, "delta has shape", {"delta": ones(2, 5, 4)}),
+    ("attention_backward", "delta of float64", DTypeError, "delta is float64, expected float32",
+     {"delta": ones(2, 4, 5, dtype=F64)}),
+    ("attention_backward", "accumulate is text", OptionError, "accumulate must be True", {"accumulate": "no"}),
+    ("attention_backward", "deterministic is text", OptionError, "deterministic", {"deterministic": "no"}),
+    # attention_varlen
+    ("attention_varlen", "lengths of floats", DTypeError, "cu_seqlens_q", {"cu_seqlens_q": ones(3)}),
+    ("attention_varlen", "does not start at 0", GpuOpsError, "cu_seqlens_q", {"cu_seqlens_q": ints(1, 5, 12)}),
+    ("attention_varlen", "runs backwards", GpuOpsError, "cu_seqlens_k", {"cu_seqlens_k": ints(0, 13, 12)}),
+    ("attention_varlen", "ends early", GpuOpsError, "12", {"cu_seqlens_q": ints(0, 5, 11)}),
+    ("attention_varlen", "ends late", GpuOpsError, "12", {"cu_seqlens_k": ints(0, 5, 13)}),
+    ("attention_varlen", "batches differ", ShapeError, "cu_seqlens_k", {"cu_seqlens_k": ints(0, 3, 5, 12)}),
+    ("attention_varlen", "empty lengths", GpuOpsError, "cu_seqlens_q", {"cu_seqlens_q": ints()}),
+    ("attention_varlen", "q is not packed", ShapeError, "q has 4 axes", {"q": ones(2, 6, 4, 8)}),
+    ("attention_varlen", "a length above the maximum", OptionError, "max_seqlen_q", {"max_seqlen_q": 3}),
+    ("attention_varlen", "no starts of queries", OptionError, "cu_seqlens_q is missing", {"cu_seqlens_q": None}),
+    ("attention_varlen", "no starts of keys", OptionError, "cu_seqlens_k is missing", {"cu_seqlens_k": None}),
+    ("attention_varlen used", "more than there is", OptionError, "seqused_k[1] is 99, but cu_seqlens_k gives",
+     {"seqused_k": ints(0, 99)}),
+    ("attention_varlen used", "a negative length", OptionError, "seqused_k[0] is -1", {"seqused_k": ints(-1, 0)}),
+    ("attention_varlen pages", "no lengths", OptionError, "pass their lengths as seqused_k", {"seqused_k": None}),
+    ("attention_varlen pages", "starts too", OptionError, "omit cu_seqlens_k", {"cu_seqlens_k": ints(0, 3, 7)}),
+    ("attention_varlen pages", "beyond the pages", OptionError, "what the cache holds", {"seqused_k": ints(3, 17)}),
+    ("attention_varlen pages", "a page not there", OptionError, "block_table[0, 0] is 9, not a page in [0, 9)",
+     {"block_table": ints([9] * 4, [9] * 4)}),
+    ("attention_varlen pages", "one row of pages", ShapeError, "batch", {"block_table": ints([0] * 4)}),
+    ("attention_varlen pages", "pages of int64", DTypeError, "block_table is int64, expected int32",
+     {"block_table": np.zeros((2, 4), np.int64)}),
+    ("attention_varlen pages", "packed keys", ShapeError, "k has 3 axes", {"k": ones(12, 2, 8)}),
+    ("attention_varlen pages", "out in the pages", ShapeError, "out shares memory with k",
+     {"return_lse": False, "out": Of("k", lambda k: k.reshape(-1)[:384].reshape(12, 4, 8))}),
+    ("attention_varlen_backward", "pages", GpuOpsError, "unknown argument 'block_table'",
+     {"block_table": ints([0], [1])}),
+    ("attention_varlen_backward", "lse of the dense op", ShapeError, "lse", {"lse": ones(2, 4, 12)}),
+    # attention_merge
+    ("attention_merge", "lse transposed", ShapeError, "nheads is 5 here but 4 in out1", {"lse1": ones(2, 5, 4)}),
+    ("attention_merge", "lse of float16", DTypeError, "lse2 is float16, expected float32 or float64",
+     {"lse2": ones(2, 4, 5, dtype=np.float16)}),
+    ("attention_merge", "two dtypes", DTypeError, "mixed dtypes are not promoted", {"out2": cast["float64"]}),
+    ("attention_merge", "out without lse", OptionError, "out must be two arrays, (out, lse)",
+     {"out": ones(2, 5, 4, 8)}),
+    # attention_decode
+    ("attention_decode", "beyond the cache", GpuOpsError, "seqused_k", {"seqused_k": ints(3, 17)}),
+    ("attention_decode", "negative length", GpuOpsError, "seqused_k", {"seqused_k": ints(-1, 3)}),
+    ("attention_decode", "one length for two", ShapeError, "seqused_k", {"seqused_k": ints(3)}),
+    ("attention_decode", "lengths of floats", DTypeError, "seqused_k", {"seqused_k": ones(2)}),
+    ("attention_decode", "lengths as a list", DTypeError, "seqused_k is list", {"seqused_k": [3, 16]}),
+    ("attention_decode", "a page not there", GpuOpsError, "block_table", {"block_table": ints([0], [2])}),
+    ("attention_decode", "too few pages", OptionError, "what the cache holds", {"block_table": ints([], [])}),
+    ("attention_decode", "negative splits", OptionError, "num_splits", {"num_splits": -1}),
+]  # fmt: skip
+
 
 # op, mistake, the error's type, a part of its message, the changed arguments
 CASES = [
-    *bad_input_attention.CASES,
+    *ATTENTION,
     # adamw_step
     ("adamw_step", "step 0", OptionError, "step must lie in [1, 9007199254740992], got 0", {"step": 0}),
     ("adamw_step", "step 0 in an array", OptionError, "step must lie in [1, ", {"step": np.array(0)}),

@@ -15,7 +15,7 @@ import gpu_ops
 from gpu_ops import TernaryMatrix
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.errors import DeviceError
-from tests.support import calls_attention, calls_loss, calls_rows, calls_ternary, calls_training
+from tests.support import calls_attention, calls_rows
 from tests.support.call_maker import ADDED, WRITTEN, Maker, OpCall
 
 __all__ = [
@@ -47,10 +47,10 @@ OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in N
 DTYPES = tuple(np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
 VARIANTS = {
     **calls_attention.VARIANTS,
-    **calls_loss.VARIANTS,
+    **calls_rows.LOSS_VARIANTS,
     **calls_rows.VARIANTS,
-    **calls_ternary.VARIANTS,
-    **calls_training.VARIANTS,
+    **calls_rows.TERNARY_VARIANTS,
+    **calls_rows.TRAINING_VARIANTS,
 }
 
 # The argument that receives results, and its number of arrays.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
+from gpu_ops import TernaryMatrix
 from tests.support.call_maker import Maker
 
 ROWS = "batch rows width"
@@ -166,3 +167,157 @@ VARIANTS: dict[str, Any] = {
         added(new, dw_gate="ffn hidden", dw_up="ffn hidden", dw_down="hidden_out ffn"),
     ),
 }
+
+
+IGNORED = -100
+
+
+def indices(new: Maker, name: str, axes: str, end: int, dtype: Any = np.int64) -> dict[str, Any]:
+    """Integers in [0, end); ignored targets if that range is empty."""
+    made = new.integers(0, max(end, 1), dtype, **{name: axes})
+    if not end:
+        made[name][...] = IGNORED
+    return made
+
+
+def logits(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
+    leading, _, vocab = axes.rpartition(" ")
+    arrays = {**new.normal(logits=axes), **indices(new, "targets", leading, new.sizes[vocab])}
+    arrays["targets"][2:3] = IGNORED
+    return arrays
+
+
+def weighted(new: Maker) -> dict[str, Any]:
+    """Options of class weights, in the dtype of the loss, and others that change a kernel."""
+    return {**new.normal(new.wide, class_weight="width"), "label_smoothing": 0.1, "softcap": 5.0}
+
+
+def gradient(new: Maker, axes: str = "rows cols", **options: Any) -> dict[str, Any]:
+    arrays, leading = logits(new, axes), axes.rpartition(" ")[0]
+    _, lse = gpu_ops.cross_entropy(*arrays.values(), return_lse=True, backend="reference", **options)
+    new.axes["lse"] = tuple(leading.split())
+    return {**arrays, "lse": lse}
+
+
+def of_rows(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    arrays = gradient(new)
+    return {**new.normal(new.wide, dloss="rows"), **arrays}, {"reduction": "none"}
+
+
+def of_mean(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = weighted(new)
+    arrays = gradient(new, "batch rows width", **options)
+    return {**new.normal(new.wide, dloss=""), **arrays}, options
+
+
+def head(new: Maker, axes: str = "rows") -> dict[str, Any]:
+    arrays = {
+        **new.normal(x=f"{axes} hidden", weight="width hidden"),
+        **indices(new, "targets", axes, new.sizes["width"]),
+    }
+    arrays["targets"][2:3] = IGNORED
+    return arrays
+
+
+def differentiated(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Call with every result, in two or more chunks of 17 rows."""
+    options = {"reduction": "none", "grads": True, "return_lse": True, "chunk": 16}
+    return head(new), {**new.normal(bias="width"), **options}
+
+
+def table(new: Maker) -> dict[str, Any]:
+    return {**indices(new, "ids", "rows", new.sizes["N"]), **new.normal(weight="N width")}
+
+
+def gradient_of_table(new: Maker) -> dict[str, Any]:
+    arrays = {**new.normal(dx="rows cols"), **indices(new, "ids", "rows", new.sizes["N"], np.int32)}
+    return {**arrays, "num_embeddings": new.sizes["N"]}
+
+
+LOSS_VARIANTS: dict[str, Any] = {
+    "cross_entropy": lambda new: (logits(new), {"reduction": "none", "return_lse": True}),
+    "cross_entropy mean": lambda new: (logits(new, "batch rows width"), weighted(new)),
+    "cross_entropy_backward": of_rows,
+    "cross_entropy_backward mean": of_mean,
+    "linear_cross_entropy": differentiated,
+    "linear_cross_entropy mean": lambda new: (head(new, "batch rows"), weighted(new)),
+    "embedding": lambda new: (table(new), {"scale": 0.5}),
+    "embedding_backward": lambda new: (gradient_of_table(new), {"scale": 0.5}),
+    "global_norm": lambda new: (new.normal(arrays="rows cols"), {}),
+    "embedding_backward added": lambda new: (
+        gradient_of_table(new),
+        new.normal(new.wide, dweight="N cols"),
+    ),
+}
+
+
+def matrix(new: Maker, group_size: int | None = None, rows: str = "N") -> TernaryMatrix:
+    w = new.rng.standard_normal((new.sizes[rows], new.sizes["K"]), dtype=np.float32)
+    return gpu_ops.ternary_quantize(w, group_size=group_size, backend="reference")
+
+
+def trits(new: Maker) -> Any:
+    new.axes["trits"] = ("N", "K")
+    return new.rng.integers(-1, 2, (new.sizes["N"], new.sizes["K"])).astype(np.int8)
+
+
+def unpack(new: Maker) -> dict[str, Any]:
+    packed = gpu_ops.ternary_pack(trits(new), "base3", backend="reference")
+    new.axes["packed"] = ("N", "bytes")
+    return {"packed": packed, "shape": (new.sizes["N"], new.sizes["K"]), "format": "base3"}
+
+
+TERNARY_VARIANTS: dict[str, Any] = {
+    "ternary_quantize": lambda new: (new.normal(w="N K"), {}),
+    "ternary_quantize twn": lambda new: (new.normal(w="N K"), {"method": "twn", "group_size": 64}),
+    "ternary_pack": lambda new: ({"trits": trits(new), "format": "base3"}, {}),
+    "ternary_unpack": lambda new: (unpack(new), {}),
+    "ternary_matmul": lambda new: ({**new.normal(x="rows K"), "w": matrix(new)}, {}),
+    "ternary_matmul base3": lambda new: (
+        {**new.normal(x="batch rows K"), "w": matrix(new, 64).to("base3")},
+        {"activations": "native"},
+    ),
+    "ternary_matmul given": lambda new: (
+        {**new.integers(-128, 128, np.int8, x="batch rows K"), "w": matrix(new, 64)},
+        {**new.normal(new.wide, x_scale="batch rows"), "out_dtype": new.dtype},
+    ),
+    "ternary_matmul both": lambda new: ({"x": matrix(new, rows="rows"), "w": matrix(new).to("base3")}, {}),
+    "ternary_matmul_backward": lambda new: (
+        {**new.normal(dy="rows N", x="rows K"), "w": matrix(new)},
+        {},
+    ),
+    "ternary_matmul_backward dx": lambda new: (
+        {**new.normal(dy="rows N", x="rows K"), "w": matrix(new, 64)},
+        {"only": "dx"},
+    ),
+    "ternary_matmul_backward native": lambda new: (
+        {**new.normal(dy="batch rows N", x="batch rows K"), "w": matrix(new, 64).to("base3")},
+        {"activations": "native"},
+    ),
+}
+
+
+def step(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    """AdamW step; 16-bit parameters have a master copy."""
+    state_dtype = np.float64 if new.dtype == np.float64 else np.float32
+    arrays = {**new.normal(params="cols", grads="cols"), **new.normal(state_dtype, m="cols", v="cols")}
+    arrays["v"] *= arrays["v"]
+    options = {"step": 3, "lr": 0.01, "weight_decay": 0.1}
+    if new.dtype.itemsize == 2:
+        options["master"] = arrays["params"].astype(np.float32)
+        new.axes["master"] = ("cols",)
+    return arrays, options
+
+
+def numbers_in_arrays(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    """AdamW step with numbers in arrays and a mask; bfloat16 parameters are rounded stochastically."""
+    arrays, options = step(new)
+    numbers = {"lr": np.array(0.01), "grad_scale": np.array(0.5), "skip": np.zeros((), np.float32)}
+    new.axes |= dict.fromkeys(numbers, ())
+    options |= {**numbers, **new.integers(0, 2, np.uint8, decay_mask="cols")}
+    if new.dtype.name == "bfloat16":
+        options |= {"rounding": "stochastic", "seed": 5, "master": None}
+    return arrays, options
+
+
+TRAINING_VARIANTS: dict[str, Any] = {"adamw_step": step, "adamw_step arrays": numbers_in_arrays}

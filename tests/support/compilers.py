@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import jit, nvrtc, toolkit
+from gpu_ops.presets import PRESETS
 
 ARCH_LIST = ("sm_80", "sm_90a", "sm_120")  # one architecture of each PTX dialect and cubin format
 
@@ -72,3 +74,24 @@ def write(folder, name, text):
 
 def scale(folder, entry="scale", kind="float", factor=2):
     return jit.CudaKernel("scale", entry, (("ELEMENT", kind), ("FACTOR", factor)), folder)
+
+
+CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
+EXTREMES = (
+    "sm_89",
+    "RTX 5090",
+    "sm_87",
+    "A100-40",
+    "H100 PCIe",
+    "B200",
+)  # by shared memory: fewest and most SMs
+
+
+def slow(*levels: Any) -> list[Any]:
+    """Slow values of a parameter."""
+    return [pytest.param(level, marks=pytest.mark.slow) for level in levels]
+
+
+each_card = pytest.mark.parametrize(
+    "card", [p if p.name in EXTREMES else slow(p)[0] for p in CARDS], ids=lambda p: p.name
+)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gpu_ops import emulator
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.run import Linked
 from gpu_ops.kernels.program import Builder, Layout, Program, Spec, Tensor, lower
@@ -81,3 +83,31 @@ def run_raw(device: EmulatorDevice, op: str, options: dict[str, Any], arrays: di
     layouts = tuple((name, layout_of(x)) for name, x in views.items())
     program, _ = lower(Spec(op, layouts, tuple(options.items())), "raw", device.limits)
     Linked(program, device)(views)
+
+
+SOURCE = (Path(__file__).parents[1] / "emulator" / "profile.cu").read_text(encoding="utf-8")
+
+
+def profiled(name, grid, block, args, **options):
+    return emulator.profile(SOURCE, name, grid, block, args, **options)
+
+
+def line_of(text):
+    """Number of the only line of SOURCE with this text."""
+    (number,) = [n for n, line in enumerate(SOURCE.splitlines(), 1) if text in line]
+    return number
+
+
+def buffer(profile, name):
+    (match,) = [b for b in profile.buffers if b.name == name]
+    return match
+
+
+def named(x, y):
+    return emulator.Buffer(x, "x"), emulator.Buffer(y, "y")
+
+
+def only(profile, form):
+    """Profile of the only instruction of this form."""
+    (match,) = [i for i in profile.instructions if i.form.startswith(form)]
+    return match

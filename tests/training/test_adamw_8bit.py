@@ -7,7 +7,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops.reference.rows import adamw as reference
-from tests.rows.adamw_cases import F32, FORMS, made, same_bits
+from tests.rows.cases import F32, FORMS, made, same_bits
 
 DEVICES = ("cpu", "emulator", "cuda")
 # each other form compiles for seconds

@@ -19,7 +19,7 @@ from gpu_ops.kernels.weights.ternary_config import (
     gemv_configs,
 )
 from gpu_ops.presets import ARCHES, PRESETS
-from tests.support.cards import CARDS, each_card
+from tests.support.compilers import CARDS, each_card
 
 H200 = PRESETS["H200"]
 

@@ -11,8 +11,8 @@ from gpu_ops import TernaryMatrix, rmsnorm_quant_int8, ternary_matmul
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference.weights.ternary_formats import FORMATS
 from tests.support.call_maker import SIZES
-from tests.support.cards import slow
 from tests.support.compare import random
+from tests.support.compilers import slow
 
 DEVICES = ("cpu", "emulator", "cuda")
 

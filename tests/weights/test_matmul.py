@@ -18,8 +18,8 @@ from gpu_ops import TernaryMatrix, ternary_matmul, ternary_quantize
 from gpu_ops.errors import DeviceError
 from gpu_ops.reference.weights import ternary as reference
 from gpu_ops.reference.weights.ternary_formats import FORMATS
-from tests.support.cards import slow
 from tests.support.compare import assert_close, random
+from tests.support.compilers import slow
 from tests.support.processes import PATIENCE, python
 
 DEVICES = ("cpu", "emulator", "cuda")
