@@ -17,8 +17,6 @@ Scores are kept in base 2 (softmax_scale * log2 e is folded into Q; softcap requ
 masked. All options of scores are applied here.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
