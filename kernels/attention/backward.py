@@ -1,6 +1,6 @@
-"""Launch of the attention gradients on the CPU and by the Numba kernels for GPUs; :mod:`.backward_raw` has CUDA C++.
+"""Launch of the attention gradients on the CPU and by the Numba kernels for GPUs.
 
-:mod:`.backward_raw` launches the CUDA C++ kernels for GPUs; :mod:`.backward` launches their twins.
+:mod:`.backward_raw` launches the CUDA C++ kernels.
 """
 
 from __future__ import annotations

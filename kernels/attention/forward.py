@@ -1,9 +1,8 @@
 """Launch of attention forward on each backend.
 
 Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous; packed sequences (end to
-end) have one batch entry. :mod:`.config` chooses tiles; the kernels are ``forward_sm80.cu``
-and ``combine.cu``.
-:mod:`.forward_numba` launches their twins; :mod:`.forward` runs attention on the CPU.
+end) have one batch entry. :mod:`.config` chooses tiles; the kernels are ``forward_sm80.cu`` and ``combine.cu``, and
+the CPU kernels of ``cpu/forward.py``. :mod:`.forward_numba` launches their twins for Numba.
 """
 
 from __future__ import annotations

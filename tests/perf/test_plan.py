@@ -9,7 +9,7 @@ import pytest
 from gpu_ops import memory, models
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import PRESETS
-from perf import plan as plan_anchors
+from perf import plan as plan_command
 from perf import plan_step
 from perf.plan_step import Cluster, ClusterPlan, Job, Layout
 
@@ -190,7 +190,7 @@ def test_a_model_without_layers_and_cards_without_the_dtype():
 
 
 @pytest.mark.parametrize(
-    "anchor", plan_anchors.ANCHORS, ids=lambda a: f"{a.model} {a.cluster} {a.seqlen} {a.dtype}"
+    "anchor", plan_command.ANCHORS, ids=lambda a: f"{a.model} {a.cluster} {a.seqlen} {a.dtype}"
 )
 def test_published_runs(anchor):
     """The six fully published H100 runs of others are within 15 %; runs that are not say why."""
@@ -199,8 +199,8 @@ def test_published_runs(anchor):
     assert lo.tp * lo.cp * lo.pp * lo.dp == job.cluster.count
     error = plan.tflops / anchor.tflops - 1
     assert abs(error) < (0.005 if anchor.note == "fitted" else 0.15) or anchor.note in (
-        plan_anchors.MEMORY_BOUND,
-        plan_anchors.OTHER_CARD,
+        plan_command.MEMORY_BOUND,
+        plan_command.OTHER_CARD,
     )
-    assert (error > 0.15) == (anchor.note in (plan_anchors.MEMORY_BOUND, plan_anchors.OTHER_CARD))
+    assert (error > 0.15) == (anchor.note in (plan_command.MEMORY_BOUND, plan_command.OTHER_CARD))
     assert plan.nbytes <= job.cluster.card.memory_gb * 1e9

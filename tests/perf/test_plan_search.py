@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from gpu_ops.models import PRESETS, LlamaConfig
 from perf import cli, plan_step
-from perf import plan as plan_anchors
 from perf import plan as plan_command
-from perf import plan as plan_search
 from perf.plan import layouts, least_memory, room, search
 from perf.plan_step import Cluster, ClusterPlan, Job, Link
 
@@ -56,7 +54,7 @@ def test_layouts_divide_evenly(job):
 def test_plans_fit_and_are_in_order(job):
     result = search(job)
     assert result.plans
-    assert len({plan_search._sizes(plan.layout) for plan in result.plans}) == len(result.plans)
+    assert len({plan_command._sizes(plan.layout) for plan in result.plans}) == len(result.plans)
     steps = [plan.step for plan in result.plans]
     assert steps == sorted(steps)
     for plan in result.plans:
@@ -78,12 +76,12 @@ def test_no_layout_is_faster_or_smaller(name):
         for layout, zero, policy in itertools.product(layouts(job), (1, 2, 3), job.kept)
         if zero < 3 or layout.pp == 1
     ]
-    fastest: dict[plan_search.Sizes, float] = {}
+    fastest: dict[plan_command.Sizes, float] = {}
     for plan in every:
-        key = plan_search._sizes(plan.layout)
+        key = plan_command._sizes(plan.layout)
         if plan.nbytes <= room(job):
             fastest[key] = min(plan.step, fastest.get(key, plan.step))
-    assert {plan_search._sizes(plan.layout): plan.step for plan in search(job).plans} == fastest
+    assert {plan_command._sizes(plan.layout): plan.step for plan in search(job).plans} == fastest
     assert least_memory(job).nbytes == min(plan.nbytes for plan in every)
 
 
@@ -126,7 +124,7 @@ def test_what_limits():
     assert alone.limit(alone.plans[0]) == "compute"
     slow = replace(H100, count=8, node=8, link=replace(H100.link, gbps=1.0))
     result = search(Job(LLAMA8, slow, 8192, 8))
-    limits = {plan_search._sizes(plan.layout): result.limit(plan) for plan in result.plans}
+    limits = {plan_command._sizes(plan.layout): result.limit(plan) for plan in result.plans}
     assert limits[8, 1, 1, 1] == "TP"
 
 
@@ -173,8 +171,8 @@ def test_nothing_fits(capsys):
 def test_published_runs_are_printed(capsys):
     assert cli.main(argv=["--plan", "anchors"]) == 0
     text = capsys.readouterr().out
-    assert all(f"{anchor.plan().tflops / anchor.tflops - 1:+.1%}" in text for anchor in plan_anchors.ANCHORS)
-    assert plan_anchors.OTHER_CARD in text
+    assert all(f"{anchor.plan().tflops / anchor.tflops - 1:+.1%}" in text for anchor in plan_command.ANCHORS)
+    assert plan_command.OTHER_CARD in text
 
 
 def test_a_folder_is_a_model_too(tmp_path, capsys):
@@ -215,7 +213,7 @@ def test_a_mistake_is_a_line_on_stderr(arguments, words, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", [plan_command, plan_step, plan_search], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [plan_command, plan_step], ids=lambda m: m.__name__)
 def test_examples_run(module):
     result = doctest.testmod(module)
     assert (result.failed, result.attempted > 0) == (0, True)
