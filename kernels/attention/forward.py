@@ -44,7 +44,6 @@ from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 
 __all__ = [
     "forward",
-    "launch_cpu",
     "optional_arrays",
     "optional_tensors",
     "prepared",

@@ -285,7 +285,7 @@ print(*sorted(requested - listed))
 def test_warmup_knows_every_variant_that_runs():
     """Every op, called with kernels that do nothing, requests only kernels that a warm-up would compile.
 
-    In a process of its own: ops keep the kernels of a call for the next one.
+    In a separate process: ops keep the kernels of a call for the next one.
     """
     assert python("-c", STUBBED_CALLS).split() == []
 

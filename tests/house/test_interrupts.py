@@ -46,7 +46,7 @@ def compiled(state, n_tasks):
     at_work.pop()
 
 def interrupt(*counts):
-    \"\"\"Ctrl-C when the interpreter looks for it in ``launch`` for so many times, and after that again.\"\"\"
+    \"\"\"Ctrl-C when the interpreter looks for it in ``launch`` for the n-th time, and once more after that.\"\"\"
     left = list(counts)
     def look(frame, event, argument):
         if frame.f_code.co_filename == parallel.__file__ and frame.f_code.co_name != "waiting_threads":
@@ -87,7 +87,7 @@ kept = []
 cache.publish = lambda entry, *parts: kept.append(parts[-1])  # what an interrupt lost would be compiled again
 
 def interrupt(left):
-    \"\"\"Ctrl-C when the main thread has called so many functions, or come back from them.\"\"\"
+    \"\"\"Ctrl-C when the main thread has called n functions, or returned from them.\"\"\"
     def look(frame, event, argument):
         nonlocal left
         if event == "return" or frame.f_code.co_flags & inspect.CO_GENERATOR:  # Python closes these by itself

@@ -13,7 +13,7 @@ LIMITS = {
     "perf": {"docstring": 0, "phrase": 3, "name": 24},
     "reference": {"docstring": 0, "phrase": 1, "name": 3},
     "scripts": {"docstring": 0, "phrase": 7, "name": 25},
-    "tests": {"docstring": 0, "phrase": 12, "name": 98},
+    "tests": {"docstring": 0, "phrase": 10, "name": 98},
 }
 
 
