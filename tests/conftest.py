@@ -73,9 +73,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
     dropped = [item for item in items if _is_raw_float64(item) or not _applies(item)]
     _drop(config, items, dropped)
-    default = [
-        item for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("full"))
-    ]
+    default = [item for item in items if not item.get_closest_marker("slow")]
     chosen = chosen_items(default)
     for item in default:
         if id(item) not in chosen:

@@ -1,5 +1,5 @@
-"""Promises of surroundings.py: tests run the same in a background job and on a loaded machine, and a test process
-that dies says how."""
+"""Tests run the same in a background job and on a loaded machine, a test process that dies says how, and the default
+run takes the cases that choice.py promises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.choice import chosen_cases
+from tests.support.choice import chosen_cases, chosen_items
 from tests.support.processes import PATIENCE, ROOT
 
 CONFTEST = """
@@ -89,8 +91,6 @@ def test_examples_may_take_any_time(monkeypatch):
     assert len(seen) >= 10
 
 
-# The cases of the default run: every value, every value with every backend, and few of them.
-
 DTYPES, SIZES, BACKENDS = ("f16", "bf16", "f32"), ("1", "7", "64", "100"), ("cpu", "raw", "numba")
 
 
@@ -116,3 +116,38 @@ def test_without_a_backend_each_value_is_tried_once():
 def test_a_test_without_parameters_is_chosen():
     assert chosen_cases([((), False)]) == [0]
     assert chosen_cases([(("cpu",), True), (("raw",), True)]) == [0, 1]
+
+
+def item(name="test_op", marks=(), **params):
+    """An item as pytest collects it, with one parametrize mark for each parameter."""
+    marks = [getattr(pytest.mark, mark)(*args).mark for mark, *args in marks]
+    ids = ["-".join(value.values()) if isinstance(value, dict) else str(value) for value in params.values()]
+    return SimpleNamespace(
+        path="test_file.py",
+        cls=None,
+        originalname=name,
+        callspec=SimpleNamespace(params=params, _idlist=ids),
+        iter_markers=lambda mark: (each for each in marks if each.name == mark),
+        get_closest_marker=lambda mark: next((each for each in marks if each.name == mark), None),
+    )
+
+
+def chosen_params(items):
+    chosen = chosen_items(items)
+    return [each.callspec.params for each in items if id(each) in chosen]
+
+
+def test_the_default_run_takes_two_dtypes_where_a_test_has_them():
+    chosen = chosen_params([item(dtype=dtype) for dtype in ("float16", "bfloat16", "float32", "float64")])
+    assert [case["dtype"] for case in chosen] == ["bfloat16", "float32"]
+    assert chosen_params([item(dtype=np.float64)]) == [{"dtype": np.float64}]
+    cases = [("float32", "dense"), ("float64", "dense"), ("float64", "exact")]
+    chosen = chosen_params([item(dtype=dtype, mode=mode) for dtype, mode in cases])
+    assert chosen == [{"dtype": "float32", "mode": "dense"}, {"dtype": "float64", "mode": "exact"}]
+
+
+def test_marked_tests_are_left_to_the_full_run():
+    backends = [{"device": "cpu", "backend": "numba"}, {"device": "emulator", "backend": "raw"}]
+    marked = [item(marks=[("full_on", "emulator-raw")], size=1, backend=backend) for backend in backends]
+    assert chosen_params(marked) == [{"size": 1, "backend": backends[0]}]
+    assert chosen_params([item(marks=[("full",)], size=1)]) == []
