@@ -175,7 +175,7 @@ def test_a_block_that_never_ends_is_named(tmp_path, monkeypatch):
 def test_the_rest_is_built_and_the_exit_status_tells(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build.stage, "stage", lambda folder, run: ["page.md:2: it failed"])
     monkeypatch.setattr(build, "sphinx", lambda arguments: 0)
-    monkeypatch.setattr(build.links, "broken", lambda folder: ["page.html: a broken link"])
+    monkeypatch.setattr(build, "broken", lambda folder: ["page.html: a broken link"])
     assert build.main([str(tmp_path / "site")]) == 1
     printed = capsys.readouterr()
     assert printed.err == "docs: page.md:2: it failed\ndocs: page.html: a broken link\n"
