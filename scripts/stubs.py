@@ -145,7 +145,11 @@ PARAMETERS = {
 
 HEAD = '''\
 # fmt: off
-"""Written by scripts/stubs.py: do not edit. The functions' docstrings are in gpu_ops/ops."""
+"""Written by scripts/stubs.py: do not edit. The functions' docstrings are in gpu_ops/ops.
+
+An op's result has the type of one of its arrays (NumPy's, CuPy's, torch's), and options such as return_lse change the
+number of results. The type of a decorator cannot say that; overloads can, and each repeats all parameters.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, overload
