@@ -1,6 +1,6 @@
 """Calls as data: the problem (:class:`Spec`) and the work that solves it (:class:`Program`).
 
-``lower`` turns one into the other: pure Python, no device, no arrays. Each ``kernels/lower/<op>.py`` registers its
+``lower`` turns one into the other: pure Python, no device, no arrays. Each ``kernels/<room>/<op>.py`` registers its
 functions with :func:`lowers`, one per op and backend. Only ``gpu_ops/core/run.py`` runs programs.
 """
 

@@ -1,7 +1,7 @@
 """``python -m perf --plan MODEL --cluster h100x64``: plans that spread a training step over many GPUs, on paper.
 
-``plan_step.py`` has cards, links and messages, ``plan_step.py`` a layout's memory and time, ``plan.py`` the
-layouts, and ``plan.py`` published runs to compare with.
+``plan_step.py`` has clusters, links and messages, and a layout's memory and time; this module has the search for
+layouts, the command, and published runs to compare with.
 """
 
 from __future__ import annotations

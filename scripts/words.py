@@ -1,4 +1,4 @@
-"""Lists prose and names that break the house rules (CONTRIBUTING, "Words"), per folder.
+"""Lists prose and names that break the house rules (CONTRIBUTING, "Rules"), per folder.
 
     python scripts/words.py                   a table: folders, and how often each rule is broken
     python scripts/words.py kernels/norm      every place below a folder or file, with its line

@@ -54,7 +54,7 @@ class Tree:
 
 @dataclass(frozen=True, eq=False)
 class Cascade:
-    """Shared pages of groups (step.py): arrays on the cache's device.
+    """Shared pages of groups: arrays on the cache's device.
 
     A group is a run of sequences; without shared pages it has 0 keys here.
     """

@@ -1,4 +1,4 @@
-// Attention weights that dropout keeps: see reference/attention/dropout.py. One call of Philox serves
+// Attention weights that dropout keeps: see reference/attention/core.py. One call of Philox serves
 //
 //                 keys   j    j + 8   j + 16   j + 24
 //     query i            w0    w1       w2       w3      low half of a word

@@ -4,7 +4,7 @@
 //   out  (batch, seqlen_q, nheads,    head_dim_v)  OUT       v    (batch, seqlen_k, nheads_kv, head_dim_v)
 //   lse  (batch, nheads, seqlen_q) float, or double with WIDE_LSE, natural log
 //
-//   s = softmax_scale q k^T and the options of include/attention_scores.cuh     masked scores are -inf
+//   s = softmax_scale q k^T and the options of scores.cuh     masked scores are -inf
 //   out = softmax(s) v        lse = ln sum exp(s)        a row that sees no key: out 0, lse -inf
 //
 // Reads q once, and k and v once per block of rows. 4 seqlen_q seqlen_k head_dim flops per head, all on tensor
@@ -33,8 +33,8 @@
 //
 // Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
-//   PAGE_DTYPE  of k and v: DTYPE; with PAGED also s8 or e4m3 (include/codes.cuh), with scales k_scale and v_scale
-//               (num_pages, page_size, nheads_kv) float
+//   PAGE_DTYPE  of k and v: DTYPE; with PAGED also s8 or e4m3 (common/cuda/codes.cuh), with scales k_scale and
+//               v_scale (num_pages, page_size, nheads_kv) float
 //   OUT         DTYPE or f32                     WIDE_LSE   0 or 1
 //   HEAD_DIM    shape.head_dim rounded up to a multiple of 32; the extra columns are zero-filled
 //   HEAD_DIM_V  the same for V, or a part of it: a block computes HEAD_DIM_V columns of out
@@ -43,7 +43,7 @@
 //   BLOCK_N     WARPS_N times a multiple of 16   WARPS_N    warps that share rows and divide the keys of a tile
 //   ONE_K       0 or 1, not with Q in registers: one buffer for K
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
-//   those of include/attention_scores.cuh, DROPOUT not with PACK_GQA
+//   those of scores.cuh, DROPOUT not with PACK_GQA
 //   BLOCK_MASK  0 or 1, not with PACK_GQA
 //   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0; lse is (nheads, total_q)
 //   SEQUSED_K   0 or 1: seqused_k (batch) int are the lengths of the keys
@@ -60,7 +60,7 @@
 //          rows = seqlen_q, heads = nheads; with PACK_GQA rows = seqlen_q * group, heads = nheads_kv. With VARLEN,
 //          shape.seqlen_q bounds every sequence, and blocks past the end of theirs return.
 //   block  32 WARPS_M WARPS_N
-//   shared kernels/attention/shape.py: shared_bytes()
+//   shared problem.py: shared_bytes()
 //   q, k, v, out and all their strides: multiples of 16 bytes; those of codes: of 16 / sizeof(DTYPE) bytes
 #include "forward_warp.cuh"
 

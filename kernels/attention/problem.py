@@ -152,7 +152,7 @@ class Scores:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Numbers by the names of ``numba_cpu.attention_tile.Call``, in the order of the Numba kernel's arguments."""
+        """Numbers by the names of ``cpu/tile.py``'s ``Call``, in the order of the Numba kernel's arguments."""
         return {
             "softmax_scale": float(self.softmax_scale),
             "softcap": float(self.softcap),

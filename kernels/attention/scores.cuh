@@ -1,4 +1,4 @@
-// Effect of options on the scores of attention; kernels/attention/scores.py mirrors the structure and sets the macros.
+// Effect of options on the scores of attention; problem.py mirrors the structure and sets the macros.
 //
 //   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + offset - j|, + bias
 //   offset = seqlen_k - seqlen_q + ahead

@@ -1,4 +1,4 @@
-// Sizes, strides and scalars of an attention problem, passed by value; kernels/attention/shape.py mirrors it.
+// Sizes, strides and scalars of an attention problem, passed by value; problem.py mirrors it.
 //
 // Strides are in elements; the stride of head_dim is 1. With VARLEN or SEQUSED_K, seqlen_q and seqlen_k are those
 // of the longest sequence.

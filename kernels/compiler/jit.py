@@ -3,8 +3,8 @@
 A kernel is identified by its content: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/<stem>.cu``
 specialised by ``-D`` macros, a :class:`NumbaKernel` is a Python function with a signature. :func:`compile_kernel`
 compiles either to PTX (and machine code) once, and caches the result in memory and on disk. The key on disk covers
-the source, every file of ``include/``, the flags and the compiler versions, so an edited header never gets a stale
-binary. :func:`load` loads a kernel on a GPU.
+the source, the headers of its room and of ``common/cuda/``, the flags and the compiler versions, so an edited header
+never gets a stale binary. :func:`load` loads a kernel on a GPU.
 
 Environment: ``GPU_OPS_CACHE_DIR`` moves the cache; ``GPU_OPS_DUMP=folder`` writes everything compiled to a folder.
 """

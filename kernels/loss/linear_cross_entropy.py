@@ -1,6 +1,6 @@
 """Launch of the cross-entropy of a linear layer on each backend: a chunk of rows at a time, in its logits' memory.
 
-logits     x weight^T + bias                 float32, by the products of :mod:`.gemm`
+logits     x weight^T + bias                 float32, by the products of :mod:`gpu_ops.kernels.gemm.gemm`
 losses     and dlogits, over the logits      by :mod:`.cross_entropy`: rounded to the dtype of the products
 dx         dlogits weight
 dweight    (+)= dlogits^T x                  float32, in place; dbias likewise

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm on the GPU: choice of kernel, arguments, launch.
 
 Arrays are (rows, cols) with unit stride on the last axis; weight and bias (cols,), mean and rstd (rows,) are
-contiguous. The CUDA C++ kernels are ``cuda/norm*.cu``, their readable twins ``numba_cuda/norm.py``; the two ops
-call ``rmsnorm.py`` and ``layernorm.py``.
+contiguous. The CUDA C++ kernels are ``norm.cu``, ``backward.cu`` and ``dweight.cu``, their readable twins
+``numba_cuda/norm.py``; the two ops call ``rmsnorm.py`` and ``layernorm.py``.
 """
 
 from __future__ import annotations

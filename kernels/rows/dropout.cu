@@ -16,8 +16,8 @@
 //   DTYPE    f16, bf16 or f32
 //   ACCESS   elements per access: a vector of 16 bytes, or 1 for unaligned arrays
 //
-// blockDim = (threads per row, rows per block), grid = (chunks of a row, groups of rows), as swiglu.cu draws it: a chunk
-// is kVecs vectors of each thread; the elements that fill no vector come last, one by one.
+// blockDim = (threads per row, rows per block), grid = (chunks of a row, groups of rows), as gemm/swiglu.cu draws it:
+// a chunk is kVecs vectors of each thread; the elements that fill no vector come last, one by one.
 #include "philox.cuh"
 #include "scalar.cuh"
 #include "vec.cuh"

@@ -1,7 +1,8 @@
 """Gradients of the ternary matmul on the GPU: ``ternary_backward.cu`` and its Numba twin.
 
 dx = dy @ W      ternary_backward: packed weights on tensor cores; the parts of N of a small result by gemm_sum
-dw = dy^T @ xq   a matrix product (:mod:`.gemm`); for int8 activations ternary_round_tokens computes xq from x
+dw = dy^T @ xq   a matrix product (:mod:`gpu_ops.kernels.gemm.gemm`); for int8 activations ternary_round_tokens
+                 computes xq from x
 
 dy (tokens, N), x and dx (tokens, K), dw (N, K) have unit stride on the last axis; codes (N, bytes) are w2, scale
 (1 or N, groups) float32, both contiguous. No axis is empty.

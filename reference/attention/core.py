@@ -69,7 +69,7 @@ class WeightOptions(Options):
     """Options of training: also those of the weights after the softmax."""
 
     dropout_p: float = 0.0
-    """Probability that a weight is 0; others are divided by 1 - dropout_p; see ``attention_dropout.py``."""
+    """Probability that a weight is 0; others are divided by 1 - dropout_p; see :func:`dropout_mask`."""
     seed: Any = None
     """Seed that decides which weights dropout keeps: an integer from 0 to 2**64 - 1."""
 

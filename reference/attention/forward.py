@@ -1,7 +1,7 @@
 """Attention in NumPy: the definition of correct for the forward pass.
 
 It computes the whole ``(seqlen_q, seqlen_k)`` score matrix, as the formula does. The backward pass is in
-``attention_backward.py``, masks in ``attention_mask.py``, the shared mathematics in ``attention_core.py``.
+``backward.py``; masks and the shared mathematics are in ``core.py``.
 """
 
 from __future__ import annotations

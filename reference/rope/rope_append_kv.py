@@ -1,6 +1,7 @@
 """RMSNorm of each head of q and k, RoPE of both, and the write of k and v into a cache.
 
-:mod:`.rmsnorm` (casting ``fp32``) and :mod:`.rope` define the steps. Here nothing is rounded between them.
+:mod:`gpu_ops.reference.norm.rmsnorm` (casting ``fp32``) and :mod:`.rope` define the steps. Here nothing is rounded
+between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Kernels whose counts are known beforehand: tests/support/profiled.py.
+// Kernels whose counts are known beforehand: tests/emulator/test_profile.py.
 #include <cuda_fp16.h>
 typedef unsigned int u32;
 __device__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -1,4 +1,4 @@
-"""Tests of the measuring tools; test_perf_benches.py runs the benches."""
+"""Tests of the measuring tools; test_benches.py runs the benches."""
 
 from __future__ import annotations
 

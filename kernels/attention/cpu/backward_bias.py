@@ -1,7 +1,7 @@
 """Gradients of attention's bias and sinks on the CPU.
 
 dbias is dS, summed over the axes along which bias was broadcast. P and dS are recomputed tile by tile, as in
-attention_backward.py, in another order: a task owns the part of dbias that it adds to. For sinks a task is a head.
+backward.py, in another order: a task owns the part of dbias that it adds to. For sinks a task is a head.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ LOG2E_HIGH, LOG2E_LOW = (
     -1.0542692496784412e-08,
 )  # halves of its digits; their sum is LOG2E
 
-# The inputs of a backward call, as attention_backward.py describes them, with lse and delta in float64 and of rows
+# The inputs of a backward call, as backward.py describes them, with lse and delta in float64 and of rows
 # with a large lse what split_lse says.
 Arrays = namedtuple(
     "Arrays", "dout q k v lse sequences alibi sinks bias visible seed delta split_from coarse_from"

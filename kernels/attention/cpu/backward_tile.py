@@ -1,6 +1,6 @@
 """Tile of the attention backward pass: P and dS from Q, K, V, dO and lse, then dQ, dK and dV.
 
-Lanes are queries, as in ``attention_tile``: S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes are grouped in panels of
+Lanes are queries, as in ``tile.py``: S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes are grouped in panels of
 PANEL. A panel works on the keys that at least one of its lanes sees; the rest of the product's operands is 0:
 
            panels of queries

@@ -17,10 +17,10 @@ The keys and values of a block are read in the order of memory, all KV heads of 
 they are contiguous. Reading head after head would return to every row nheads_kv times, in short pieces that
 no hardware prefetcher follows. Rows are prefetched 12 KB ahead in that order: from the K rows of a block into its
 V rows, and from these into the next block. A task is one part of the keys of one sequence; attention_combine of
-attention.py merges the parts.
+forward.py merges the parts.
 
 A NaN or an infinity in V reaches rows that do not see it (0 * inf). That shows in O, so the rare task
-with an O that is not finite is done again, carefully (attention_special.py).
+with an O that is not finite is done again, carefully (special.py).
 """
 
 from collections import namedtuple
@@ -104,14 +104,14 @@ class Plan(NamedTuple):
     ahead: int  # keys
 
 
-# as in attention.py
+# as in forward.py
 Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks k_scale v_scale part_out part_sums")
 
 
 def prepare_decode(
     call: Call, dtype: np.dtype, results: tuple[Any, Any], of_keys: np.dtype, launch: Callable[..., None]
 ) -> Prepared:
-    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py passes
+    """``run(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as forward.py passes
     them to its kernels. ``of_keys``: the dtype of k and v."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(

@@ -1,4 +1,4 @@
-"""Steps of attention over a cache for one block of keys; attention_decode.py walks over the blocks."""
+"""Steps of attention over a cache for one block of keys; decode.py walks over the blocks."""
 
 from typing import Any, NamedTuple
 

@@ -7,8 +7,7 @@ part of the keys (split-KV). It walks over the key tiles that its queries can se
     P^T = exp2(S^T - row_max), row_sum and O^T rescaled when row_max grows
     O^T += V^T P^T
 
-K and V are packed tile by tile (attention_operands.py); a tile meets one panel of queries after another
-(attention_panel.py).
+K and V are packed tile by tile (operands.py); a tile meets one panel of queries after another (panel.py).
 
 Parts of the keys leave their O and row sums in a workspace; :func:`attention_combine` merges
 them. flops: 4 * seqlen_q * seqlen_k * head_dim per head, less what the masks hide in whole tiles.

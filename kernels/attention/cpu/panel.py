@@ -50,7 +50,7 @@ from gpu_ops.kernels.common.cpu.packing import steps
 
 
 class Work(NamedTuple):
-    """Scratch of one thread, in the layout of attention_operands.py. m = block_m lanes, n = block_n keys."""
+    """Scratch of one thread, in the layout of operands.py. m = block_m lanes, n = block_n keys."""
 
     qt: Any  # (panels * head_dim steps, NR)
     kt: Any  # (n, head_dim steps)

@@ -1,6 +1,6 @@
 """Gradients of attention for Numba, in tiles. The readable twin of the CUDA C++ kernels.
 
-    P  = exp(s - lse)                       s: the scores, rounded as in attention.py
+    P  = exp(s - lse)                       s: the scores, rounded as in forward.py
     dP = dO V^T,   dS = P (dP - delta)      delta = rowsum(dO O)
     dV = P^T dO
     dZ = dS (1 - tanh(z / cap)^2)       without a cap dS itself
@@ -12,7 +12,7 @@ and dV. A sum belongs to one block, which adds it up in registers in a fixed ord
 time. The price is that S and dP are computed twice, seven matrix products instead of five: 14 flops per query, key
 and column.
 
-As in attention.py, a row is a query of one of the heads that share a key head. A block that owns keys sums over the
+As in forward.py, a row is a query of one of the heads that share a key head. A block that owns keys sums over the
 whole group, so dK and dV need no further reduction. :mod:`.backward_rows` computes delta ahead,
 :mod:`.backward_tile` has the steps, :mod:`.backward_bias` computes the gradient of the bias.
 """

@@ -3,7 +3,7 @@
     dbias = sum over batch, heads, queries or keys of P (dP - delta)
 
 A block owns a tile of dbias: 64 queries by 64 keys of one head and batch entry, or, of an axis of length 1, that one
-element. It computes P and dS as the kernels of attention_backward.py do, for one *unit* after the other: every tile
+element. It computes P and dS as the kernels of backward.py do, for one *unit* after the other: every tile
 of heads, batch entries, queries and keys whose gradients add to what it owns. Each thread sums its pairs in
 registers; at the end the block sums over the rows or keys of the tile. 4 flops per query, key and column.
 

@@ -10,7 +10,7 @@ from gpu_ops.kernels.attention.problem import PLAIN, Features
 __all__ = ["RESOLUTION", "NumbaBackwardConfig", "NumbaBackwardProblem", "count_parts", "select_config"]
 
 RESOLUTION = 2.0**-12
-"""If adding this to an lse in base 2 changes nothing, lse is too coarse: see attention_backward_rows.py."""
+"""If adding this to an lse in base 2 changes nothing, lse is too coarse: see backward_rows.py."""
 
 # Columns of a block's accumulators, by itemsize. Wider heads are shared among blocks, which compute P and dS each.
 _SLAB = (16, 32, 64, 96)

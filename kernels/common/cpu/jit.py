@@ -256,7 +256,7 @@ def all_variants() -> Iterator[tuple[Kernel, Any]]:
 
 
 class DiskCache(Cache):
-    """One compiled variant in one file: see :mod:`.codegen.numba_kept`.
+    """One compiled variant in one file: see :mod:`.codegen.numba_pipeline`.
 
     ``miss`` is called before Numba compiles it.
     """

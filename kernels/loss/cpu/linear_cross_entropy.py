@@ -1,4 +1,5 @@
-"""Cross-entropy of a linear layer on the CPU, a chunk of rows at a time: :mod:`.gemm` and :mod:`.cross_entropy`.
+"""Cross-entropy of a linear layer on the CPU, a chunk of rows at a time, by :mod:`gpu_ops.kernels.gemm.cpu.gemm`
+and :mod:`.cross_entropy`.
 
 logits     x w^T + bias, float32 from the accumulators       once per chunk: w is read in place
 dlogits    in x's dtype, over the logits                     by the kernel of the losses

@@ -6,7 +6,7 @@ Gradients of weights are float64 partials per task, added up in order: the same 
 which task. They grow by a few rows at a time, whose sum is in the computing type, before their dx, which may be dy's
 memory.
 
-Forward (passes in ``cpu/norm.py``; results too large for a cache go past it)::
+Forward (passes: the table below; results too large for a cache go past it)::
 
     x        | row r | row r + 1 ...         row r + 1 is prefetched while y is stored
     residual | row r | row r + 1 ...
@@ -179,7 +179,7 @@ def store_sum(total: Array, partial: Array, add: bool) -> None:
 def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
     """Function (operands, scalars, wide) for the float64 sum over rows of short sums in the computing type.
 
-    ``short`` and ``exact`` are passes of cpu/norm.py. Where the size of a sum is not between ``least`` and
+    ``short`` and ``exact`` are passes of the table above. Where the size of a sum is not between ``least`` and
     infinity, ``exact`` takes the same numbers, with the scalars ``wide``, in float64. A device function, not
     ``inner``: reordered, a sum of differences from a number would be the difference of two large sums.
     """

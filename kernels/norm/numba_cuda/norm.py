@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm for Numba, forward and backward: the readable twins of cuda/norm*.cu.
+"""RMSNorm and LayerNorm for Numba, forward and backward: the readable twins of norm.cu, backward.cu and dweight.cu.
 
 forward    s = x + residual,  n = (s - mean) * rstd,  y = n * (offset + weight) + bias
            rstd = 1 / sqrt(mean((s - mean)^2) + eps)

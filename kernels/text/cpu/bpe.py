@@ -1,4 +1,4 @@
-"""Byte pair encoding on the CPU: words of a text, and their tokens. :mod:`.bpe` finds the merges.
+"""Byte pair encoding on the CPU: words of a text, their tokens, and the learning of merges.
 
 word      a run of letters, digits, other signs or white space, at most 128 bytes. A space before another
           run belongs to it, as does a single sign before letters. Bytes from 128 on are letters, so that no

@@ -1,4 +1,5 @@
-"""Ternary matmul for Numba: the readable twin of cuda/ternary_*.cu, in any dtype and for any K.
+"""Ternary matmul for Numba: in any dtype and for any K. The readable twin of ternary_gemv.cu,
+ternary_gemm.cu and ternary_tokens.cu.
 
 int8       q = round half to even (x s), s = 127 / max(max|x|, 1e-5) per token; y = scale * sum(trit * q) / s
 native     y = scale * sum(trit * x)

@@ -8,19 +8,18 @@ build               small helpers on an IR builder: loads, splats, shuffles, fus
 memory              scratch arrays on cache lines, copies and prefetch of rows, round_up, min and max
 arena               all scratch of a thread in one allocation; named tuples passed by reference
 stream              non-temporal stores
-rows, norm, sums    functions of rows, chunk by chunk; the passes of the norms and their sums
+rows, sums          functions of rows, chunk by chunk; sums over a few rows
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
 tiles               gemm in AMX tile registers
 exp2                powers of two of vectors
 softmax             turns a tile of scores into weights; updates maximum and sum
-attention_gradient  turns S and dP of a tile of keys into P and dS in registers
-bias                adds bias to scores: squares are transposed in registers
 decode              attention over a cache: scores, maxima, sums, weighted rows
-decode_rows         rows of any element type to vectors; convert: vectors to rows
-rotate              halves of heads, rotated: of all heads of a token, or of tokens of a head
-glu                 gated activations of vectors and of rows
-ternary_codes       vectors of 2-bit codes; ternary: their products with int8 or floats
+decode_rows         rows of any element type to vectors
+philox              random bits, a counter per 64-bit lane
 ==================  =================================================================================
+
+Generators of one room are there: ``attention/cpu/backward_ir.py`` and ``tile.py`` (bias), ``rope/cpu/rotate_ir.py``,
+``gemm/cpu/glu_ir.py``, ``norm/cpu/norm.py``, ``weights/cpu/ternary_ir.py``.
 
 One generator serves vectors of 64, 32 and 16 bytes; a CPU that Numba names otherwise (ARM) gets 16 bytes of
 generic IR. The disk cache hashes these files too: an edited generator makes new machine code.
