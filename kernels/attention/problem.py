@@ -1,4 +1,6 @@
-"""An attention call as its kernels see it: :class:`Attention`, which the lowerings for the CPU and for GPUs read."""
+"""An attention call as its kernels see it: :class:`Attention`, the options of its scores (:class:`Scores`,
+:class:`Features`), and the structures that CUDA C++ kernels take.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,8 @@ __all__ = [
 #     s = softmax_scale * q.k,   then softcap * tanh(s / softcap),   + ALiBi + bias,   masks (-inf)
 #     weights = softmax(s),   then dropout
 #
-# A new option is a field here, and in :class:`Features` if kernels are compiled with or without it. The
-# kernels'
-# parts are ``scores.cuh``, ``numba_cuda/forward.py`` and ``cpu/tile.py``.
+# A new option is a field here, and in :class:`Features` if kernels are compiled with or without it. The kernels'
+# parts are ``scores.cuh``, ``numba_cuda/forward.py``, ``numba_cuda/backward_tile.py`` and ``cpu/tile.py``.
 
 LOG2E = math.log2(math.e)
 _STEPS = 1 << 16  # of dropout_p: a weight has 16 random bits

@@ -186,7 +186,7 @@ TAKEN = {
 
 
 def test_an_option_is_named_in_few_files():
-    """Seven files: documentation and check, lowering, one file for each kind of kernel, the reference.
+    """Eight files: documentation and check, lowering, one file for each kind of kernel, the reference.
 
     ``rglob`` does not follow the links in gpu_ops.
     """

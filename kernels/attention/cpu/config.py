@@ -58,7 +58,7 @@ class Config:
     block_m: int  # queries per task: lanes
     block_n: int  # keys per tile
     heads: int  # adjacent query heads in the lanes
-    n_splits: int  # parts of the keys
+    n_splits: int  # parts of the keys; in the backward pass, of the query blocks
     kernel: str = "tiled"  # or "decode": block_m is then the query rows of a KV head; block_n not used
 
     def __str__(self) -> str:
@@ -83,13 +83,15 @@ def select_config(
 ) -> Config:
     """Divide the work so that every thread has some, in tiles as large as that allows.
 
-    =======  ================================================================================================
-    block_m  1024: each K and V element that is packed serves 1024 queries; half of it and so on while Q^T and
-             O^T, which have ``dims`` columns together, are over an L2 cache, and while there are fewer than
-             eight tasks per thread (from 512 on four), but at least 64
-    block_n  128: S^T of a panel of queries takes 16 KiB and stays in the L1 cache; 256 where bfloat16 is
-             multiplied in pairs, which makes the work per tile of O^T as long
-    =======  ================================================================================================
+    ========  ===============================================================================================
+    block_m   1024: each K and V element that is packed serves 1024 queries; half of it and so on while Q^T and
+              O^T, which have ``dims`` columns together, are over an L2 cache, and while there are fewer than
+              eight tasks per thread (from 512 on four), but at least 64
+    block_n   128: S^T of a panel of queries takes 16 KiB and stays in the L1 cache; 256 where bfloat16 is
+              multiplied in pairs, which makes the work per tile of O^T as long
+    n_splits  parts of the keys, each a task: for decoding by estimated time (:func:`_decode_tasks`), in tiles
+              if tasks are few
+    ========  ===============================================================================================
 
     ``decode``: the decode kernel may run, if the query rows per KV head are few. It has neither bias nor block mask.
     """

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for a problem: tiles, features, and number of parts of the keys."""
+"""Configuration of the Numba attention kernel: tiles, features, and number of parts of the keys."""
 
 from __future__ import annotations
 

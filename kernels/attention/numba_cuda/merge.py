@@ -1,4 +1,5 @@
-"""Merging attention over two sets of keys, for Numba: the readable twin of merge.cu.
+"""Merging for Numba: attention over two sets of keys (the twin of merge.cu), and over the parts of split-KV (of
+combine.cu).
 
 lse = ln(e^lse1 + e^lse2)      out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
 
