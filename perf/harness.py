@@ -1,4 +1,4 @@
-"""Times ours, the naive formula and a peer, interleaved, on the same data.
+"""Times ours, the naive formula and a peer, interleaved, on the same data; checks the error.
 
 Each round gives every contender a slice of time in turn, so that a slower clock or a busy neighbour affects all of
 them. On a CPU the loop at the case's limit (peaks.py) takes turns too, so the share of the limit compares medians

@@ -1,4 +1,4 @@
-"""Memory and time of a training step under one layout of many GPUs: a model on paper.
+"""Memory and time of a training step under one layout of many GPUs, on paper; clusters and their messages.
 
 GPUs are numbered with TP innermost, then CP, PP and DP, as for Llama 3. Every term is for one GPU, in the fullest
 or slowest stage of the pipeline.

@@ -1,4 +1,6 @@
-"""Saved runs. A CSV file holds one row per case; the lines above it hold the facts of the run, as ``# key: JSON``.
+"""Saved runs and their comparison.
+
+A CSV file holds one row per case; the lines above it hold the facts of the run, as ``# key: JSON``.
 
 A contender's columns start with its name: ``ours_median`` (seconds), ``naive_peak`` (bytes). An empty cell means "not
 measured". ``pandas.read_csv(path, comment="#")`` reads it.

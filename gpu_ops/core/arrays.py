@@ -1,4 +1,4 @@
-"""Arrays of any library as NumPy views, and results back in that library.
+"""Arrays of any library as NumPy views, and results back in that library; overlap of arrays.
 
 Zero-copy where the protocol allows. Accepted: NumPy arrays, objects with ``__dlpack__`` on the CPU (torch, JAX,
 ...), and CUDA arrays (:mod:`gpu_ops.core.cuda_arrays`). bfloat16 is ``ml_dtypes.bfloat16``; NumPy cannot exchange it

@@ -1,4 +1,7 @@
-"""``@op``: turns a function that binds its arguments into a public one, cached by call key; ``explain``."""
+"""``@op``: turns a function that binds its arguments into a public op, cached by call key.
+
+Here are also :func:`explain`, and the names that other libraries use for options.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of packed codes on a device, and the cases in which NumPy converts instead."""
+"""Conversion of packed codes on a device, or by NumPy where kernels cannot; scales embedded in blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to an engine, and the tokens it returns."""
+"""Requests to an engine, the tokens it returns, and the sampler that draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafts of a tree that the model itself would have drawn, and the token after them."""
+"""Speculative decoding: drafts by lookup in the text; those of a tree that the model itself would have drawn."""
 
 from __future__ import annotations
 

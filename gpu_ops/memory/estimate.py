@@ -1,4 +1,4 @@
-"""Estimate of a Llama's training-step memory before it runs, and the choice of what to keep within a budget."""
+"""Estimates of memory before a run, of a Llama's training step or one call; choice of what to keep in a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of configs of Hugging Face transformers, and the writer of their rope entries."""
+"""Reader of configs of Hugging Face transformers, the writer of their rope entries, and the table of families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a model's files: their mapping to rows of our arrays, checks against the config, and reading."""
+"""Tensors of a model's files: mapping to rows of our arrays, checks, and reading; packed ternary projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a block and of a model, by name and as dataclasses; gradients use the same classes."""
+"""Weights and gradients of a block and of a model, by name and as dataclasses; functions of embedding tables."""
 
 from __future__ import annotations
 

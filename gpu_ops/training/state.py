@@ -1,4 +1,4 @@
-"""State of a training run in one file: arrays, exact to the bit, and numbers.
+"""State of a training run in one file: arrays, exact to the bit, and numbers; the last states of a run in a folder.
 
 The file is a safetensors file, which other programs can read too. Its metadata has the numbers as JSON, and a
 checksum of the arrays, by which :func:`load_state` detects damage.

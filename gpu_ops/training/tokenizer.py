@@ -1,4 +1,4 @@
-"""Byte pair encoding of bytes: a tokenizer that is trained in seconds and decodes to the exact bytes."""
+"""Byte pair encoding: a tokenizer trained in seconds, which gives back the exact bytes; those of published models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Partition of a problem by the tensor-core attention kernel: tile, rows, parts of keys. Pure Python, needs no GPU.
+"""Partition of a problem by the tensor-core attention kernel: tile, rows, parts of keys; candidates of autotune.
 
-``select_config`` takes every tile of ``_TILES`` that the device can run and orders them by :func:`_cost`. The model
-ranks tiles; it does not predict microseconds:
+Pure Python, needs no GPU. ``select_config`` takes every tile of ``_TILES`` that the device can run and orders them
+by :func:`_cost`. The model ranks tiles; it does not predict microseconds:
 
 ===================  ==================================================================================
 work of a block      BLOCK_M times the keys of whole tiles, padding included; or its bytes, if more

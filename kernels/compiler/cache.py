@@ -1,4 +1,4 @@
-"""Cache folder: compiled kernels and measured choices, kept for later processes of this user.
+"""Cache folder: compiled kernels and measured choices, kept for later processes of this user, listed and cleared.
 
 Its files become machine code of this process. So folders are made for their owner alone, and nothing is read
 that another user (except root) owns or may write to, nor through a link within the cache. Without such a folder every

@@ -1,4 +1,4 @@
-"""Identification of GPU kernels before they are compiled."""
+"""GPU kernels as values: identified before they are compiled, and compiled, with their form on disk."""
 
 from __future__ import annotations
 

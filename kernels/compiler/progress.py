@@ -1,8 +1,8 @@
-"""Progress on stderr for work that takes longer than a second, and the notice that kernels are being compiled.
+"""Messages on stderr: progress of work that takes over a second, the notice that kernels are compiled, warnings.
 
-``GPU_OPS_QUIET=1`` silences both. The notice goes through ``logging.getLogger("gpu_ops")`` (level INFO): to the
-handlers that the application has configured, at the level it has set, or to stderr if there are none. A stderr that
-cannot be written is not an error: then nothing is shown.
+``GPU_OPS_QUIET=1`` silences progress and the notice. The notice goes through ``logging.getLogger("gpu_ops")`` (level
+INFO): to the handlers that the application has configured, at the level it has set, or to stderr if there are none. A
+stderr that cannot be written is not an error: then nothing is shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Search for parts of the CUDA toolkit: NVIDIA's wheels in this environment, or a toolkit on the machine."""
+"""Search for parts of the CUDA toolkit, in NVIDIA's wheels or on the machine; the command to install an extra."""
 
 from __future__ import annotations
 

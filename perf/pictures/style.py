@@ -1,4 +1,4 @@
-"""Colours, text and files of all pictures: an SVG that follows the reader's light or dark theme.
+"""Colours, text, labels and files of all pictures: an SVG that follows the reader's light or dark theme.
 
 Matplotlib draws in the light colours. ``save`` adds a style sheet that exchanges them if the reader prefers dark.
 The background is painted in both themes, so a picture stays readable if page and system disagree. Text stays text,

@@ -1,4 +1,4 @@
-"""The mathematics of attention on ``(batch, nheads, seqlen, head_dim)`` arrays in float64.
+"""The mathematics of attention on ``(batch, nheads, seqlen, head_dim)`` arrays in float64, with masks and dropout.
 
 The public forward and backward functions both start from :func:`softmax_rows`. Keys that a query does not see
 contribute nothing, whatever they hold: a NaN behind a mask stays behind it.

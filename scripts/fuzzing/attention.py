@@ -1,4 +1,4 @@
-"""Trials of the attention functions."""
+"""Trials of the attention functions, and their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockMask builders against dense masks written pair by pair: all visible pairs are kept, no block needlessly."""
+"""BlockMask builders against dense masks: all visible pairs are kept, no block needlessly; panels on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on GPUs: choice of tile, packing and splits for every card, tested without a GPU."""
+"""Attention on GPUs: tile, packing and splits for every card, and autotune's candidates; tested without a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Cost of a remembered call in Python: the number of our functions that it calls. No time is measured.
+"""Cost of a remembered call in Python: the number of our functions that it calls; memory ranges in call keys.
 
-Kernels and their callers on the CPU are not counted. A new check in every call shows here as a larger number.
+No time is measured. Kernels and their callers on the CPU are not counted. A new check in every call shows here as a
+larger number.
 """
 
 from __future__ import annotations

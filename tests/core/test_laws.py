@@ -1,4 +1,4 @@
-"""Laws that hold for every op: any strides, ``out``, in place, empty arrays, containment of NaN."""
+"""Laws that hold for every op: any strides, ``out``, in place, empty arrays, containment of NaN; laws of options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits of the host and the order of streams, on a fake of CuPy and its driver (fake_driver.py)."""
+"""Waits of the host, order of streams, and CUDA graph capture, on a fake of CuPy and its driver (fake_driver.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mma.sync against matrix products; registers are filled element by element."""
+"""mma.sync against matrix products; ldmatrix, stmatrix and movmatrix. Registers are filled element by element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of arrays in fields of structs and in tables of pointers, as third-party kernels take them."""
+"""Addresses of arrays in structs and tables of pointers, as other packages' kernels take them; ``symbols=``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uninitialised values are reported at the use that matters, and not where the kernel discards them."""
+"""Uninitialised values are reported where they matter, not where a kernel discards them or copies padding."""
 
 from __future__ import annotations
 

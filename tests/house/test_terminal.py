@@ -1,4 +1,4 @@
-"""Tables and lines of the commands, on a terminal and in a pipe."""
+"""Tables and lines of the commands, on a terminal and in a pipe; progress of pip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from folders: shards and casts; folders that do not match their config are refused."""
+"""Models from folders and saved to folders: shards and casts; folders that do not match their config are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""eps of norms may be 0 or tiny: a row of zeros gives 0 on every backend, and other rows do not change."""
+"""eps of norms may be 0 or tiny: a row of zeros gives 0, and other rows do not change; sums that overflow float32."""
 
 from __future__ import annotations
 

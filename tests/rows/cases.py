@@ -1,4 +1,4 @@
-"""Helpers of the tests of row-wise ops (RMSNorm, SwiGLU): odd strides, and comparison with the reference."""
+"""Helpers of the tests of many ops (AdamW, softmax, linear, ...): odd strides, and comparison with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): norms, softmax, sampling, dropout, SwiGLU, linear, the gated MLP."""
+"""Rows of the table of calls (calls.py): all ops but attention and RoPE."""
 
 from __future__ import annotations
 

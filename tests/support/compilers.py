@@ -1,4 +1,4 @@
-"""Helpers of tests that compile GPU kernels: the compilers of this machine, and a folder of kernels."""
+"""Helpers of tests that compile GPU kernels: the compilers of this machine, a folder of kernels, and the cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers that lower a call and run its program on the emulator, without the checks of the public functions."""
+"""Helpers that lower a call and run its program on the emulator, without checks; profiles of emulator/profile.cu."""
 
 from __future__ import annotations
 

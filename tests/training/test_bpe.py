@@ -1,4 +1,4 @@
-"""Byte pair encoding: merges and tokens by the definition, and round trips of any bytes."""
+"""Byte pair encoding: merges and tokens by the definition, and round trips of any bytes; published tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved states: bit for bit, complete or not saved at all; an error leaves arrays unchanged."""
+"""Saved states and checkpoints: bit for bit, complete or not saved at all; an error leaves arrays unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks shared by the attention functions: inputs, and the options that determine the scores."""
+"""Checks shared by the attention functions: inputs, options of the scores, scales of quantized pages, results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the Numba attention kernel on one tile of keys: scores, online softmax, weighted values.
+"""Steps of the Numba attention kernel on one tile of keys: scores, online softmax, dropout, weighted values.
 
 Device functions for thread (r, c) of the block's 8 x 16 grid, which has rows r, r + 8, ... and keys or columns c,
 c + 16, ... They are inlined, so that the kernel's arrays ``s``, ``o``, ``row_max`` and ``row_sum`` stay in registers.

@@ -1,10 +1,10 @@
-"""CPU kernels: Numba, one module per op, plus the modules they share.
+"""Modules that the CPU kernels of all rooms share, among them:
 
 =============  ======================================================================================
 ``jit``        compiles a kernel once per variant and keeps it on disk
 ``parallel``   runs a compiled kernel on all cores
 ``dtype``      loads and stores of float16 / bfloat16 as bits; rows of strided arrays
-``fastmath``   exp, exp2, sigmoid, ... as polynomials that LLVM turns into vector code
+``fastmath``   exp, exp2 and tanh as polynomials that LLVM turns into vector code
 =============  ======================================================================================
 """
 

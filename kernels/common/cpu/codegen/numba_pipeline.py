@@ -1,4 +1,4 @@
-"""Numba pipelines: kernels, and device functions, which are compiled only inside a kernel.
+"""Numba pipelines for kernels, and for device functions, compiled only inside a kernel; entries of the disk cache.
 
 Numba optimises every function that it compiles and makes machine code of it, although the code of a callee is then
 linked into its caller and compiled there again. For a kernel made of fifty functions three levels deep that was
