@@ -297,9 +297,8 @@ class ClusterPlan:
 # Clusters of GPUs, and the time of messages between them, by the model that NCCL itself plans with.
 #
 # An all-gather or a reduce-scatter over a ring of n ranks has n - 1 steps and takes
-# ``base + (n - 1) * latency + (n - 1) / n * bytes / bandwidth``. NCCL has three protocols and takes the
-# fastest: LL and
-# LL128 start sooner, Simple moves more bytes. Source: NCCL, src/graph/tuning.cc (base and latencies), topo.h
+# ``base + (n - 1) * latency + (n - 1) / n * bytes / bandwidth``. NCCL has three protocols and takes the fastest: LL
+# and LL128 start sooner, Simple moves more bytes. Source: NCCL, src/graph/tuning.cc (base and latencies), topo.h
 # (links).
 
 WHO = "plan"

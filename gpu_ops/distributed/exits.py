@@ -69,10 +69,8 @@ def call_at_exit(leave: Callable[[int | None], object]) -> None:
 # Departure messages: a rank whose program ends tells the others, so that none waits for it.
 #
 # MPI_Finalize waits for all ranks, even for ranks that wait for the caller. So a rank first sends each member
-# of each
-# communicator the number of operations that it has begun there. A rank that waits for an operation with a
-# higher
-# number knows that it will never come.
+# of each communicator the number of operations that it has begun there. A rank that waits for an operation with
+# a higher number knows that it will never come.
 
 _TAG = 2000  # above the channels of messages
 _COLLECTIVE = "collective"

@@ -111,8 +111,7 @@ class GGUFFile:
 
 # Numbers as GGUF stores them: plain, or as blocks of small integers and their scales.
 #
-# A quantised weight is ``scale * q``, or ``scale * q - offset`` in the types with an offset, in float32 as in
-# ggml.
+# A quantised weight is ``scale * q``, or ``scale * q - offset`` in the types with an offset, in float32 as in ggml.
 
 
 @dataclass(frozen=True)

@@ -235,14 +235,11 @@ def _pad(step: Step, total: int, batch: int) -> None:
         step.cu_seqlens_q[batch:] = total + np.arange(rows + 1) * padding // rows
 
 
-# Cascade attention: pages at the start of many sequences of a step are read once, for the queries of all of
-# them.
+# Cascade attention: pages at the start of many sequences of a step are read once, for the queries of all of them.
 #
-# Neighbours in a step that share their first pages form a group. For the shared pages the group is one
-# sequence of many
-# queries; for the other pages each sequence is separate. The two results are merged by lse. Source: Juravsky
-# et al.,
-# "Hydragen", 2024; Ye et al., "Cascade Inference" (FlashInfer), 2024.
+# Neighbours in a step that share their first pages form a group. For the shared pages the group is one sequence
+# of many queries; for the other pages each sequence is separate. The two results are merged by lse. Source:
+# Juravsky et al., "Hydragen", 2024; Ye et al., "Cascade Inference" (FlashInfer), 2024.
 
 # Time of both parts and the merge over that of one call, decoding in float32 on two cores. With 32 queries of each
 # sequence the ratios are 0.60 and 0.94, since products dominate.

@@ -136,8 +136,7 @@ def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[s
 # A training pass over a model, part by part: its embedding, its layers, its output.
 #
 # :class:`Parts` returns the weights of a part when the pass reaches it. They may be gathered then and freed
-# afterwards,
-# and their gradients may be sent to other processes while those of the previous part are computed.
+# afterwards, and their gradients may be sent to other processes while those of the previous part are computed.
 
 Part = int | Literal["embed", "head"]
 """Part of a model: the embedding, a layer by its number, or the last norm and the output layer."""

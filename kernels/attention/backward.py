@@ -22,8 +22,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["backward", "launch_numba", "numba_variants", "variants"]
 
-# Gradients of attention by the Numba kernels for GPUs: statistics of the rows, dq, dk and dv, then those of
-# options.
+# Gradients of attention by the Numba kernels for GPUs: statistics of the rows, dq, dk and dv, then those of options.
 #
 # One block computes each sum in a fixed order, so ``deterministic=True`` costs nothing.
 

@@ -326,10 +326,8 @@ def _round_up(n: int, multiple: int) -> int:
 # Candidates of ``gpu_ops.autotune`` for the tensor-core attention kernel, and buckets of problems.
 #
 # A candidate is a tile, whether the heads of a group are packed, and how the keys are split: not at all, or
-# into as
-# many parts as the model chooses, half as many, or twice as many. Its label omits the number of parts, so
-# that it means
-# the same for other lengths.
+# into as many parts as the model chooses, half as many, or twice as many. Its label omits the number of parts,
+# so that it means the same for other lengths.
 
 _MOST = 8  # tiles with or without packing; up to three ways to split the keys of each
 _WORTH_MEASURING = 2.0  # times the least cost by the model; slower tiles are not worth a measurement

@@ -253,10 +253,8 @@ def _tokens_inner(x: Tensor) -> bool:
 # Frequencies of RoPE in the form that GPU kernels read.
 #
 # The kernels compute cos and sin themselves. A table would be another 512 bytes to read per token at head_dim
-# 128,
-# 2.5 % of the traffic of q and k of Llama-3-8B, and the host would have to wait for positions on the device
-# to know its
-# length.
+# 128, 2.5 % of the traffic of q and k of Llama-3-8B, and the host would have to wait for positions on the
+# device to know its length.
 
 
 def frequencies(spec: Spec, builder: Builder, *, raw: bool) -> Tensor:

@@ -221,18 +221,15 @@ def _kept(shape: tuple[int, int, int, int], options: Options, sequence: int) -> 
 # Dropout of attention weights: which weights are kept. All backends drop the same ones.
 #
 # The weight of query i and key j of head h in sequence b (its number in the batch) has 16 random bits, one of
-# the eight
-# halves of the words that Philox 4x32-10 returns for
+# the eight halves of the words that Philox 4x32-10 returns for
 #
 #     counter   (row group, key group, h, b)        row group = i // 16 * 8 + i % 8:   queries i, i + 8
-#     key       the seed, low and high half         key group = j // 32 * 8 + j % 8:   keys j, j + 8, j + 16,
-# j + 24
+#     key       the seed, low and high half         key group = j // 32 * 8 + j % 8:   keys j, j + 8, j + 16, j + 24
 #
 #     word      j // 8 % 4
 #     half      i // 8 % 2, 0 is the low one
 #
-# so that a thread that holds an accumulator of mma.sync, of queries by keys or of keys by queries, uses all
-# of them.
+# so that a thread that holds an accumulator of mma.sync, of queries by keys or of keys by queries, uses all of them.
 
 _STEPS = 1 << 16
 
@@ -285,8 +282,7 @@ def dropout_mask(
 # Visibility of keys to queries, and the ALiBi term of scores.
 #
 # Query ``i`` is aligned with key ``i + offset``, and all position rules count from there. By default the
-# diagonal is
-# bottom-right aligned, the last query with the last key: ``offset = seqlen_k - seqlen_q``.
+# diagonal is bottom-right aligned, the last query with the last key: ``offset = seqlen_k - seqlen_q``.
 
 
 class BlockMaskLike(Protocol):

@@ -209,10 +209,8 @@ def _bitnet_order() -> Array:
 # Block formats with an embedded fp16 scale: tq1_0, tq2_0, q2_0.
 #
 # tq1_0 has 256 weights per block. The five digits d0..d4 of a byte form the fraction 0.d0d1d2d3d4 in base 3,
-# rounded
-# up to 1/256, so that ``(byte * 3^n mod 256) * 3 >> 8`` is digit n, without a division. The last four bytes
-# hold four
-# digits.
+# rounded up to 1/256, so that ``(byte * 3^n mod 256) * 3 >> 8`` is digit n, without a division. The last four
+# bytes hold four digits.
 
 
 def blocks_encode(codes: Array, fmt: TernaryFormat, scale: Array | float | None) -> Array:
@@ -290,9 +288,8 @@ def _tq1_decode(blocks: Array, strict: bool) -> Array:
 
 # tl1 and tl2: the table-lookup layouts of bitnet.cpp, in the tiles of its published kernels.
 #
-# A matrix (N, K) is cut into tiles of BM rows and BK columns, and a tile into steps of bm rows by `by`
-# columns, so
-# that a step fills vector registers. (BM, BK, bm) follows from the matrix's shape, by ``tile`` of
+# A matrix (N, K) is cut into tiles of BM rows and BK columns, and a tile into steps of bm rows by `by` columns,
+# so that a step fills vector registers. (BM, BK, bm) follows from the matrix's shape, by ``tile`` of
 # :class:`TernaryFormat`. Codes are base-3 numbers of neighbouring weights, c = t + 1:
 #
 # tl1, by = 256 / bm                     two codes a byte, high nibble first, each 3 c0 + c1: 0..8

@@ -262,8 +262,7 @@ def test_nan_stays_in_its_slice(name, dtype, backend):
     assert any(np.isnan(x[1].astype(np.float64)).any() for x in floats), "the NaN is lost"
 
 
-# Laws of options: numbers no kernel can hold, names of other libraries, flags; each raises a helpful typed
-# error.
+# Laws of options: numbers no kernel can hold, names of other libraries, flags; each raises a helpful typed error.
 
 
 def flags_of(name):

@@ -150,8 +150,7 @@ def test_a_capture_refuses_what_a_driver_refuses(cupy, what):
 # CUDA graphs: a captured call allocates nothing, and replays after other arrays were allocated and freed.
 #
 # The tests run on a fake of CuPy (fake_cupy.py) that refuses allocations, copies and waits while a stream is
-# captured,
-# records launches, and runs kernels on the emulator.
+# captured, records launches, and runs kernels on the emulator.
 
 
 def on_device(x):

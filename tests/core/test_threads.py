@@ -320,8 +320,7 @@ def run_alone(code, tmp_path, *flags, arguments=(), **variables):
     return python(*flags, "-c", code, *arguments, GPU_OPS_CACHE_DIR=str(tmp_path), **variables)
 
 
-# NUMBA_NUM_THREADS: an invalid number of threads is refused by name, and small machines do not start
-# thousands.
+# NUMBA_NUM_THREADS: an invalid number of threads is refused by name, and small machines do not start thousands.
 
 
 def test_a_wrong_number_of_threads_is_named(tmp_path):

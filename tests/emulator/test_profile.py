@@ -275,8 +275,7 @@ def test_output():
     assert data["opcodes"]["ld"]["global_requests"] == 1
 
 
-# Memory in the emulator's profile: sectors, footprints and bank conflicts, against known or recomputed
-# counts.
+# Memory in the emulator's profile: sectors, footprints and bank conflicts, against known or recomputed counts.
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 

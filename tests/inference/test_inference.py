@@ -355,8 +355,7 @@ def test_all_names_are_public():
     assert all(hasattr(inference, name) for name in inference.__all__)
 
 
-# Model with a cache of int8 or e4m3: its logits against those of a float32 cache, and every way to request
-# it.
+# Model with a cache of int8 or e4m3: its logits against those of a float32 cache, and every way to request it.
 
 DTYPES = ("int8", "float8_e4m3fn")
 # Bound of the largest error of a logit, in standard deviations of the logits: cache_for cites measured errors of

@@ -296,11 +296,9 @@ def store_fragments_b8(registers: Sequence[Array]) -> Array:
 
 # Products of tiles whose fragments have no documented layout (``wmma``).
 #
-# The layout here is that of ``mma.sync`` (:mod:`.matrix`), extended to 16 and 32 rows and columns; element i
-# of an f16
+# The layout here is that of ``mma.sync`` (above), extended to 16 and 32 rows and columns; element i of an f16
 # and an f32 accumulator are at the same place. Fragments of f16 have 8 registers even if fewer hold the tile:
-# those
-# are then repeated.
+# those are then repeated.
 
 _TILES = ("m16n16k16", "m8n32k16", "m32n8k16")
 # Shapes by the type of A and B, and the types of C and D.

@@ -65,15 +65,14 @@ def merge_kernel(dtype: str, lse1: str, lse2: str, lse: str) -> NumbaKernel:
 
 # Split-KV for Numba: kernel that merges the partial results of attention over parts of the keys.
 #
-#     l = 2^(sink log2 e - m) + sum over parts of 2^(row_max_p - m) row_sum_p,    m the largest row_max_p, or
-# the sink
+#     l = 2^(sink log2 e - m) + sum over parts of 2^(row_max_p - m) row_sum_p,    m the largest row_max_p,
+#                                                                                 or the sink
 #     lse = m ln 2 + ln l,    out = sum over parts of 2^(row_max_p - m) row_sum_p / l out_p
 #
 # A part's lse would not suffice: next to a bias of -1e9 it loses ln(row_sum), and with it the number of keys.
 #
-# Few queries give too few blocks for a GPU. Then each block gets a part of the keys (flash decoding), and
-# this kernel
-# follows. A block takes one query of one head; thread t has columns t, t + 128, ...
+# Few queries give too few blocks for a GPU. Then each block gets a part of the keys (flash decoding), and this
+# kernel follows. A block takes one query of one head; thread t has columns t, t + 128, ...
 
 
 @cache

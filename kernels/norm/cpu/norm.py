@@ -30,35 +30,31 @@ from gpu_ops.kernels.common.cpu.parallel import items_per_task
 
 # Passes of the norms over rows, as LLVM IR (codegen/rows.py, codegen/sums.py).
 #
-# =====================  ====================================  ==============================================
+# =====================  ====================================  =================================================
 # pass                   operands                              scalars
-# =====================  ====================================  ==============================================
+# =====================  ====================================  =================================================
 # add                    x, residual                           none; two results, the first may be streamed
 # add_up                 x, residual                           none; never streamed, whatever is fetched
 # squares                x                                     none
 # rms_scale              x, weight                             rstd, weight_offset
-# rms_sums               rows of dy, x; weight                 rstd of each, weight_offset; sum of the
-# products
-#                                                              dy n weight for each row, of dy n for each
-# column
-# exact_rms_sum          dy, x, weight                         rstd, weight_offset; of the products, in
-# float64
+# rms_sums               rows of dy, x; weight                 rstd of each, weight_offset; sum of the products
+#                                                              dy n weight for each row, of dy n for each column
+# exact_rms_sum          dy, x, weight                         rstd, weight_offset; of the products, in float64
 # rms_gradient           dy, x, weight[, dresidual]            rstd, weight_offset, mean of the products
 # exact_deviations       x                                     a number near the mean, in float64
-# moments                x                                     a number near the mean; of the deviations from
-# it, and
-#                                                              of their squares
+# moments                x                                     a number near the mean; of the deviations
+#                                                              from it, and of their squares
 # exact_moments          x                                     the same, in float64
 # squared_deviations     x                                     mean
 # exact_squares          x                                     mean, in float64
 # layer_scale            x, weight[, bias]                     mean, rstd
-# layer_sums             rows of dy, x; weight                 mean, rstd of each; sums of dy n weight and dy
-#                                                              weight for each row, of dy n and dy for each
-# column
+# layer_sums             rows of dy, x; weight                 mean, rstd of each; sums of dy n weight and
+#                                                              dy weight for each row, of dy n and dy for each
+#                                                              column
 # exact_layer_sums       dy, x, weight                         mean, rstd; the sums for a row, in float64
-# layer_gradient         dy, x, weight[, dresidual]            mean, rstd, mean of the products, mean of dy
-# weight
-# =====================  ====================================  ==============================================
+# layer_gradient         dy, x, weight[, dresidual]            mean, rstd, mean of the products, mean of
+#                                                              dy weight
+# =====================  ====================================  =================================================
 
 Chunks = list[Chunk]
 

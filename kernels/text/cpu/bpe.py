@@ -169,8 +169,7 @@ def bpe_encode(state, n_tasks, data, cuts, table, scratch, tokens, found):
 #
 # place   a byte of a distinct word: its token, the next and the previous place of the word, and the places of
 #         the same pair of tokens, linked in both directions. A merge visits only the places of its pair
-# heap    pairs, by their count when they were inserted. Counts of old pairs only fall, so that a pair on top
-# whose
+# heap    pairs, by their count when they were inserted. Counts of old pairs only fall, so that a pair on top whose
 #         count is still right is the most frequent of all
 #
 # A place is visited once per merge it takes part in, at most as often as its word has bytes.

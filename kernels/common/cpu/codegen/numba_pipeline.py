@@ -171,12 +171,10 @@ def njit_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-# Conversion of compiled functions to disk-cache entries and back: machine code, bitcode, and their symbol
-# names.
+# Conversion of compiled functions to disk-cache entries and back: machine code, bitcode, and their symbol names.
 #
 # Numba's own form is a pickle of the compile result. This one holds no Python objects: the function and its
-# types are
-# the caller's.
+# types are the caller's.
 
 _FIELDS = ("library", "function", "environment")
 
