@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.attention import (
-    backward_raw as attention_backward_raw,
-)
+from gpu_ops.kernels.attention import backward_raw
 from gpu_ops.kernels.attention.forward import optional_arrays, optional_tensors, prepared
 from gpu_ops.kernels.attention.forward_numba import score_arrays, sequences_of
 from gpu_ops.kernels.attention.problem import UNLIMITED, Attention, as_bshd, sequence_table
 from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["backward", "launch_numba", "numba_variants", "variants"]
+__all__ = ["launch_cpu", "launch_numba", "numba_variants", "variants"]
 
 # Gradients of attention by the Numba kernels for GPUs: statistics of the rows, dq, dk and dv, then those of options.
 #
@@ -124,12 +122,12 @@ def numba_variants() -> Iterator[Variant]:
 
 for _op in ("attention_backward", "attention_varlen_backward"):
     lowers(_op, "numba")(launch_numba)
-    lowers(_op, "raw")(attention_backward_raw.backward)
+    lowers(_op, "raw")(backward_raw.launch_raw)
 
 
 @lowers("attention_backward", "cpu")
 @lowers("attention_varlen_backward", "cpu")
-def backward(spec: Spec, builder: Builder) -> None:
+def launch_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.attention.cpu import backward as kernels
     from gpu_ops.kernels.attention.cpu.backward_bias import sinks_gradient
     from gpu_ops.kernels.attention.cpu.backward_rows import deltas, round_rows

@@ -41,8 +41,8 @@ from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor
 
 __all__ = [
     "ROW_THREADS",
-    "backward",
     "bias_kernel",
+    "launch_raw",
     "main_kernel",
     "raw_unsupported",
     "rows_kernel",
@@ -96,7 +96,7 @@ class _Call:
 _NULL = np.uint64(0)
 
 
-def backward(spec: Spec, builder: Builder) -> None:
+def launch_raw(spec: Spec, builder: Builder) -> None:
     """Gradients of q, k and v, and of bias and sinks if arrays for them are passed."""
     a = Attention.of(spec)
     call = _prepare(spec, a, builder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.attention import forward_numba as attention_numba
+from gpu_ops.kernels.attention import forward_numba
 from gpu_ops.kernels.attention.config import (
     MAX_HEAD_DIM,
     SPACE,
@@ -43,7 +43,7 @@ from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.program import MAX_GRID, Builder, Spec, Tensor, lowers
 
 __all__ = [
-    "forward",
+    "launch_raw",
     "optional_arrays",
     "optional_tensors",
     "prepared",
@@ -160,13 +160,13 @@ _COMBINE_ROWS = 4  # per block, a warp each
 
 for _op in ("attention", "attention_varlen", "attention_decode"):
     lowers(_op, "cpu")(launch_cpu)
-    lowers(_op, "numba")(attention_numba.forward)
+    lowers(_op, "numba")(forward_numba.launch_numba)
 
 
 @lowers("attention", "raw")
 @lowers("attention_varlen", "raw")
 @lowers("attention_decode", "raw")
-def forward(spec: Spec, builder: Builder) -> None:
+def launch_raw(spec: Spec, builder: Builder) -> None:
     """One launch, or two where the keys are divided: the parts, then the kernel that combines them."""
     a = Attention.of(spec)
     if a.batch * a.seqlen_q == 0:
@@ -384,7 +384,7 @@ def variants(arch: str) -> Iterator[Variant]:
     kernel = _kernel(config, "bfloat16", "kCausal", Features(dropout="number"))
     yield Variant(kernel, config.threads, config.shared_bytes)
     yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
-    yield from attention_numba.numba_variants()
+    yield from forward_numba.numba_variants()
 
 
 def _pointer(array: Tensor | None) -> Tensor | np.uint64:

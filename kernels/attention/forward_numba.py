@@ -12,10 +12,10 @@ from gpu_ops.kernels.attention.problem import UNLIMITED, Attention, sequence_tab
 from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor
 
-__all__ = ["attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
+__all__ = ["attend", "launch_numba", "numba_variants", "score_arrays", "sequences_of"]
 
 
-def forward(spec: Spec, builder: Builder) -> None:
+def launch_numba(spec: Spec, builder: Builder) -> None:
     a = Attention.of(spec)
     if a.batch * a.seqlen_q:
         attend(a, builder, sequences_of(a, builder))

@@ -10,7 +10,7 @@ import pytest
 import gpu_ops
 from gpu_ops import BlockMask, emulator
 from gpu_ops.core.op import forget_calls
-from gpu_ops.kernels.attention import backward_raw as attention_backward_raw
+from gpu_ops.kernels.attention import backward_raw
 from gpu_ops.kernels.attention.backward_config import (
     bias_shared_bytes,
     head_dims,
@@ -205,7 +205,7 @@ def test_work_is_five_products_of_the_tiles_that_somebody_sees(mask):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.full
 def test_keys_of_a_group_are_read_once_for_each_part(parts, monkeypatch):
-    monkeypatch.setattr(attention_backward_raw, "head_parts", lambda *_, **__: parts)
+    monkeypatch.setattr(backward_raw, "head_parts", lambda *_, **__: parts)
     forget_calls()
     _, profiles = check(dtype="bfloat16", seqlens=(64, 113), head_dims=(32, 40), heads=(8, 2), batch=2)
     read = {b.name: b.bytes_read for b in profiles["attention_backward"].buffers}
