@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gpu_ops.kernels.attention import config as attention_tuning
+from gpu_ops.kernels.attention import config as attention_config
 from gpu_ops.kernels.attention.config import (
     MAX_HEAD_DIM,
     DeviceLimits,
@@ -179,7 +179,7 @@ PROBLEM = ForwardProblem(2, 1, 8, 8, 256, 256, 64, 64)
     ],
 )
 def test_problems_that_share_a_choice(problem, words):
-    assert attention_tuning.bucket(problem) == words
+    assert attention_config.bucket(problem) == words
 
 
 @pytest.mark.parametrize("card", [A30, DeviceLimits(132, 227 * 1024), DeviceLimits(128, 99 * 1024)])
@@ -188,12 +188,12 @@ def test_problems_that_share_a_choice(problem, words):
 def test_candidates(card, num_splits, lengths):
     for itemsize, head_dim, heads in ((2, 64, (8, 2)), (2, 256, (4, 4)), (4, 128, (16, 1))):
         p = ForwardProblem(itemsize, 1, *heads, *lengths, head_dim, head_dim, num_splits=num_splits)
-        choices = attention_tuning.candidates(p, card)
+        choices = attention_config.candidates(p, card)
         assert 1 <= len(choices) == len(set(choices.values())) <= 24
         assert next(iter(choices.values())) == select_config(p, card)
         for label, config in choices.items():
             assert isinstance(config, ForwardConfig)
-            assert label.startswith(attention_tuning.label(config))
+            assert label.startswith(attention_config.label(config))
             assert config.shared_bytes <= card.smem_per_block_optin
             assert config.num_splits == 1 or num_splits != 1
 
@@ -216,5 +216,5 @@ def test_tiles_that_only_a_measurement_tells(smem, head_dim, more, words, offere
     """128 x 128 leaves no free register; a single K buffer waits longer, but lets a second block run."""
     problem = ForwardProblem(2, 4, 16, 16, 4096, 4096, head_dim, head_dim, **more)
     device = DeviceLimits(100, smem * 1024)
-    assert (words in attention_tuning.candidates(problem, device)) == offered
-    assert attention_tuning.label(select_config(problem, device)) != words
+    assert (words in attention_config.candidates(problem, device)) == offered
+    assert attention_config.label(select_config(problem, device)) != words

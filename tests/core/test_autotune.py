@@ -19,7 +19,7 @@ import gpu_ops
 from gpu_ops.core import device as devices
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
-from gpu_ops.kernels.attention import config as attention_tuning
+from gpu_ops.kernels.attention import config as attention_config
 from gpu_ops.kernels.attention.config import DeviceLimits, ForwardProblem, select_config
 from gpu_ops.kernels.common import tuning
 from tests.support.compilers import needs_nvrtc
@@ -89,10 +89,10 @@ def test_the_fastest_wins_and_is_used_from_then_on(gpu):
     assert model[1] != 16
     gpu.times = {16: 0.5}
     report = gpu_ops.autotune("attention", *arrays())
-    assert set(report.seconds) == set(attention_tuning.candidates(PROBLEM, A30))
+    assert set(report.seconds) == set(attention_config.candidates(PROBLEM, A30))
     assert report.winner == min(report.seconds, key=report.seconds.get)
     assert " x 16 on " in report.winner
-    assert report.model == attention_tuning.label(select_config(PROBLEM, A30))
+    assert report.model == attention_config.label(select_config(PROBLEM, A30))
     assert launched(gpu)[1] == 16
     text = str(report)
     assert "500000.0 us  winner" in text

@@ -12,8 +12,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import errors
-from gpu_ops.core import op as foreign
-from gpu_ops.core.op import forget_calls
+from gpu_ops.core.op import _EQUIVALENTS, forget_calls
 from gpu_ops.errors import DeviceError, DTypeError, GpuOpsError, OptionError, UnknownOptionError
 from tests.support.calls import ADDED, DTYPES, IN_PLACE, OPS, OPTIONAL, WRITTEN, call
 from tests.support.laws import (
@@ -399,7 +398,7 @@ def test_a_keyword_of_another_library_names_ours(op, keyword, hint):
 
 def test_every_keyword_of_another_library_has_an_op_that_answers():
     parameters = {op: [*inspect.signature(getattr(gpu_ops, op)).parameters] for op in OPS}
-    for keyword, ours in foreign._EQUIVALENTS.items():
+    for keyword, ours in _EQUIVALENTS.items():
         assert any(set(ours) & set(names) and keyword not in names for names in parameters.values()), keyword
 
 

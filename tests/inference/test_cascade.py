@@ -12,7 +12,7 @@ import pytest
 import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.inference import PagedKVCache, attend, cache_for, next_logits
-from gpu_ops.inference import step as cascade
+from gpu_ops.inference import step as step_module
 from gpu_ops.reference.attention.forward import attention
 from tests.support.compare import assert_close, random
 from tests.support.compilers import needs_numba_cuda, needs_nvrtc
@@ -28,8 +28,8 @@ PREFIX = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Lower the limits: three sequences with 8 common tokens are a group."""
-    monkeypatch.setattr(cascade, "MIN_SEQUENCES", 3)
-    monkeypatch.setattr(cascade, "MIN_TOKENS", 8)
+    monkeypatch.setattr(step_module, "MIN_SEQUENCES", 3)
+    monkeypatch.setattr(step_module, "MIN_TOKENS", 8)
 
 
 def without(step):
@@ -104,7 +104,7 @@ def test_what_is_shared_has_to_be_long_enough(monkeypatch):
     cache = PagedKVCache(1, 1, 8, num_pages=99, page_size=4)
     forks(cache, [PREFIX[0]], [4])
     for least, shared in ((16, [16]), (17, None)):
-        monkeypatch.setattr(cascade, "MIN_TOKENS", least)
+        monkeypatch.setattr(step_module, "MIN_TOKENS", least)
         groups = cache.reserve({h: [1] for h in range(4)}).cascade
         assert (groups and groups.seqused_k.tolist()) == shared
         cache.rollback()
@@ -245,7 +245,7 @@ def test_an_engine_puts_equal_prompts_side_by_side(monkeypatch):
         texts.setdefault(token.request - 2, []).append(token.token)
     assert list(texts) == list(range(8))
     assert [sorted(step.cascade.seqused_k.tolist()) for step in steps[1:]] == [[16, 28]] * 5
-    monkeypatch.setattr(cascade, "MIN_SEQUENCES", 99)
+    monkeypatch.setattr(step_module, "MIN_SEQUENCES", 99)
     assert list(texts.values()) == inference.generate(weights, CONFIG, prompts, max_new_tokens=5)
 
 

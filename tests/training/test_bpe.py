@@ -26,7 +26,7 @@ from gpu_ops.errors import (
 from gpu_ops.kernels.compiler import progress
 from gpu_ops.kernels.text.cpu import bpe as kernels
 from gpu_ops.training import BytePairEncoding, load_tokenizer
-from gpu_ops.training import tokenizer as bpe
+from gpu_ops.training import tokenizer as tokenizer_module
 
 W, L, D, S = rb"[ \t-\r]", rb"[A-Za-z\x80-\xff]", rb"[0-9]", rb"[^ \t-\rA-Za-z\x80-\xff0-9]"
 WORD = re.compile(
@@ -100,7 +100,7 @@ def test_words_are_those_of_the_definition(name):
     text = TEXTS[name]
     ends = kernels.split(np.frombuffer(text, np.uint8)).tolist()
     assert [text[a:b] for a, b in pairwise([0, *ends])] == words_of(text)
-    assert max(map(len, words_of(text)), default=0) <= bpe._MOST_TOKEN == kernels.MOST_WORD
+    assert max(map(len, words_of(text)), default=0) <= tokenizer_module._MOST_TOKEN == kernels.MOST_WORD
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -167,8 +167,8 @@ def test_text_that_utf8_cannot_hold_is_refused():
 def test_cuts_change_nothing(task, piece, monkeypatch):
     text = b"".join(TEXTS.values())
     expected, merges = trained("english").encode(text), trained("few kinds").merges
-    monkeypatch.setattr(bpe, "_TASK", task)
-    monkeypatch.setattr(bpe, "_PIECE", piece)
+    monkeypatch.setattr(tokenizer_module, "_TASK", task)
+    monkeypatch.setattr(tokenizer_module, "_PIECE", piece)
     np.testing.assert_array_equal(trained("english").encode(text), expected)
     again = BytePairEncoding.train(TEXTS["few kinds"], 420, progress=False)
     np.testing.assert_array_equal(again.merges, merges)
@@ -249,7 +249,7 @@ def test_other_files_are_refused(what, tmp_path):
 
 def test_a_file_that_is_too_long(tmp_path, monkeypatch):
     (tmp_path / "t").write_bytes(saved())
-    monkeypatch.setattr(bpe, "_MOST_FILE", 50)
+    monkeypatch.setattr(tokenizer_module, "_MOST_FILE", 50)
     with pytest.raises(FormatError, match="more than 50 bytes"):
         BytePairEncoding.load(tmp_path / "t")
 
@@ -302,12 +302,12 @@ def test_progress_is_shown_after_a_while(monkeypatch, capsys):
     BytePairEncoding.train(ENGLISH, 300)
     assert capsys.readouterr().err == ""
     seen = []
-    monkeypatch.setattr(bpe, "steps", recorded(seen, bpe.steps))
-    monkeypatch.setattr(bpe, "visible", recorded(seen, bpe.visible))
+    monkeypatch.setattr(tokenizer_module, "steps", recorded(seen, tokenizer_module.steps))
+    monkeypatch.setattr(tokenizer_module, "visible", recorded(seen, tokenizer_module.visible))
     BytePairEncoding.train(ENGLISH, 300)
     assert [message.split()[1] for message in seen] == ["counting", "learning"]
-    monkeypatch.setattr(bpe, "_TASK", 10)
-    monkeypatch.setattr(bpe, "_PIECE", 1)
+    monkeypatch.setattr(tokenizer_module, "_TASK", 10)
+    monkeypatch.setattr(tokenizer_module, "_PIECE", 1)
     trained("english").encode(ENGLISH * 9)
     assert seen.pop().split()[1] == "encoding"
     BytePairEncoding.train(ENGLISH, 300, progress=False)
