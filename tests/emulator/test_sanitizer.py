@@ -13,12 +13,11 @@ import gpu_ops
 from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, SanitizerNote, launch, machine
 from gpu_ops.emulator.sanitizer import KINDS
 from gpu_ops.kernels.compiler.jit import compile_text
-from tests.emulator import bugs as emulator_bugs
-from tests.emulator import bugs_order as emulator_bugs_order
+from tests.emulator import bugs, bugs_order
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-BUGS = [*emulator_bugs.BUGS, *emulator_bugs_order.BUGS]
+BUGS = [*bugs.BUGS, *bugs_order.BUGS]
 LINE = re.compile(r"kernel\.cu:(\d+)\)")  # the outermost line of a chain of inlined calls
 
 

@@ -13,9 +13,8 @@ from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.run import Linked
 from gpu_ops.kernels.compiler import cubin
 from gpu_ops.kernels.compiler.jit import compile_kernel
-from gpu_ops.kernels.gemm import args as gemm_args
+from gpu_ops.kernels.gemm import args, gemm
 from gpu_ops.kernels.gemm import config as gemm_config
-from gpu_ops.kernels.gemm import gemm
 from gpu_ops.kernels.gemm.args import Operand
 from gpu_ops.kernels.gemm.config import (
     DeviceLimits,
@@ -48,7 +47,7 @@ LAUNCH = {"raw": gemm.launch_raw, "numba": gemm.launch_numba}
 
 
 def multiply(device, which, make, *arguments, **options):
-    """Run a GEMM of NumPy arrays; ``make`` is a function of kernels/gemm/args.py."""
+    """Run a GEMM of NumPy arrays; ``make`` is a function of args.py."""
     views = {}
 
     def tensor(x):
@@ -95,7 +94,7 @@ def test_layouts(which, dtype, layout, rng):
         b, wide_b = matrix(rng, n, k, dtype, b_across)
         device = device_with(a=a.array, b=b.array)
         c = device.empty((m, n), dtype, "c")
-        multiply(device, which, gemm_args.product, a, b, c)
+        multiply(device, which, args.product, a, b, c)
         check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
 
 
@@ -114,7 +113,7 @@ def test_views(which, offset, dtype, rng):
         padded[name].fill(np.nan)
         inside[name][...] = random(rng, inside[name].shape, dtype)
     device = device_with(**inside)
-    multiply(device, which, gemm_args.product, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
+    multiply(device, which, args.product, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
     a, b = inside["a"].astype(float), inside["b"].astype(float)
     check(inside["c"], a @ b.T, np.abs(a) @ np.abs(b).T, dtype)
     inside["c"].fill(0)
@@ -135,15 +134,15 @@ def test_pairs(which, dtype, rng):
     sizes = np.abs(x0) @ np.abs(y0).T, np.abs(x1) @ np.abs(y1).T
     device = device_with(a0=a0.array, a1=a1.array, b0=b0.array, b1=strided)
     out = device.empty((m, n), dtype, "c"), np.zeros((m, n + 8), dtype)[:, :n]
-    multiply(device, which, gemm_args.two_products, (a0, a1), (b0, b1), out)
+    multiply(device, which, args.two_products, (a0, a1), (b0, b1), out)
     for c, expected, size in zip(out, wants, sizes, strict=True):
         check(c, expected, size, dtype)
     total = device.empty((m, n), F32, "total")
-    multiply(device, which, gemm_args.sum_of_products, (a0, a1), (b0, b1), total)
+    multiply(device, which, args.sum_of_products, (a0, a1), (b0, b1), total)
     check(total, sum(wants), sum(sizes), F32)
-    multiply(device, which, gemm_args.sum_of_products, (a0, a1), (b0, b1), total, total=total)
+    multiply(device, which, args.sum_of_products, (a0, a1), (b0, b1), total, total=total)
     check(total, 2 * sum(wants), 2 * sum(sizes), F32)
-    multiply(device, which, gemm_args.product, a0, b0, out[0], total=total)
+    multiply(device, which, args.product, a0, b0, out[0], total=total)
     check(out[0], 2 * sum(wants) + wants[0], 3 * sum(sizes), dtype)
 
 
@@ -159,7 +158,7 @@ def test_gates(which, activation, m, rng):
         w.array[...] /= np.sqrt(np.float32(k))
     device = device_with(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
     h = device.empty((m, n), F32, "h")
-    multiply(device, which, gemm_args.gated, x, w_gate, w_up, h, activation=activation)
+    multiply(device, which, args.gated, x, w_gate, w_up, h, activation=activation)
     np.testing.assert_allclose(h, swiglu(gate, up, activation=activation), rtol=1e-4, atol=2e-5)
 
     dh = wide_x @ g.T / np.sqrt(k)
@@ -167,7 +166,7 @@ def test_gates(which, activation, m, rng):
     stored[0][...], stored[1][...] = gate, up
     dgate, dup = swiglu_backward(dh, gate, up, activation=activation)
     kept, out = tuple(stored), (*stored, h)
-    multiply(device, which, gemm_args.gated_backward, x, w_gate, kept, out, activation=activation)
+    multiply(device, which, args.gated_backward, x, w_gate, kept, out, activation=activation)
     for actual, expected in (
         (stored[0], dgate),
         (stored[1], dup),
@@ -187,13 +186,13 @@ def test_divided_k(m, rng):
         device = device_with(a=a.array, b=b.array)
         c = device.empty((m, n), BF16, "c")
         with emulator.record() as profiles:
-            multiply(device, "raw", gemm_args.product, a, b, c)
+            multiply(device, "raw", args.product, a, b, c)
         assert [p.kernel for p in profiles][1:] == ["gemm_sum"]
         bits.append(c.tobytes())
     assert bits[0] == bits[1]
     check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, BF16)
     odd = np.zeros((m, n + 1), BF16)[:, 1:]
-    multiply(device_with(a=a.array, b=b.array, c=odd), "raw", gemm_args.product, a, b, odd)
+    multiply(device_with(a=a.array, b=b.array, c=odd), "raw", args.product, a, b, odd)
     assert odd.tobytes() == bits[0]
 
 
@@ -232,7 +231,7 @@ def test_whole_tiles(tile, dtype, layout, arch, rng, monkeypatch):
     device = device_with(a=a.array, b=b.array)
     c = device.empty((m, n), dtype, "c")
     with emulator.record() as profiles:
-        multiply(device, "raw", gemm_args.product, a, b, c)
+        multiply(device, "raw", args.product, a, b, c)
     gemm_config.select_config.cache_clear()
     (profile,) = profiles
     check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
@@ -254,7 +253,7 @@ def test_weights_are_read_once(m, dtype, rng):
     device = device_with(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
     h = device.empty((m, n), dtype, "h")
     with emulator.record() as profiles:
-        multiply(device, "raw", gemm_args.gated, x, w_gate, w_up, h, activation="silu")
+        multiply(device, "raw", args.gated, x, w_gate, w_up, h, activation="silu")
     (profile,) = profiles
     moved = traffic(profile)
     assert moved["w_gate"] == moved["w_up"] == (w_gate.array.nbytes, 0)
@@ -289,9 +288,7 @@ def test_offsets_have_64_bits(m, layout, which, rng):
     far = near | {which: np.lib.stride_tricks.as_strided(memory, (rows, cols), (2 * stride, 2))}
     far[which][...] = near[which]
     for device, arrays in ((Sparse(memory), far), (EmulatorDevice(), near)):
-        multiply(
-            device, "raw", gemm_args.product, Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"]
-        )
+        multiply(device, "raw", args.product, Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"])
     assert far["c"].tobytes() == near["c"].tobytes()
 
 

@@ -20,17 +20,17 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_ops.kernels.common.cpu.codegen import build
-from gpu_ops.kernels.common.cpu.codegen.build import address as element_pointer
 from gpu_ops.kernels.common.cpu.codegen.build import (
+    address,
     call,
     fma,
     lane_sum,
     lane_sums,
     load_vector,
+    number,
     prefetch,
     store_vector,
 )
-from gpu_ops.kernels.common.cpu.codegen.build import number as i64
 from gpu_ops.kernels.common.cpu.codegen.build import splat as splat_any
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
 from gpu_ops.kernels.common.cpu.codegen.target import FEATURES, XEON
@@ -51,7 +51,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
             row_pointer(context, b, sig.args[2], codes, offset, stride, r, last_row) for r in range(rows)
         ]
         token_pointers = [
-            element_pointer(context, b, sig.args[6], x, b.add(x_offset, b.mul(x_stride, i64(t))))
+            address(context, b, sig.args[6], x, b.add(x_offset, b.mul(x_stride, number(t))))
             for t in range(tokens)
         ]
         # One token: four sums per row, of 1, 4, 16 and 64 times the products, spare the shifts. Only where
@@ -65,7 +65,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
         parts = 4 if integer else 16  # vectors of x for one vector of words
 
         def step(index: Any, loaded: list[Any]) -> None:
-            first = b.mul(index, i64(CHUNK))
+            first = b.mul(index, number(CHUNK))
             for i in range(parts):
                 if scaled:
                     mask = 0x03030303 << 2 * i
@@ -75,7 +75,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
                 else:
                     left = [trit(b, v, i, dtype) for v in loaded]
                 for t in range(tokens):
-                    start = b.add(first, i64(i * (4 * LANES if integer else LANES)))
+                    start = b.add(first, number(i * (4 * LANES if integer else LANES)))
                     right = load_vector(b, b.gep(token_pointers[t], [start]), vector)
                     for r in range(rows):
                         slot = acc[(t * rows + r) * sums + (i if scaled else 0)]
@@ -83,18 +83,18 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
                         total = dot4(b, total, left[r], right) if integer else fma(b, left[r], right, total)
                         b.store(total, slot)
 
-        full, ahead = b.udiv(words, i64(LANES)), b.mul(stride, i64(rows * (2 if tokens == 1 else 1)))
+        full, ahead = b.udiv(words, number(LANES)), b.mul(stride, number(rows * (2 if tokens == 1 else 1)))
         with cgutils.for_range(b, full) as loop:
-            byte = b.mul(loop.index, i64(4 * LANES))
+            byte = b.mul(loop.index, number(4 * LANES))
             for p in row_pointers:  # the same place in a later block of rows: cold weights arrive in time
                 prefetch(b, b.gep(p, [b.add(byte, ahead)]), ONCE if tokens == 1 else 3)
             step(loop.index, [load_vector(b, b.gep(p, [byte]), INT) for p in row_pointers])
-        tail = b.urem(words, i64(LANES))
-        with b.if_then(b.icmp_unsigned("!=", tail, i64(0))):
-            byte = b.mul(full, i64(4 * LANES))
+        tail = b.urem(words, number(LANES))
+        with b.if_then(b.icmp_unsigned("!=", tail, number(0))):
+            byte = b.mul(full, number(4 * LANES))
             step(full, [copy_words(b, b.gep(p, [byte]), tail) for p in row_pointers])
 
-        result = element_pointer(context, b, sig.args[10], out, i64(0))
+        result = address(context, b, sig.args[10], out, number(0))
         totals = []
         for slot in range(rows * tokens):
             total = b.load(acc[slot * sums])
@@ -103,10 +103,10 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
             totals.append(total)
         if integer and len(totals) % LANES == 0:  # exact in any order: together, in a quarter of the steps
             for start in range(0, len(totals), LANES):
-                store_vector(b, lane_sums(b, totals[start : start + LANES]), b.gep(result, [i64(start)]))
+                store_vector(b, lane_sums(b, totals[start : start + LANES]), b.gep(result, [number(start)]))
         else:
             for slot, total in enumerate(totals):
-                b.store(lane_sum(b, total), b.gep(result, [i64(slot)]))
+                b.store(lane_sum(b, total), b.gep(result, [number(slot)]))
         return context.get_dummy_value()
 
     return codegen
@@ -138,24 +138,24 @@ def _unpack(dtype: str) -> Any:
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         codes, offset, stride, last_row, words, panel, panel_offset = args
         square = cgutils.alloca_once(b, ir.ArrayType(INT, LANES))
-        whole = b.icmp_unsigned("==", words, i64(LANES))
+        whole = b.icmp_unsigned("==", words, number(LANES))
         for r in range(LANES):
             source = row_pointer(context, b, sig.args[0], codes, offset, stride, r, last_row)
-            slot = b.gep(square, [i64(0), i64(r)])
-            prefetch(b, b.gep(source, [i64(CHUNK // 2)]))  # two vectors of words on: the next panel
+            slot = b.gep(square, [number(0), number(r)])
+            prefetch(b, b.gep(source, [number(CHUNK // 2)]))  # two vectors of words on: the next panel
             with b.if_else(whole) as (then, otherwise):
                 with then:
                     b.store(load_vector(b, source, INT), slot)
                 with otherwise:
                     b.store(copy_words(b, source, words), slot)
-        columns = transpose(b, [b.load(b.gep(square, [i64(0), i64(r)])) for r in range(LANES)])
-        target = element_pointer(context, b, sig.args[5], panel, panel_offset)
+        columns = transpose(b, [b.load(b.gep(square, [number(0), number(r)])) for r in range(LANES)])
+        target = address(context, b, sig.args[5], panel, panel_offset)
         per_word = 4 if dtype == "int8" else 16
         step = (4 if dtype == "int8" else 1) * PANEL_ROWS
         for j, column in enumerate(columns):
             for i in range(per_word):
                 value = plane(b, column, i) if dtype == "int8" else trit(b, column, i, dtype)
-                store_vector(b, value, b.gep(target, [i64((j * per_word + i) * step)]))
+                store_vector(b, value, b.gep(target, [number((j * per_word + i) * step)]))
         return context.get_dummy_value()
 
     return codegen
@@ -180,10 +180,10 @@ def _tile(tokens: int, dtype: str) -> Any:
         integer = dtype == "int8"
         vector = INT if integer else ir.VectorType(FLOAT[dtype], LANES)
         width = 4 if integer else 1  # elements of x and of the panel per step and lane
-        left = element_pointer(context, b, sig.args[1], panel, panel_offset)
-        result = element_pointer(context, b, sig.args[7], acc, acc_offset)
+        left = address(context, b, sig.args[1], panel, panel_offset)
+        result = address(context, b, sig.args[7], acc, acc_offset)
         rows = [
-            element_pointer(context, b, sig.args[3], x, b.add(x_offset, b.mul(x_stride, i64(t))))
+            address(context, b, sig.args[3], x, b.add(x_offset, b.mul(x_stride, number(t))))
             for t in range(tokens)
         ]
         zero = ir.Constant(vector, [0 if integer else 0.0] * LANES)
@@ -194,11 +194,12 @@ def _tile(tokens: int, dtype: str) -> Any:
             b.store(zero, slot)
             slots.append(slot)
         with cgutils.for_range(b, steps) as loop:
-            first = b.mul(loop.index, i64(PANEL_ROWS * width))
+            first = b.mul(loop.index, number(PANEL_ROWS * width))
             halves = [
-                load_vector(b, b.gep(left, [b.add(first, i64(h * LANES * width))]), vector) for h in range(2)
+                load_vector(b, b.gep(left, [b.add(first, number(h * LANES * width))]), vector)
+                for h in range(2)
             ]
-            element = b.mul(loop.index, i64(width))
+            element = b.mul(loop.index, number(width))
             for t in range(tokens):
                 source = b.bitcast(b.gep(rows[t], [element]), vector.element.as_pointer())
                 value = splat(b, b.load(source, align=1))
@@ -210,7 +211,7 @@ def _tile(tokens: int, dtype: str) -> Any:
                         slot,
                     )
         for at, slot in enumerate(slots):
-            target = b.gep(result, [i64(at * LANES)])  # added last: short sums keep rounding small
+            target = b.gep(result, [number(at * LANES)])  # added last: short sums keep rounding small
             store_vector(b, add(load_vector(b, target, vector), b.load(slot)), target)
         return context.get_dummy_value()
 
@@ -243,9 +244,9 @@ def unpack_row(typingctx, to, codes):
         vector = ir.VectorType(FLOAT[to.dtype.name], WORD)
         target, source = (context.make_array(t)(context, b, x) for t, x in zip(sig.args, args, strict=True))
         unit = ir.Constant(ir.VectorType(I32, WORD), [1] * WORD)
-        with cgutils.for_range(b, b.udiv(b.extract_value(source.shape, 0), i64(4))) as loop:
+        with cgutils.for_range(b, b.udiv(b.extract_value(source.shape, 0), number(4))) as loop:
             trits = b.sitofp(b.sub(_codes(b, source, loop.index), unit), vector)
-            store_vector(b, trits, b.gep(target.data, [b.mul(loop.index, i64(WORD))]))
+            store_vector(b, trits, b.gep(target.data, [b.mul(loop.index, number(WORD))]))
         return context.get_dummy_value()
 
     return types.void(to, codes), codegen
@@ -274,14 +275,14 @@ def unpack_pairs(typingctx, panels, step, word, low, high, low_scale, high_scale
             products(args[5], 0, lambda i: _SIGNED[i % 4]), products(args[6], 16, lambda i: _SIGNED[i // 4])
         )
         target, *rows = (context.make_array(sig.args[i])(context, b, args[i]) for i in (0, 3, 4))
-        panel, start = b.extract_value(target.shape, 1), b.mul(args[1], i64(2 * WORD))
-        with cgutils.for_range(b, b.udiv(b.extract_value(rows[0].shape, 0), i64(4))) as loop:
+        panel, start = b.extract_value(target.shape, 1), b.mul(args[1], number(2 * WORD))
+        with cgutils.for_range(b, b.udiv(b.extract_value(rows[0].shape, 0), number(4))) as loop:
             first, second = (_codes(b, row, loop.index) for row in rows)
             index = b.or_(first, b.shl(second, ir.Constant(words, [2] * WORD)))
             permuted = call(b, "llvm.x86.avx512.permvar.si.512", words, pairs, index)
             at = b.add(args[2], loop.index)
-            half = b.mul(b.and_(at, i64(1)), i64(WORD))  # a panel has two vectors
-            place = b.add(b.mul(b.lshr(at, i64(1)), panel), b.add(start, half))
+            half = b.mul(b.and_(at, number(1)), number(WORD))  # a panel has two vectors
+            place = b.add(b.mul(b.lshr(at, number(1)), panel), b.add(start, half))
             store_vector(b, permuted, b.gep(target.data, [place]))
         return context.get_dummy_value()
 
@@ -324,8 +325,8 @@ def row_pointer(
     context: Any, b: Any, array_type: Any, codes: Any, offset: Any, stride: Any, r: int, last: Any
 ) -> Any:
     """Pointer to row r of a block; rows past the matrix repeat the last one, and their results are not stored."""
-    row = b.select(b.icmp_signed("<", i64(r), last), i64(r), last)
-    return element_pointer(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
+    row = b.select(b.icmp_signed("<", number(r), last), number(r), last)
+    return address(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
 
 
 def dot4(b: Any, total: Any, codes: Any, x: Any) -> Any:
