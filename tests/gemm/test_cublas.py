@@ -15,8 +15,8 @@ import pytest
 
 import gpu_ops
 from gpu_ops.core import device as devices
-from gpu_ops.kernels.gemm import cublas as gemm_library
 from gpu_ops.kernels.gemm.args import Operand, product
+from gpu_ops.kernels.gemm.cublas import _LIBRARY, takes
 from gpu_ops.kernels.program import Builder, Layout, Limits, Tensor
 from gpu_ops.presets import PRESETS
 from gpu_ops.reference.gemm import swiglu as reference
@@ -162,7 +162,7 @@ def test_the_rules(taken, changes):
         for name, rows in (("x", case["rows"]), ("w", 128))
     )
     out = Tensor.of("out", Layout.contiguous((case["rows"], 128), case["dtype"]))
-    assert gemm_library.takes(builder, product(Operand(x), Operand(w), out)) is taken
+    assert takes(builder, product(Operand(x), Operand(w), out)) is taken
 
 
 def test_the_rows_follow_from_the_presets():
@@ -172,7 +172,7 @@ def test_the_rows_follow_from_the_presets():
         peaks = preset.peaks
         if peaks.tf32 and peaks.tf32 / 3 < peaks.float32:
             expected.add("float32")
-        row = gemm_library._LIBRARY.get(name, {})
+        row = _LIBRARY.get(name, {})
         assert set(row) == expected, name
         if "float32" in expected:
             figures = f"{peaks.float32:.3g} TFLOPS against {peaks.tf32 / 3:.3g} TFLOPS by 3 x TF32"
