@@ -54,10 +54,10 @@ def backward(dy: Array, y: Array, dx: Array, *, scale: float) -> None:
     _run("backward", dy, y[None, None], dx, scale)
 
 
-def _run(kind: str, x: Array, other: Array, result: Array, scale: float) -> None:
+def _run(kind: str, x: Array, mask_or_y: Array, result: Array, scale: float) -> None:
     if x.size:
         chunk, streaming = items_per_task(*x.shape), not stays_in_cache(result.nbytes)
-        arrays = bits(x), bits(other), bits(result)
+        arrays = bits(x), bits(mask_or_y), bits(result)
         launch(KERNELS[kind][x.dtype], -(-len(x) // chunk), chunk, *arrays, scale, streaming)
 
 
