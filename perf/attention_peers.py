@@ -13,7 +13,7 @@ import numpy as np
 from perf.build import to_float32, torch_view
 from perf.case import Call, Inputs, Prepare
 
-# --- the plain formula in NumPy: one head at a time, which is faster and smaller than all heads at once ---
+# ---- the plain formula in NumPy: one head at a time, which is faster and smaller than all heads at once ----
 
 
 def causal_bias(q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ def naive_decode(x: Inputs) -> Call:
     return call
 
 
-# --- the same in CuPy: one matmul per head in the arrays' dtype, because CuPy computes 16-bit batches in float32 ---
+# ---- the same in CuPy: one matmul per head in the arrays' dtype, because CuPy computes 16-bit batches in float32 ---
 
 
 def device_forward(causal: bool, x: Inputs) -> Call:
@@ -186,7 +186,7 @@ def _module(x: Any) -> Any:
     return sys.modules[type(x).__module__.partition(".")[0]]
 
 
-# --- torch ---
+# ---- torch -------------------------------------------------------------------------------------------------
 
 
 Attend = Callable[..., Any]

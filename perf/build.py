@@ -10,7 +10,7 @@ import numpy as np
 
 from perf.case import Call, Inputs
 
-# --- fields of a Case, to be passed as ``Case(..., **made_by(...), **calls(...))`` ---
+# ---- fields of a Case, to be passed as ``Case(..., **made_by(...), **calls(...))`` -------------------------
 
 
 def made_by(

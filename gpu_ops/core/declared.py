@@ -113,7 +113,7 @@ def _unknown(function: Callable[..., Any]) -> Check:
     return check
 
 
-# ---- from annotations to checks --------------------------------------------------------------------------------
+# ---- from annotations to checks ----------------------------------------------------------------------------
 
 
 def _anything(who: str, name: str, value: Any) -> None:

@@ -147,7 +147,7 @@ def _exceeds(size: tuple[int, int, int], most: tuple[int, int, int]) -> bool:
     return any(n > limit for n, limit in zip(size, most, strict=True))
 
 
-# -- kernel arguments -----------------------------------------------------------------------------
+# ---- kernel arguments --------------------------------------------------------------------------------------
 
 
 def check_arguments(args: Any) -> list[Any]:

@@ -70,7 +70,7 @@ def check_array(what: str, x: Any, given: Any) -> None:
             ) from error
 
 
-# -- addresses that are known before a launch -----------------------------------------------------
+# ---- addresses that are known before a launch --------------------------------------------------------------
 
 # Above all other global memory and below the windows, with the array in the middle of a region.
 _BASE, _REGION, _REGIONS = 1 << 50, 1 << 38, 1 << 17

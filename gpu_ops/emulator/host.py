@@ -101,7 +101,7 @@ def _format(m: State, pc: int, lane: int, text: str, at: int) -> tuple[str, int]
     return _CONVERSION.sub(convert, text), count
 
 
-# -- memory of one thread -------------------------------------------------------------------------
+# ---- memory of one thread ----------------------------------------------------------------------------------
 
 
 def _offset(m: State, operand: Operand) -> int:
@@ -133,7 +133,7 @@ def _text(m: State, pc: int, lane: int, address: int) -> str:
     return text.decode(errors="replace")
 
 
-# -- calls through pointers -----------------------------------------------------------------------
+# ---- calls through pointers --------------------------------------------------------------------------------
 
 
 def _dispatch(m: State, pc: int, instruction: Instruction) -> ReadyStep:

@@ -26,7 +26,7 @@ _ROUNDS = 1_000_000  # limit of polling rounds that do change registers, for exa
 _NO_LIMIT = 1 << 60
 
 
-# -- steps of branches, ends and barriers ---------------------------------------------------------
+# ---- steps of branches, ends and barriers ------------------------------------------------------------------
 
 
 def _target(m: State, instruction: Instruction, name: str) -> int:
@@ -183,7 +183,7 @@ _BUILDERS: dict[str, Builder] = {
 }
 
 
-# -- the machine ----------------------------------------------------------------------------------
+# ---- the machine -------------------------------------------------------------------------------------------
 
 
 def _steps(m: State) -> list[ReadyStep]:

@@ -229,7 +229,7 @@ class _Parser(Operands):
         self.places: dict[tuple[str, ...], Location] = {}
         self.scopes = 0
 
-    # -- module ---------------------------------------------------------------------------------
+    # ---- module --------------------------------------------------------------------------------------------
 
     def module(self) -> Module:
         module = Module(self.text)
@@ -318,7 +318,7 @@ class _Parser(Operands):
             raise self.error(f"{ptx_type!r} is not a type")
         return _SIZES[bits]
 
-    # -- functions ------------------------------------------------------------------------------
+    # ---- functions -----------------------------------------------------------------------------------------
 
     def function(self, *, entry: bool) -> Function:
         results = list(self.parameters()) if self.peek() == "(" else []
@@ -443,7 +443,7 @@ class _Parser(Operands):
                 break
         self.expect(";")
 
-    # -- instructions ---------------------------------------------------------------------------
+    # ---- instructions --------------------------------------------------------------------------------------
 
     def instruction(self, scope: Scope) -> Instruction:
         line = self.lines[self.at]

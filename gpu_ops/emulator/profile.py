@@ -76,7 +76,7 @@ class Profile:
         """Name of the kernel in its source."""
         return plain_name(self.kernel)
 
-    # -- sums -----------------------------------------------------------------------------------
+    # ---- sums ----------------------------------------------------------------------------------------------
 
     @cached_property
     def counts(self) -> Counts:
@@ -115,7 +115,7 @@ class Profile:
             profiles.append(total(group, LineProfile, file=file, line=line, text=text))
         return sorted(profiles, key=lambda line: -line.cost)
 
-    # -- memory ---------------------------------------------------------------------------------
+    # ---- memory --------------------------------------------------------------------------------------------
 
     @property
     def bytes_read(self) -> int:
@@ -159,7 +159,7 @@ class Profile:
         """Bytes that ``cp.async`` reads, without those that it fills with zeros."""
         return sum(i.global_bytes for i in self.instructions if i.kind == "cp.async")
 
-    # -- work -----------------------------------------------------------------------------------
+    # ---- work ----------------------------------------------------------------------------------------------
 
     @cached_property
     def operations(self) -> dict[str, int]:
@@ -181,7 +181,7 @@ class Profile:
         """Branches that split warps, worst first."""
         return sorted((i for i in self.instructions if i.divergent), key=lambda i: -i.divergent)
 
-    # -- output ---------------------------------------------------------------------------------
+    # ---- output --------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the profile to plain dicts, lists and numbers."""

@@ -147,7 +147,7 @@ class Profiler:
         for row, touched in self._touched.items():
             self._marks[row] = touched.ctypes.data
 
-    # -- hooks ----------------------------------------------------------------------------------
+    # ---- hooks ---------------------------------------------------------------------------------------------
 
     def executed(self, threads: int, pc: int, mask: Mask, active: Mask) -> None:
         """Count an instruction that group ``mask`` issues. ``active``, after the guard, may include ended threads."""
@@ -201,7 +201,7 @@ class Profiler:
         """Count tensor-core multiply-adds."""
         self._macs[kind] = self._macs.get(kind, 0) + macs
 
-    # -- the result -----------------------------------------------------------------------------
+    # ---- the result ----------------------------------------------------------------------------------------
 
     def profile(
         self,

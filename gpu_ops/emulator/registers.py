@@ -173,7 +173,7 @@ def _register(m: State, instruction: Instruction, name: str) -> int:
     return i
 
 
-# -- arithmetic and moves -------------------------------------------------------------------------
+# ---- arithmetic and moves ----------------------------------------------------------------------------------
 
 
 def _plain(run: Callable[[Mask], Any]) -> ReadyStep:

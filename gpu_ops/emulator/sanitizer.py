@@ -120,7 +120,7 @@ class Sanitizer:
         self.loads: dict[int, Absent] = {}  # loads that marks of registers refer to, by number
         self.tables = m.memory.windows, self.granule, self.state, self.epochs, self.warp_epochs
 
-    # -- memory -----------------------------------------------------------------------------------
+    # ---- memory --------------------------------------------------------------------------------------------
 
     def access(self, access: Access, place: LaneAddresses, values: Array | None = None) -> None:
         """Check an access before it happens. ``values``: those that a store writes, ``[elements, threads]``."""
@@ -230,7 +230,7 @@ class Sanitizer:
             unordered = f"{what}, with no barrier since it was"
             m.report("shared-memory race", access.pc, lane, lambda: f"{unordered} {text()}", pc)
 
-    # -- order ------------------------------------------------------------------------------------
+    # ---- order ---------------------------------------------------------------------------------------------
 
     def barrier(self, blocks: Array) -> None:
         """Record that a barrier opened in these blocks.
@@ -262,7 +262,7 @@ class Sanitizer:
                 kept.append(_Copies(c.lanes[rest], c.host[rest], c.size, c.group[rest]))
         self.copies = kept
 
-    # -- warps ------------------------------------------------------------------------------------
+    # ---- warps ---------------------------------------------------------------------------------------------
 
     def named(self, pc: int, here: Array, named: Array) -> None:
         """Check that each lane that runs a warp instruction is in its own mask."""

@@ -153,7 +153,7 @@ def _pointee(text: str) -> tuple[int, int]:
     return 0, 0
 
 
-# -- mangled names --------------------------------------------------------------------------------
+# ---- mangled names -----------------------------------------------------------------------------------------
 
 
 def _mangled(entry: str) -> tuple[Parameter, ...]:
@@ -244,7 +244,7 @@ class _Reader:
             raise _Unread(self.text[self.at :])
         return match
 
-    # -- names ----------------------------------------------------------------------------------
+    # ---- names ---------------------------------------------------------------------------------------------
 
     def encoding(self) -> tuple[str, ...] | None:
         """Read ``<name> {<type>}`` up to the end of the text or an E. A template's types begin with its result."""
@@ -373,7 +373,7 @@ class _Reader:
         elif not self.accept(r"f[pL]\d*_|[a-z][a-zA-Z]"):
             self.type()
 
-    # -- types ----------------------------------------------------------------------------------
+    # ---- types ---------------------------------------------------------------------------------------------
 
     def type(self) -> str:
         if self.accept("[PRO]"):

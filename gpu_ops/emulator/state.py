@@ -118,7 +118,7 @@ class State(Batch):
         if self.sanitizer is not None:
             self.sanitizer.begin(self)
 
-    # -- registers and parameters ---------------------------------------------------------------
+    # ---- registers and parameters --------------------------------------------------------------------------
 
     def _add(self, name: str, dtype: np.dtype[Any]) -> int:
         self.index[name] = len(self.dtypes)
@@ -136,7 +136,7 @@ class State(Batch):
         at = self._offsets[name] + offset
         return self._parameters[at : at + size]
 
-    # -- masks ----------------------------------------------------------------------------------
+    # ---- masks ---------------------------------------------------------------------------------------------
 
     def active_lanes(self, mask: Mask) -> Array:
         """Indices of the threads of a mask."""
@@ -153,7 +153,7 @@ class State(Batch):
     def simplify(self, mask: Array) -> Mask:
         return None if self.all_alive and mask.all() else mask
 
-    # -- control --------------------------------------------------------------------------------
+    # ---- control -------------------------------------------------------------------------------------------
 
     def leave(self, group: Group, active: Mask) -> Mask:
         """Take the active threads out of the group; return the mask of the rest, or ``NONE``."""

@@ -50,7 +50,7 @@ def register_dtype(ptx_type: str) -> np.dtype[Any]:
     return np.dtype(f"u{max(2, DTYPE[ptx_type].itemsize)}")
 
 
-# -- operands and instructions -------------------------------------------------------------------
+# ---- operands and instructions -----------------------------------------------------------------------------
 
 
 class Location(NamedTuple):

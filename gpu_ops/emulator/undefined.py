@@ -30,7 +30,7 @@ _LOADS = 1000  # number of loads to keep before those without marks are dropped
 _SHIFT = 32  # a mark is the load's number in the bits above the position of its lane, plus 1
 
 
-# -- marks ----------------------------------------------------------------------------------------
+# ---- marks -------------------------------------------------------------------------------------------------
 
 
 def _marks(m: State, registers: list[int]) -> Array | None:
@@ -93,7 +93,7 @@ def _report(m: State, pc: int, marks: Array, lanes: Array, use: str) -> None:
             _put(m, register, np.where(np.isin(other[0], numbers), 0, other), m.full(None))
 
 
-# -- instructions ---------------------------------------------------------------------------------
+# ---- instructions ------------------------------------------------------------------------------------------
 
 
 def before(m: State, group: Group) -> None:
@@ -207,7 +207,7 @@ def _product(m: State, flow: Flow, here: Array) -> list[Array]:
     return faults
 
 
-# -- memory ---------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
 def _new_loads(m: State) -> Iterator[tuple[Absent, Array]]:

@@ -202,7 +202,7 @@ def _activemask(m: State, pc: int, instruction: Instruction) -> ReadyStep:
     return ReadyStep(run, plain=False)
 
 
-# -- matrices: all lanes of a warp take part ------------------------------------------------------
+# ---- matrices: all lanes of a warp take part ---------------------------------------------------------------
 
 
 def _spread(m: State, warps: Array, values: Array) -> Array:

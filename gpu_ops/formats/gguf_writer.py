@@ -129,7 +129,7 @@ def _parts(header: bytearray, tensors: list[_Stored], alignment: int) -> Iterato
         yield bytes(-tensor.size % alignment)
 
 
-# --- tensors ---------------------------------------------------------------------------------------
+# ---- tensors -----------------------------------------------------------------------------------------------
 
 
 def _stored(name: Any, given: Any) -> _Stored:
@@ -166,7 +166,7 @@ def _stored(name: Any, given: Any) -> _Stored:
     return _Stored(name, type, shape, size, data)
 
 
-# --- metadata --------------------------------------------------------------------------------------
+# ---- metadata ----------------------------------------------------------------------------------------------
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

@@ -183,7 +183,7 @@ def read_gguf(
     return matrices
 
 
-# --- safetensors -----------------------------------------------------------------------------------
+# ---- safetensors -------------------------------------------------------------------------------------------
 
 
 def _from_safetensors(
@@ -286,7 +286,7 @@ def _factor(what: str, value: float, meaning: str) -> np.float32:
     return factor
 
 
-# --- GGUF ------------------------------------------------------------------------------------------
+# ---- GGUF --------------------------------------------------------------------------------------------------
 
 
 def gguf_matrix(what: str, file: BinaryIO, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
@@ -315,7 +315,7 @@ def _tl2_scale(shape: tuple[int, int], size: int) -> int:
     return max(size, -(-counted // 32) * 32)
 
 
-# --- both ------------------------------------------------------------------------------------------
+# ---- both --------------------------------------------------------------------------------------------------
 
 
 def _chosen(name: str, names: Iterable[str] | None, found: list[str]) -> list[str]:

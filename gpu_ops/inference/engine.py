@@ -206,7 +206,7 @@ class Engine:
             return self._graphs.logits(step, count)
         return next_logits(self.weights, self.config, self.cache, step, max_seqlen=self.max_seqlen)
 
-    # ---- a pass ----------------------------------------------------------------------------------------------------
+    # ---- a pass --------------------------------------------------------------------------------------------
 
     def _reserve(self) -> tuple[list[Request], dict[int, list[int]], Any]:
         """Reserve pages for the requests of the next pass, with guesses by handle; preempt if pages run out."""

@@ -56,7 +56,7 @@ def _has_logits(spec: Spec, builder: Builder) -> bool:
     return False
 
 
-# ---- CPU ---------------------------------------------------------------------------------------------------------
+# ---- CPU ---------------------------------------------------------------------------------------------------
 
 
 @lowers("linear_cross_entropy", "cpu")
@@ -104,7 +104,7 @@ def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: An
     return np.broadcast_to(np.asarray(float(dloss) * factor, like.dtype), like.shape)
 
 
-# ---- GPUs --------------------------------------------------------------------------------------------------------
+# ---- GPUs --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ for _which in ("pack", "unpack"):
     lowers(f"ternary_{_which}", "numba")(partial(_lower, which=_which, twins=True))
 
 
-# --- lines ---------------------------------------------------------------------------------------
+# ---- lines -------------------------------------------------------------------------------------------------
 
 # Shape of ternary_pack.cu
 _LINES_SHAPE = np.dtype(
@@ -144,7 +144,7 @@ def _lines(t: _Task, builder: Builder, most: int) -> None:
     builder.launch(_kernel(t.which, "", layout.macro), grid, (_THREADS, 1, 1), (*arrays, flags, shape[()]))
 
 
-# --- blocks --------------------------------------------------------------------------------------
+# ---- blocks ------------------------------------------------------------------------------------------------
 
 # Shape of ternary_pack_blocks.cu
 _BLOCKS_SHAPE = np.dtype(
@@ -178,7 +178,7 @@ def _blocks(t: _Task, builder: Builder, most: int) -> None:
     builder.launch(_kernel(t.which, "_blocks", macro), grid, (_THREADS, 1, 1), (*arrays, shape[()]))
 
 
-# --- tiles ---------------------------------------------------------------------------------------
+# ---- tiles -------------------------------------------------------------------------------------------------
 
 # Shape of ternary_pack_tiles.cu
 _TILES_SHAPE = np.dtype(

@@ -159,7 +159,7 @@ def chunk_bitmap(trits: Array) -> Array:
     return np.packbits(used, axis=1, bitorder="little")
 
 
-# --- planes ------------------------------------------------------------------------------------
+# ---- planes ------------------------------------------------------------------------------------------------
 
 
 def _bits(plane: Array) -> Array:
@@ -177,7 +177,7 @@ def _planes_decode(data: Array, n: int, k: int, strict: bool) -> Array:
     return (plus - minus)[:, :k]
 
 
-# --- 16-code words: w2 and bitnet_gpu ------------------------------------------------------------
+# ---- 16-code words: w2 and bitnet_gpu ----------------------------------------------------------------------
 
 
 def _interleave(codes: Array) -> Array:

@@ -195,7 +195,7 @@ def test_tiny_and_negative_scales(softmax_scale, backend):
     check(backend, seqlens=(65, 70), head_dims=(32, 32), softmax_scale=softmax_scale, dtype="float32")
 
 
-# ---- rows that see nothing, empty inputs, poison ---------------------------------------------------
+# ---- rows that see nothing, empty inputs, poison -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -315,7 +315,7 @@ def test_a_visible_nan_is_not_lost(which, dtype, softcap, backend):
     assert np.isnan(out).sum() == {"q": 16, "k": 40 * 16, "v": 40}[which]
 
 
-# ---- torch -------------------------------------------------------------------------------------------
+# ---- torch -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.peers

@@ -225,7 +225,7 @@ def test_deterministic_gives_the_same_bits(backend):
             np.testing.assert_array_equal(x, y)
 
 
-# ---- rows that see nothing, empty inputs, poison -----------------------------------------------------
+# ---- rows that see nothing, empty inputs, poison -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -313,7 +313,7 @@ def test_a_visible_nan_is_not_lost(which, dtype, backend):
         assert np.isfinite(dq[0, :30]).all()
 
 
-# ---- layouts of arrays ---------------------------------------------------------------------------------
+# ---- layouts of arrays -------------------------------------------------------------------------------------
 
 
 @pytest.mark.peers

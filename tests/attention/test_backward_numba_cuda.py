@@ -36,7 +36,7 @@ def gradients(p, **more):
     return gpu_ops.attention_backward(p.dout, *p.arrays, out, lse, **p.options, **more, **BACKEND)
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------
+# ---- tiles -------------------------------------------------------------------------------------------------
 
 
 def test_tiles_fit():
@@ -97,7 +97,7 @@ def test_memory_accesses_are_whole():
             assert sectors[array] == 4.0, (name, array)  # no needless bytes
 
 
-# ---- sums in parts ---------------------------------------------------------------------------------------------
+# ---- sums in parts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from gpu_ops.kernels.attention.problem import Features
 PLAIN = {"mask": "causal", "dtype": "float32", "heads": (2, 1), "head_dims": (32, 32), "batch": 1}
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------
+# ---- tiles -------------------------------------------------------------------------------------------------
 
 LIMIT = 48 * 1024  # bytes of static shared memory; Numba cannot request more
 

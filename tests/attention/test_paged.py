@@ -178,7 +178,7 @@ def test_empty(lengths, page_size, backend):
     assert (lse == -np.inf).all()
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------
+# ---- plans -------------------------------------------------------------------------------------------------
 
 
 def plan(page_size, lengths=MIXED, device="emulator", **settings):

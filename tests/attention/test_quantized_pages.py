@@ -57,7 +57,7 @@ def new_tokens(dtype, codes, norm=True, head_dim=40):
     return (q, k, v, *pages), options
 
 
-# ---- the scheme ------------------------------------------------------------------------------------------------
+# ---- the scheme --------------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["int8", "uint8"]), st.integers(0, 2**32 - 1), st.floats(-30, 30))
@@ -87,7 +87,7 @@ def test_numbers_of_e4m3_are_those_of_ml_dtypes():
     np.testing.assert_array_equal(dequantize(codes[:, None], np.ones(256, np.float32))[:, 0], expected)
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------
+# ---- writing -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -123,7 +123,7 @@ def no_scales(options):
     return {name: x for name, x in options.items() if name not in ("k_scale", "v_scale")}
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------
+# ---- reading -----------------------------------------------------------------------------------------------
 
 
 def make(dtype, codes, lengths=MIXED, page_size=8, **settings):
@@ -205,7 +205,7 @@ def test_a_code_of_e4m3_that_is_nan(backend):
     assert np.argwhere(np.isnan(out)).tolist() == [[1, 0, 5], [1, 1, 5]]
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------------------
 
 
 def decode(**changes):
@@ -323,7 +323,7 @@ def test_parts_of_the_keys(codes, page_size, only):
     check(RAW, *make("float16", codes, lengths, page_size, head_dims=(128, 128)))
 
 
-# ---- every code ------------------------------------------------------------------------------------------------
+# ---- every code --------------------------------------------------------------------------------------------
 
 
 def every_code(codes, scale):
@@ -371,7 +371,7 @@ def test_scores_of_every_code_are_exact(dtype, codes):
     np.testing.assert_allclose(lse[0, 0], numbers * float(scale[0, 0, 0]), rtol=4e-7)
 
 
-# ---- special numbers -------------------------------------------------------------------------------------------
+# ---- special numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -406,7 +406,7 @@ def test_a_value_beyond_float16_is_infinite():
     assert not np.isnan(out).any()
 
 
-# ---- what they read and take -----------------------------------------------------------------------------------
+# ---- what they read and take -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

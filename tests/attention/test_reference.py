@@ -141,7 +141,7 @@ def test_varlen_backward_equals_finite_differences():
         np.testing.assert_allclose(gradient, differences(loss, x), rtol=1e-6, atol=1e-8)
 
 
-# ---- torch ---------------------------------------------------------------------------------------
+# ---- torch -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.peers
@@ -181,7 +181,7 @@ def test_against_torch(seqlens, kind, heads):
         close(ours, theirs_grad)
 
 
-# ---- edges ---------------------------------------------------------------------------------------
+# ---- edges -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -266,7 +266,7 @@ def test_unseen_blocks_and_unused_cache_may_hold_anything():
         assert (gradient[:, 2:4] == 0).all()
 
 
-# ---- precision -----------------------------------------------------------------------------------
+# ---- precision ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -302,7 +302,7 @@ def test_an_unknown_precision_is_an_error(name):
 
 # Properties of the attention reference that hold for any numbers.
 
-# ---- varlen and decode are attention -------------------------------------------------------------
+# ---- varlen and decode are attention -----------------------------------------------------------------------
 
 
 def some_options(draw, nheads: int, batch: int) -> dict[str, Any]:
@@ -395,7 +395,7 @@ def test_decode_equals_the_last_rows_of_attention(data):
     np.testing.assert_array_equal(again_lse, lse)
 
 
-# ---- properties ----------------------------------------------------------------------------------
+# ---- properties --------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, derandomize=True)

@@ -114,7 +114,7 @@ def test_masks_that_are_no_arrays(visible):
         BlockMask(visible, 4, 4)
 
 
-# ---- objects that claim to be arrays ---------------------------------------------------------------------------
+# ---- objects that claim to be arrays -----------------------------------------------------------------------
 
 
 class Odd(Exception):

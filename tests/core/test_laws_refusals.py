@@ -187,7 +187,7 @@ def test_arguments_that_are_written_are_checked_like_out(name):
             refused(case.having(**{source: moved, key: overlapping}), ShapeError, "shares memory with")
 
 
-# ---- inputs ------------------------------------------------------------------------------------------------------
+# ---- inputs ------------------------------------------------------------------------------------------------
 
 
 FLOATS = [

@@ -109,7 +109,7 @@ def test_arrays_are_let_go(name):
     assert not [x for x in alive if x() is not None]
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------
+# ---- mistakes ----------------------------------------------------------------------------------------------
 
 
 def with_value(index, value):
@@ -201,7 +201,7 @@ def normal(rng, *shape):
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-# ---- options: replayed for any plain type, and distinguished by it --------------------------------------------
+# ---- options: replayed for any plain type, and distinguished by it -----------------------------------------
 
 OPTIONS = [
     ("attention_decode", {"softmax_scale": 1 / np.sqrt(64)}, {"softmax_scale": 0.125}),
@@ -280,7 +280,7 @@ def test_the_backend_asked_for_by_the_environment_counts(rng, monkeypatch):
         gpu_ops.rope(x)
 
 
-# ---- arrays ----------------------------------------------------------------------------------------------------
+# ---- arrays ------------------------------------------------------------------------------------------------
 
 
 def mapped(x, folder, mode="r"):
@@ -358,7 +358,7 @@ def test_from_many_threads(rng):
         assert all(all(equal) for equal in threads.map(rounds, range(1, 9)))
 
 
-# ---- values ----------------------------------------------------------------------------------------------------
+# ---- values ------------------------------------------------------------------------------------------------
 
 
 def close_to_the_reference(case, atol=1e-5):

@@ -13,7 +13,7 @@ from gpu_ops.kernels.compiler.numba_ptx import compile_numba, numba_cuda
 pytest.importorskip("cuda.bindings.nvrtc")
 
 
-# -- through pointers -----------------------------------------------------------------------------
+# ---- through pointers --------------------------------------------------------------------------------------
 
 TABLE = r"""
 typedef float (*Function)(float, float);
@@ -110,7 +110,7 @@ extern "C" __global__ void k(int* y) { y[threadIdx.x] = f(threadIdx.x); }
         launch(direct, "k", 1, 8, (np.zeros(8, np.int32),))
 
 
-# -- to the host ----------------------------------------------------------------------------------
+# ---- to the host -------------------------------------------------------------------------------------------
 
 
 def test_printf(capsys):
@@ -157,7 +157,7 @@ extern "C" __global__ void k(const int* x, int n) {
     assert "thread (50,0,0)" in str(caught.value)
 
 
-# -- the barrier of a grid ------------------------------------------------------------------------
+# ---- the barrier of a grid ---------------------------------------------------------------------------------
 
 # What <cooperative_groups.h> does, without its headers: %envreg1 and 2 hold the address of the barrier.
 GRID = r"""

@@ -19,7 +19,7 @@ from tests.support.programs import SOURCE, buffer, line_of, named, only, profile
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
 
-# -- work -----------------------------------------------------------------------------------------
+# ---- work --------------------------------------------------------------------------------------------------
 
 
 def test_tensor_core_work():
@@ -86,7 +86,7 @@ def test_local_bytes():
     assert p.counts.local_bytes == 32 * (8 + 1) * 4
 
 
-# -- what a profile does not depend on --------------------------------------------------------------
+# ---- what a profile does not depend on ---------------------------------------------------------------------
 
 
 def test_batches_do_not_show(monkeypatch, rng):
@@ -122,7 +122,7 @@ def test_the_sanitizer_does_not_show():
     )
 
 
-# -- hand-written PTX -------------------------------------------------------------------------------
+# ---- hand-written PTX --------------------------------------------------------------------------------------
 
 PTX = """
 .version 8.0
@@ -198,7 +198,7 @@ def test_a_branch_of_several_ways():
     assert {line.where for line in p.lines()} >= {f"PTX line {only(p, 'brx').ptx_line}"}
 
 
-# -- recording and printing -------------------------------------------------------------------------
+# ---- recording and printing --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["late", "_ZN6module5inner4lateB2v1B3abcE5ArrayIfLi1EE", "_Z4latePf"])
@@ -279,7 +279,7 @@ def test_output():
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install '.[emulator]'")
 
-# -- global memory --------------------------------------------------------------------------------
+# ---- global memory -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_variables_of_the_module():
     assert buffer(p, "calls").times_read == 1
 
 
-# -- shared memory --------------------------------------------------------------------------------
+# ---- shared memory -----------------------------------------------------------------------------------------
 
 WIDTHS = {"shared1": 1, "shared4": 4, "shared8": 8, "shared16": 16}
 

@@ -115,7 +115,7 @@ def test_absurd_arguments_are_one_line(folder, capsys, monkeypatch, arguments, w
     assert words in error
 
 
-# ---- the server --------------------------------------------------------------------------------------------------
+# ---- the server --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

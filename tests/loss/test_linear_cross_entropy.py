@@ -231,7 +231,7 @@ def test_nan_stays_in_its_row(backend, rng):
     assert np.isnan(dx).any(axis=1).tolist() == rows
 
 
-# ---- mistakes ----------------------------------------------------------------------------------------------------
+# ---- mistakes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_target_on_a_gpu_that_is_no_class(cupy, kernels, rng):
     assert np.isnan(dx.host).all(axis=1).tolist() == [False, True, False]
 
 
-# ---- the definition ----------------------------------------------------------------------------------------------
+# ---- the definition ----------------------------------------------------------------------------------------
 
 
 def test_gradients_are_the_derivative(rng):

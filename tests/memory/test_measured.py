@@ -49,7 +49,7 @@ def test_every_step_takes_what_is_estimated():
         assert abs(took - estimated) <= 0.02 * took, name
 
 
-# ---- what fits, by running it ------------------------------------------------------------------------------------
+# ---- what fits, by running it ------------------------------------------------------------------------------
 
 SIZES = {"batch": 3, "seqlen": 64}
 
@@ -104,7 +104,7 @@ def test_what_fits_runs_under_the_limit_and_one_more_does_not(run, dtype, sought
                 run(pool, **{sought: limit + 1}, **sizes, dtype=dtype)
 
 
-# ---- an arena ----------------------------------------------------------------------------------------------------
+# ---- an arena ----------------------------------------------------------------------------------------------
 
 
 def largest_live_set(buffers):

@@ -113,7 +113,7 @@ def test_rope_freqs(original, gguf, tmp_path):
     )
 
 
-# --- ternary ---------------------------------------------------------------------------------------
+# ---- ternary -----------------------------------------------------------------------------------------------
 
 
 BITNET = dataclasses.replace(BIG, sub_norms=True, activation="relu2", tied=True)
@@ -341,7 +341,7 @@ def test_paths(tmp_path):
         models.load("/dev/null")
 
 
-# --- bounds ----------------------------------------------------------------------------------------
+# ---- bounds ------------------------------------------------------------------------------------------------
 
 
 def test_loading_takes_the_models_memory_and_a_piece(gguf, tmp_path):

@@ -17,7 +17,7 @@ from perf.attention_grids import Shape
 from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS, square_case
 
-# --- statistics and counting ---
+# ---- statistics and counting -------------------------------------------------------------------------------
 
 
 def test_summarise_gives_median_and_percentiles():
@@ -63,7 +63,7 @@ def test_cache_sizes_parse(text, count):
     assert machine.parse_size(text) == count
 
 
-# --- inputs ---
+# ---- inputs ------------------------------------------------------------------------------------------------
 
 
 def test_inputs_are_never_zeros_and_repeat_exactly():
@@ -88,7 +88,7 @@ def test_memory_bound_cases_rotate_past_the_cache_and_others_do_not():
     assert harness.copies_needed(square_case(bytes=1e6, flops=1e9), 1e6, cold_bytes=10_000_000) == 1
 
 
-# --- timing ---
+# ---- timing ------------------------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns_and_the_first_call_is_kept_apart():
@@ -137,7 +137,7 @@ def test_a_timing_is_the_time_of_the_call(monkeypatch):
     assert harness.timed(call) == 0.25
 
 
-# --- accuracy ---
+# ---- accuracy ----------------------------------------------------------------------------------------------
 
 
 def test_a_right_result_passes_and_the_row_holds_it():
@@ -247,7 +247,7 @@ def test_no_case_at_all_is_a_failure():
     assert cli.conclude(make_console(), []) == 1
 
 
-# --- memory ---
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
 def test_the_probe_sees_a_planted_allocation():
@@ -286,7 +286,7 @@ def test_the_worker_measures_a_case_and_survives_a_failure():
     assert result <= growth.peak < 8 * result + (4 << 20)
 
 
-# --- machine and limits ---
+# ---- machine and limits ------------------------------------------------------------------------------------
 
 
 def test_machine_facts_are_there_and_serialise():

@@ -19,7 +19,7 @@ JOB = Job(LLAMA70, H100, 8192, 128)
 SMALL = models.LlamaConfig(vocab=32000, hidden=1024, ffn=2816, nlayers=6, nheads=16, nheads_kv=4)
 
 
-# --- messages ---
+# ---- messages ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("nbytes", "us"), [(16 << 10, 15.0), (256 << 10, 18.2), (1 << 20, 28.0)])
@@ -72,7 +72,7 @@ def test_every_card_has_a_name():
     assert all(Cluster.parse(f"{kind}x16").count == 16 for kind in plan_step.KINDS)
 
 
-# --- a step ---
+# ---- a step ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_model_without_layers_and_cards_without_the_dtype():
         Job(LLAMA8, Cluster.parse("a100x8"), 8192, 8, "fp8")
 
 
-# --- published runs ---
+# ---- published runs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_what_limits():
     assert limits[8, 1, 1, 1] == "TP"
 
 
-# --- the command ---
+# ---- the command -------------------------------------------------------------------------------------------
 
 
 def test_the_command(capsys):

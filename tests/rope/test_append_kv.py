@@ -203,7 +203,7 @@ def test_no_kv_heads(backend):
     assert actual.tobytes() == rope_append_kv(*arrays, **options, **backend).tobytes()
 
 
-# ---- numbers ----------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------------------
 
 
 def test_large_and_small_numbers(dtype, backend):
@@ -223,7 +223,7 @@ def test_large_and_small_numbers(dtype, backend):
     np.testing.assert_allclose(arrays[3].astype(np.float64), keys, rtol=0, atol=close)
 
 
-# ---- mistakes: those that tests/core/test_laws_refusals.py has no room for -----------------------------------------
+# ---- mistakes: those that tests/core/test_laws_refusals.py has no room for ---------------------------------
 
 PACKED = {"place": "slots", "norm": None, "used": (3,)}
 MISTAKES = {

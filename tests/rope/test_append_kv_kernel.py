@@ -132,7 +132,7 @@ def test_half_of_the_warps_and_more_and_no_spills(arch, dtypes):
             assert share >= 0.5 if waiting else share > 0.5, (variant.kernel.label, share)
 
 
-# ---- traffic ----------------------------------------------------------------------------------------------
+# ---- traffic -----------------------------------------------------------------------------------------------
 
 
 def moved(profiles):
@@ -183,7 +183,7 @@ def test_a_residual_add_before_the_norm_is_not_another_pass(rng):
     assert moved(fused) <= 0.81 * (moved(norm) + add)
 
 
-# ---- places that are known on the device only -------------------------------------------------------------
+# ---- places that are known on the device only --------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -238,7 +238,7 @@ def test_pages_without_rows(cupy, by):
     assert not np.array_equal(actual.host, q)
 
 
-# ---- CUDA arrays ------------------------------------------------------------------------------------------
+# ---- CUDA arrays -------------------------------------------------------------------------------------------
 
 
 @needs_nvrtc

@@ -32,7 +32,7 @@ def choose(tokens, nheads, nheads_kv, head_dim, card, *, itemsize=2, alignment=1
     return kernels.select_config(kernels.RopeShape(*sizes), alignment=alignment, sms=card.sms, **order)
 
 
-# ---- the plan -----------------------------------------------------------------------------------------------
+# ---- the plan ----------------------------------------------------------------------------------------------
 
 
 @each_card
@@ -94,7 +94,7 @@ def test_every_plan_is_listed():
                 assert {kernels._kernel(c, dtype, pairs) for pairs in (False, True)} <= listed
 
 
-# ---- what moves ---------------------------------------------------------------------------------------------
+# ---- what moves --------------------------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -227,7 +227,7 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
     np.testing.assert_array_equal(actual, expected)
 
 
-# ---- angles -------------------------------------------------------------------------------------------------
+# ---- angles ------------------------------------------------------------------------------------------------
 
 
 def test_turns_of_one_radian():

@@ -58,7 +58,7 @@ def check(call, ref, inputs, dtype, backend, factor=2.0, **options):
     return actual
 
 
-# ---- against the reference: every option, every dtype -----------------------------------------------------
+# ---- against the reference: every option, every dtype ------------------------------------------------------
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -179,7 +179,7 @@ def test_nan_and_inf_stay_in_their_pair(dtype, backend):
     np.testing.assert_array_equal(~np.isfinite(actual.astype(np.float32)), bad)
 
 
-# ---- scalings through rope --------------------------------------------------------------------------------
+# ---- scalings through rope ---------------------------------------------------------------------------------
 
 
 def test_dynamic_goes_by_the_largest_position_or_by_seqlen(backend, rng):

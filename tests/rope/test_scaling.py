@@ -133,7 +133,7 @@ def test_llama3_by_wavelength(factor):
     close(RopeScaling.llama3(factor, original), formula)
 
 
-# ---- from_hf ---------------------------------------------------------------------------------------------
+# ---- from_hf -----------------------------------------------------------------------------------------------
 
 LLAMA31 = {
     "model_type": "llama",
@@ -268,7 +268,7 @@ def test_from_hf_per_layer_type():
     assert RopeScaling.from_hf(part, layer_type="full_attention") == full
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------
+# ---- mistakes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

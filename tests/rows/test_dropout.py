@@ -27,7 +27,7 @@ def quick_on_emulator(raw):
     return {"*": {"dtype": emulator_dtypes(raw)}}
 
 
-# ---- which elements -----------------------------------------------------------------------------------------
+# ---- which elements ----------------------------------------------------------------------------------------
 
 
 def test_a_mask_by_hand():
@@ -65,7 +65,7 @@ def test_the_probability_has_32_bits(p, share, backend):
     assert (y == (np.float32(1 / (1 - p)) if share < 0.5 else 0)).all()
 
 
-# ---- all backends -------------------------------------------------------------------------------------------
+# ---- all backends ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -127,7 +127,7 @@ def test_without_dropout_it_is_a_copy(backend, dtype, rng):
     assert not np.shares_memory(x, y)
 
 
-# ---- seeds and offsets --------------------------------------------------------------------------------------
+# ---- seeds and offsets -------------------------------------------------------------------------------------
 
 
 def test_seeds_and_offsets_of_later_calls():
@@ -185,7 +185,7 @@ def test_a_captured_graph_draws_another_mask(cupy, kernels):
         np.testing.assert_array_equal(y.host != 0, dropout_mask((40,), 0.5, seed=number))
 
 
-# ---- the CPU's blocks ---------------------------------------------------------------------------------------
+# ---- the CPU's blocks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cols", [2048, 6163])

@@ -50,7 +50,7 @@ def filters(options):
     return {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "step")}
 
 
-# ---- the definition -----------------------------------------------------------------------------------------
+# ---- the definition ----------------------------------------------------------------------------------------
 
 
 def test_counters_end_in_the_same_words_on_all_backends():
@@ -151,7 +151,7 @@ def test_the_distribution(named, rng):
         assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-# ---- all backends -------------------------------------------------------------------------------------------
+# ---- all backends ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -263,7 +263,7 @@ def test_no_tokens_and_no_rows(backend, dtype):
     assert gpu_ops.sample(np.zeros((0, 4), dtype), seed=1, **backend).shape == (0,)
 
 
-# ---- on a GPU -----------------------------------------------------------------------------------------------
+# ---- on a GPU ----------------------------------------------------------------------------------------------
 
 
 @needs_nvrtc

@@ -92,7 +92,7 @@ def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
             np.testing.assert_array_equal(f, w, err_msg=f"{what}: result {i}")
 
 
-# ---- views: the same numbers, elsewhere in memory -------------------------------------------------------------
+# ---- views: the same numbers, elsewhere in memory ----------------------------------------------------------
 
 
 def apart(x: np.ndarray[Any, Any], before: int = 1, after: int = 3) -> np.ndarray[Any, Any]:
@@ -179,7 +179,7 @@ def viewed(one: OpCall, view: View) -> OpCall:
     return one.having(**inputs, **written)
 
 
-# ---- places for results --------------------------------------------------------------------------------------
+# ---- places for results ------------------------------------------------------------------------------------
 
 
 def given_out(one: OpCall, arrays: Any) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def filled(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.full_like(x, SENTINEL)
 
 
-# ---- calls that are refused ----------------------------------------------------------------------------------
+# ---- calls that are refused --------------------------------------------------------------------------------
 
 
 def refused(one: OpCall, error: type[Exception], message: str) -> str:
@@ -250,7 +250,7 @@ def sharing(x: Any, out: Any) -> tuple[Any, Any]:
     return moved, memory[start:].view(out.dtype).reshape(out.shape)
 
 
-# ---- work, counted ------------------------------------------------------------------------------------------
+# ---- work, counted -----------------------------------------------------------------------------------------
 
 
 def python_calls(function: Callable[[], Any]) -> int:

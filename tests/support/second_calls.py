@@ -43,7 +43,7 @@ def pick(rng: Rng, values: Any) -> Any:
     return values[int(rng.integers(len(values)))]
 
 
-# ---- arrays of other kinds -------------------------------------------------------------------------------------
+# ---- arrays of other kinds ---------------------------------------------------------------------------------
 
 
 def swapped(x: Array) -> Array:
@@ -123,7 +123,7 @@ def values(x: Array, rng: Rng) -> Array:
     return x
 
 
-# ---- changes of a call -----------------------------------------------------------------------------------------
+# ---- changes of a call -------------------------------------------------------------------------------------
 
 
 def named(one: OpCall) -> dict[str, Any]:

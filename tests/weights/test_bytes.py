@@ -128,7 +128,7 @@ def test_an_i2_s_trailer_is_explained():
         ternary_unpack(np.concatenate([packed, np.zeros(32, np.uint8)]), (1, 128), "i2_s")
 
 
-# --- tl1 and tl2 -----------------------------------------------------------------------------------
+# ---- tl1 and tl2 -------------------------------------------------------------------------------------------
 
 # One position in each of the parts: two nibbles of magnitudes (256 x 96), signs, pairs of the remaining columns.
 SHAPE = (256, 128)
@@ -210,7 +210,7 @@ def test_published_shapes_fit_their_tiles(name):
     assert fmt.tile((1536, 1536)) != fmt.tile((512, 384)) == (256, fmt.unit_cols, 32)
 
 
-# --- sparsity --------------------------------------------------------------------------------------
+# ---- sparsity ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [1, 127, 128, 129, 1024, 1025, 2500])

@@ -161,7 +161,7 @@ def test_quantised_tokens_and_their_sums(group, rng):
     np.testing.assert_array_equal(sums, padded.sum(1) if group is None else padded.reshape(6, -1, 64).sum(2))
 
 
-# --- traffic and instructions --------------------------------------------------------------------
+# ---- traffic and instructions ------------------------------------------------------------------------------
 
 
 def profiles_of(m, n, k, dtype, activations="int8", group=None, sms=None):
@@ -248,7 +248,7 @@ def test_integer_instructions_per_weight(arch):
     assert issued <= 0.75
 
 
-# --- weights on a device ------------------------------------------------------------
+# ---- weights on a device -----------------------------------------------------------------------------------
 
 
 def test_weights_are_copied_to_a_device_once(cupy, rng):

@@ -13,7 +13,7 @@ from gpu_ops.errors import FormatError, OptionError, ShapeError
 from tests.models.model_files import INSTALL, in_file, trits, write
 from tests.support.laws import python_calls
 
-# --- GGUF ------------------------------------------------------------------------------------------
+# ---- GGUF --------------------------------------------------------------------------------------------------
 
 I2_S = {36: "i2_s"}
 
@@ -124,7 +124,7 @@ def test_what_is_asked_of_a_gguf_file_is_checked(tmp_path, rng):
     assert list(gpu_ops.read_gguf(path, formats=I2_S, names=(n for n in ("w",)))) == ["w"]
 
 
-# --- safetensors -----------------------------------------------------------------------------------
+# ---- safetensors -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

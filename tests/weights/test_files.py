@@ -14,7 +14,7 @@ from gpu_ops.reference.weights.ternary_formats import FORMATS
 from tests.models.model_files import INSTALL, in_file, trits, write
 from tests.weights.tables import TABLES
 
-# --- safetensors -----------------------------------------------------------------------------------
+# ---- safetensors -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_bad_checkpoints_are_refused(checkpoint, tmp_path_factory):
         gpu_ops.read_bitnet(file)
 
 
-# --- GGUF ------------------------------------------------------------------------------------------
+# ---- GGUF --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def _scale_of(buffer, shape, name):
     return {"scale": scales.reshape(shape[0], shape[1] // fmt.block_scale).astype(np.float32)}
 
 
-# --- embedded scales -------------------------------------------------------------------------------
+# ---- embedded scales ---------------------------------------------------------------------------------------
 
 
 BLOCKS = ["tq1_0", "tq2_0", "q2_0"]
@@ -225,7 +225,7 @@ def test_equals_the_transformers_package(rng):
         np.testing.assert_array_equal(unpack(packed, torch.float32)[:n].numpy(), t)
 
 
-# --- the table -------------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------------------
 
 
 def test_table_rows_are_unlike():
@@ -279,7 +279,7 @@ def test_the_table_prints():
         assert f"| {name} |" in describe_formats()
 
 
-# --- bad calls ---------------------------------------------------------------------------------------
+# ---- bad calls ---------------------------------------------------------------------------------------------
 
 T = np.zeros((2, 5), np.int8)
 

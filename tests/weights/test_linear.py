@@ -40,7 +40,7 @@ def matrix(rng, n, k, scale_kind="tensor", format="w2"):
     return TernaryMatrix.from_trits(rng.integers(-1, 2, (n, k)).astype(np.int8), scale, format=format)
 
 
-# --- gradients -------------------------------------------------------------------------------------
+# ---- gradients ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,7 +164,7 @@ def test_tiles(m, dtype, rng, monkeypatch):
         test_gradients({"backend": "numba"}, dtype, m, n, k, scale_kind, "int8", rng)
 
 
-# --- the layer -------------------------------------------------------------------------------------
+# ---- the layer ---------------------------------------------------------------------------------------------
 
 
 QUICK_FIRST = [

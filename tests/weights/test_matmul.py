@@ -284,7 +284,7 @@ def test_kernels_for_other_cpus(cpu, tmp_path, monkeypatch):
     python("-c", WORST_CASE_PROGRAM, expected, **variables)
 
 
-# --- bad calls -----------------------------------------------------------------------------------
+# ---- bad calls ---------------------------------------------------------------------------------------------
 
 W = TernaryMatrix.from_trits(np.ones((3, 8), np.int8))
 X = np.ones((2, 8), np.float32)

@@ -57,7 +57,7 @@ def test_an_mlp_runs_from_packed_weights(gate, format, rng):
     np.testing.assert_allclose(y, expected, atol=1e-2 * np.abs(expected).max())
 
 
-# --- a model's weights -----------------------------------------------------------------------------
+# ---- a model's weights -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

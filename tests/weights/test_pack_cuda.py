@@ -191,7 +191,7 @@ def run(which, backend_name, trits, packed, name, tile=()):
     return run_program(f"ternary_{which}", backend_name, arrays, options, results=(written,))["flags"]
 
 
-# --- tiles of every size ---------------------------------------------------------------------------
+# ---- tiles of every size -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend_name", ["raw", "numba"])
@@ -209,7 +209,7 @@ def test_tiles_of_every_size(name, backend_name, rng):
         np.testing.assert_array_equal(back, t, err_msg=str(tile))
 
 
-# --- every value of a byte -----------------------------------------------------------------------
+# ---- every value of a byte ---------------------------------------------------------------------------------
 
 
 LINE_PER_BLOCK = ["w2", "hf_bitnet", "planes", "base3"]
@@ -279,7 +279,7 @@ def _sound(line, shape, name):
     return True
 
 
-# --- traffic, and device of the results ------------------------------------------------------------
+# ---- traffic, and device of the results --------------------------------------------------------------------
 
 
 FULL = {"tl1": (256, 128), "tl2": (256, 96), "base3": (8, 1280)}

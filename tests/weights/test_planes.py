@@ -112,7 +112,7 @@ def test_transposing_the_product_swaps_the_matrices(seed, k, m):
     np.testing.assert_array_equal(ternary_matmul(x, w), ternary_matmul(w, x).T)
 
 
-# --- skipping ------------------------------------------------------------------------------------
+# ---- skipping ----------------------------------------------------------------------------------------------
 
 
 def test_the_rule_in_order(rng):
@@ -186,7 +186,7 @@ def test_every_kernel_is_listed_and_spills_nothing():
     assert len({v.kernel for v in kernels.variants("sm_90")}) == 4
 
 
-# --- arrays of a GPU, and mistakes ---------------------------------------------------------------
+# ---- arrays of a GPU, and mistakes -------------------------------------------------------------------------
 
 
 @needs_nvrtc

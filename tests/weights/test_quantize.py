@@ -39,7 +39,7 @@ def trits(rng, shape):
     return rng.integers(-1, 2, shape).astype(np.int8)
 
 
-# --- quantise ------------------------------------------------------------------------------------
+# ---- quantise ----------------------------------------------------------------------------------------------
 
 
 def scopes(w, group_size):
@@ -185,7 +185,7 @@ def test_numbers_that_are_not_finite_are_refused(value, backend, rng):
                 ternary_quantize(w, method=method, group_size=group_size, threshold=threshold, **backend)
 
 
-# --- TernaryMatrix -------------------------------------------------------------------------------
+# ---- TernaryMatrix -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_memory_is_an_eighth_of_float16(rng):
     assert w.nbytes <= 256 * 1024 * 2 / 8 + 4
 
 
-# --- bad calls -----------------------------------------------------------------------------------
+# ---- bad calls ---------------------------------------------------------------------------------------------
 
 W = TernaryMatrix.from_trits(np.ones((3, 8), np.int8))
 DENSE = np.ones((3, 8), np.float32)

@@ -33,7 +33,7 @@ _NAN: dict[np.dtype[Any], Any] = {
 _MIN_NORMAL: dict[np.dtype[Any], Any] = {dtype: np.finfo(dtype).smallest_normal for dtype in _NAN}
 
 
-# -- elements -------------------------------------------------------------------------------------
+# ---- elements ----------------------------------------------------------------------------------------------
 
 
 def split(words: Array, dtype: npt.DTypeLike) -> Array:
@@ -145,7 +145,7 @@ def canonical(values: Array) -> Array:
     return values
 
 
-# -- fused multiply-add ---------------------------------------------------------------------------
+# ---- fused multiply-add ------------------------------------------------------------------------------------
 
 MODE = {name: np.uint8(number) for number, name in enumerate(("odd", "rz", "rm", "rp"))}
 _ODD, _DOWN, _UP = 0, 2, 3
@@ -194,7 +194,7 @@ def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
     return np.uint32(sign << 31 | magnitude).view(np.float32)
 
 
-# -- rounding -------------------------------------------------------------------------------------
+# ---- rounding ----------------------------------------------------------------------------------------------
 
 #: Rounding modes: to nearest even, toward zero, down, up.
 MODES = frozenset(("rn", "rz", "rm", "rp"))

@@ -233,7 +233,7 @@ def _with_xor_of_signs(compute: Compute) -> Compute:
     return run
 
 
-# -- approximate functions ------------------------------------------------------------------------
+# ---- approximate functions ---------------------------------------------------------------------------------
 
 _flush = flush_of("f64")  # for float32 too
 _MAX_DIVISOR = np.float32(2.0**126)

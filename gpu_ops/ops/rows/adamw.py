@@ -243,7 +243,7 @@ def _betas(op: str, betas: Any) -> tuple[float, float]:
     return values[0], values[1]
 
 
-# ---- numbers that change from step to step ----------------------------------------------------------------------
+# ---- numbers that change from step to step -----------------------------------------------------------------
 
 
 def _read_number(

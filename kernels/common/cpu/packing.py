@@ -145,7 +145,7 @@ def transpose(to, rows, k):
             to[kk * nr + j] = rows[j, kk]
 
 
-# --- steps of K: widened elements, or pairs --------------------------------------------------------------
+# ---- steps of K: widened elements, or pairs ----------------------------------------------------------------
 
 
 @generic
@@ -249,7 +249,7 @@ def put_rows(panels, blocks, c, f0, m, t0, n):
     return pair if panels.dtype == types.uint32 else widen
 
 
-# --- A: one tile and block of K -------------------------------------------------------------------------
+# ---- A: one tile and block of K ----------------------------------------------------------------------------
 
 
 @device_function

@@ -37,7 +37,7 @@ from gpu_ops.kernels.common.cpu.codegen.target import FEATURES, XEON
 
 _SIZE = types.intp
 
-# --- lanes along K -------------------------------------------------------------------------------
+# ---- lanes along K -----------------------------------------------------------------------------------------
 
 
 def _dot(rows: int, tokens: int, dtype: str) -> Any:
@@ -129,7 +129,7 @@ def dot_float32(typingctx, rows, tokens, codes, offset, stride, last_row, x, x_o
     return sig, _dot(rows.literal_value, tokens.literal_value, "float32")
 
 
-# --- lanes along N -------------------------------------------------------------------------------
+# ---- lanes along N -----------------------------------------------------------------------------------------
 
 
 def _unpack(dtype: str) -> Any:
