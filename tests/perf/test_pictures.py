@@ -19,9 +19,9 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 from perf import attention_grids, pictures, runs
 from perf.attention_grids import Shape
-from perf.pictures import bars, bounds, data, error, kernel, lengths, roofline, speed, style
+from perf.pictures import bars, bounds, data, error, kernel, lengths, roofline, speed
 from perf.pictures.__main__ import main
-from perf.pictures.style import THEME, WIDTH, Canvas, legend_rows, settings, text_width
+from perf.pictures.style import THEME, WIDTH, Canvas, beside, hits, legend_rows, settings, spread, text_width
 
 RESULTS = Path(__file__).parents[2] / "perf" / "results"
 MACHINES = pictures.machines([path for path in RESULTS.iterdir() if path.name != "local"])
@@ -295,14 +295,14 @@ def test_shapes_are_read_back():
 
 
 def test_labels_are_spread():
-    assert style.spread([0.5, 0.5, 0.5], 0.2, 1.0) == pytest.approx([0.5, 0.7, 0.9])
-    assert style.spread([0.95, 1.0, 0.9], 0.2, 1.0) == pytest.approx([0.8, 1.0, 0.6])
+    assert spread([0.5, 0.5, 0.5], 0.2, 1.0) == pytest.approx([0.5, 0.7, 0.9])
+    assert spread([0.95, 1.0, 0.9], 0.2, 1.0) == pytest.approx([0.8, 1.0, 0.6])
 
 
 def test_labels_lie_beside_their_points():
     rng = np.random.default_rng(0)
     points = [tuple(point) for point in rng.uniform(1, 4, (12, 2))]
-    boxes = style.beside(points, [(0.8, 0.12)] * 12, (0, 0, 6, 5), np.zeros((0, 4)))
+    boxes = beside(points, [(0.8, 0.12)] * 12, (0, 0, 6, 5), np.zeros((0, 4)))
     dots = np.array([(x, y, x, y) for x, y in points])
-    assert np.all(style.hits(boxes, boxes) == 1), "each overlaps only itself"
-    assert np.all(style.hits(boxes, dots) == 0)
+    assert np.all(hits(boxes, boxes) == 1), "each overlaps only itself"
+    assert np.all(hits(boxes, dots) == 0)
