@@ -47,7 +47,7 @@ LAUNCH = {"raw": gemm.launch_raw, "numba": gemm.launch_numba}
 
 
 def multiply(device, which, make, *arguments, **options):
-    """Run a GEMM of NumPy arrays; ``make`` is a function of args.py."""
+    """Run a GEMM of NumPy arrays; ``make`` is a function of kernels/gemm/args.py."""
     views = {}
 
     def tensor(x):
