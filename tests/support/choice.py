@@ -9,6 +9,7 @@ the list of cases alone, so it is the same on every machine.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
 
@@ -66,12 +67,18 @@ def chosen_cases(cases):
     """Indices of few ``(values, with backend)`` that have all values, and all pairs of a value and a backend."""
     covered = [_parts(*case) for case in cases]
     missing, chosen = set().union(*covered), []
-    candidates = dict.fromkeys(range(len(cases)))
+    queue = [
+        (-len(parts), n) for n, parts in enumerate(covered)
+    ]  # what a case would add, the first case first
+    heapq.heapify(queue)
     while missing or not chosen:
-        best = max(candidates, key=lambda n: (len(covered[n] & missing), -n))
-        missing -= covered[best]
-        chosen.append(best)
-        del candidates[best]
+        gain, n = heapq.heappop(queue)
+        now = -len(covered[n] & missing)
+        if now == gain:
+            missing -= covered[n]
+            chosen.append(n)
+        else:  # others took some of its values since
+            heapq.heappush(queue, (now, n))
     return chosen
 
 
