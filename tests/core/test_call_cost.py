@@ -110,7 +110,7 @@ def check(run, most):
     for _ in range(2):
         run()
     names = functions_called(run)
-    assert "Prepared.__call__" in names  # the call was remembered
+    assert "PreparedCall.__call__" in names  # the call was remembered
     assert "Call.bind" not in names
     assert len(names) <= most, names
 
