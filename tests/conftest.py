@@ -25,6 +25,7 @@ from gpu_ops.core import dispatch
 from gpu_ops.core.device import compiler_missing, cuda_missing
 from gpu_ops.core.dispatch import BACKENDS
 from gpu_ops.core.op import forget_calls
+from gpu_ops.environment import VARIABLES
 from tests.support.choice import chosen_items
 from tests.support.fake_cupy import FakeCupy
 from tests.support.processes import ROOT
@@ -159,11 +160,16 @@ def pytest_runtest_teardown(item):
 
 @pytest.fixture(autouse=True)
 def _same_environment():
-    """Fail a test that changes environment variables for the tests after it, which may run in any order."""
-    before = dict(os.environ)
+    """Fail a test that changes variables of gpu_ops for the tests after it, which may run in any order."""
+    before = _variables()
     yield
-    changed = {name for name, _ in before.items() ^ os.environ.items()} - {"PYTEST_CURRENT_TEST"}
+    changed = {name for name, _ in before ^ _variables()}
     assert not changed, f"this test changed {', '.join(sorted(changed))} for the whole process"
+
+
+def _variables():
+    """Not those that torch and JAX set when they are imported."""
+    return {(k, v) for k, v in os.environ.items() if k.startswith("GPU_OPS_") or k in VARIABLES}
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
