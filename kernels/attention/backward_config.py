@@ -117,11 +117,12 @@ def select_tile(
     *,
     options: int = 0,
     wide_lse: bool = False,
+    arch: str = "",
 ) -> BackwardTile:
     """The tile for the kernel's HEAD_DIM and HEAD_DIM_V.
 
     ``options``: number of ALiBi, bias, block mask and packed sequences that the call uses. Each takes
-    registers.
+    registers. ``arch``: such as sm_90; ptxas needs more registers for some than for others.
 
     Raises
     ------
@@ -132,10 +133,11 @@ def select_tile(
     tiles = list(legal_tiles(*sizes, options=options, wide_lse=wide_lse))
     if not tiles:
         raise LookupError(f"no tile for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
-    for tile, warps in tiles:
-        if warps >= _ENOUGH_WARPS:
-            return tile
-    return max(tiles, key=lambda pair: pair[1])[0]
+    busiest = max(tiles, key=lambda pair: pair[1])[0]
+    tile = next((tile for tile, warps in tiles if warps >= _ENOUGH_WARPS), busiest)
+    many = tile.warps_d == 1 and _accumulators(tile, head_dim, head_dim_v) > _MAX_ACCUMULATORS[itemsize]
+    # ptxas 12.9 spills 196 bytes of them there (head_dim 64, causal)
+    return replace(tile, strip=tile.strip // 2) if many and arch.startswith("sm_10") else tile
 
 
 def head_parts(blocks: int, group: int, tiles: int, sms: int, *, causal: bool) -> int:

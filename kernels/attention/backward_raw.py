@@ -102,7 +102,7 @@ def launch_raw(spec: Spec, builder: Builder) -> None:
     call = _prepare(spec, a, builder)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
     sizes = a.q.itemsize, *call.head_dims, builder.smem_per_block_optin
-    tile = select_tile(*sizes, options=options, wide_lse=call.wide_lse)
+    tile = select_tile(*sizes, options=options, wide_lse=call.wide_lse, arch=builder.arch)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
     _launch_statistics(call, builder, spec.get("delta"), of_queries)
     if spec["deterministic"]:
@@ -375,7 +375,8 @@ def variants(arch: str) -> Iterator[Variant]:
     )
     for dtype, head_dim, mask, macros in cases:
         itemsize, dims, keys = 4 if dtype == "f32" else 2, (head_dim, head_dim), "ADD_DQ" in macros
-        tile = select_tile(itemsize, *dims, smem_limit, options=int("VARLEN" in macros or "BIAS" in macros))
+        options = int("VARLEN" in macros or "BIAS" in macros)
+        tile = select_tile(itemsize, *dims, smem_limit, options=options, arch=arch)
         kernel = main_kernel(dtype, tile, dims, mask, keys=keys, **macros)
         yield Variant(kernel, tile.threads, shared_bytes(tile, itemsize, *dims, keys=keys))
     tile = select_bias_tile(2, 128, 128, smem_limit)

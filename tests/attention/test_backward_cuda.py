@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -258,6 +259,14 @@ def test_every_head_dim_fits_every_card():
                 assert shared_bytes(tile, *sizes, keys=True) <= limit
             tile = select_bias_tile(*sizes, limit)
             assert bias_shared_bytes(tile, *sizes) <= limit
+
+
+def test_a_warp_of_all_columns_takes_a_narrower_strip_where_ptxas_would_spill():
+    sizes = 2, 64, 64, smem_per_block_optin("sm_90")
+    hopper, blackwell = (select_tile(*sizes, arch=arch) for arch in ("sm_90", "sm_100"))
+    assert (hopper.strip, blackwell) == (32, replace(hopper, strip=16))
+    by_warps = 2, 128, 128, smem_per_block_optin("sm_100")
+    assert select_tile(*by_warps, arch="sm_100") == select_tile(*by_warps, arch="sm_90")
 
 
 REFUSED = [
