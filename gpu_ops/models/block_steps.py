@@ -181,7 +181,8 @@ class TrainingRun(Run):
 
 @dataclass(frozen=True, eq=False)
 class BlockStep(ABC):
-    """Step of a block. ``reads`` and ``makes``: names of the arrays that ``forward`` takes and returns."""
+    """Step of a block. ``reads`` and ``makes``: names of the arrays that ``forward`` takes and returns. Steps for
+    decoding alone have no ``backward``."""
 
     reads: tuple[str, ...]
     makes: tuple[str, ...]

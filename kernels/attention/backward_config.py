@@ -61,23 +61,19 @@ class BackwardTile:
 # All of mma.sync, on every architecture from sm_80 on. 128 keys per block: half the atomics of 64.
 _TILES = {
     2: (
-        BackwardTile(
-            128, 64, 4, 1, 32
-        ),  # head_dim 64, where an SM has two times 66 KB. 32 keys per warp read q half as often
-        BackwardTile(
-            128, 64, 4, 2, 32
-        ),  # head_dim 96 and 128 on cards with 163 KB and more. The same, for 16 KB of P more
-        BackwardTile(
-            128, 64, 8, 1, 32
-        ),  # head_dim 64 and 96 on cards with 99 KB; 128 with bias and the like on the others
+        # head_dim 64, where an SM has two times 66 KB. 32 keys per warp read q half as often
+        BackwardTile(128, 64, 4, 1, 32),
+        # head_dim 96 and 128 on cards with 163 KB and more. The same, for 16 KB of P more
+        BackwardTile(128, 64, 4, 2, 32),
+        # head_dim 64 and 96 on cards with 99 KB; 128 with bias and the like on the others
+        BackwardTile(128, 64, 8, 1, 32),
         BackwardTile(128, 32, 8, 1, 32),  # head_dim 128 on cards with 99 KB
         BackwardTile(64, 64, 2, 4, 16),  # head_dim 192 and 256 on cards with 163 KB and more
         BackwardTile(64, 64, 4, 2, 32),  # head_dim 224 there; 160 everywhere
         BackwardTile(64, 32, 4, 2, 16),  # head_dim 192 on cards with 99 KB
         BackwardTile(32, 32, 2, 4, 8),  # head_dim 256 on cards with 99 KB
-        BackwardTile(
-            32, 32, 2, 2, 16
-        ),  # head_dim 224 there, whose 14 units of columns four warps cannot divide
+        # head_dim 224 there, whose 14 units of columns four warps cannot divide
+        BackwardTile(32, 32, 2, 2, 16),
     ),
     4: (
         BackwardTile(64, 32, 4, 1, 16),  # head_dim 64

@@ -45,7 +45,6 @@ from gpu_ops.kernels.common.cpu.fastmath import tanh, tanh_and_slope
 from gpu_ops.kernels.common.cpu.jit import device_function, noinline_function
 
 LN2 = 0.6931471805599453
-UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
 TINY_LOG2 = -122.9
 
 
