@@ -190,9 +190,8 @@ def compare(old: Run, new: Run, *, threshold: float = THRESHOLD, ops: set[str] |
         comparison.changes.append(Change(key, *medians, fastest, was["ours_p80"], now["ours_p20"], threshold))
     selection = ("device", "quick", "tour", "dtypes", "seqlens", "grid")
     if all((old.get("config", name) or False) == (new.get("config", name) or False) for name in selection):
-        comparison.missing = [
-            key for key in before if key not in after
-        ]  # a narrower run leaves cases out on purpose
+        # a narrower run leaves cases out on purpose
+        comparison.missing = [key for key in before if key not in after]
     return comparison
 
 

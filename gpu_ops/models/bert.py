@@ -302,11 +302,12 @@ NAMES = Names(
     },
     layer="encoder.layer.{}.",
     dtypes=tuple(STORED.values()),
+    # token states do not use them
     unread=(
         "embeddings.position_ids",
         "pooler.dense.weight",
         "pooler.dense.bias",
-    ),  # token states do not use them
+    ),
 )
 
 

@@ -84,12 +84,10 @@ _TILES = (
     ForwardTile(128, 64, 4),
     # head_dim 32: half the barriers of the first; autotune tries it with 64 as well, where two blocks fit
     ForwardTile(128, 128, 4),
-    ForwardTile(
-        128, 32, 4
-    ),  # head_dim 160; 128 with bias or similar options, which leave no registers for 64 keys
-    ForwardTile(
-        64, 64, 4
-    ),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
+    # head_dim 160; 128 with bias or similar options, which leave no registers for 64 keys
+    ForwardTile(128, 32, 4),
+    # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
+    ForwardTile(64, 64, 4),
     # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
     ForwardTile(128, 64, 8),
     # head_dim 256: 96 KB, the one block of cards with 99 KB, or two where an SM has 227 KB
@@ -99,9 +97,8 @@ _TILES = (
     ForwardTile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
     ForwardTile(32, 64, 2),  # 17 to 32 rows
     ForwardTile(32, 16, 2),  # the widest heads on cards with 99 KB
-    ForwardTile(
-        16, 128, 1, 4
-    ),  # decode, head_dim 64: the rows of a GQA group once, keys divided among four warps
+    # decode, head_dim 64: the rows of a GQA group once, keys divided among four warps
+    ForwardTile(16, 128, 1, 4),
     ForwardTile(16, 64, 1, 4),  # decode, head_dim 128: 48 KB of keys and values, two blocks per SM
     ForwardTile(16, 32, 1, 2),  # decode, head_dim 256 on cards with 99 KB
 )

@@ -72,9 +72,8 @@ class MatmulTile:
 
 # In order of preference at equal cost. All use mma.sync, on every architecture from sm_80 on.
 _TILES = (
-    MatmulTile(
-        128, 128, 2, 2
-    ),  # 16 bits: 64 x 64 per warp, two blocks per SM in 64 KB (99 KB cards: 48) each
+    # 16 bits: 64 x 64 per warp, two blocks per SM in 64 KB (99 KB cards: 48) each
+    MatmulTile(128, 128, 2, 2),
     MatmulTile(128, 128, 4, 2),  # float32: 32 x 64 per warp, the most that operands split in two allow
     MatmulTile(64, 128, 2, 2),  # up to 64 rows; results too small for the tiles above to reach every SM
     MatmulTile(64, 64, 2, 2),  # the same, smaller still

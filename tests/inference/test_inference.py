@@ -392,9 +392,8 @@ def test_logits_are_close_to_those_of_the_unquantized_cache(dtype, of_weights, r
 def test_generate_is_the_engine_over_such_a_cache(dtype, rng):
     weights, texts = model(), prompts(rng, 20, 9)
     texts_out = inference.generate(weights, CONFIG, texts, max_new_tokens=6, kv_dtype=dtype)
-    cache = inference.cache_for(
-        weights, CONFIG, num_pages=5, page_size=8, dtype=dtype
-    )  # so few that one waits
+    # so few that one waits
+    cache = inference.cache_for(weights, CONFIG, num_pages=5, page_size=8, dtype=dtype)
     assert cache.keys[0].dtype == {"int8": np.int8}.get(dtype, np.uint8)
     engine, tokens = inference.Engine(weights, CONFIG, cache), [[], []]
     for text in texts:

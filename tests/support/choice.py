@@ -67,9 +67,8 @@ def chosen_cases(cases):
     """Indices of few ``(values, with backend)`` that have all values, and all pairs of a value and a backend."""
     covered = [_parts(*case) for case in cases]
     missing, chosen = set().union(*covered), []
-    queue = [
-        (-len(parts), n) for n, parts in enumerate(covered)
-    ]  # what a case would add, the first case first
+    # what a case would add, the first case first
+    queue = [(-len(parts), n) for n, parts in enumerate(covered)]
     heapq.heapify(queue)
     while missing or not chosen:
         gain, n = heapq.heappop(queue)

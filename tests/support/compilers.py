@@ -77,6 +77,7 @@ def scale(folder, entry="scale", kind="float", factor=2):
 
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
+# by shared memory: fewest and most SMs
 EXTREMES = (
     "sm_89",
     "RTX 5090",
@@ -84,7 +85,7 @@ EXTREMES = (
     "A100-40",
     "H100 PCIe",
     "B200",
-)  # by shared memory: fewest and most SMs
+)
 
 
 def slow(*levels: Any) -> list[Any]:
