@@ -93,7 +93,6 @@ def test_long_shapes(seqlens, mask, backend):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda d: f"{d[0]}-{d[1]}")
-@pytest.mark.full_on("emulator-raw")
 def test_head_dims(head_dims, dtype, backend):
     # The rule compares largest errors: a thin head needs more rows to have a typical one.
     batch = 1 if head_dims[0] >= 32 else 8
@@ -129,7 +128,6 @@ MASKED = [
 
 
 @pytest.mark.parametrize("settings", MASKED, ids=row_id)
-@pytest.mark.full_on("emulator-raw")
 def test_masks_and_options(settings, backend):
     """On the emulator the rows of test_options are slow; these run by default."""
     check(backend, dtype="bfloat16", head_dims=(32, 32), heads=(2, 1), batch=1, **settings)

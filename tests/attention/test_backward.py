@@ -105,7 +105,6 @@ def lse_dtype(p):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("seqlens", [(1, 1), (1, 17), (17, 33), (33, 17), (70, 70), (70, 33)], ids=str)
-@pytest.mark.full_on("emulator-numba")
 def test_small_shapes(seqlens, dtype, backend):
     batch = 12 if seqlens[0] == 1 else 2
     check(backend, seqlens=seqlens, mask="causal", dtype=dtype, heads=(6, 2), head_dims=(32, 32), batch=batch)
@@ -124,7 +123,6 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("settings", OPTIONS, ids=row_id)
-@pytest.mark.full_on("emulator-raw")
 def test_masks_and_options(settings, backend):
     """On the emulator the rows of test_options are slow; with CUDA C++ kernels these run by default."""
     check(backend, **{"dtype": "bfloat16", "head_dims": (32, 32), "heads": (4, 2)} | settings)
@@ -148,7 +146,6 @@ def test_long_shapes(seqlens, mask, backend):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda d: f"{d[0]}-{d[1]}")
-@pytest.mark.full_on("emulator-raw")
 def test_head_dims(head_dims, dtype, backend):
     # The rule compares largest errors: a thin head needs more rows to have a typical one.
     batch = 1 if head_dims[0] >= 32 else 8
@@ -170,7 +167,6 @@ def test_options(row, backend):
 
 @pytest.mark.parametrize("dtype", ["float64"])  # a parameter: CUDA C++ kernels have none
 @pytest.mark.parametrize("mask", ["full", "causal", "band"])
-@pytest.mark.full_on("emulator-numba")
 def test_float64_is_float64(mask, dtype, backend):
     check(
         backend,
@@ -194,7 +190,6 @@ def test_float64_is_float64(mask, dtype, backend):
     [(), (1,), (203,), (113, 1), (1, 1, 1, 1), (4, 1, 203), (2, 1, 113, 203), (1, 4, 1, 1), (2, 4, 113, 203)],
     ids=str,
 )
-@pytest.mark.full_on("emulator-numba")
 def test_bias_gradients_sum_over_broadcast_axes(shape, backend):
     queries, keys = small(backend, 113, 203)
     shape = tuple({113: queries, 203: keys}.get(n, n) for n in shape)

@@ -101,7 +101,6 @@ TILES_SLOW = [
 
 
 @pytest.mark.parametrize(("dtype", "dims", "mask", "arch"), TILES, ids=str)
-@pytest.mark.full
 def test_tiles(dtype, dims, mask, arch, monkeypatch):
     monkeypatch.setenv("GPU_OPS_ARCH", arch)
     _, profiles = check(dtype=dtype, head_dims=dims, mask=mask, seqlens=(113, 130), heads=(2, 1), batch=1)
@@ -204,7 +203,6 @@ def test_work_is_five_products_of_the_tiles_that_somebody_sees(mask):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.full
 def test_keys_of_a_group_are_read_once_for_each_part(parts, monkeypatch):
     monkeypatch.setattr(backward_raw, "head_parts", lambda *_, **__: parts)
     forget_calls()

@@ -111,13 +111,11 @@ def test_options(row, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.full_on("emulator-numba")
 def test_dtypes(dtype, page_size, backend):
     check(backend, dtype=dtype, page_size=page_size, causal=True, seqlen_q=2)
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 59, 96, 256])
-@pytest.mark.full_on("emulator-raw")
 def test_head_dims(head_dim, backend):
     if backend["backend"] == "raw" and head_dim % 8:
         with pytest.raises(

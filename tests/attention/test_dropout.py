@@ -271,7 +271,6 @@ def test_seeds():
             draw(bad)
 
 
-@pytest.mark.full_on("emulator-raw")
 def test_a_seed_in_an_array(backend):
     """The seed is read at every call, so that each replay drops other weights; int64 counts as its 64 bits."""
     dtype = np.float32 if backend["backend"] == "numba" else np.float16

@@ -74,7 +74,6 @@ def test_delta_takes_the_place_of_out(layout, dtype, backend):
         assert np.abs(x.astype(np.float64) - grads[0 if x.shape == grads[0].shape else 1]).max() > 0.05
 
 
-@pytest.mark.full_on("emulator-raw")
 def test_out_in_float32(backend):
     """delta is then that of the values before rounding."""
     e, _, lse, delta = given("float16")
@@ -92,7 +91,6 @@ def wide_dout(e, rng):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("with_delta", [False, True])
-@pytest.mark.full_on("emulator-numba")
 def test_dout_in_float32(with_delta, dtype, backend, rng):
     """Gradients obey the rule. Kernels round dout first: the same bits as with dout rounded by the caller."""
     e, out, lse, _ = given(dtype)
@@ -124,7 +122,6 @@ def test_delta_is_that_of_the_rounded_dout(backend, rng):
     assert max(np.abs(x.astype(np.float64)).max() for x in (dq, dk)) < 1e-5
 
 
-@pytest.mark.full_on("emulator-raw")
 def test_packed_dout_in_float32(backend, rng):
     e = expected(dtype="float16", seqlens=(70, 70), heads=(4, 2), head_dims=(32, 32), batch=1)
     p, cu = e.problem, np.array([0, 30, 30, 70], np.int32)
@@ -146,7 +143,6 @@ def test_packed_dout_in_float32(backend, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.full_on("emulator-numba", "emulator-raw")
 def test_gradients_are_added(deterministic, dtype, backend, rng):
     """Gradients are added to the contents of strided arrays, in every call; by default they are written."""
     e, out, lse, _ = given(dtype)

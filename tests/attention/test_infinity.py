@@ -84,7 +84,6 @@ def test_infinite_queries_and_keys(dtype, softcap, backend, rng):
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.full_on("emulator-numba")
 def test_a_cache_of_infinities(dtype, num_splits, backend):
     """Splits of the keys whose weight is 0 next to another split, and elements past the end of the cache."""
     q, k, v = problem(dtype, 2000.0, 700)

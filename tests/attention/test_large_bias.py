@@ -76,7 +76,6 @@ CASES = pytest.mark.parametrize(("mask", "sinks"), [("full", False), ("causal", 
 @CASES
 @pytest.mark.parametrize("large", LARGE)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.full_on("emulator-numba")
 def test_rows_of_one_bias(dtype, large, mask, sinks, backend):
     size = {"queries": 20, "keys": 150} if backend["device"] == "emulator" else {}
     p, settings, precise = biased(dtype, large, mask, sinks, **size)
@@ -87,7 +86,6 @@ def test_rows_of_one_bias(dtype, large, mask, sinks, backend):
 @CASES
 @pytest.mark.parametrize("large", LARGE)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.full_on("emulator-numba")
 def test_gradients_of_rows_of_one_bias(dtype, large, mask, sinks, backend):
     if not has_gradients(backend):
         pytest.skip(f"attention_backward has no {backend['backend']} kernels")
@@ -98,7 +96,6 @@ def test_gradients_of_rows_of_one_bias(dtype, large, mask, sinks, backend):
 @pytest.mark.parametrize("scale", [1e9, 1e12, -1e20])
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.full_on("emulator-numba")
 def test_huge_scores(dtype, queries, scale, backend):
     """Floats of this size differ by more than 2^6: a row is the value of its largest score, where that is unique."""
     p = make(mask="causal", seqlens=(queries, 70), head_dims=(16, 16), heads=(4, 2), dtype=dtype)
@@ -126,7 +123,6 @@ OPTIONS = {
 @pytest.mark.parametrize("lse_dtype", ["float32", "float64"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.full_on("emulator-raw")
 def test_gradients_beside_other_options(option, deterministic, lse_dtype, backend):
     if not has_gradients(backend):
         pytest.skip(f"attention_backward has no {backend['backend']} kernels")
@@ -139,7 +135,6 @@ def test_gradients_beside_other_options(option, deterministic, lse_dtype, backen
 
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize(("dtype", "head_dim"), [*((dtype, 16) for dtype in DTYPES), ("bfloat16", 128)])
-@pytest.mark.full_on("emulator-raw")
 def test_gradients_of_one_bias_for_all_queries(dtype, head_dim, queries, backend):
     """lse is ambiguous for every row, including the last before the padding of a tile."""
     if not has_gradients(backend):
@@ -175,7 +170,6 @@ def test_gradients_of_equal_keys(dtype, size, backend):
     check("dk", dk[..., 0], 1024 * dscores.sum((2, 3))[..., None], dtype)
 
 
-@pytest.mark.full_on("emulator-raw")
 def test_gradients_of_equal_keys_in_sequences(backend):
     if not has_gradients(backend):
         pytest.skip(f"attention_backward has no {backend['backend']} kernels")

@@ -64,7 +64,6 @@ def same_memory_order(actual, expected):
 
 @each_name
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.full_on("emulator-numba")
 def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
     """Results agree with the same numbers, with others, and through a view."""
     case, other = sized(name, 13, dtype), sized(name, 13, dtype, seed=8)

@@ -77,7 +77,6 @@ def test_sizes(size, flags, rng):
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.full
 def test_dtypes(dtypes, rng):
     for flags in FLAGS:
         a, b, out, a64, b64 = make(rng, 43, 71, 301, dtypes, *flags)
@@ -161,7 +160,6 @@ def test_nan_and_inf_stay_in_their_row_and_column(rng):
     assert rest.tobytes() == np.delete(np.delete(clean, 5, axis=0), 30, axis=1).tobytes()
 
 
-@pytest.mark.full
 def test_float16_overflow_is_infinite():
     a, out = np.full((3, 4), 300.0, np.float32), np.empty((3, 3), np.float16)
     matmul(a, np.array([[300.0] * 3] * 4, np.float16), out)

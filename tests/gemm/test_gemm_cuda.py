@@ -86,7 +86,6 @@ SIZES = [(72, 136, 104), (49, 33, 69), (1, 1, 1)]
     ],
     ids=str,
 )
-@pytest.mark.full
 def test_layouts(which, dtype, layout, rng):
     a_across, b_across = LAYOUTS[layout]
     for m, n, k in SIZES:
@@ -121,7 +120,6 @@ def test_views(which, offset, dtype, rng):
 
 
 @pytest.mark.parametrize(("which", "dtype"), [("raw", BF16), ("raw", F32), ("numba", BF16)], ids=str)
-@pytest.mark.full
 def test_pairs(which, dtype, rng):
     """Two products in a launch, their sum, and a sum added to the output; the second pair has separate strides."""
     m, n, k = 72, 40, 48
@@ -218,7 +216,6 @@ def tile_cases():
 
 
 @pytest.mark.parametrize(("tile", "dtype", "layout", "arch"), list(tile_cases()))
-@pytest.mark.full
 def test_whole_tiles(tile, dtype, layout, arch, rng, monkeypatch):
     """Whole tiles have no bank conflicts, whole sectors, and no needless products on the tensor cores."""
     monkeypatch.setenv("GPU_OPS_ARCH", arch)

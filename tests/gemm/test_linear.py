@@ -79,7 +79,6 @@ def test_backward(backend, dtype, case, rng):
         close(g, w, n, dtype, GRADIENT, what=name)
 
 
-@pytest.mark.full_on("emulator-numba", "emulator-raw")
 def test_gradients_add_up(backend, dtype, rng):
     """Gradients of two parts of a batch, added into the same arrays, equal those of the whole in float32."""
     dy, x, weight, *_ = tensors(rng, ((64,), 40, 24), dtype)

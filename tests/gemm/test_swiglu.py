@@ -152,7 +152,6 @@ def test_accuracy_over_the_whole_range(backend, activation):
     seed=st.integers(0, 2**31),
     activation=st.sampled_from(ACTIVATIONS),
 )
-@pytest.mark.full
 def test_linear_in_up_and_in_dy(a, shape, seed, activation):
     """y(gate, up + a v) = y(gate, up) + a y(gate, v); both gradients are linear in dy too."""
     rng = np.random.default_rng(seed)

@@ -101,12 +101,10 @@ def test_forward_and_backward(backend, dtype, case, rng):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
-@pytest.mark.full_on("emulator-numba", "emulator-raw")
 def test_other_activations(backend, dtype, activation, rng):
     check(make(rng, (9, 32), 32, 50, 32, dtype), activation, backend)
 
 
-@pytest.mark.full_on("emulator-numba")
 def test_what_is_kept_is_gate_and_up(backend, dtype, rng):
     _, x, *weights = make(rng, (3, 7, 32), 32, 50, 24, dtype)
     y, gate_up = gpu_ops.swiglu_mlp(x, *weights, keep="gate_up", **backend)
@@ -124,7 +122,6 @@ def test_what_is_kept_is_gate_and_up(backend, dtype, rng):
 
 
 @pytest.mark.parametrize("given", [SUMS, ("dw_up",), ("dw_gate", "dw_down")], ids="-".join)
-@pytest.mark.full_on("emulator-numba", "emulator-raw")
 def test_gradients_of_parts_add_up(backend, dtype, given, rng):
     """Gradients are added to the arrays passed, which are returned; the other gradients do not change."""
     dy, x, *weights = make(rng, (21, 32), 32, 50, 24, dtype)
@@ -161,7 +158,6 @@ def test_gate_and_up_of_another_call_are_refused(rng):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.full
 def test_any_number_of_threads_gives_the_same_gradients(threads, monkeypatch, rng):
     from gpu_ops.kernels.common.cpu import parallel
     from gpu_ops.kernels.gemm.cpu import gemm, swiglu_mlp_few
@@ -226,7 +222,6 @@ def small_blocks(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.full
 def test_many_blocks_on_a_gpu(which, dtype, rng):
     """Chunks of tokens, and blocks of ffn over which dx is summed; the last ones are shorter."""
     inputs = make(rng, (50, 40), 40, 88, 24, np.dtype(dtype))
@@ -239,7 +234,6 @@ def test_many_blocks_on_a_gpu(which, dtype, rng):
     check(inputs, "silu", how)
 
 
-@pytest.mark.full
 def test_matrices_of_different_strides(rng):
     """Gate and up are halves of one array, or not; gradients are written to halves of one array."""
     dy, x, w_gate, w_up, w_down = make(rng, (20, 24), 24, 40, 16, np.dtype(np.float32))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import choice
 from tests.support.choice import chosen_cases, chosen_items
 from tests.support.processes import PATIENCE, ROOT
 
@@ -94,41 +95,28 @@ def test_examples_may_take_any_time(monkeypatch):
 DTYPES, SIZES, BACKENDS = ("f16", "bf16", "f32"), ("1", "7", "64", "100"), ("cpu", "raw", "numba")
 
 
-def test_each_value_is_tried_with_each_backend():
+def test_each_value_is_tried_once():
     values = list(itertools.product(DTYPES, SIZES, BACKENDS))
-    chosen = [values[n] for n in chosen_cases([(case, True) for case in values])]
-    for size, backend in itertools.product(SIZES, BACKENDS):
-        assert any(case[1:] == (size, backend) for case in chosen)
-    for dtype, backend in itertools.product(DTYPES, BACKENDS):
-        assert any((case[0], case[2]) == (dtype, backend) for case in chosen)
-    assert len(chosen) == len(SIZES) * len(BACKENDS)
-    assert chosen_cases([(case, True) for case in values]) == [values.index(case) for case in chosen]
-
-
-def test_without_a_backend_each_value_is_tried_once():
-    values = list(itertools.product(DTYPES, SIZES))
-    chosen = [values[n] for n in chosen_cases([(case, False) for case in values])]
-    assert {case[0] for case in chosen} == set(DTYPES)
-    assert {case[1] for case in chosen} == set(SIZES)
+    chosen = [values[n] for n in chosen_cases(values)]
+    for position, names in enumerate((DTYPES, SIZES, BACKENDS)):
+        assert {case[position] for case in chosen} == set(names)
     assert len(chosen) == len(SIZES)
 
 
 def test_a_test_without_parameters_is_chosen():
-    assert chosen_cases([((), False)]) == [0]
-    assert chosen_cases([(("cpu",), True), (("raw",), True)]) == [0, 1]
+    assert chosen_cases([()]) == [0]
+    assert chosen_cases([("cpu",), ("raw",)]) == [0, 1]
 
 
-def item(name="test_op", marks=(), **params):
+def item(name="test_op", **params):
     """An item as pytest collects it, with one parametrize mark for each parameter."""
-    marks = [getattr(pytest.mark, mark)(*args).mark for mark, *args in marks]
     ids = ["-".join(value.values()) if isinstance(value, dict) else str(value) for value in params.values()]
     return SimpleNamespace(
         path="test_file.py",
         cls=None,
         originalname=name,
+        nodeid=f"test_file.py::{name}[{'-'.join(ids)}]",
         callspec=SimpleNamespace(params=params, _idlist=ids),
-        iter_markers=lambda mark: (each for each in marks if each.name == mark),
-        get_closest_marker=lambda mark: next((each for each in marks if each.name == mark), None),
     )
 
 
@@ -146,8 +134,16 @@ def test_the_default_run_takes_two_dtypes_where_a_test_has_them():
     assert chosen == [{"dtype": "float32", "mode": "dense"}, {"dtype": "float64", "mode": "exact"}]
 
 
-def test_marked_tests_are_left_to_the_full_run():
+def test_listed_tests_are_left_to_the_full_run(monkeypatch):
+    listed = {("test_file.py::test_op", "emulator-raw"), ("test_file.py::test_slow_op", "")}
+    monkeypatch.setattr(choice, "full_only", lambda: listed)
     backends = [{"device": "cpu", "backend": "numba"}, {"device": "emulator", "backend": "raw"}]
-    marked = [item(marks=[("full_on", "emulator-raw")], size=1, backend=backend) for backend in backends]
-    assert chosen_params(marked) == [{"size": 1, "backend": backends[0]}]
-    assert chosen_params([item(marks=[("full",)], size=1)]) == []
+    assert chosen_params([item(backend=backend) for backend in backends]) == [{"backend": backends[0]}]
+    assert chosen_params([item("test_slow_op", size=1)]) == []
+
+
+def test_the_list_of_the_full_run_names_tests():
+    for test, backend in choice.full_only():
+        path, *_, name = test.split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
+        assert backend in {"", "cpu-numba", "emulator-raw", "emulator-numba"}, backend

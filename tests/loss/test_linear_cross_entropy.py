@@ -138,7 +138,6 @@ def test_without_gradients(backend, rng):
         assert gpu_ops.linear_cross_entropy(*arrays, bias=bias, **more, **backend).tobytes() == loss.tobytes()
 
 
-@pytest.mark.full_on("emulator-numba")
 def test_gradients_add_up(backend, dtype, rng):
     """Gradients of two parts of a batch, added into the same arrays with the total count, are those of the whole."""
     (x, weight, targets), bias = problem(rng, ((48,), 24, 40), dtype)

@@ -70,7 +70,6 @@ def backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
         ("rmsnorm", "sm_120", F32, 16383),  # single elements: 6 blocks per row, 8 elements per thread
     ],
 )
-@pytest.mark.full
 def test_long_rows(norm, arch, dtype, cols, rng, monkeypatch):
     monkeypatch.setenv("GPU_OPS_ARCH", arch)
     x, residual, dy, ds = (random(rng, (2, cols), dtype) for _ in range(4))
@@ -118,7 +117,6 @@ def check_backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
         ("layernorm", BF16, (2, 10001), 1),  # the same, single elements
     ],
 )
-@pytest.mark.full
 def test_teams_of_a_small_card(norm, dtype, shape, sms, rng):
     """Teams process many rows; two runs give the same bits whatever block comes first."""
     x, dy = random(rng, shape, dtype), random(rng, shape, dtype)
@@ -140,7 +138,6 @@ def test_teams_of_a_small_card(norm, dtype, shape, sms, rng):
         ("layernorm", BF16, (2, 26001), 1),
     ],
 )
-@pytest.mark.full
 def test_teams_of_a_small_card_in_the_forward(norm, dtype, shape, sms, rng, monkeypatch):
     """Rows are divided over blocks, with a residual; two runs give the same bits whatever block comes first."""
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_86")
@@ -169,7 +166,6 @@ def test_a_team_of_huge_numbers(norm, rng, monkeypatch):
     ("norm", "cols", "dtype"),
     [("rmsnorm", 8192, BF16), ("layernorm", 8192, F32), ("layernorm", 512, BF16), ("rmsnorm", 40960, F32)],
 )
-@pytest.mark.full
 def test_misaligned_rows_give_the_same_bits(norm, cols, dtype, rng):
     x, dy = random(rng, (3, cols), dtype), random(rng, (3, cols), dtype)
     weight = random(rng, (cols,), dtype)
@@ -204,7 +200,6 @@ def test_dweight_of_equal_products(rows):
     ],
     ids=str,
 )
-@pytest.mark.full
 def test_each_element_moves_once(norm, dtype, shape, rng):
     """Traffic is whole sectors, no bank conflicts, and one pass over every array with rows."""
     x, residual, dy, ds = (random(rng, shape, dtype) for _ in range(4))
@@ -248,7 +243,6 @@ def test_what_an_add_and_a_norm_move(norm, shape, rng):
     ("norm", "arch", "dtype"),
     [("rmsnorm", "sm_80", BF16), ("layernorm", "sm_86", BF16), ("layernorm", "sm_80", F32)],
 )
-@pytest.mark.full
 def test_what_131072_columns_move(norm, arch, dtype, rng, monkeypatch):
     """Teams of blocks keep a whole row."""
     monkeypatch.setenv("GPU_OPS_ARCH", arch)
@@ -274,7 +268,6 @@ def rows_of_all_lengths():
 
 
 @pytest.mark.parametrize(("norm", "dtype", "cols"), list(rows_of_all_lengths()))
-@pytest.mark.full
 def test_no_bank_conflicts(norm, dtype, cols, rng):
     """Sums of dweight have no conflicts: vectors of 1, 4 and 8 elements, one or several rows per block."""
     x, dy = random(rng, (5, cols), dtype), random(rng, (5, cols), dtype)

@@ -68,7 +68,6 @@ def test_residual_and_no_bias(backend, dtype, rng):
 
 
 @pytest.mark.parametrize("given", [("dweight",), ("dbias",), ("dweight", "dbias")], ids="-".join)
-@pytest.mark.full_on("emulator-numba")
 def test_gradients_add_up_over_parts(backend, dtype, given, rng):
     """Gradients are added to the arrays passed; the other one, and dx, do not change."""
     x, dy, weight = random(rng, (9, 321), dtype), random(rng, (9, 321), dtype), random(rng, (321,), dtype)
@@ -110,7 +109,6 @@ def test_results_in_the_order_of_the_contract(backend):
 
 
 @pytest.mark.parametrize("cols", [96, 1500, 8200, 60000])
-@pytest.mark.full_on("emulator-raw")
 def test_a_large_common_offset_costs_no_digits(backend, cols, rng):
     """With mean 1000 and deviation <= 1, mean(x^2) - mean^2 in float32 would keep no digit of the variance."""
     if cols > 8200 and backend == {"device": "emulator", "backend": "numba"}:
@@ -199,7 +197,6 @@ def test_nan_and_infinity_stay_in_their_row(backend, dtype, rng):
         assert y[r].tobytes() == clean[r].tobytes()
 
 
-@pytest.mark.full
 def test_gradients_are_derivatives(rng):
     x, weight, bias = rng.standard_normal((3, 8)), rng.standard_normal(8), rng.standard_normal(8)
     dy = rng.standard_normal((3, 8))

@@ -61,7 +61,6 @@ def test_numbers_at_the_ends_of_floats_range(dtype, cols, rng):
 @pytest.mark.parametrize("shape", [(8, 512), (4, 4096)], ids=str)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.full
 def test_each_element_moves_once(dtype, residual, shape, rng):
     x, weight = random(rng, shape, dtype), random(rng, shape[-1:], dtype)
     options = {"residual": random(rng, shape, dtype)} if residual else {}

@@ -36,7 +36,6 @@ def stepped(arrays, **options):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [1, 7, 1300, 5000])
-@pytest.mark.full_on("emulator-numba")
 def test_bits_of_the_reference(backend, form, size, rng):
     """Kernels compute as the reference rounded after every operation; the default reference is close."""
     arrays, rounding = made(rng, form, size)
@@ -224,7 +223,6 @@ def test_bits_for_any_number_of_threads():
 
 @needs_nvrtc
 @pytest.mark.parametrize("kernels", ["raw", "numba"])
-@pytest.mark.full
 def test_a_captured_step_counts_and_skips(cupy, kernels, rng):
     """A replayed graph reads the current step, learning rate and skip on the device."""
     arrays, _ = made(rng, "float32", 300)

@@ -101,7 +101,6 @@ def test_squares_outside_the_range(backend, size):
 
 
 @pytest.mark.parametrize("size", [1e308, 1e200, 1e-200, 1e-310])
-@pytest.mark.full_on("emulator-numba")
 def test_squares_outside_the_range_of_float64(backend, size):
     if backend["backend"] == "raw":
         with pytest.raises(gpu_ops.errors.DeviceError, match="float64 has Numba kernels only"):

@@ -1,26 +1,33 @@
 """Cases of a parametrized test that the default run takes; ``scripts/test.sh --full`` runs the others as well.
 
-Most of a first run is compilation, one kernel for each dtype and backend. So the default takes float32 and bfloat16
-where a test has them, and leaves out tests marked ``full``, and those marked ``full_on`` a backend there. Of what is
-left, each value of each parameter is in one case at least, and each value with each backend: a law that holds for
-all ops is tried on every op and backend, in one dtype or two, and not on all combinations. The choice follows from
-the list of cases alone, so it is the same on every machine.
+Most of a first run is compilation, one kernel for each dtype, backend and option. So the default run
+
+- takes float32 and bfloat16 where a test has them,
+- leaves out what ``full_only.txt`` lists: tests, or their cases on one backend, whose own time, or that of compiling
+  kernels that no other test uses, is more than their share (``scripts/choose_tests.py`` measures and writes it),
+- and of the other cases takes few in which each value of each parameter occurs once.
+
+So every op runs on every backend, in one dtype or two, and not in all combinations. The choice follows from the list
+of cases and that file alone: it is the same on every machine.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import defaultdict
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 DTYPES = "float32", "bfloat16"
 """Accumulation and storage formats that differ most; float16 and float64 are compiled from the same sources."""
 
+FULL_ONLY = Path(__file__).with_name("full_only.txt")
+
 
 def chosen_items(items):
-    """Ids of the items of the default run. An item without parameters is one of them unless it is marked."""
+    """Ids of the items of the default run."""
     groups = defaultdict(list)
     for item in items:
         if not is_full(item):
@@ -35,12 +42,23 @@ def chosen_items(items):
     return chosen
 
 
+@cache
+def full_only():
+    """The pairs (test, backend) of :data:`FULL_ONLY`; the backend is empty for a test without one."""
+    lines = FULL_ONLY.read_text(encoding="utf-8").splitlines()
+    return frozenset(line.partition(" ")[::2] for line in lines if not line.startswith("#"))
+
+
 def is_full(item):
-    """Whether a marker leaves this item, or its backend, to the full run."""
+    """Whether this item is left to the full run."""
+    return unit(item) in full_only()
+
+
+def unit(item):
+    """The item's test, without parameters, and its backend: what is listed in :data:`FULL_ONLY`."""
     backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-    backends = {name for mark in item.iter_markers("full_on") for name in mark.args}
-    on_this = isinstance(backend, dict) and f"{backend['device']}-{backend['backend']}" in backends
-    return on_this or item.get_closest_marker("full") is not None
+    name = f"{backend['device']}-{backend['backend']}" if isinstance(backend, dict) else ""
+    return item.nodeid.partition("[")[0], name
 
 
 def _dtype(item):
@@ -54,18 +72,17 @@ def _dtype(item):
 
 def _without_dtype(item):
     """The values of an item's parameters by their ids, except those that name its dtype."""
-    return {part for part in enumerate(_values(item)[0]) if _dtype(item) not in part[1]}
+    return {part for part in enumerate(_values(item)) if _dtype(item) not in part[1]}
 
 
 def _values(item):
-    """The values of an item's parameters by their ids, and whether the last one is its backend."""
-    callspec = getattr(item, "callspec", None)
-    return (tuple(callspec._idlist), "backend" in callspec.params) if callspec else ((), False)
+    """The values of an item's parameters by their ids."""
+    return tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
 
 
 def chosen_cases(cases):
-    """Indices of few ``(values, with backend)`` that have all values, and all pairs of a value and a backend."""
-    covered = [_parts(*case) for case in cases]
+    """Indices of few tuples of ``cases`` in which each value of each position occurs."""
+    covered = [set(enumerate(case)) for case in cases]
     missing, chosen = set().union(*covered), []
     # what a case would add, the first case first
     queue = [(-len(parts), n) for n, parts in enumerate(covered)]
@@ -79,9 +96,3 @@ def chosen_cases(cases):
         else:  # others took some of its values since
             heapq.heappush(queue, (now, n))
     return chosen
-
-
-def _parts(values, with_backend):
-    numbered = list(enumerate(values))
-    pairs = itertools.product(numbered[:-1], numbered[-1:]) if with_backend else ()
-    return {*numbered, *pairs}

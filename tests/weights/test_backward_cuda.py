@@ -56,7 +56,6 @@ def dx_of(dy, w, sms=None):
     ],
     ids=str,
 )
-@pytest.mark.full
 def test_dx_is_exact_and_wastes_nothing(m, n, k, dtype, group, sms, rng):
     dy, w, expected = problem(rng, m, n, k, dtype, group)
     dx, profiles = dx_of(dy, w, sms)

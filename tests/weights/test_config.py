@@ -135,7 +135,6 @@ def test_an_sm_of_any_card_has_two_blocks_of_few_tokens():
     ],
     ids=str,
 )
-@pytest.mark.full
 def test_divided_sums(m, n, k, activations, group, launches, rng):
     """Divided sums are exact at the largest magnitudes and at random ones; a weight is read once."""
     seen = {}

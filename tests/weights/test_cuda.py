@@ -186,7 +186,6 @@ def multiply(x, w, y, activations, sms=None):
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 640, 2048), (1, 64, 4096), (2, 100, 1024), (4, 96, 2048)])
-@pytest.mark.full
 def test_gemv_reads_each_packed_byte_once(m, n, k):
     (profile,) = profiles_of(m, n, k, BF16, sms=2)
     codes = next(b for b in profile.buffers if b.name == "w.codes")
@@ -213,7 +212,6 @@ def test_gemv_reads_each_packed_byte_once(m, n, k):
     ],
     ids=str,
 )
-@pytest.mark.full
 def test_no_bank_conflicts_and_no_idle_products(m, n, k, dtype, activations, group):
     for profile in profiles_of(m, n, k, dtype, activations, group):
         shared = [i for i in profile.instructions if i.waves]

@@ -81,7 +81,6 @@ def test_gradients_by_blocks(dtype, activations, rng, monkeypatch):
         test_gradients({"backend": "numba"}, dtype, *case, activations, rng)
 
 
-@pytest.mark.full_on("emulator-numba")
 def test_gradients_are_those_of_the_product(backend, rng):
     """Gradients of dy . (xq @ W.T) by definition, with W dense in float64; with integers almost nothing rounds."""
     dtype, rtol = (np.float32, 1e-6) if backend["backend"] == "raw" else (np.float64, 1e-12)
@@ -132,7 +131,6 @@ def test_a_token_that_is_not_finite_shows(rng):
     assert np.isnan(dw).all()
 
 
-@pytest.mark.full
 def test_tiles_make_no_difference(rng, monkeypatch):
     w = matrix(rng, 50, 300, "group")
     dy, x = random(rng, (9, 50), np.float16), random(rng, (9, 300), np.float16)
@@ -175,7 +173,6 @@ QUICK_FIRST = [
 
 @pytest.mark.parametrize("dtype", QUICK_FIRST, ids=str)
 @pytest.mark.parametrize("activations", ["int8", "native"])
-@pytest.mark.full
 def test_the_layer_is_the_product_and_the_bias(dtype, activations, rng):
     w, bias = matrix(rng, 5, 64), random(rng, (5,), np.float32)
     x = random(rng, (2, 3, 64), dtype)

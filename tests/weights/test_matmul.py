@@ -169,7 +169,6 @@ def test_empty(m, n, k, activations, backend):
 
 
 @pytest.mark.parametrize("m", [2, 40])
-@pytest.mark.full_on("emulator-numba")
 def test_nonfinite_and_zero_tokens(m, backend, rng):
     t = trits(rng, (9, 100))
     t[:, 5] = 1

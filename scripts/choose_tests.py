@@ -1,0 +1,195 @@
+"""Choose the default tests by their cost: run them all once, then write ``tests/support/full_only.txt``.
+
+    scripts/choose_tests.py costs.jsonl --record     # run the default tests, those of the file included, from a cold
+                                                     # cache (GPU_OPS_CACHE_DIR), and choose
+    scripts/choose_tests.py costs.jsonl              # choose; --seconds: CPU seconds of a cold run
+
+A unit is a test on one backend. Its cost is the CPU time of its cases, and the compilation of kernels that no other
+unit uses. The unit that costs most is left to ``scripts/test.sh --full``, and again, until the others fit; but never
+the last one that runs a kernel's source on a backend. This file is also the pytest plugin that records costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+COMPILATION = {"cpu": 2.5, "numba": 1.7, "raw": 0.35}
+"""CPU seconds that compiling one kernel takes at least, by backend, if it was compiled before: means on a Zen 3."""
+
+OVERHEAD = 50
+"""CPU seconds of collection, in two workers and their controller."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("costs", type=Path, help="recorded costs, one JSON object per case")
+    parser.add_argument("--record", action="store_true", help="run the tests and record, before choosing")
+    parser.add_argument("--seconds", type=float, default=900, help="CPU seconds of a cold run (900)")
+    options = parser.parse_args()
+    if options.record:
+        record(options.costs)
+    cases = [json.loads(line) for line in options.costs.read_text(encoding="utf-8").splitlines()]
+    full_only, seconds = choose(cases, options.seconds)
+    sys.path.insert(0, str(ROOT))
+    from tests.support.choice import FULL_ONLY
+
+    header = (
+        "# Tests, and backends of tests, that only --full runs; scripts/choose_tests.py writes this file.\n"
+    )
+    lines = sorted(" ".join(unit).rstrip() for unit in full_only)
+    FULL_ONLY.write_text(header + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+    print(
+        f"{len(lines)} tests or backends of tests are left to --full; the others take {seconds:.0f} CPU seconds"
+    )
+
+
+def choose(cases: list[dict], limit: float) -> tuple[set[tuple[str, str]], float]:
+    """Units to leave out, and the CPU seconds of a cold run of the others."""
+    times, kernels, compilation = defaultdict(float), defaultdict(set), {}
+    for case in cases:
+        unit = tuple(case["unit"])
+        times[unit] += case["seconds"]
+        kernels[unit] |= set(case["kernels"])
+        new = [kernel for kernel in case["kernels"] if kernel not in compilation]
+        usual = {kernel: COMPILATION[kernel.partition("|")[0]] for kernel in new}
+        for (
+            kernel
+        ) in new:  # a share of what this case compiled; more than is usual only for what compiled here
+            compilation[kernel] = usual[kernel] * max(1, case["compiling"] / sum(usual.values()))
+    sources = {unit: {source(kernel) for kernel in kernels[unit]} for unit in times}
+    users = Counter(kernel for used in kernels.values() for kernel in used)
+    runs = Counter(name for used in sources.values() for name in used)
+    total = OVERHEAD + sum(times.values()) + sum(map(compilation.__getitem__, users))
+
+    def cost(unit: tuple[str, str]) -> float:
+        return times[unit] + sum(compilation[kernel] for kernel in kernels[unit] if users[kernel] == 1)
+
+    left, full_only = set(times), set()
+    while total > limit:
+        candidates = [unit for unit in left if all(runs[name] > 1 for name in sources[unit])]
+        if not candidates:
+            break
+        worst = max(candidates, key=lambda unit: (cost(unit), unit))
+        total -= cost(worst)
+        left.remove(worst)
+        full_only.add(worst)
+        users.subtract(kernels[worst])
+        runs.subtract(sources[worst])
+    return full_only, total
+
+
+def source(kernel: str) -> str:
+    """Backend and source of a kernel, without its dtypes and options."""
+    backend, name, *_ = kernel.split("|")
+    return f"{backend}|{name}"
+
+
+def record(costs: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COSTS": folder, "OPENBLAS_NUM_THREADS": "1"}
+        flags = "-p scripts.choose_tests -n auto --dist worksteal"
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *flags.split()], cwd=ROOT, env=environment, check=True
+        )
+        costs.write_text("".join(path.read_text() for path in Path(folder).iterdir()), encoding="utf-8")
+
+
+def pytest_configure(config) -> None:
+    from tests.support import choice
+
+    choice.full_only = frozenset
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        config.pluginmanager.register(_Recorder())
+
+
+class _Recorder:
+    """Writes a line per case: its unit, its CPU seconds without compilation, and the kernels that it launched."""
+
+    def __init__(self) -> None:
+        self.path = Path(os.environ["COSTS"], f"{os.getpid()}.jsonl")
+        self.kernels: set[str] = set()
+        self.compiling = 0.0
+        self.patched = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        from gpu_ops.core.op import forget_calls
+        from tests.support.choice import unit
+
+        if not self.patched:
+            self._patch()
+        forget_calls()  # a replayed call asks for no kernel
+        self.kernels.clear()
+        self.compiling, before = 0.0, cpu_seconds()
+        result = yield
+        seconds = cpu_seconds() - before - self.compiling
+        line = {
+            "unit": unit(item),
+            "seconds": round(seconds, 3),
+            "compiling": round(self.compiling, 3),
+            "kernels": sorted(self.kernels),
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return result
+
+    def _patch(self) -> None:
+        """Note each kernel that is looked up or launched, and the time of each compilation."""
+        from gpu_ops.core.emulator_device import EmulatorDevice
+        from gpu_ops.kernels.common.cpu.jit import Kernel
+        from gpu_ops.kernels.compiler import jit
+        from gpu_ops.kernels.compiler.kernel import CudaKernel, spelled
+
+        self.patched = True
+        look_up, launch = Kernel.__getitem__, EmulatorDevice._launch
+
+        def noted_look_up(kernel, variant):
+            parts = variant if isinstance(variant, tuple) else (variant,)
+            self.kernels.add(
+                f"cpu|{kernel.name}|" + "-".join(getattr(part, "name", str(part)) for part in parts)
+            )
+            return look_up(kernel, variant)
+
+        def noted_launch(device, launched, views):
+            kernel, arch = launched.kernel, device.limits.arch
+            if isinstance(kernel, CudaKernel):
+                self.kernels.add(f"raw|{kernel.stem}|{spelled(kernel.defines)}|{arch}")
+            else:
+                self.kernels.add(f"numba|{kernel.function.__name__}|{kernel.label}|{arch}")
+            return launch(device, launched, views)
+
+        def timed(build):
+            def call(*arguments):
+                before = cpu_seconds()
+                try:
+                    return build(*arguments)
+                finally:
+                    self.compiling += cpu_seconds() - before
+
+            return call
+
+        Kernel.__getitem__, EmulatorDevice._launch = noted_look_up, noted_launch
+        Kernel._compile = timed(Kernel._compile)
+        jit._run_nvrtc, jit._run_numba = timed(jit._run_nvrtc), timed(jit._run_numba)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its children that ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+if __name__ == "__main__":
+    main()
