@@ -32,7 +32,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     types,
     unpack_tuple,
 )
-from gpu_ops.kernels.common.cpu.codegen.target import FEATURES, TRIPLE
+from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
 from gpu_ops.kernels.common.cpu.jit import device_function, generic
 from gpu_ops.memory_pool import POOL
 
@@ -226,10 +226,6 @@ def bfloat16_of_float32(typingctx, x):
     return signature(types.uint16, types.float32), codegen
 
 
-# LLVM has instructions for float16 <-> float32 on this CPU; elsewhere it would call a library
-_CONVERTS_FLOAT16 = "+f16c" in FEATURES or TRIPLE.startswith(("aarch64", "arm64"))
-
-
 @intrinsic
 def _float32_of_half(typingctx, x):
     def codegen(context, builder, sig, args):
@@ -270,5 +266,5 @@ def _float16_bits_of_float32(x):
     return np.int16(h | ((u >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-float32_of_float16 = _float32_of_half if _CONVERTS_FLOAT16 else _float32_of_float16_bits
-float16_of_float32 = _half_of_float32 if _CONVERTS_FLOAT16 else _float16_bits_of_float32
+float32_of_float16 = _float32_of_half if CONVERTS_FLOAT16 else _float32_of_float16_bits
+float16_of_float32 = _half_of_float32 if CONVERTS_FLOAT16 else _float16_bits_of_float32

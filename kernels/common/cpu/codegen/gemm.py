@@ -37,7 +37,7 @@ from gpu_ops.kernels.common.cpu.codegen.build import (
 from gpu_ops.kernels.common.cpu.codegen.memory import lanes
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
 from gpu_ops.kernels.common.cpu.codegen.softmax import largest_scores
-from gpu_ops.kernels.common.cpu.codegen.target import MR, TILES, VECTOR_BYTES
+from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16, MR, TILES, VECTOR_BYTES
 from gpu_ops.kernels.common.cpu.codegen.tiles import TILE, multiply_tiles
 from gpu_ops.kernels.common.cpu.jit import constant, device_function, generic
 
@@ -158,8 +158,6 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False, 
 
 
 rows_1, rows_2, columns_1, columns_2 = (_micro(columns, nv) for columns in (False, True) for nv in (1, 2))
-ONE_ROW = 4  # vectors of C of a single row: enough sums to hide the latency of an addition
-one_row = _micro(False, ONE_ROW, mr=1)
 _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 _largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 
@@ -171,6 +169,94 @@ def transpose_vectors(b: Any, rows: list[Any]) -> list[Any]:
     for _ in range(width.bit_length() - 1):
         rows = [shuffle(b, rows[i], rows[i + half], order) for i in range(half) for order in orders]
     return rows
+
+
+def square_elements(w: Any, kind: Any) -> int:
+    """Elements of a row in a square of ``w`` that :func:`rows_in_place` transposes, for steps of type ``kind``.
+
+    0: none, its elements are widened one by one.
+    """
+    width = VECTOR_BYTES * 8 // kind.bitwidth
+    if w == types.uint16:  # two bfloat16 per lane
+        return 2 * width
+    return width if w == kind or (w == types.int16 and CONVERTS_FLOAT16) else 0
+
+
+def _in_place(mr: int) -> Any:
+    """C[m, n] (+)= sum_k A[m, k] W[n, k] for one vector of rows n of W, read as they lie, and ``mr`` rows of A.
+
+    Squares of W, a vector from each row, are transposed in registers, so that lanes are rows and a sum adds up in the
+    order of k. ``rest`` steps follow from ``panel``, one vector of W's rows per step.
+    """
+
+    def emit(types_, args, context, b):
+        kind, stored = types_[10].dtype, types_[6].dtype
+        width = VECTOR_BYTES * 8 // kind.bitwidth
+        elements = square_elements(stored, kind)
+        factors = ir.VectorType(_IR[kind], width)
+        totals = ir.VectorType(_IR[types_[0].dtype], width)
+        multiply_add = dot_bfloat16 if kind == types.uint32 else fma
+        paired = kind == types.float32 and stored == types.uint16
+        pc, pa, pw, panel = (address(context, b, types_[i], args[i], args[i + 1]) for i in (0, 3, 6, 10))
+        ldc, lda, ldw, squares, rest, accumulate = (args[i] for i in (2, 5, 8, 9, 12, 13))
+        starts = [hidden(b, b.gep(pa, [b.mul(lda, number(m))])) for m in range(0, mr, 3)]
+        acc = [cgutils.alloca_once(b, totals) for _ in range(mr)]
+        for total in acc:
+            b.store(every(totals, 0.0), total)
+
+        def step(kk: Any, column: Any) -> None:
+            rows = [b.gep(start, [kk]) for start in starts]
+            for m, total in enumerate(acc):
+                x = b.load(b.gep(rows[m // 3], [b.mul(lda, number(m % 3))]))
+                b.store(multiply_add(b, splat(b, x, width), column, b.load(total)), total)
+
+        def halves(column: Any) -> list[Any]:
+            """Two steps of float32 from a vector of pairs of bfloat16."""
+            bits = every(column.type, 16), every(column.type, -1 << 16)
+            return [b.bitcast(x, factors) for x in (b.shl(column, bits[0]), b.and_(column, bits[1]))]
+
+        per_square = elements if kind != types.uint32 else elements // 2
+        if elements:
+            element = {types.uint16: ir.IntType(32), types.int16: ir.HalfType()}.get(stored, factors.element)
+            lying = ir.VectorType(element, width)
+            with cgutils.for_range(b, squares) as loop:
+                first = b.gep(pw, [b.mul(loop.index, number(elements))])
+                rows = [load_vector(b, b.gep(first, [b.mul(ldw, number(i))]), lying) for i in range(width)]
+                if stored == types.int16:
+                    rows = [b.fpext(row, factors) for row in rows]
+                columns = transpose_vectors(b, rows)
+                vectors = [v for column in columns for v in (halves(column) if paired else [column])]
+                start = b.mul(loop.index, number(per_square))
+                for i, vector in enumerate(vectors):
+                    step(b.add(start, number(i)), vector)
+        done = b.mul(squares, number(per_square))
+        with cgutils.for_range(b, rest) as loop:
+            column = load_vector(b, b.gep(panel, [b.mul(loop.index, number(width))]), factors)
+            step(b.add(done, loop.index), column)
+        result = [b.load(total) for total in acc]
+        targets = [b.gep(pc, [b.mul(ldc, number(m))]) for m in range(mr)]
+        with b.if_then(accumulate):
+            for total, value, target in zip(acc, result, targets, strict=True):
+                b.store(b.fadd(load_vector(b, target, totals), value), total)
+        for total, target in zip(acc, targets, strict=True):
+            store_vector(b, b.load(total), target)
+        return context.get_dummy_value()
+
+    i = types.int64
+
+    @intrinsic
+    def rows_in_place(
+        typingctx, c, c0, ldc, a, a0, lda, w, w0, ldw, squares, panel, panel0, rest, accumulate
+    ):
+        def codegen(context, builder, sig, args):
+            return emit(sig.args, args, context, builder)
+
+        return signature(types.void, c, i, i, a, i, i, w, i, i, i, panel, i, i, types.boolean), codegen
+
+    return rows_in_place
+
+
+one_row_in_place, rows_in_place = _in_place(1), _in_place(MR)
 
 
 def _emit_copy(context: Any, builder: Any, sig: Any, args: Any, transposed: bool) -> None:

@@ -24,6 +24,9 @@ DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES and llvm_version
 """Whether one instruction adds two products of bfloat16 to a float32: twice the speed of float32. LLVM 15 (Numba
 0.61) spells its operands differently."""
 
+CONVERTS_FLOAT16 = "+f16c" in FEATURES or TRIPLE.startswith(("aarch64", "arm64"))
+"""Whether there are instructions for float16 <-> float32. Elsewhere LLVM would call a library."""
+
 SCALEF = VECTOR_BYTES == 64 and "+avx512dq" in FEATURES
 """Whether single instructions split numbers at an integer and multiply by powers of two."""
 
