@@ -62,7 +62,8 @@ def load(
     path : path
         A folder with ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json``
         lists. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58, with tensors in F32,
-        F16, BF16, F64, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K (a Q4_K_M file has the last three), TQ1_0, TQ2_0 and I2_S.
+        F16, BF16, F64, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0,
+        TQ2_0 and I2_S: files from Q2_K to Q8_0, except those with IQ1, IQ2 or IQ3 types.
     dtype : dtype, optional
         float16, bfloat16, float32 or float64, for all arrays; default: that of the embedding table in the file, or
         float32 if it is quantised.

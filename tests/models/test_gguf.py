@@ -60,13 +60,15 @@ def test_a_model_is_the_same_as_from_its_folder(case, stored_as, gguf, tmp_path)
     assert models.load(tmp_path / "a.gguf")[0].embed.dtype == defaults.get(stored_as, np.float32)
 
 
-BLOCKS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4",
+          "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # fmt: skip
 
 
 @pytest.mark.parametrize("stored_as", BLOCKS)
 def test_quantised_types_are_decoded_as_the_package_does(stored_as, gguf, tmp_path, rng):
     """Decode random bytes, infinite scales included, since the package quantises to some of the types only."""
-    tensor_type, (count, nbytes) = gguf.GGMLQuantizationType[stored_as], BLOCKS[stored_as]
+    tensor_type = gguf.GGMLQuantizationType[stored_as]
+    count, nbytes = gguf.GGML_QUANT_SIZES[tensor_type]
     config = LlamaConfig(vocab=4500, hidden=256, ffn=64, nlayers=0, nheads=4, tied=True)
     codes = rng.integers(0, 256, (4500, 256 // count * nbytes), np.uint8)
     tensors = {"token_embd.weight": codes, "output_norm.weight": np.ones(256, np.float32)}
@@ -302,10 +304,16 @@ def test_another_model_than_the_metadatas_is_refused(name, gguf, tmp_path):
 
 
 def test_types_that_are_not_read_are_named(gguf, tmp_path):
-    tensors = stored(made(LLAMA), LLAMA, "llama")
-    types = dict.fromkeys(("blk.0.ffn_up.weight",), "Q5_1")
-    write_model(gguf, tmp_path / "a", "llama", metadata(LLAMA, "llama"), tensors, types)
-    with pytest.raises(FormatError, match=r"ffn_up\.weight is Q5_1; F32, F16, BF16, F64, Q4_0, Q8_0, Q4_K, "):
+    config = LlamaConfig(vocab=8, hidden=256, ffn=64, nlayers=0, nheads=4, tied=True)
+    tensors = {
+        "token_embd.weight": np.zeros((8, 66), np.uint8),
+        "output_norm.weight": np.ones(256, np.float32),
+    }
+    types = {"token_embd.weight": "IQ2_XXS"}
+    write_model(gguf, tmp_path / "a", "llama", metadata(config, "llama"), tensors, types)
+    with pytest.raises(
+        FormatError, match=r"token_embd\.weight is of type 16; F32, F16, BF16, F64, Q4_0, Q4_1, "
+    ):
         models.load(tmp_path / "a")
 
 
