@@ -6,7 +6,8 @@
 
 A unit is a test on one backend. Its cost is the CPU time of its cases, and the compilation of kernels that no other
 unit uses. The unit that costs most is left to ``scripts/test.sh --full``, and again, until the others fit; but never
-the last one that runs a kernel's source on a backend. This file is also the pytest plugin that records costs.
+the last one that runs a kernel's source on a backend. Of a unit left out, its cheapest case is kept if it adds less
+than a second. This file is also the pytest plugin that records costs.
 """
 
 from __future__ import annotations
@@ -42,32 +43,25 @@ def main() -> None:
         record(options.costs)
     cases = [json.loads(line) for line in options.costs.read_text(encoding="utf-8").splitlines()]
     full_only, seconds = choose(cases, options.seconds)
+    kept, more = keep_cheapest(cases, full_only)
     sys.path.insert(0, str(ROOT))
     from tests.support.choice import FULL_ONLY
 
-    header = (
-        "# Tests, and backends of tests, that only --full runs; scripts/choose_tests.py writes this file.\n"
-    )
-    lines = sorted(" ".join(unit).rstrip() for unit in full_only)
+    header = "# Test, backend, and the case that the default run keeps; scripts/choose_tests.py writes this file.\n"
+    lines = sorted("\t".join((*unit, kept.get(unit, ""))).rstrip() for unit in full_only)
     FULL_ONLY.write_text(header + "".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(
-        f"{len(lines)} tests or backends of tests are left to --full; the others take {seconds:.0f} CPU seconds"
+        f"{len(lines)} units are left to --full, but one case of {len(kept)}: {seconds + more:.0f} CPU seconds"
     )
 
 
 def choose(cases: list[dict], limit: float) -> tuple[set[tuple[str, str]], float]:
     """Units to leave out, and the CPU seconds of a cold run of the others."""
-    times, kernels, compilation = defaultdict(float), defaultdict(set), {}
+    times, kernels, compilation = defaultdict(float), defaultdict(set), compilation_times(cases)
     for case in cases:
         unit = tuple(case["unit"])
         times[unit] += case["seconds"]
         kernels[unit] |= set(case["kernels"])
-        new = [kernel for kernel in case["kernels"] if kernel not in compilation]
-        usual = {kernel: COMPILATION[kernel.partition("|")[0]] for kernel in new}
-        for (
-            kernel
-        ) in new:  # a share of what this case compiled; more than is usual only for what compiled here
-            compilation[kernel] = usual[kernel] * max(1, case["compiling"] / sum(usual.values()))
     sources = {unit: {source(kernel) for kernel in kernels[unit]} for unit in times}
     users = Counter(kernel for used in kernels.values() for kernel in used)
     runs = Counter(name for used in sources.values() for name in used)
@@ -90,6 +84,40 @@ def choose(cases: list[dict], limit: float) -> tuple[set[tuple[str, str]], float
     return full_only, total
 
 
+def keep_cheapest(
+    cases: list[dict], full_only: set[tuple[str, str]]
+) -> tuple[dict[tuple[str, str], str], float]:
+    """A case to keep of each unit of ``full_only`` that has a cheap one, and the seconds that all of them take."""
+    compilation, compiled, groups = compilation_times(cases), set(), defaultdict(list)
+    for case in cases:
+        unit = tuple(case["unit"])
+        if unit in full_only:
+            groups[unit].append(case)
+        else:
+            compiled |= set(case["kernels"])
+    kept, total = {}, 0.0
+    for unit, group in groups.items():
+        costs = [
+            case["seconds"] + sum(compilation[kernel] for kernel in case["kernels"] if kernel not in compiled)
+            for case in group
+        ]
+        if min(costs) < 1:
+            case = group[costs.index(min(costs))]
+            kept[unit], total = case["case"], total + min(costs)
+            compiled |= set(case["kernels"])
+    return kept, total
+
+
+def compilation_times(cases: list[dict]) -> dict[str, float]:
+    """CPU seconds of compiling each kernel: its share of what its first case compiled, or what is usual if more."""
+    times: dict[str, float] = {}
+    for case in cases:
+        new = {k: COMPILATION[k.partition("|")[0]] for k in case["kernels"] if k not in times}
+        ratio = max(1, case["compiling"] / (sum(new.values()) or 1))
+        times |= {kernel: usual * ratio for kernel, usual in new.items()}
+    return times
+
+
 def source(kernel: str) -> str:
     """Backend and source of a kernel, without its dtypes and options."""
     backend, name, *_ = kernel.split("|")
@@ -109,7 +137,7 @@ def record(costs: Path) -> None:
 def pytest_configure(config) -> None:
     from tests.support import choice
 
-    choice.full_only = frozenset
+    choice.full_only = dict
     if os.environ.get("PYTEST_XDIST_WORKER"):
         config.pluginmanager.register(_Recorder())
 
@@ -126,7 +154,7 @@ class _Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         from gpu_ops.core.op import forget_calls
-        from tests.support.choice import unit
+        from tests.support.choice import case_of, unit
 
         if not self.patched:
             self._patch()
@@ -137,6 +165,7 @@ class _Recorder:
         seconds = cpu_seconds() - before - self.compiling
         line = {
             "unit": unit(item),
+            "case": case_of(item),
             "seconds": round(seconds, 3),
             "compiling": round(self.compiling, 3),
             "kernels": sorted(self.kernels),

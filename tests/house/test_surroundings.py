@@ -135,15 +135,15 @@ def test_the_default_run_takes_two_dtypes_where_a_test_has_them():
 
 
 def test_listed_tests_are_left_to_the_full_run(monkeypatch):
-    listed = {("test_file.py::test_op", "emulator-raw"), ("test_file.py::test_slow_op", "")}
+    listed = {("test_file.py::test_op", "emulator-raw"): None, ("test_file.py::test_slow_op", ""): "2]"}
     monkeypatch.setattr(choice, "full_only", lambda: listed)
     backends = [{"device": "cpu", "backend": "numba"}, {"device": "emulator", "backend": "raw"}]
     assert chosen_params([item(backend=backend) for backend in backends]) == [{"backend": backends[0]}]
-    assert chosen_params([item("test_slow_op", size=1)]) == []
+    assert chosen_params([item("test_slow_op", size=size) for size in (1, 2, 3)]) == [{"size": 2}]
 
 
 def test_the_list_of_the_full_run_names_tests():
     for test, backend in choice.full_only():
         path, *_, name = test.split("::")
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
-        assert backend in {"", "cpu-numba", "emulator-raw", "emulator-numba"}, backend
+        assert backend in {"", "cpu-numba", "cpu-reference", "emulator-raw", "emulator-numba"}, backend

@@ -3,8 +3,8 @@
 Most of a first run is compilation, one kernel for each dtype, backend and option. So the default run
 
 - takes float32 and bfloat16 where a test has them,
-- leaves out what ``full_only.txt`` lists: tests, or their cases on one backend, whose own time, or that of compiling
-  kernels that no other test uses, is more than their share (``scripts/choose_tests.py`` measures and writes it),
+- keeps one case at most of what ``full_only.txt`` lists: tests, or their cases on one backend, whose own time, or
+  that of compiling kernels that no other test uses, is more than their share (``scripts/choose_tests.py``),
 - and of the other cases takes few in which each value of each parameter occurs once.
 
 So every op runs on every backend, in one dtype or two, and not in all combinations. The choice follows from the list
@@ -28,11 +28,12 @@ FULL_ONLY = Path(__file__).with_name("full_only.txt")
 
 def chosen_items(items):
     """Ids of the items of the default run."""
-    groups = defaultdict(list)
+    groups, chosen = defaultdict(list), set()
     for item in items:
-        if not is_full(item):
+        if unit(item) not in full_only():
             groups[item.path, item.cls, item.originalname].append(item)
-    chosen = set()
+        elif full_only()[unit(item)] == case_of(item):
+            chosen.add(id(item))
     for group in groups.values():
         cases = [item for item in group if _dtype(item) in DTYPES] or group
         values = {value for item in cases for value in _without_dtype(item)}
@@ -44,14 +45,10 @@ def chosen_items(items):
 
 @cache
 def full_only():
-    """The pairs (test, backend) of :data:`FULL_ONLY`; the backend is empty for a test without one."""
+    """Case to keep, or None, by (test, backend) of :data:`FULL_ONLY`; the backend is empty for a test without one."""
     lines = FULL_ONLY.read_text(encoding="utf-8").splitlines()
-    return frozenset(line.partition(" ")[::2] for line in lines if not line.startswith("#"))
-
-
-def is_full(item):
-    """Whether this item is left to the full run."""
-    return unit(item) in full_only()
+    rows = [[*line.split("\t"), "", ""] for line in lines if not line.startswith("#")]
+    return {(test, backend): kept or None for test, backend, kept, *_ in rows}
 
 
 def unit(item):
@@ -59,6 +56,11 @@ def unit(item):
     backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
     name = f"{backend['device']}-{backend['backend']}" if isinstance(backend, dict) else ""
     return item.nodeid.partition("[")[0], name
+
+
+def case_of(item):
+    """Parameters of an item, as its id has them; ``*`` without."""
+    return item.nodeid.partition("[")[2] or "*"
 
 
 def _dtype(item):
