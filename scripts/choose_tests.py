@@ -5,9 +5,9 @@
     scripts/choose_tests.py costs.jsonl              # choose; --seconds: CPU seconds of a cold run
 
 A unit is a test on one backend. Its cost is the CPU time of its cases, and the compilation of kernels that no other
-unit uses. The unit that costs most is left to ``scripts/test.sh --full``, and again, until the others fit; but never
-the last one that runs a kernel's source on a backend. Of a unit left out, its cheapest case is kept if it adds less
-than a second. This file is also the pytest plugin that records costs.
+unit uses. The unit that costs most per case is left to ``scripts/test.sh --full``, and again, until the others fit;
+but never the last one that runs a kernel's source on a backend. Of a unit left out, its cheapest case is kept if it
+adds less than a second. This file is also the pytest plugin that records costs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def choose(cases: list[dict], limit: float) -> tuple[set[tuple[str, str]], float
         unit = tuple(case["unit"])
         times[unit] += case["seconds"]
         kernels[unit] |= set(case["kernels"])
+    counts = Counter(tuple(case["unit"]) for case in cases)
     sources = {unit: {source(kernel) for kernel in kernels[unit]} for unit in times}
     users = Counter(kernel for used in kernels.values() for kernel in used)
     runs = Counter(name for used in sources.values() for name in used)
@@ -75,7 +76,7 @@ def choose(cases: list[dict], limit: float) -> tuple[set[tuple[str, str]], float
         candidates = [unit for unit in left if all(runs[name] > 1 for name in sources[unit])]
         if not candidates:
             break
-        worst = max(candidates, key=lambda unit: (cost(unit), unit))
+        worst = max(candidates, key=lambda unit: (cost(unit) / counts[unit], unit))
         total -= cost(worst)
         left.remove(worst)
         full_only.add(worst)
