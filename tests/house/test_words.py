@@ -9,7 +9,7 @@ from scripts import words
 # Times each rule is broken below a folder today. Lower a number when you mend something.
 LIMITS = {
     "gpu_ops": {"docstring": 0, "phrase": 11, "name": 115},
-    "kernels": {"docstring": 0, "phrase": 1, "name": 135},
+    "kernels": {"docstring": 0, "phrase": 1, "name": 131},
     "perf": {"docstring": 0, "phrase": 3, "name": 24},
     "reference": {"docstring": 0, "phrase": 1, "name": 3},
     "scripts": {"docstring": 0, "phrase": 7, "name": 25},

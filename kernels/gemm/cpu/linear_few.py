@@ -79,38 +79,38 @@ def square(w, panel):
 
 
 @device_function
-def turn(panel, lying, w, r0, m, kk, k):
+def turn(panel, staged, w, r0, m, kk, k):
     """Transpose m rows of w from r0, k steps from kk, into columns of panel[k, lanes]."""
     width = lanes(panel)
-    take_rows(lying, w, r0, m, kk, k)
+    take_rows(staged, w, r0, m, kk, k)
     for i in range(k):
         for j in range(m):
-            panel[i * width + j] = lying[j, i]
+            panel[i * width + j] = staged[j, i]
 
 
 @kernel(_signature)
-def linear_few(state, n_tasks, vectors, x, w, kind, addends, y):
+def linear_few(state, n_tasks, vectors, x, w, step, addends, y):
     tokens, n = y.shape
-    width, k_all = lanes(kind), steps(kind, x.shape[1])
+    width, k_all = lanes(step), steps(step, x.shape[1])
     nr = vectors * width
-    rows = scratch(MR, round_up(k_all, MAX_LANES) + SKEW, kind[0, 0])
+    rows = scratch(MR, round_up(k_all, MAX_LANES) + SKEW, step[0, 0])
     pack_a(rows, x, False, 0, tokens, 0, k_all)
-    lying = scratch(width, SUM_STEPS + SKEW, kind[0, 0])
-    panel = scratch(1, SUM_STEPS * width, kind[0, 0])[0]
-    c = scratch(MR, width, sum_of(kind))
+    staged = scratch(width, SUM_STEPS + SKEW, step[0, 0])
+    panel = scratch(1, SUM_STEPS * width, step[0, 0])[0]
+    c = scratch(MR, width, sum_of(step))
     ldx, ldw, in_square = rows.shape[1], w.strides[0] // w.itemsize, square(w, panel)
     task = claim(state)
     while task < n_tasks:
         for r in range(task * nr, min(n, task * nr + nr), width):
             m = min(width, n - r)
             for kk in range(0, max(1, k_all), SUM_STEPS):
-                k, first = min(SUM_STEPS, k_all - kk), elements(kind, kk)
+                k, first = min(SUM_STEPS, k_all - kk), elements(step, kk)
                 squares = 0
                 if (m == width) & (in_square > 0):
-                    squares = smaller(elements(kind, k), w.shape[1] - first) // max(1, in_square)
-                done = steps(kind, squares * in_square)
+                    squares = smaller(elements(step, k), w.shape[1] - first) // max(1, in_square)
+                done = steps(step, squares * in_square)
                 if done < k:
-                    turn(panel, lying, w, r, m, kk + done, k - done)
+                    turn(panel, staged, w, r, m, kk + done, k - done)
                 at, rest = r * ldw + first, k - done
                 if tokens == 1:
                     one_row_in_place(c, 0, width, rows, kk, ldx, w, at, ldw, squares, panel, 0, rest, kk > 0)

@@ -171,32 +171,32 @@ def transpose_vectors(b: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def square_elements(w: Any, kind: Any) -> int:
-    """Elements of a row in a square of ``w`` that :func:`rows_in_place` transposes, for steps of type ``kind``.
+def square_elements(w: Any, step: Any) -> int:
+    """Elements of a row in a square of ``w`` that :func:`rows_in_place` transposes, for steps of type ``step``.
 
     0: none, its elements are widened one by one.
     """
-    width = VECTOR_BYTES * 8 // kind.bitwidth
+    width = VECTOR_BYTES * 8 // step.bitwidth
     if w == types.uint16:  # two bfloat16 per lane
         return 2 * width
-    return width if w == kind or (w == types.int16 and CONVERTS_FLOAT16) else 0
+    return width if w == step or (w == types.int16 and CONVERTS_FLOAT16) else 0
 
 
 def _in_place(mr: int) -> Any:
-    """C[m, n] (+)= sum_k A[m, k] W[n, k] for one vector of rows n of W, read as they lie, and ``mr`` rows of A.
+    """C[m, n] (+)= sum_k A[m, k] W[n, k] for one vector of rows n of W, read in place, and ``mr`` rows of A.
 
     Squares of W, a vector from each row, are transposed in registers, so that lanes are rows and a sum adds up in the
     order of k. ``rest`` steps follow from ``panel``, one vector of W's rows per step.
     """
 
     def emit(types_, args, context, b):
-        kind, stored = types_[10].dtype, types_[6].dtype
-        width = VECTOR_BYTES * 8 // kind.bitwidth
-        elements = square_elements(stored, kind)
-        factors = ir.VectorType(_IR[kind], width)
+        factor, stored = types_[10].dtype, types_[6].dtype
+        width = VECTOR_BYTES * 8 // factor.bitwidth
+        elements = square_elements(stored, factor)
+        factors = ir.VectorType(_IR[factor], width)
         totals = ir.VectorType(_IR[types_[0].dtype], width)
-        multiply_add = dot_bfloat16 if kind == types.uint32 else fma
-        paired = kind == types.float32 and stored == types.uint16
+        multiply_add = dot_bfloat16 if factor == types.uint32 else fma
+        paired = factor == types.float32 and stored == types.uint16
         pc, pa, pw, panel = (address(context, b, types_[i], args[i], args[i + 1]) for i in (0, 3, 6, 10))
         ldc, lda, ldw, squares, rest, accumulate = (args[i] for i in (2, 5, 8, 9, 12, 13))
         starts = [hidden(b, b.gep(pa, [b.mul(lda, number(m))])) for m in range(0, mr, 3)]
@@ -215,13 +215,13 @@ def _in_place(mr: int) -> Any:
             bits = every(column.type, 16), every(column.type, -1 << 16)
             return [b.bitcast(x, factors) for x in (b.shl(column, bits[0]), b.and_(column, bits[1]))]
 
-        per_square = elements if kind != types.uint32 else elements // 2
+        per_square = elements if factor != types.uint32 else elements // 2
         if elements:
             element = {types.uint16: ir.IntType(32), types.int16: ir.HalfType()}.get(stored, factors.element)
-            lying = ir.VectorType(element, width)
+            row_vector = ir.VectorType(element, width)
             with cgutils.for_range(b, squares) as loop:
                 first = b.gep(pw, [b.mul(loop.index, number(elements))])
-                rows = [load_vector(b, b.gep(first, [b.mul(ldw, number(i))]), lying) for i in range(width)]
+                rows = [load_vector(b, b.gep(first, [b.mul(ldw, number(i))]), row_vector) for i in range(width)]
                 if stored == types.int16:
                     rows = [b.fpext(row, factors) for row in rows]
                 columns = transpose_vectors(b, rows)
