@@ -5,9 +5,10 @@
     scripts/choose_tests.py costs.jsonl              # choose; --seconds: CPU seconds of a cold run
 
 A unit is a test on one backend. Its cost is the CPU time of its cases, and the compilation of kernels that no other
-unit uses. The unit that costs most per case is left to ``scripts/test.sh --full``, and again, until the others fit;
-but never the last one that runs a kernel's source on a backend. Of a unit left out, its cheapest case is kept if it
-adds less than a second. This file is also the pytest plugin that records costs.
+unit uses. The unit that costs most per case is left to ``scripts/test.sh --full``, and again, until the others fit.
+Of the units left out, cases are kept that cover what nothing else covers, the cheapest first: every option and dtype
+of every op on every backend, every source of a kernel, and every value of its macros. This file is also the pytest
+plugin that records costs and features.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,21 +40,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("costs", type=Path, help="recorded costs, one JSON object per case")
     parser.add_argument("--record", action="store_true", help="run the tests and record, before choosing")
-    parser.add_argument("--seconds", type=float, default=900, help="CPU seconds of a cold run (900)")
+    parser.add_argument(
+        "--seconds", type=float, default=450, help="CPU seconds of the units kept whole (450)"
+    )
     options = parser.parse_args()
     if options.record:
         record(options.costs)
     cases = [json.loads(line) for line in options.costs.read_text(encoding="utf-8").splitlines()]
     full_only, seconds = choose(cases, options.seconds)
-    kept, more = keep_cheapest(cases, full_only)
+    kept, more = cover(cases, full_only)
     sys.path.insert(0, str(ROOT))
     from tests.support.choice import FULL_ONLY
 
-    header = "# Test, backend, and the case that the default run keeps; scripts/choose_tests.py writes this file.\n"
-    lines = sorted("\t".join((*unit, kept.get(unit, ""))).rstrip() for unit in full_only)
-    FULL_ONLY.write_text(header + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+    header = (
+        "# Test, backend, and a case that the default run keeps; scripts/choose_tests.py writes this file.\n"
+    )
+    rows = [(*unit, case) for unit in full_only for case in kept.get(unit, [""])]
+    FULL_ONLY.write_text(
+        header + "".join("\t".join(row).rstrip() + "\n" for row in sorted(rows)), encoding="utf-8"
+    )
     print(
-        f"{len(lines)} units are left to --full, but one case of {len(kept)}: {seconds + more:.0f} CPU seconds"
+        f"{len(full_only)} units are left to --full, but {sum(map(len, kept.values()))} cases: "
+        f"{seconds + more:.0f} CPU seconds"
     )
 
 
@@ -63,50 +73,64 @@ def choose(cases: list[dict], limit: float) -> tuple[set[tuple[str, str]], float
         times[unit] += case["seconds"]
         kernels[unit] |= set(case["kernels"])
     counts = Counter(tuple(case["unit"]) for case in cases)
-    sources = {unit: {source(kernel) for kernel in kernels[unit]} for unit in times}
     users = Counter(kernel for used in kernels.values() for kernel in used)
-    runs = Counter(name for used in sources.values() for name in used)
     total = OVERHEAD + sum(times.values()) + sum(map(compilation.__getitem__, users))
 
     def cost(unit: tuple[str, str]) -> float:
         return times[unit] + sum(compilation[kernel] for kernel in kernels[unit] if users[kernel] == 1)
 
     left, full_only = set(times), set()
-    while total > limit:
-        candidates = [unit for unit in left if all(runs[name] > 1 for name in sources[unit])]
-        if not candidates:
-            break
-        worst = max(candidates, key=lambda unit: (cost(unit) / counts[unit], unit))
+    while total > limit and left:
+        worst = max(left, key=lambda unit: (cost(unit) / counts[unit], unit))
         total -= cost(worst)
         left.remove(worst)
         full_only.add(worst)
         users.subtract(kernels[worst])
-        runs.subtract(sources[worst])
     return full_only, total
 
 
-def keep_cheapest(
+def cover(
     cases: list[dict], full_only: set[tuple[str, str]]
-) -> tuple[dict[tuple[str, str], str], float]:
-    """A case to keep of each unit of ``full_only`` that has a cheap one, and the seconds that all of them take."""
-    compilation, compiled, groups = compilation_times(cases), set(), defaultdict(list)
+) -> tuple[dict[tuple[str, str], list[str]], float]:
+    """Cases of ``full_only`` to keep, by unit, and the seconds that they take: those with the lowest cost per feature
+    that no other case has, until every feature is covered."""
+    compilation, compiled, covered = compilation_times(cases), set(), set()
+    candidates = []
     for case in cases:
-        unit = tuple(case["unit"])
-        if unit in full_only:
-            groups[unit].append(case)
+        if tuple(case["unit"]) in full_only:
+            candidates.append(case)
         else:
             compiled |= set(case["kernels"])
-    kept, total = {}, 0.0
-    for unit, group in groups.items():
-        costs = [
-            case["seconds"] + sum(compilation[kernel] for kernel in case["kernels"] if kernel not in compiled)
-            for case in group
-        ]
-        if min(costs) < 1:
-            case = group[costs.index(min(costs))]
-            kept[unit], total = case["case"], total + min(costs)
-            compiled |= set(case["kernels"])
-    return kept, total
+            covered |= features(case)
+
+    def cost(case: dict) -> float:
+        return 0.01 + case["seconds"] + sum(compilation[k] for k in case["kernels"] if k not in compiled)
+
+    kept, total = defaultdict(list), 0.0
+    remaining = {n: features(case) for n, case in enumerate(candidates)}
+    while True:
+        remaining = {n: new for n, new in ((n, new - covered) for n, new in remaining.items()) if new}
+        if not remaining:
+            return kept, total
+        best = min(remaining, key=lambda n: (cost(candidates[n]) / len(remaining[n]), n))
+        case = candidates[best]
+        total += cost(case)
+        kept[tuple(case["unit"])].append(case["case"])
+        compiled |= set(case["kernels"])
+        covered |= remaining[best]
+
+
+def features(case: dict) -> set[str]:
+    """Options of ops that a case passes, and the sources and macro values of kernels that it runs."""
+    return {*case["options"], *(feature for kernel in case["kernels"] for feature in kernel_features(kernel))}
+
+
+def kernel_features(kernel: str) -> Iterator[str]:
+    """Backend and source of a kernel, and these with each of its macros or dtypes."""
+    backend, name, variant, *_ = kernel.split("|")
+    yield f"{backend}|{name}"
+    for part in re.split(r"[][, -]+", variant):
+        yield f"{backend}|{name}|{part}"
 
 
 def compilation_times(cases: list[dict]) -> dict[str, float]:
@@ -117,12 +141,6 @@ def compilation_times(cases: list[dict]) -> dict[str, float]:
         ratio = max(1, case["compiling"] / (sum(new.values()) or 1))
         times |= {kernel: usual * ratio for kernel, usual in new.items()}
     return times
-
-
-def source(kernel: str) -> str:
-    """Backend and source of a kernel, without its dtypes and options."""
-    backend, name, *_ = kernel.split("|")
-    return f"{backend}|{name}"
 
 
 def record(costs: Path) -> None:
@@ -149,6 +167,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.path = Path(os.environ["COSTS"], f"{os.getpid()}.jsonl")
         self.kernels: set[str] = set()
+        self.options: set[str] = set()
         self.compiling = 0.0
         self.patched = False
 
@@ -161,6 +180,7 @@ class _Recorder:
             self._patch()
         forget_calls()  # a replayed call asks for no kernel
         self.kernels.clear()
+        self.options.clear()
         self.compiling, before = 0.0, cpu_seconds()
         result = yield
         seconds = cpu_seconds() - before - self.compiling
@@ -170,19 +190,31 @@ class _Recorder:
             "seconds": round(seconds, 3),
             "compiling": round(self.compiling, 3),
             "kernels": sorted(self.kernels),
+            "options": sorted(self.options),
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         return result
 
     def _patch(self) -> None:
-        """Note each kernel that is looked up or launched, and the time of each compilation."""
+        """Note options of calls, each kernel that is looked up or launched, and the time of each compilation."""
         from gpu_ops.core.emulator_device import EmulatorDevice
+        from gpu_ops.core.op import Op
         from gpu_ops.kernels.common.cpu.jit import Kernel
         from gpu_ops.kernels.compiler import jit
         from gpu_ops.kernels.compiler.kernel import CudaKernel, spelled
 
         self.patched = True
+        bind = Op.bind
+
+        def noted_bind(entry, args, kwargs):
+            bound = bind(entry, args, kwargs)
+            where = f"{entry.name}|{bound.choice.device}-{bound.choice.backend}"
+            passed = {**dict(zip(entry.parameters, args, strict=False)), **kwargs}
+            self.options |= {f"{where}|{name}={value_class(value)}" for name, value in passed.items()}
+            return bound
+
+        Op.bind = noted_bind
         look_up, launch = Kernel.__getitem__, EmulatorDevice._launch
 
         def noted_look_up(kernel, variant):
@@ -213,6 +245,16 @@ class _Recorder:
         Kernel.__getitem__, EmulatorDevice._launch = noted_look_up, noted_launch
         Kernel._compile = timed(Kernel._compile)
         jit._run_nvrtc, jit._run_numba = timed(jit._run_nvrtc), timed(jit._run_numba)
+
+
+def value_class(value: object) -> str:
+    """Class of argument values that run the same code: a dtype, a type, a name or a flag."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None:
+        return str(dtype)
+    if value is None or isinstance(value, bool | str):
+        return str(value)
+    return type(value).__name__
 
 
 def cpu_seconds() -> float:

@@ -135,7 +135,7 @@ def test_the_default_run_takes_two_dtypes_where_a_test_has_them():
 
 
 def test_listed_tests_are_left_to_the_full_run(monkeypatch):
-    listed = {("test_file.py::test_op", "emulator-raw"): None, ("test_file.py::test_slow_op", ""): "2]"}
+    listed = {("test_file.py::test_op", "emulator-raw"): set(), ("test_file.py::test_slow_op", ""): {"2]"}}
     monkeypatch.setattr(choice, "full_only", lambda: listed)
     backends = [{"device": "cpu", "backend": "numba"}, {"device": "emulator", "backend": "raw"}]
     assert chosen_params([item(backend=backend) for backend in backends]) == [{"backend": backends[0]}]

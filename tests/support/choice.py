@@ -3,8 +3,9 @@
 Most of a first run is compilation, one kernel for each dtype, backend and option. So the default run
 
 - takes float32 and bfloat16 where a test has them,
-- keeps one case at most of what ``full_only.txt`` lists: tests, or their cases on one backend, whose own time, or
-  that of compiling kernels that no other test uses, is more than their share (``scripts/choose_tests.py``),
+- keeps few cases of what ``full_only.txt`` lists: tests, or their cases on one backend, whose own time, or that of
+  compiling kernels that no other test uses, is more than their share. They are the cheapest that cover every option
+  and dtype of every op, and every macro of every kernel, on every backend (``scripts/choose_tests.py``),
 - and of the other cases takes few in which each value of each parameter occurs once.
 
 So every op runs on every backend, in one dtype or two, and not in all combinations. The choice follows from the list
@@ -32,7 +33,7 @@ def chosen_items(items):
     for item in items:
         if unit(item) not in full_only():
             groups[item.path, item.cls, item.originalname].append(item)
-        elif full_only()[unit(item)] == case_of(item):
+        elif case_of(item) in full_only()[unit(item)]:
             chosen.add(id(item))
     for group in groups.values():
         cases = [item for item in group if _dtype(item) in DTYPES] or group
@@ -45,10 +46,13 @@ def chosen_items(items):
 
 @cache
 def full_only():
-    """Case to keep, or None, by (test, backend) of :data:`FULL_ONLY`; the backend is empty for a test without one."""
-    lines = FULL_ONLY.read_text(encoding="utf-8").splitlines()
-    rows = [[*line.split("\t"), "", ""] for line in lines if not line.startswith("#")]
-    return {(test, backend): kept or None for test, backend, kept, *_ in rows}
+    """Cases to keep, by (test, backend) of :data:`FULL_ONLY`; the backend is empty for a test without one."""
+    kept = defaultdict(set)
+    for line in FULL_ONLY.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            test, backend, case, *_ = [*line.split("\t"), "", ""]
+            kept[test, backend] |= {case} - {""}
+    return dict(kept)
 
 
 def unit(item):
