@@ -10,6 +10,7 @@ from gpu_ops.core.autotune import autotune
 from gpu_ops.core.op import explain, workspace_size
 from gpu_ops.formats.block_mask import BlockMask
 from gpu_ops.formats.gguf_writer import write_gguf
+from gpu_ops.formats.packed_matrix import PackedMatrix, quantize
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
@@ -67,6 +68,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "PackedMatrix",
     "RopeScaling",
     "TernaryLinear",
     "TernaryMatrix",
@@ -93,6 +95,7 @@ __all__ = [
     "linear",
     "linear_backward",
     "linear_cross_entropy",
+    "quantize",
     "quantize_model",
     "read_bitnet",
     "read_gguf",

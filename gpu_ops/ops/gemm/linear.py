@@ -11,8 +11,10 @@ from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call, Finish
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
+from gpu_ops.ops.weights.packed import NO_GPU_KERNELS, read_weight
 
 __all__ = ["linear", "linear_backward", "read_shape"]
 
@@ -24,6 +26,7 @@ def linear(
     bias: Any = None,
     *,
     residual: Any = None,
+    activations: str = "native",
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -35,11 +38,16 @@ def linear(
     ----------
     x : array (..., in_features)
         float16, bfloat16, float32 or float64; the other arrays in the same dtype.
-    weight : array (out_features, in_features)
-        In the layout of checkpoints.
+    weight : array or PackedMatrix (out_features, in_features)
+        In the layout of checkpoints. Packed weights stay packed; they run on the CPU.
     bias : array (out_features,), optional
     residual : array (..., out_features), optional
         Added before the result is rounded.
+    activations : {"native", "int8"}
+        For a packed weight. "native": the bits of ``linear(x, weight.dequantize(x.dtype))``. "int8": x is quantised
+        per block of 32 (256 for formats of K), ``s = absmax / 127``, ``q = rint(x / s)``, and the integer sums of a
+        block are exact: 2 to 5 times as fast, with an error of about 0.6 % of a result's size. A token's bits do not
+        depend on the other tokens in either.
     out : array (..., out_features), optional
         Receives y. ``out=residual`` works in place; it may not share memory with another input.
     device, backend : str, optional
@@ -69,7 +77,7 @@ def linear(
     array([[3. , 6.5, 2. ]])
     """
     call = Call("linear", device, backend, workspace)
-    x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
+    x_, weight_ = call.read("x", x, rows=True), read_weight(call, "weight", weight)
     added: dict[str, Array] = {}
     if bias is not None:
         added["bias"] = call.read("bias", bias)
@@ -79,6 +87,13 @@ def linear(
     for name, array in added.items():
         checks.exactly(call.op, name, array, shape[-1:] if name == "bias" else shape)
     call.write("y", shape, x_.dtype, out, in_place="residual", rows=True)
+    mode = checks.one_of(call.op, "activations", activations, ("native", "int8"))
+    if isinstance(weight_, PackedMatrix):
+        return _bind_packed(call, x_, weight_, dtype, mode)
+    if mode != "native":
+        raise OptionError(
+            f"{call.op}: activations={mode!r} is for a PackedMatrix; this weight is an array, omit it"
+        )
     return _bind(call, x_, dtype, ", ".join(added), 2.0)
 
 
@@ -106,7 +121,7 @@ def linear_backward(
     dy : array (..., out_features)
         Gradient of y.
     x, weight : arrays
-        Same as in the forward call.
+        Same as in the forward call. A :class:`PackedMatrix` has no gradient: ``only="dx"``.
     has_bias : bool
         Return dbias too.
     only : {"dx", "weights"}, optional
@@ -150,10 +165,12 @@ def linear_backward(
     """
     call = Call("linear_backward", device, backend, workspace)
     dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
-    weight_ = call.read("weight", weight)
+    weight_ = read_weight(call, "weight", weight)
     shape, dtype = read_shape(call, x_, weight_, dy=dy_)
     checks.exactly(call.op, "dy", dy_, shape)
     part = None if only is None else checks.one_of(call.op, "only", only, ("dx", "weights"))
+    if isinstance(weight_, PackedMatrix) and part != "dx":
+        raise OptionError(f"{call.op}: a packed weight is frozen and has no gradient; pass only='dx'")
     sums = {"dweight": (weight_.shape, dweight)}
     has_bias = checks.flag(call.op, "has_bias", has_bias)
     if has_bias:
@@ -164,13 +181,16 @@ def linear_backward(
         raise OptionError("linear_backward: only='dx' computes neither dweight nor dbias; omit them")
     sums = {} if part == "dx" else sums
     finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out, dx=part != "weights")
+    if isinstance(weight_, PackedMatrix):
+        return _bind_packed(call, x_, weight_, dtype, "native", finish)
     details = ", ".join(["with dbias"] * has_bias + [f"only {part}"] * (part is not None))
     return _bind(call, x_, dtype, details, 4.0 if part is None else 2.0, finish)
 
 
-def read_shape(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
+def read_shape(call: Call, x: Array, weight: Any, **more: Array) -> tuple[tuple[int, ...], str]:
     """Shape of y, and the dtype's name."""
-    dtype = checks.float_dtype(call.op, x=x, weight=weight, **more)
+    packed = isinstance(weight, PackedMatrix)
+    dtype = checks.float_dtype(call.op, x=x, **({} if packed else {"weight": weight}), **more)
     call.axes.bind("weight", weight, "out_features in_features")
     if x.ndim == 0 or x.shape[-1] != call.axes["in_features"]:
         raise ShapeError(
@@ -188,6 +208,29 @@ def _bind(call: Call, x: Array, dtype: str, more: str, flops: float, finish: Fin
         unsupported=checks.unsupported(dtype),
         finish=finish,
         flops=flops * tokens * rows * cols,
+    )
+
+
+def _bind_packed(
+    call: Call,
+    x: Array,
+    weight: PackedMatrix,
+    dtype: str,
+    mode: str,
+    finish: Finish | None = None,
+) -> Bound:
+    tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
+    if mode == "int8" and not weight.has_integers:
+        names = ", ".join(dict.fromkeys(name for _, name in weight.formats))
+        raise OptionError(
+            f"{call.op}: activations='int8' needs integer codes, and {names} has a table of floats"
+        )
+    call.option(rows=rows, cols=cols, formats=weight.formats, activations=mode)
+    return call.bind(
+        lowered_as=f"packed_{call.op}",
+        problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}, weight {weight}, activations {mode}",
+        unsupported=NO_GPU_KERNELS,
+        finish=finish,
     )
 
 

@@ -13,6 +13,7 @@ from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
+from gpu_ops.ops.weights.packed import read_expanded
 from gpu_ops.reference.gemm.swiglu import Activation
 
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
@@ -38,7 +39,8 @@ def swiglu_mlp(
     ----------
     x : array (..., hidden)
         float16, bfloat16, float32 or float64; the weights in the same dtype.
-    w_gate, w_up : array (ffn, hidden)
+    w_gate, w_up : array or PackedMatrix (ffn, hidden)
+        Packed weights are unpacked in the call.
     w_down : array (hidden_out, ffn)
         Weights are (out_features, in_features), the layout of checkpoints.
     activation : {"silu", "gelu", "gelu_tanh", "relu2"}
@@ -80,7 +82,8 @@ def swiglu_mlp(
     """
     call = Call("swiglu_mlp", device, backend, workspace)
     x_ = call.read("x", x, rows=True)
-    weights = {name: call.read(name, w) for name, w in zip(_WEIGHTS, (w_gate, w_up, w_down), strict=True)}
+    matrices = zip(_WEIGHTS, (w_gate, w_up, w_down), strict=True)
+    weights = {name: read_expanded(call, name, w, x_.dtype) for name, w in matrices}
     dtype = _validate(call, x_, weights)
     call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
     call.write("y", (*x_.shape[:-1], call.axes["hidden_out"]), x_.dtype, out, rows=True, item=0)

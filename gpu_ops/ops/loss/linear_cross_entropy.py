@@ -11,10 +11,12 @@ from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gemm.linear import read_shape
 from gpu_ops.ops.gradients import named_results
 from gpu_ops.ops.loss.cross_entropy import LossOptions, as_loss, is_number, of_reference
+from gpu_ops.ops.weights.packed import read_expanded
 
 __all__ = ["linear_cross_entropy"]
 
@@ -55,8 +57,9 @@ def linear_cross_entropy(
     ----------
     x : array (..., hidden)
         float16, bfloat16, float32 or float64; weight and bias in the same dtype.
-    weight : array (vocab, hidden)
-        In the layout of checkpoints.
+    weight : array or PackedMatrix (vocab, hidden)
+        In the layout of checkpoints. A packed weight is unpacked in the call, and frozen: with ``grads``, pass
+        ``only="dx"``.
     targets : int32 or int64 array (...)
         The class of each row, in [0, vocab), or ``ignore_index``.
     bias : array (vocab,), optional
@@ -125,7 +128,8 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator
     )
     call = Call("linear_cross_entropy", device, backend, workspace)
-    x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
+    x_ = call.read("x", x, rows=True)
+    weight_ = read_expanded(call, "weight", weight, x_.dtype)
     bias_ = call.optional("bias", bias)
     biases = {} if bias_ is None else {"bias": bias_}
     (*lead, vocab), dtype = read_shape(call, x_, weight_, **biases)
@@ -141,6 +145,8 @@ def linear_cross_entropy(
     if differentiates:
         _read_dloss(call, dloss, like_loss)
         results["dx"] = (x_.shape, x_.dtype)
+        if only is None and isinstance(weight, PackedMatrix):
+            raise OptionError(f"{call.op}: a packed weight is frozen and has no gradient; pass only='dx'")
         if only is None:
             results["dweight"] = (weight_.shape, acc_dtype)
             results |= {"dbias": ((vocab,), acc_dtype)} if bias_ is not None else {}

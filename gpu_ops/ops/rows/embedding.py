@@ -10,8 +10,10 @@ from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.indices import check_indices, read_indices
+from gpu_ops.ops.weights.packed import NO_GPU_KERNELS, read_weight
 
 __all__ = ["embedding", "embedding_backward"]
 
@@ -33,8 +35,8 @@ def embedding(
     ----------
     ids : int32 or int64 array (...)
         In [0, num_embeddings).
-    weight : array (num_embeddings, dim)
-        float16, bfloat16, float32 or float64.
+    weight : array or PackedMatrix (num_embeddings, dim)
+        float16, bfloat16, float32 or float64. Rows of packed weights have the dtype of the matrix.
     scale : float
         Factor of the rows, such as sqrt(dim) in Gemma.
     out : array (..., dim) in weight's dtype, optional
@@ -63,10 +65,13 @@ def embedding(
     """
     call = Call("embedding", device, backend, workspace)
     ids_ = read_indices(call, "ids", ids)
-    table = call.read("weight", weight, "num_embeddings dim")
+    table = read_weight(call, "weight", weight, "num_embeddings dim")
     dtype = checks.float_dtype(call.op, weight=table)
     call.option(scale=checks.computable(call.op, "scale", scale, dtype))
     call.write("x", (*ids_.shape, table.shape[1]), table.dtype, out, rows=True)
+    if isinstance(table, PackedMatrix):
+        call.option(formats=table.formats)
+        return _bind(call, dtype, table.shape, "packed_embedding", NO_GPU_KERNELS)
     return _bind(call, dtype, table.shape)
 
 
@@ -138,11 +143,18 @@ def embedding_backward(
     return _bind(call, dtype, shape)
 
 
-def _bind(call: Call, dtype: str, table: tuple[int, ...]) -> Bound:
+def _bind(
+    call: Call,
+    dtype: str,
+    table: tuple[int, ...],
+    lowered_as: str = "",
+    unsupported: Mapping[str, str] | None = None,
+) -> Bound:
     ids: Array = call.views["ids"]
     return call.bind(
+        lowered_as=lowered_as,
         problem=lambda: f"{ids.size} rows of {table[0]} x {table[1]} {dtype}",
-        unsupported=checks.unsupported(dtype),
+        unsupported=unsupported or checks.unsupported(dtype),
         check_values=None if call.on_cuda else check_indices(call.op, "ids", table[0]),
         flops=float(ids.size * table[1]),
     )

@@ -221,7 +221,9 @@ def _in_place(mr: int) -> Any:
             row_vector = ir.VectorType(element, width)
             with cgutils.for_range(b, squares) as loop:
                 first = b.gep(pw, [b.mul(loop.index, number(elements))])
-                rows = [load_vector(b, b.gep(first, [b.mul(ldw, number(i))]), row_vector) for i in range(width)]
+                rows = [
+                    load_vector(b, b.gep(first, [b.mul(ldw, number(i))]), row_vector) for i in range(width)
+                ]
                 if stored == types.int16:
                     rows = [b.fpext(row, factors) for row in rows]
                 columns = transpose_vectors(b, rows)

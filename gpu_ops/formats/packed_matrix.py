@@ -1,0 +1,385 @@
+"""A matrix of packed weights: runs of rows, each in a block format of GGUF or bitsandbytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core.allocator import typed_memory_errors
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Call
+from gpu_ops.core.checks import FLOAT_DTYPES, one_of
+from gpu_ops.errors import DTypeError, FormatError, GpuOpsError, OptionError, ShapeError
+from gpu_ops.formats.files import opened, path_of, write_file
+from gpu_ops.formats.safetensors import SafetensorsFile, header_of
+from gpu_ops.formats.ternary_checks import matrix_shape
+from gpu_ops.kernels.weights.packed_panels import Columns, Kind, pack_panels, unpack_panels
+from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedFormat, decode, encode
+
+__all__ = ["PackedMatrix", "quantize"]
+
+_PIECE = 1 << 20  # weights that are encoded or decoded at a time
+_KIND = "PackedMatrix 1"  # of files, with the version of their layout
+
+
+class PackedMatrix:
+    """Weights (N, K) in a block format of 2 to 8 bits, which products read as they are.
+
+    ``describe_formats()`` lists the formats. Immutable. A product on the CPU repacks the blocks into panels the first
+    time, without loss, and frees them; :meth:`blocks` makes them again.
+
+    Parameters
+    ----------
+    blocks : uint8 array (N, bytes of a row)
+        Blocks as in files of the format. Not copied.
+    shape : (int, int)
+        ``(N, K)``: output and input features; K is a multiple of the format's block.
+    format : str
+        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, nf4 or fp4.
+    dtype : dtype, optional
+        Of rows that :func:`embedding` returns; default float32.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError
+        The bytes or K do not fit the format.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+    >>> packed = gpu_ops.quantize(w, "q4_k")
+    >>> packed
+    PackedMatrix((64, 256), q4_k, 4.5 bits per weight)
+    >>> x = np.ones((2, 256), np.float32)
+    >>> np.array_equal(gpu_ops.linear(x, packed), gpu_ops.linear(x, packed.dequantize()))
+    True
+    """
+
+    ndim = 2
+    in_place_of_array = "multiply with gpu_ops.linear(x, w), or unpack it: w.dequantize()"
+    __array_ufunc__ = None  # so that x @ w with a NumPy x raises TypeError: this class has no __rmatmul__
+
+    def __init__(
+        self, blocks: Any, shape: tuple[int, int], format: str, *, dtype: npt.DTypeLike = np.float32
+    ) -> None:
+        name = "PackedMatrix"
+        fmt = FORMATS[one_of(name, "format", format, FORMATS)]
+        rows, cols = matrix_shape(name, shape)
+        data = Call(name).read("blocks", blocks, contiguous=True)
+        if data.dtype != np.uint8:
+            raise DTypeError(f"{name}: blocks is {data.dtype}; expected uint8 (other bytes: .view(np.uint8))")
+        check_columns(name, fmt, cols)
+        expected = rows, cols // fmt.block * fmt.nbytes
+        if data.shape != expected:
+            raise ShapeError(
+                f"{name}: blocks has shape {data.shape}; expected {expected} for {format} of ({rows}, {cols})"
+            )
+        self._set((_Part(fmt, rows, cols, data),), dtype)
+
+    def _set(self, parts: tuple[_Part, ...], dtype: npt.DTypeLike) -> None:
+        self._parts = parts
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in FLOAT_DTYPES.values():
+            raise DTypeError(f"PackedMatrix: dtype is {self._dtype}; allowed: {', '.join(FLOAT_DTYPES)}")
+
+    @classmethod
+    def joined(cls, matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+        """Matrix of the rows of ``matrices``, one after the other; each keeps its format. Nothing is copied."""
+        if not matrices or any(not isinstance(matrix, cls) for matrix in matrices):
+            raise DTypeError("PackedMatrix.joined: expected a list of PackedMatrix")
+        if len({matrix.shape[1] for matrix in matrices}) > 1:
+            shapes = ", ".join(str(matrix.shape) for matrix in matrices)
+            raise ShapeError(f"PackedMatrix.joined: the matrices have shapes {shapes}; K must be the same")
+        result = object.__new__(cls)
+        result._set(tuple(part for matrix in matrices for part in matrix._parts), matrices[0]._dtype)
+        return result
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        return sum(part.rows for part in self._parts), self._parts[0].cols
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of rows that :func:`embedding` returns."""
+        return self._dtype
+
+    @property
+    def formats(self) -> tuple[tuple[int, str], ...]:
+        """Runs of rows: their number and format."""
+        return tuple((part.rows, part.format.name) for part in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes and scales."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """``8 * nbytes / (N * K)``."""
+        return 8 * self.nbytes / max(1, math.prod(self.shape))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether all values of codes are int8, as int8 activations need."""
+        return all(part.kind.has_integers for part in self._parts)
+
+    @property
+    def activation_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Runs of rows: their number, and the elements of x that int8 activations scale together."""
+        return tuple((part.rows, part.format.block) for part in self._parts)
+
+    @property
+    def call_key(self) -> tuple[Any, ...]:
+        """Key of calls with this matrix: all that their validation and program depend on."""
+        return self.shape, self.formats, self._dtype
+
+    @property
+    def call_arrays(self) -> tuple[Array, ...]:
+        """Arrays in host memory, which results may not overlap."""
+        return tuple(array for part in self._parts for array in part.arrays())
+
+    def blocks(self) -> list[Array]:
+        """Blocks of each run of rows, uint8 (rows, bytes), as in files."""
+        return [part.blocks() for part in self._parts]
+
+    def panels(self, lanes: int) -> list[tuple[Kind, int, Array]]:
+        """Kind, rows and panels of each run of rows, for CPU kernels with ``lanes`` rows per vector."""
+        return [(part.kind, part.rows, part.panels(lanes)) for part in self._parts]
+
+    @typed_memory_errors("PackedMatrix.dequantize")
+    def dequantize(self, dtype: npt.DTypeLike = np.float32) -> Array:
+        """Weights as an array (N, K), computed in float32 as the format defines and rounded to ``dtype``."""
+        target = np.dtype(dtype)
+        if target not in FLOAT_DTYPES.values():
+            raise DTypeError(
+                f"PackedMatrix.dequantize: dtype is {target}; allowed: {', '.join(FLOAT_DTYPES)}"
+            )
+        result, first = np.empty(self.shape, target), 0
+        for part in self._parts:
+            part.decode(result[first : first + part.rows])
+            first += part.rows
+        return result
+
+    @typed_memory_errors("PackedMatrix.to")
+    def to(self, format: str) -> PackedMatrix:
+        """Weights in another format: decoded and encoded again. ``self`` if all rows have that format."""
+        if all(name == format for _, name in self.formats):
+            return self
+        return quantize(self.dequantize(), format, dtype=self._dtype)
+
+    def rows(self, order: Array) -> PackedMatrix:
+        """Rows in another order, of a matrix of one format: ``order`` are their indices."""
+        (part,) = self._parts
+        return PackedMatrix(
+            part.blocks()[order], (len(order), part.cols), part.format.name, dtype=self._dtype
+        )
+
+    def save(self, path: Any) -> None:
+        """Write the matrix to one file. An old file is replaced when the new one is complete.
+
+        It is a safetensors file with the blocks of each run of rows, ``blocks.0`` and so on (U8).
+        FileError if it cannot be written.
+        """
+        op = "PackedMatrix.save"
+        target = path_of(op, path)
+        layout = json.dumps({"shape": self.shape, "formats": self.formats, "dtype": self._dtype.name})
+        metadata = {"gpu_ops.kind": _KIND, "gpu_ops.layout": layout}
+        blocks = self.blocks()
+        tensors = {f"blocks.{i}": ("U8", array.shape) for i, array in enumerate(blocks)}
+        write_file(op, target, [header_of(tensors, metadata), *(array.reshape(-1) for array in blocks)])
+
+    @classmethod
+    @typed_memory_errors("PackedMatrix.load")
+    def load(cls, path: Any) -> PackedMatrix:
+        """Read a file of :meth:`save`. FormatError if it is another or damaged; FileError if it cannot be read."""
+        op = "PackedMatrix.load"
+        where = path_of(op, path)
+        with opened(op, where) as file:
+            contents = SafetensorsFile(op, where, file)
+            if contents.metadata.get("gpu_ops.kind") != _KIND:
+                raise FormatError(f"{op}: {where} is no file of PackedMatrix.save")
+            try:
+                layout = json.loads(contents.metadata.get("gpu_ops.layout", ""))
+                dtype, cols = FLOAT_DTYPES[layout["dtype"]], layout["shape"][1]
+                parts = [
+                    cls(contents.read(f"blocks.{i}"), (rows, cols), name, dtype=dtype)
+                    for i, (rows, name) in enumerate(layout["formats"])
+                ]
+                return cls.joined(parts)
+            except (GpuOpsError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+                raise FormatError(f"{op}: {where}: {error}") from error
+
+    @staticmethod
+    def describe_formats() -> str:
+        """Return the table of formats, as Markdown."""
+        from gpu_ops.reference.weights.packed_formats import describe_formats
+
+        return describe_formats()
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        """Raise an error: NumPy would make an array of one object."""
+        raise DTypeError(f"PackedMatrix: it is packed, and no array; {self.in_place_of_array}")
+
+    def __repr__(self) -> str:
+        formats = list(dict.fromkeys(name for _, name in self.formats))
+        return (
+            f"PackedMatrix({self.shape}, {' and '.join(formats)}, {self.bits_per_weight:.4g} bits per weight)"
+        )
+
+
+class _Part:
+    """A run of rows of one format, held as blocks or as panels for the CPU's vectors, not as both."""
+
+    def __init__(self, format: PackedFormat, rows: int, cols: int, blocks: Array) -> None:
+        self.format, self.rows, self.cols = format, rows, cols
+        self.kind = kind_of(format)
+        self._blocks: Array | None = blocks
+        self._panels: tuple[int, Array] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> tuple[Array, ...]:
+        panels, blocks = self._panels, self._blocks
+        return (panels[1],) if panels is not None else () if blocks is None else (blocks,)
+
+    def blocks(self) -> Array:
+        panels, blocks = self._panels, self._blocks
+        if blocks is not None:
+            return blocks
+        assert panels is not None
+        if not panels[1].size:
+            return np.empty((self.rows, self.cols // self.format.block * self.format.nbytes), np.uint8)
+        columns = unpack_panels(self.kind, panels[1], self.rows, panels[0])
+        flat = [None if x is None else np.ascontiguousarray(x).reshape(-1, x.shape[2]) for x in columns]
+        return self.format.join(Fields(*flat)).reshape(self.rows, -1)
+
+    def panels(self, lanes: int) -> Array:
+        panels = self._panels
+        if panels is not None and panels[0] == lanes:
+            return panels[1]
+        with self._lock:
+            if self._panels is None or self._panels[0] != lanes:
+                packed = self._pack(self.blocks(), lanes)
+                self._panels = lanes, packed
+                self._blocks = None
+            return self._panels[1]
+
+    def _pack(self, blocks: Array, lanes: int) -> Array:
+        """Panels of blocks, some rows at a time: NumPy's copies stay small."""
+        row_bytes = self.cols // self.kind.block * self.kind.row_bytes
+        panels = np.empty((-(-self.rows // lanes), row_bytes * lanes), np.uint8)
+        step = max(1, _PIECE // max(1, self.cols * lanes))
+        for first in range(0, len(panels), step):
+            part = blocks[first * lanes : (first + step) * lanes]
+            fields = self.format.split(part.reshape(-1, self.format.nbytes))
+            shaped = [None if x is None else x.reshape(len(part), -1, x.shape[1]) for x in fields]
+            panels[first : first + step] = pack_panels(self.kind, Columns(*shaped), lanes)
+        return panels
+
+    def decode(self, target: Array) -> None:
+        blocks = self.blocks().reshape(-1, self.format.nbytes)
+        weights = target.reshape(-1, self.format.block)
+        step = max(1, _PIECE // self.format.block)
+        for first in range(0, len(blocks), step):
+            part = slice(first, first + step)
+            with np.errstate(all="ignore"):  # a rounded weight may overflow
+                weights[part] = decode(self.format, blocks[part])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"format": self.format.name, "rows": self.rows, "cols": self.cols, "blocks": self.blocks()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restored = _Part(FORMATS[state["format"]], state["rows"], state["cols"], state["blocks"])
+        self.__dict__.update(restored.__dict__)
+
+
+def kind_of(format: PackedFormat) -> Kind:
+    """Kind of the kernels that multiply a format."""
+    fields = format.split(np.zeros((1, format.nbytes), np.uint8))
+    return Kind(
+        format.name,
+        format.block,
+        format.run,
+        format.bits,
+        fields.scale.dtype.itemsize,
+        fields.run_scales is not None,
+        fields.minimum is not None,
+        fields.run_minimums is not None,
+        tuple(map(float, format.values)),
+    )
+
+
+def check_columns(op: str, format: PackedFormat, cols: int) -> None:
+    if cols % format.block:
+        raise ShapeError(
+            f"{op}: K is {cols}; rows of {format.name} are blocks of {format.block}, so K must be a multiple of "
+            f"{format.block}"
+        )
+
+
+@typed_memory_errors("quantize")
+def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> PackedMatrix:
+    """Quantise a matrix (N, K) of floats to a packed format.
+
+    Parameters
+    ----------
+    w : array (N, K)
+        float16, bfloat16, float32 or float64, finite; K is a multiple of the format's block.
+    format : str
+        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, nf4 or fp4: codes and scales are those of the
+        format's own package, llama.cpp (without an importance matrix) or bitsandbytes (blocks of 64).
+    dtype : dtype, optional
+        :attr:`PackedMatrix.dtype` of the result; default that of ``w``.
+
+    Returns
+    -------
+    PackedMatrix
+
+    Raises
+    ------
+    OptionError, ShapeError, DTypeError
+        An unknown format, one that is only read, a K that does not fit, or a weight that is not finite.
+
+    Notes
+    -----
+    Root mean square error of normal weights, of their standard deviation: q8_0 0.005, q6_k 0.018, q5_k 0.036,
+    q5_0 0.043, q4_k 0.071, iq4_nl 0.076, q4_0 0.086, nf4 0.092, mxfp4 0.114, fp4 0.122.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
+    >>> packed = gpu_ops.quantize(w, "q8_0")
+    >>> packed.nbytes, bool(abs(packed.dequantize() - w).max() < 0.004)
+    (68, True)
+    """
+    fmt = FORMATS[one_of("quantize", "format", format, FORMATS)]
+    if fmt.encode is None:
+        writable = ", ".join(name for name, row in FORMATS.items() if row.encode is not None)
+        raise OptionError(f"quantize: {format} is only read; formats that are written: {writable}")
+    weights = Call("quantize").read("w", w)
+    if weights.dtype not in FLOAT_DTYPES.values():
+        raise DTypeError(f"quantize: w is {weights.dtype}; allowed: {', '.join(FLOAT_DTYPES)}")
+    if weights.ndim != 2:
+        raise ShapeError(f"quantize: w has shape {weights.shape}; expected (N, K)")
+    check_columns("quantize", fmt, weights.shape[1])
+    rows, cols = weights.shape
+    blocks = np.empty((rows, cols // fmt.block * fmt.nbytes), np.uint8)
+    step = max(1, _PIECE // max(1, cols))
+    for first in range(0, rows, step):
+        part = np.asarray(weights[first : first + step], np.float32)
+        if not np.isfinite(part).all():
+            raise OptionError("quantize: w holds NaN or infinity, which no code can carry on")
+        blocks[first : first + step] = encode(fmt, part.reshape(-1, fmt.block)).reshape(len(part), -1)
+    return PackedMatrix(blocks, (rows, cols), format, dtype=weights.dtype if dtype is None else dtype)

@@ -1,0 +1,95 @@
+"""Packed matrices as arguments of ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Call
+from gpu_ops.core.device import CudaDevice
+from gpu_ops.formats.packed_matrix import PackedMatrix
+from gpu_ops.kernels.program import Builder, Layout, Spec, lower_module, lowers
+
+__all__ = ["NO_GPU_KERNELS", "read_expanded", "read_weight"]
+
+for _name in ("packed_linear", "packed_linear_backward", "packed_embedding"):
+    lower_module(_name, "gpu_ops.kernels.weights.packed")
+
+NO_GPU_KERNELS = dict.fromkeys(
+    ("raw", "cuda numba", "emulator numba"), "packed weights have CPU kernels only; pass weight.dequantize()"
+)
+
+
+def read_weight(call: Call, name: str, weight: Any, axes: str | None = None) -> Any:
+    """Read a weight: a view of an array, or the packed matrix itself. ``axes`` names its axes."""
+    if not isinstance(weight, PackedMatrix):
+        return call.read(name, weight, axes)
+    call.provide(name, None, name, _itself)
+    for array in weight.call_arrays:
+        call.hold(name, array)
+    if axes is not None:
+        call.axes.bind(name, weight, axes)  # type: ignore[arg-type]  # it has a shape
+    return weight
+
+
+def _itself(weight: PackedMatrix, device: Any) -> PackedMatrix:
+    return weight
+
+
+def read_expanded(call: Call, name: str, weight: Any, dtype: np.dtype[Any]) -> Array:
+    """Read a weight for kernels that take arrays: a packed matrix is unpacked in every call. Of that, a stand-in
+    with its shape and ``dtype`` is returned."""
+    if not isinstance(weight, PackedMatrix):
+        return call.read(name, weight)
+    expand = functools.partial(_expanded, dtype=dtype)
+    call.provide(name, Layout.contiguous(weight.shape, dtype), name, expand)
+    for array in weight.call_arrays:
+        call.hold(name, array)
+    return np.broadcast_to(np.zeros((), dtype), weight.shape)
+
+
+def _expanded(weight: PackedMatrix, device: Any, *, dtype: np.dtype[Any]) -> Any:
+    array = weight.dequantize(dtype)
+    return device.upload(array) if isinstance(device, CudaDevice) else array
+
+
+@lowers("packed_linear", "reference")
+def _linear(spec: Spec, builder: Builder) -> None:
+    from gpu_ops.reference.gemm.linear import linear
+    from gpu_ops.reference.weights.packed import linear_int8
+
+    def run(views: Mapping[str, Any]) -> None:
+        x, weight, addends = views["x"], views["weight"], (views.get("bias"), views.get("residual"))
+        if spec["activations"] == "int8":
+            result = linear_int8(x, weight.dequantize(), weight.activation_blocks, *addends)
+        else:
+            result = linear(x, weight.dequantize(x.dtype), addends[0], residual=addends[1])
+        store(views, ("y",), result)
+
+    builder.call(run, "NumPy, float64")
+
+
+@lowers("packed_linear_backward", "reference")
+def _linear_backward(spec: Spec, builder: Builder) -> None:
+    from gpu_ops.reference.gemm.linear import linear_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        weight = views["weight"].dequantize(views["dy"].dtype)
+        store(views, ("dx",), [linear_backward(views["dy"], views["x"], weight, only="dx")])
+
+    builder.call(run, "NumPy, float64")
+
+
+@lowers("packed_embedding", "reference")
+def _embedding(spec: Spec, builder: Builder) -> None:
+    from gpu_ops.reference.rows import embedding as reference
+
+    def run(views: Mapping[str, Any]) -> None:
+        rows = reference.embedding(views["ids"], views["weight"].dequantize(), scale=spec["scale"])
+        store(views, ("x",), rows.astype(views["x"].dtype))
+
+    builder.call(run, "NumPy, float64")

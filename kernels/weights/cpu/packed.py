@@ -1,0 +1,428 @@
+"""Products with packed weights on the CPU, read from panels (:mod:`gpu_ops.kernels.weights.packed_panels`).
+
+native    few tokens    a vector of rows is unpacked, 128 steps of K at a time, into L1 and added up from there in the
+                        order of linear_few.py: the bits of ``linear`` with the unpacked matrix
+          many tokens   BLOCK rows are unpacked into an array of x's dtype, which ``linear`` multiplies
+int8                    x is quantised per block; sums of a block are exact integers (packed_ir.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from gpu_ops.kernels.common.cpu.codegen.gemm import copy_transposed, one_row_in_place, rows_in_place
+from gpu_ops.kernels.common.cpu.codegen.memory import SKEW, lanes, round_up, scratch
+from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR, VECTOR_BYTES
+from gpu_ops.kernels.common.cpu.dtype import (
+    aligned_empty,
+    all_bits,
+    bfloat16_of_float32,
+    bits,
+    load,
+    magnitude,
+    of_magnitude,
+    read_row,
+    rounded,
+    store,
+    write_row,
+)
+from gpu_ops.kernels.common.cpu.jit import Kernel, generic, kernel, read, types, write
+from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, elements, pack_a, packed, steps
+from gpu_ops.kernels.common.cpu.parallel import claim, launcher, thread_count
+from gpu_ops.kernels.gemm.cpu import linear as dense
+from gpu_ops.kernels.gemm.cpu.gemm import finish_row
+from gpu_ops.kernels.gemm.cpu.linear_few import is_few
+from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
+from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, unpack_of
+from gpu_ops.kernels.weights.cpu.ternary_ir import describe
+from gpu_ops.kernels.weights.packed_panels import Kind
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 512  # rows that are unpacked at a time for many tokens
+TOKENS, STREAMS = (
+    4,
+    (4, 2 if VECTOR_BYTES == 64 else 1),
+)  # of int8 sums in registers; streams of 1 and of 4 tokens
+MIN_ABSMAX = 2.0**-100  # of a block: smaller activations count as zeros, as 127 / absmax may overflow
+
+
+Parts = Sequence[tuple[Kind, int, Array]]
+"""Kind, rows and panels of runs of rows."""
+Addends = tuple["Array | None", "Array | None"]
+"""An array like y, and one row."""
+
+
+def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activations: str) -> str:
+    """Description of what :func:`forward` does."""
+    names = " and ".join(dict.fromkeys(name for _, name in formats))
+    if activations == "int8":
+        streams = STREAMS[tokens > 1]
+        return f"int8 activations, {describe()}: {streams} panels x {min(tokens, TOKENS)} tokens, {names}"
+    if is_few(tokens, dtype) and dtype != "float64":
+        return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
+    return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
+
+
+def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str, activations: str) -> int:
+    """Scratch bytes of :func:`forward`."""
+    if activations == "int8":
+        return 2 * tokens * cols
+    itemsize = np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
+    return min(rows, BLOCK) * cols * itemsize + dense.scratch_bytes(tokens, min(rows, BLOCK), cols, dtype)[0]
+
+
+def backward_scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> int:
+    itemsize = np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
+    return rows * cols * itemsize + dense.scratch_bytes(tokens, rows, cols, dtype)[1]
+
+
+def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str) -> None:
+    """Compute y (tokens, rows)."""
+    first = 0
+    product = linear_int8 if activations == "int8" else linear
+    for kind, rows, panels in parts:
+        part = slice(first, first + rows)
+        product(kind, x, panels, _columns(addends, part), y[:, part])
+        first += rows
+
+
+def _columns(addends: Addends, part: slice) -> Addends:
+    residual, row = addends
+    return None if residual is None else residual[:, part], None if row is None else row[:, part]
+
+
+def linear(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
+    """Compute y with the bits of the unpacked matrix."""
+    if is_few(len(x), x.dtype.name) and x.dtype != np.float64:
+        _few(kind, x, panels, addends, y)
+        return
+    for first in range(0, y.shape[1], BLOCK):
+        part = slice(first, min(first + BLOCK, y.shape[1]))
+        weight = aligned_empty((part.stop - first, x.shape[1]), x.dtype)
+        dequantize(kind, panels[first // LANES :], weight)
+        residual, row = _columns(addends, part)
+        dense.forward(x, weight, None if row is None else row[0], residual, y[:, part])
+
+
+def backward_input(dy: Array, parts: Parts, dx: Array) -> None:
+    """Compute dx = dy weight."""
+    weight, first = aligned_empty((dy.shape[1], dx.shape[1]), dy.dtype), 0
+    for kind, rows, panels in parts:
+        dequantize(kind, panels, weight[first : first + rows])
+        first += rows
+    dense.backward_input(dy, weight, dx)
+
+
+def dequantize(kind: Kind, panels: Array, weight: Array) -> None:
+    """Unpack the first rows into ``weight``."""
+    run = launcher(weight.size / 4)
+    run(_rows_kernel(kind)[weight.dtype], -(-len(weight) // MAX_LANES), panels, bits(weight))
+
+
+def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
+    """Compute the rows ``scale * weight[ids]``."""
+    first = 0
+    for kind, rows, panels in parts:
+        launcher(x.size)(_embedding_kernel(kind)[x.dtype], len(ids), ids, panels, first, rows, scale, bits(x))
+        first += rows
+
+
+def _few(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
+    absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
+    a, b, y_bits, x_bits = all_bits(*(absent if array is None else array for array in addends), y, x)
+    group = max(1, 4 // _vectors(len(x)))
+    tasks = -(-y.shape[1] // (group * MAX_LANES))
+    run = launcher(panels.nbytes / 4)
+    run(_few_kernel(kind)[x.dtype], tasks, group, x_bits, panels, step, (a, b), y_bits)
+
+
+def _vectors(tokens: int) -> int:
+    return 1 if tokens == 1 else 2
+
+
+@cache
+def _few_kernel(kind: Kind) -> Kernel:
+    unpack = unpack_of(kind)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        addends = types.UniTuple(read(t, 2), 2)
+        return types.int64, read(t, 2), read("uint8", 2), write(packed(t), 2), addends, write(t, 2)
+
+    def packed_few(state, n_tasks, group, x, panels, step, addends, y):
+        tokens, n = y.shape
+        width, k_all = lanes(step), steps(step, x.shape[1])
+        rows = scratch(MR, round_up(k_all, MAX_LANES) + SKEW, step[0, 0])
+        pack_a(rows, x, False, 0, tokens, 0, k_all)
+        unpacked = scratch(1, 2 * SUM_STEPS * width, np.float32(0))[0]
+        panel = scratch(1, SUM_STEPS * width, step[0, 0])[0]
+        c = scratch(MR, width, sum_of(step))
+        ldx, ldp = rows.shape[1], panels.shape[1]
+        task = claim(state)
+        while task < n_tasks:
+            for r in range(task * group * width, min(n, (task + 1) * group * width), width):
+                for kk in range(0, max(1, k_all), SUM_STEPS):
+                    k, first = min(SUM_STEPS, k_all - kk), elements(step, kk)
+                    units = elements(step, k) // UNIT
+                    for lane in range(0, width, LANES):
+                        start = (r + lane) // LANES
+                        if start < len(panels):
+                            unpack(panels, start * ldp, first // UNIT, units, unpacked, lane, width)
+                    factors(panel, unpacked, x, k)
+                    if tokens == 1:
+                        one_row_in_place(c, 0, width, rows, kk, ldx, panel, 0, 0, 0, panel, 0, k, kk > 0)
+                    else:
+                        rows_in_place(c, 0, width, rows, kk, ldx, panel, 0, 0, 0, panel, 0, k, kk > 0)
+                for t in range(tokens):
+                    finish_row(c[t], t, r, min(width, n - r), y, c, addends, False, True)
+            task = claim(state)
+
+    return _named(packed_few, kind, signature, ("float16", "bfloat16", "float32"))
+
+
+@generic
+def factors(panel, unpacked, x, k):
+    """Panel of k steps from float32 weights, rounded to the dtype of x."""
+
+    def pair(panel, unpacked, x, k):
+        width = lanes(panel)
+        for i in range(k):
+            for j in range(width):
+                low = np.uint32(bfloat16_of_float32(unpacked[2 * i * width + j]))
+                high = np.uint32(bfloat16_of_float32(unpacked[(2 * i + 1) * width + j]))
+                panel[i * width + j] = low | high << np.uint32(16)
+
+    def round_each(panel, unpacked, x, k):
+        row = read_row(x, (0,))
+        for i in range(k * lanes(panel)):
+            panel[i] = rounded(row, unpacked[i])
+
+    return pair if panel.dtype == types.uint32 else round_each
+
+
+@cache
+def _rows_kernel(kind: Kind) -> Kernel:
+    unpack = unpack_of(kind)
+
+    def packed_rows(state, n_tasks, panels, weight):
+        n, k_all = weight.shape
+        width = MAX_LANES
+        unpacked = scratch(1, SUM_STEPS * width, np.float32(0))[0]
+        turned = scratch(width, SUM_STEPS + SKEW, np.float32(0))
+        task = claim(state)
+        while task < n_tasks:
+            r = task * width
+            for kk in range(0, k_all, SUM_STEPS):
+                k = min(SUM_STEPS, k_all - kk)
+                for lane in range(0, width, LANES):
+                    if r + lane < n:
+                        start = (r + lane) // LANES * panels.shape[1]
+                        unpack(panels, start, kk // UNIT, k // UNIT, unpacked, lane, width)
+                for i in range(0, k, width):
+                    copy_transposed(turned, i, turned.shape[1], unpacked, i * width, width)
+                for j in range(min(width, n - r)):
+                    row = write_row(weight, (r + j,))
+                    for i in range(k):
+                        store(row, kk + i, turned[j, i])
+            task = claim(state)
+
+    return _named(packed_rows, kind, lambda t: (read("uint8", 2), write(t, 2)))
+
+
+@cache
+def _embedding_kernel(kind: Kind) -> Kernel:
+    unpack = unpack_of(kind)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        return (
+            *(read("int64", 1), read("uint8", 2), types.int64, types.int64, types.float64),
+            write(t, 2),
+        )
+
+    def packed_embedding(state, n_tasks, ids, panels, first, rows, scale, x):
+        """Rows of ids from ``first`` on; those of other parts are left alone."""
+        unpacked = scratch(1, SUM_STEPS * LANES, np.float32(0))[0]
+        task = claim(state)
+        while task < n_tasks:
+            r = ids[task] - first
+            if (r >= 0) & (r < rows):
+                target = write_row(x, (task,))
+                for kk in range(0, x.shape[1], SUM_STEPS):
+                    k = min(SUM_STEPS, x.shape[1] - kk)
+                    unpack(panels, r // LANES * panels.shape[1], kk // UNIT, k // UNIT, unpacked, 0, LANES)
+                    for i in range(k):
+                        store(target, kk + i, np.float64(unpacked[i * LANES + r % LANES]) * scale)
+            task = claim(state)
+
+    return _named(packed_embedding, kind, signature)
+
+
+def linear_int8(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
+    """Compute y (tokens, rows) from x quantised to int8 per block of ``kind``."""
+    count, cols = -(-len(x) // TOKENS) * TOKENS if len(x) > 1 else 1, x.shape[1]
+    q = aligned_empty((count, cols), np.dtype(np.int8))
+    scales = aligned_empty((count, cols // kind.block), np.dtype(np.float32))
+    sums = aligned_empty((count, cols // kind.run), np.dtype(np.int32))
+    run = launcher(x.size / 2)
+    run(packed_quantize[x.dtype], count, bits(x), kind.block, kind.run, q, scales, sums)
+    absent = np.empty((0, 0), y.dtype)
+    a, b, y_bits = all_bits(*(absent if array is None else array for array in addends), y)
+    group = max(STREAMS[len(x) > 1], -(-len(panels) // (thread_count() * 4)) if len(panels) < 64 else 8)
+    group = -(-group // STREAMS[0]) * STREAMS[0]
+    tasks = -(-len(panels) // group)
+    run = launcher(panels.nbytes / 8 * max(1, len(x) / 4))
+    run(_int8_kernel(kind)[y.dtype], tasks, group, panels, q, scales, sums, (a, b), y_bits)
+
+
+@kernel(
+    lambda t: (
+        *(read(t, 2), types.int64, types.int64, write("int8", 2), write("float32", 2), write("int32", 2)),
+    ),
+    fastmath=frozenset(),
+)
+def packed_quantize(state, n_tasks, x, block, run, q, scales, sums):
+    """q = rint(x * 127 / absmax) per block; scales = absmax / 127, NaN if a block is not finite; sums per run."""
+    values = np.empty(block, np.float32)
+    t = claim(state)
+    while t < n_tasks:
+        codes, block_scales, run_sums = write_row(q, (t,)), write_row(scales, (t,)), write_row(sums, (t,))
+        if t < len(x):
+            row = read_row(x, (t,))
+            for i in range(len(block_scales)):
+                first = i * block
+                largest = magnitude(np.float32(0))
+                for j in range(block):
+                    values[j] = np.float32(load(row, first + j))
+                    largest = max(largest, magnitude(values[j]))
+                absmax = of_magnitude(largest)
+                factor, scale = np.float32(0), np.float32(0)
+                if not absmax < np.inf:
+                    scale = np.float32(np.nan)
+                elif absmax >= np.float32(MIN_ABSMAX):
+                    scale, factor = absmax / np.float32(127), np.float32(127) / absmax
+                block_scales[i] = scale
+                if factor > 0:
+                    for j in range(block):
+                        codes[first + j] = np.int8(np.int32(np.rint(values[j] * factor)))
+                else:
+                    for j in range(block):
+                        codes[first + j] = 0
+            for i in range(len(run_sums)):
+                total = np.int32(0)
+                for j in range(run):
+                    total += np.int32(codes[i * run + j])
+                run_sums[i] = total
+        else:  # tokens that fill up a tile
+            codes[:] = 0
+            block_scales[:] = 0
+            run_sums[:] = 0
+        t = claim(state)
+
+
+@cache
+def _int8_kernel(kind: Kind) -> Kernel:
+    one_token, one_panel = dot_of(kind, 1, STREAMS[0]), dot_of(kind, 1, 1)
+    some_tokens, some_tokens_one_panel = dot_of(kind, TOKENS, STREAMS[1]), dot_of(kind, TOKENS, 1)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        inputs = read("uint8", 2), read("int8", 2), read("float32", 2), read("int32", 2)
+        return types.int64, *inputs, types.UniTuple(read(t, 2), 2), write(t, 2)
+
+    def packed_int8(state, n_tasks, group, panels, q, scales, sums, addends, y):
+        tokens, n = y.shape
+        blocks, stride = scales.shape[1], panels.shape[1]
+        step = 1 if tokens == 1 else TOKENS
+        streams = STREAMS[0] if tokens == 1 else STREAMS[1]
+        c = scratch(TOKENS, group * LANES, np.float32(0))
+        task = claim(state)
+        while task < n_tasks:
+            first = task * group
+            count = min(group, len(panels) - first)
+            for t in range(0, tokens, step):
+                x0, scales0, sums0 = t * q.shape[1], t * blocks, t * sums.shape[1]
+                p = 0
+                while p < count:
+                    start = (first + p) * stride
+                    if p + streams <= count:
+                        if tokens == 1:
+                            one_token(
+                                panels,
+                                start,
+                                stride,
+                                blocks,
+                                q,
+                                x0,
+                                scales,
+                                scales0,
+                                sums,
+                                sums0,
+                                c,
+                                p * LANES,
+                            )
+                        else:
+                            some_tokens(
+                                panels,
+                                start,
+                                stride,
+                                blocks,
+                                q,
+                                x0,
+                                scales,
+                                scales0,
+                                sums,
+                                sums0,
+                                c,
+                                p * LANES,
+                            )
+                        p += streams
+                    else:
+                        if tokens == 1:
+                            one_panel(
+                                panels,
+                                start,
+                                stride,
+                                blocks,
+                                q,
+                                x0,
+                                scales,
+                                scales0,
+                                sums,
+                                sums0,
+                                c,
+                                p * LANES,
+                            )
+                        else:
+                            some_tokens_one_panel(
+                                panels,
+                                start,
+                                stride,
+                                blocks,
+                                q,
+                                x0,
+                                scales,
+                                scales0,
+                                sums,
+                                sums0,
+                                c,
+                                p * LANES,
+                            )
+                        p += 1
+                r = first * LANES
+                for i in range(min(step, tokens - t)):
+                    finish_row(c[i], t + i, r, min(count * LANES, n - r), y, c, addends, False, True)
+            task = claim(state)
+
+    return _named(packed_int8, kind, signature)
+
+
+def _named(
+    function: Callable[..., None], kind: Kind, signature: Any, variants: tuple[str, ...] | None = None
+) -> Kernel:
+    """Kernel of a kind: its name tells the kinds apart in the cache."""
+    function.__name__ = f"{function.__name__}_{kind.name}"
+    return kernel(signature, *([variants] if variants else []))(function)

@@ -1,0 +1,345 @@
+"""Vector code for panels of packed weights (:mod:`gpu_ops.kernels.weights.packed_panels`), per kind of block.
+
+    unpack      32 weights of LANES rows as float32, one vector per step of K: the operands of float products
+    dot         float32 sums over all of K with int8 activations: integer sums per block, then their scales
+
+A vector lane is a row, so that every row adds up in the order of K, and its bits do not depend on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from gpu_ops.kernels.common.cpu.codegen import build
+from gpu_ops.kernels.common.cpu.codegen.build import (
+    address,
+    call,
+    fma,
+    load_vector,
+    number,
+    prefetch,
+    store_vector,
+)
+from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
+from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
+from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
+from gpu_ops.kernels.weights.packed_panels import Kind
+
+UNIT = 32  # weights of a row that are unpacked at a time: whole vectors of every plane
+
+_I8, _I16 = ir.IntType(8), ir.IntType(16)
+FLOAT = ir.VectorType(ir.FloatType(), LANES)
+_BYTES = ir.VectorType(_I8, 4 * LANES)
+
+
+class _Block:
+    """Pointers to the fields of one block of a panel."""
+
+    def __init__(self, b: Any, kind: Kind, start: Any) -> None:
+        self.b, self.kind = b, kind
+        self.scale = start
+        self.minimum = b.gep(start, [number(kind.scale_bytes * LANES)])
+        self.run_scales = b.gep(self.minimum, [number(2 * kind.has_minimum * LANES)])
+        self.run_minimums = b.gep(self.run_scales, [number(kind.has_run_scales * kind.runs * LANES)])
+        self.low = b.gep(self.run_minimums, [number(kind.has_run_minimums * kind.runs * LANES)])
+        self.high = b.gep(self.low, [number(kind.block * kind.planes[0] // 8 * LANES)])
+
+    def scales(self) -> Any:
+        """Scales of the rows, float32."""
+        if self.kind.scale_bytes == 4:
+            return load_vector(self.b, self.scale, FLOAT)
+        return _power_of_two(self.b, self.scale) if self.kind.scale_bytes == 1 else _half(self.b, self.scale)
+
+    def minimums(self) -> Any:
+        return _half(self.b, self.minimum)
+
+    def run_scale(self, run: Any) -> Any:
+        """Scales of a run, int32."""
+        place = self.b.gep(self.run_scales, [self.b.mul(run, number(LANES))])
+        return self.b.sext(load_vector(self.b, place, ir.VectorType(_I8, LANES)), INT)
+
+    def run_minimum(self, run: Any) -> Any:
+        place = self.b.gep(self.run_minimums, [self.b.mul(run, number(LANES))])
+        return self.b.zext(load_vector(self.b, place, ir.VectorType(_I8, LANES)), INT)
+
+    def codes(self, unit: Any) -> Iterator[Any]:
+        """Codes of a unit: for each four weights a vector whose lanes hold four bytes."""
+        b, (low_bits, high_bits) = self.b, self.kind.planes
+        low, high = self._plane(self.low, low_bits, unit), self._plane(self.high, high_bits, unit)
+        for step in range(UNIT // 4):
+            codes = _part(b, low, low_bits, step)
+            if high_bits:
+                codes = b.or_(codes, b.shl(_part(b, high, high_bits, step), every(low_bits)))
+            yield codes
+
+    def _plane(self, start: Any, bits: int, unit: Any) -> list[Any]:
+        b = self.b
+        first = b.gep(start, [b.mul(unit, number(4 * bits * LANES))])
+        return [load_vector(b, b.gep(first, [number(4 * i * LANES)]), INT) for i in range(bits)]
+
+
+def _part(b: Any, vectors: list[Any], bits: int, step: int) -> Any:
+    """Bits of a plane that belong to four weights, in the low bits of four bytes."""
+    parts = 8 // bits
+    vector, shift = vectors[step // parts], bits * (step % parts)
+    mask = 0x01010101 * ((1 << bits) - 1)
+    shifted = b.lshr(vector, every(shift)) if shift else vector
+    return vector if bits == 8 else b.and_(shifted, every(mask))
+
+
+def _half(b: Any, pointer: Any) -> Any:
+    """float16 in memory as float32."""
+    if CONVERTS_FLOAT16:
+        return b.fpext(load_vector(b, pointer, ir.VectorType(ir.HalfType(), LANES)), FLOAT)
+    bits = b.zext(load_vector(b, pointer, ir.VectorType(_I16, LANES)), INT)
+    magnitude = b.shl(b.and_(bits, every(0x7FFF)), every(13))
+    # the exponent's bias grows by 112, of denormal numbers too; infinity and NaN keep the largest exponent
+    scaled = b.bitcast(b.fmul(b.bitcast(magnitude, FLOAT), build.every(FLOAT, 2.0**112)), INT)
+    special = b.icmp_unsigned(">=", magnitude, every(0x7C00 << 13))
+    finite = b.select(special, b.or_(magnitude, every(0x7F800000)), scaled)
+    return b.bitcast(b.or_(finite, b.shl(b.and_(bits, every(0x8000)), every(16))), FLOAT)
+
+
+def _power_of_two(b: Any, pointer: Any) -> Any:
+    """2^(e - 128) of a byte e."""
+    exponent = b.zext(load_vector(b, pointer, ir.VectorType(_I8, LANES)), INT)
+    normal = b.shl(b.sub(exponent, every(1)), every(23))
+    denormal = b.shl(every(1 << 21), exponent)  # of e 0 and 1
+    return b.bitcast(b.select(b.icmp_unsigned("<", exponent, every(2)), denormal, normal), FLOAT)
+
+
+# ---- values of codes ---------------------------------------------------------------------------------------
+
+
+def _float_values(b: Any, kind: Kind, code: Any) -> Any:
+    """Values of codes in 32-bit lanes, as float32."""
+    if kind.offset is not None:
+        return b.sitofp(b.sub(code, every(kind.offset)) if kind.offset else code, FLOAT)
+    table = [float(value) for value in kind.values]
+    if LANES == 16:
+        return call(b, "llvm.x86.avx512.permvar.sf.512", FLOAT, ir.Constant(FLOAT, table), code)
+    if LANES == 8:
+        first, second = (
+            call(b, "llvm.x86.avx2.permps", FLOAT, ir.Constant(FLOAT, half), code)
+            for half in (table[:8], table[8:])
+        )
+        return b.select(b.icmp_unsigned("<", code, every(8)), first, second)
+    return _select(b, code, every, [build.every(FLOAT, value) for value in table])
+
+
+def _byte_values(b: Any, codes: Any, values: list[int]) -> Any:
+    """Bytes of a table of 16 by codes, four in a lane. ``values`` from -128 to 255."""
+    signed = [value - 256 if value > 127 else value for value in values]
+    index = b.bitcast(codes, _BYTES)
+    name = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}.get(LANES)
+    if name is not None:
+        table = ir.Constant(_BYTES, signed * (LANES // 4))
+        return b.bitcast(call(b, name, _BYTES, table, index), INT)
+    chosen = _select(
+        b, index, lambda code: build.every(_BYTES, code), [build.every(_BYTES, value) for value in signed]
+    )
+    return b.bitcast(chosen, INT)
+
+
+def _select(b: Any, index: Any, code: Callable[[int], Any], values: list[Any]) -> Any:
+    result = values[0]
+    for i, value in enumerate(values[1:], 1):
+        result = b.select(b.icmp_unsigned("==", index, code(i)), value, result)
+    return result
+
+
+# ---- float32 -----------------------------------------------------------------------------------------------
+
+
+def _emit_unpack(kind: Kind, b: Any, start: Any, first: Any, units: Any, panel: Any, stride: Any) -> None:
+    """Store float32 weights of ``units`` units from unit ``first`` of a panel; a step of K every ``stride``."""
+    per_block = kind.block // UNIT if kind.block >= UNIT else 1
+    with cgutils.for_range(b, units) as loop:
+        at = b.add(first, loop.index)
+        block_index, unit = b.udiv(at, number(per_block)), b.urem(at, number(per_block))
+        block = _Block(b, kind, b.gep(start, [b.mul(block_index, number(kind.row_bytes * LANES))]))
+        target = b.gep(panel, [b.mul(b.mul(loop.index, number(UNIT)), stride)])
+        whole_scale = block.scales()
+        whole_minimum = block.minimums() if kind.has_minimum else None
+        scale, minimum = whole_scale, whole_minimum
+        for step, codes in enumerate(block.codes(unit)):
+            if step * 4 % kind.run == 0:
+                run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(kind.run)), number(step * 4 // kind.run))
+                if kind.has_run_scales:
+                    scale = b.fmul(whole_scale, b.sitofp(block.run_scale(run), FLOAT))
+                if kind.has_run_minimums:
+                    minimum = b.fmul(whole_minimum, b.sitofp(block.run_minimum(run), FLOAT))
+            for i in range(4):
+                code = b.lshr(codes, every(8 * i)) if i else codes
+                code = b.and_(code, every(255)) if i < 3 else code
+                weight = b.fmul(scale, _float_values(b, kind, code))
+                if minimum is not None:
+                    weight = b.fsub(weight, minimum)
+                store_vector(b, weight, b.gep(target, [b.mul(stride, number(4 * step + i))]))
+
+
+@cache
+def unpack_of(kind: Kind) -> Any:
+    """Intrinsic that unpacks units of a panel as float32 [weight][row]."""
+    i = types.int64
+
+    @intrinsic
+    def unpack(typingctx, panels, start, first, units, target, target0, stride):
+        def codegen(context, b, sig, args):
+            source = address(context, b, sig.args[0], args[0], args[1])
+            to = address(context, b, sig.args[4], args[4], args[5])
+            _emit_unpack(kind, b, source, args[2], args[3], to, args[6])
+            return context.get_dummy_value()
+
+        return signature(types.void, panels, i, i, i, target, i, i), codegen
+
+    return unpack
+
+
+# ---- int8 activations --------------------------------------------------------------------------------------
+
+
+def _terms(b: Any, kind: Kind, codes: Any) -> tuple[Any, Any]:
+    """Unsigned bytes for a dot product, and signed ones whose signs the activations take, or None."""
+    wide = kind.bits == 8 or kind.offset is None
+    if VNNI or not wide:
+        if kind.offset is not None:
+            return codes, None
+        return _byte_values(b, codes, [int(value) + 128 for value in kind.values]), None
+    # pairs of products of AVX2 saturate above 128 * 127 * 2, so magnitudes are multiplied
+    if kind.offset is None:
+        table = [int(value) for value in kind.values]
+        return _byte_values(b, codes, [abs(v) for v in table]), _byte_values(b, codes, table)
+    signed = b.xor(codes, every(-0x7F7F7F80))
+    as_bytes = b.bitcast(signed, _BYTES)
+    negative = b.icmp_signed("<", as_bytes, build.every(_BYTES, 0))
+    magnitude = b.select(negative, b.sub(build.every(_BYTES, 0), as_bytes), as_bytes)
+    return b.bitcast(magnitude, INT), signed
+
+
+def sum_offset(kind: Kind) -> int:
+    """Multiple of the activations' sum that the unsigned products contain."""
+    if VNNI or not (kind.bits == 8 or kind.offset is None):
+        return 128 if kind.offset is None else kind.offset
+    return 0
+
+
+def _signed_by(b: Any, x: Any, signs: Any) -> Any:
+    as_bytes = b.bitcast(x, _BYTES)
+    negative = b.icmp_signed("<", b.bitcast(signs, _BYTES), build.every(_BYTES, 0))
+    return b.bitcast(b.select(negative, b.sub(build.every(_BYTES, 0), as_bytes), as_bytes), INT)
+
+
+def _emit_dot(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) -> None:
+    """``c[t, s * LANES + lane]`` = the product of row ``lane`` of stream s and token t, over ``blocks`` blocks."""
+    zero, zero_int = build.every(FLOAT, 0.0), every(0)
+    pairs = [(t, s) for t in range(tokens) for s in range(streams)]
+    totals = {pair: cgutils.alloca_once_value(b, zero) for pair in pairs}
+    sums = {pair: cgutils.alloca_once_value(b, zero_int) for pair in pairs}
+    lows = {pair: cgutils.alloca_once_value(b, zero_int) for pair in pairs}
+    for slot in totals.values():
+        b.store(zero, slot)
+    offset = sum_offset(kind)
+    block_bytes, units = kind.row_bytes * LANES, kind.block // UNIT
+    i32 = ir.IntType(32)
+
+    with cgutils.for_range(b, p["blocks"]) as loop:
+        at = b.mul(loop.index, number(block_bytes))
+        starts = [b.gep(p["panels"], [b.add(b.mul(p["stride"], number(s)), at)]) for s in range(streams)]
+        blocks = [_Block(b, kind, start) for start in starts]
+        for start in starts:
+            for line in range(0, block_bytes, 64):
+                prefetch(b, b.gep(start, [number(line + max(block_bytes, 1024))]))
+        for slot in (*sums.values(), *lows.values()):
+            b.store(zero_int, slot)
+
+        def token(name: str, t: int, per_block: int, index: Any = loop.index) -> Any:
+            return b.gep(
+                p[name], [b.add(b.mul(p[f"{name}_stride"], number(t)), b.mul(index, number(per_block)))]
+            )
+
+        def unit_sums(unit: Any) -> None:
+            codes = [block.codes(unit) for block in blocks]
+            first_x = b.mul(unit, number(UNIT))
+            parts = {pair: zero_int for pair in pairs}
+            for step in range(UNIT // 4):
+                terms = [_terms(b, kind, next(stream)) for stream in codes]
+                for t in range(tokens):
+                    place = b.gep(token("x", t, kind.block), [b.add(first_x, number(4 * step))])
+                    x = splat(b, b.load(b.bitcast(place, i32.as_pointer()), align=1))
+                    for s, (unsigned, signs) in enumerate(terms):
+                        operand = x if signs is None else _signed_by(b, x, signs)
+                        parts[t, s] = dot4(b, parts[t, s], unsigned, operand)
+                if (step + 1) * 4 % min(kind.run, UNIT) == 0:
+                    run = b.add(b.udiv(first_x, number(kind.run)), number(step * 4 // kind.run))
+                    end_run(run, parts)
+                    parts = {pair: zero_int for pair in pairs}
+
+        def end_run(run: Any, parts: dict[Any, Any]) -> None:
+            scales = [block.run_scale(run) for block in blocks] if kind.has_run_scales else None
+            minimums = [block.run_minimum(run) for block in blocks] if kind.has_run_minimums else None
+            for t in range(tokens):
+                x_sum = None
+                if offset or kind.has_minimum:
+                    x_sum = splat(b, b.load(b.gep(token("x_sums", t, kind.runs), [run])))
+                for s in range(streams):
+                    part = parts[t, s]
+                    if offset:
+                        part = b.sub(part, b.mul(x_sum, every(offset)))
+                    if scales is not None:
+                        part = b.mul(part, scales[s])
+                    b.store(b.add(b.load(sums[t, s]), part), sums[t, s])
+                    if kind.has_minimum:
+                        low = x_sum if minimums is None else b.mul(x_sum, minimums[s])
+                        b.store(b.add(b.load(lows[t, s]), low), lows[t, s])
+
+        if units > 1:
+            with cgutils.for_range(b, number(units)) as inner:
+                unit_sums(inner.index)
+        else:
+            unit_sums(number(0))
+        scale = [block.scales() for block in blocks]
+        minimum = [block.minimums() for block in blocks] if kind.has_minimum else None
+        for t in range(tokens):
+            x_scale = splat(b, b.load(token("x_scales", t, 1)))
+            for s in range(streams):
+                product = b.fmul(scale[s], x_scale)
+                total = fma(b, product, b.sitofp(b.load(sums[t, s]), FLOAT), b.load(totals[t, s]))
+                if minimum is not None:
+                    product = b.fmul(b.fsub(build.every(FLOAT, -0.0), minimum[s]), x_scale)
+                    total = fma(b, product, b.sitofp(b.load(lows[t, s]), FLOAT), total)
+                b.store(total, totals[t, s])
+    for (t, s), slot in totals.items():
+        place = b.gep(p["c"], [b.add(b.mul(p["c_stride"], number(t)), number(s * LANES))])
+        store_vector(b, b.load(slot), place)
+
+
+@cache
+def dot_of(kind: Kind, tokens: int, streams: int) -> Any:
+    """Intrinsic: products of ``streams`` panels and ``tokens`` tokens of int8."""
+    i = types.int64
+
+    @intrinsic
+    def dot(typingctx, panels, start, stride, blocks, x, x0, x_scales, scales0, x_sums, sums0, c, c0):
+        def codegen(context, b, sig, args):
+            arrays = {
+                name: address(context, b, sig.args[index], args[index], args[index + 1])
+                for name, index in (("panels", 0), ("x", 4), ("x_scales", 6), ("x_sums", 8), ("c", 10))
+            }
+
+            def stride_of(index: int) -> Any:
+                array = context.make_array(sig.args[index])(context, b, args[index])
+                return b.sdiv(b.extract_value(array.strides, 0), array.itemsize)
+
+            strides = {
+                f"{name}_stride": stride_of(index)
+                for name, index in (("x", 4), ("x_scales", 6), ("x_sums", 8), ("c", 10))
+            }
+            _emit_dot(kind, tokens, streams, b, {**arrays, **strides, "stride": args[2], "blocks": args[3]})
+            return context.get_dummy_value()
+
+        return signature(types.void, panels, i, i, i, x, i, x_scales, i, x_sums, i, c, i), codegen
+
+    return dot

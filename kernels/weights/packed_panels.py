@@ -1,0 +1,145 @@
+"""Layout in which CPU kernels read packed weights: *panels*, repacked once from a format's blocks, without loss.
+
+    panel            LANES rows, all blocks of K in order; rows past the matrix are zeros
+    block of a panel scales [LANES]; minimums [LANES]; run scales [runs][LANES]; run minimums [runs][LANES]; planes
+
+A code of up to 8 bits is split into a low and a high plane of 8, 4, 2 or 1 bits. A plane of p bits is a sequence of
+vectors of 32-bit lanes, one lane per row; bits p g and up of byte i of vector j are of weight 4 (8 / p) j + 4 g + i.
+So four neighbours in K are the four bytes of a lane after one shift and one mask: the operand of a 4 x int8 dot
+product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Kind(NamedTuple):
+    """Fields of a format's blocks, which kernels are compiled for."""
+
+    name: str
+    block: int  # weights
+    run: int  # weights that share a scale
+    bits: int  # of a code
+    scale_bytes: int  # 1: exponent of a power of two, 2: float16, 4: float32
+    has_run_scales: bool
+    has_minimum: bool
+    has_run_minimums: bool
+    values: tuple[float, ...]  # of the codes
+
+    @property
+    def offset(self) -> int | None:
+        """Integer that is subtracted from a code; None if a table maps codes to values."""
+        offset = -int(self.values[0])
+        return offset if self.values == tuple(range(-offset, len(self.values) - offset)) else None
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether all values are int8, so that int8 activations give exact sums."""
+        return all(value == int(value) and -128 <= value <= 127 for value in self.values)
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """Bits of the low and of the high plane."""
+        low = 1 << (self.bits.bit_length() - 1)
+        return low, self.bits - low
+
+    @property
+    def runs(self) -> int:
+        return self.block // self.run
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in a block of a panel."""
+        per_run = self.has_run_scales + self.has_run_minimums
+        return self.scale_bytes + 2 * self.has_minimum + self.runs * per_run + self.block * self.bits // 8
+
+
+class Columns(NamedTuple):
+    """Fields of a matrix (rows, blocks of K, ...), as a format splits them."""
+
+    codes: Array
+    scale: Array
+    run_scales: Any  # array or None
+    minimum: Any
+    run_minimums: Any
+
+
+def pack_panels(kind: Kind, fields: Columns, lanes: int) -> Array:
+    """Panels (panels, bytes) uint8 of a matrix's fields, each (rows, blocks, ...)."""
+    rows, blocks, _ = fields.codes.shape
+    panels = -(-rows // lanes)
+    result = np.empty((panels, blocks, kind.row_bytes * lanes), np.uint8)
+    start = 0
+    for field in (fields.scale, fields.minimum, fields.run_scales, fields.run_minimums):
+        if field is not None:
+            by_column = np.ascontiguousarray(_by_lanes(field, lanes).swapaxes(2, 3))
+            part = by_column.view(np.uint8).reshape(panels, blocks, -1)
+            result[:, :, start : start + part.shape[2]] = part
+            start += part.shape[2]
+    codes, shift = _by_lanes(fields.codes, lanes), 0
+    for bits in kind.planes:
+        if bits:
+            part = _pack_plane(codes >> np.uint8(shift), bits)
+            result[:, :, start : start + part.shape[2]] = part
+            start += part.shape[2]
+            shift += bits
+    return result.reshape(panels, -1)
+
+
+def unpack_panels(kind: Kind, panels: Array, rows: int, lanes: int) -> Columns:
+    """Inverse of :func:`pack_panels`."""
+    count = len(panels)
+    data = panels.reshape(count, -1, kind.row_bytes * lanes)
+    start = 0
+
+    def field(columns: int, dtype: Any) -> Array:
+        nonlocal start
+        size = columns * lanes * np.dtype(dtype).itemsize
+        part = np.ascontiguousarray(data[:, :, start : start + size]).view(dtype)
+        start += size
+        by_row = part.reshape(count, -1, columns, lanes).transpose(0, 3, 1, 2)
+        return by_row.reshape(count * lanes, -1, columns)[:rows]
+
+    scale = field(1, {1: np.uint8, 2: np.float16, 4: np.float32}[kind.scale_bytes])
+    minimum = field(1, np.float16) if kind.has_minimum else None
+    run_scales = field(kind.runs, np.int8) if kind.has_run_scales else None
+    run_minimums = field(kind.runs, np.uint8) if kind.has_run_minimums else None
+    codes, shift = np.zeros((rows, data.shape[1], kind.block), np.uint8), 0
+    for bits in kind.planes:
+        if bits:
+            size = kind.block * bits // 8 * lanes
+            codes |= _unpack_plane(data[:, :, start : start + size], bits, lanes)[:rows] << np.uint8(shift)
+            start += size
+            shift += bits
+    return Columns(codes, scale, run_scales, minimum, run_minimums)
+
+
+def _by_lanes(field: Array, lanes: int) -> Array:
+    """(rows, blocks, columns) as (panels, blocks, lanes, columns), zeros past the rows."""
+    rows, blocks, columns = field.shape
+    padded = np.zeros((-(-rows // lanes) * lanes, blocks, columns), field.dtype)
+    padded[:rows] = field
+    return padded.reshape(-1, lanes, blocks, columns).swapaxes(1, 2)
+
+
+def _pack_plane(codes: Array, bits: int) -> Array:
+    """Plane of the lowest ``bits`` of codes (panels, blocks, lanes, weights): (panels, blocks, bytes)."""
+    panels, blocks, lanes, _ = codes.shape
+    parts = 8 // bits
+    groups = (codes & np.uint8((1 << bits) - 1)).reshape(panels, blocks, lanes, -1, parts, 4)
+    shifted = groups << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return np.asarray(np.bitwise_or.reduce(shifted, axis=4).swapaxes(2, 3).reshape(panels, blocks, -1))
+
+
+def _unpack_plane(plane: Array, bits: int, lanes: int) -> Array:
+    """Inverse of :func:`_pack_plane`: codes (rows, blocks, weights)."""
+    panels, blocks, _ = plane.shape
+    vectors = plane.reshape(panels, blocks, -1, lanes, 1, 4)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    codes = (vectors >> shifts & np.uint8((1 << bits) - 1)).transpose(0, 3, 1, 2, 4, 5)
+    return np.asarray(codes.reshape(panels * lanes, blocks, -1))
