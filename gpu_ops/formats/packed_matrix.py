@@ -44,6 +44,8 @@ class PackedMatrix:
         q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, nf4 or fp4.
     dtype : dtype, optional
         Of rows that :func:`embedding` returns; default float32.
+    activations : {"native", "int8"}
+        Form in which :func:`linear` multiplies x, unless its call says otherwise.
 
     Raises
     ------
@@ -67,7 +69,13 @@ class PackedMatrix:
     __array_ufunc__ = None  # so that x @ w with a NumPy x raises TypeError: this class has no __rmatmul__
 
     def __init__(
-        self, blocks: Any, shape: tuple[int, int], format: str, *, dtype: npt.DTypeLike = np.float32
+        self,
+        blocks: Any,
+        shape: tuple[int, int],
+        format: str,
+        *,
+        dtype: npt.DTypeLike = np.float32,
+        activations: str = "native",
     ) -> None:
         name = "PackedMatrix"
         fmt = FORMATS[one_of(name, "format", format, FORMATS)]
@@ -81,10 +89,11 @@ class PackedMatrix:
             raise ShapeError(
                 f"{name}: blocks has shape {data.shape}; expected {expected} for {format} of ({rows}, {cols})"
             )
-        self._set((_Part(fmt, rows, cols, data),), dtype)
+        self._set((_Part(fmt, rows, cols, data),), dtype, activations)
 
-    def _set(self, parts: tuple[_Part, ...], dtype: npt.DTypeLike) -> None:
+    def _set(self, parts: tuple[_Part, ...], dtype: npt.DTypeLike, activations: str) -> None:
         self._parts = parts
+        self._activations = check_activations("PackedMatrix", activations, self)
         self._dtype = np.dtype(dtype)
         if self._dtype not in FLOAT_DTYPES.values():
             raise DTypeError(f"PackedMatrix: dtype is {self._dtype}; allowed: {', '.join(FLOAT_DTYPES)}")
@@ -98,7 +107,14 @@ class PackedMatrix:
             shapes = ", ".join(str(matrix.shape) for matrix in matrices)
             raise ShapeError(f"PackedMatrix.joined: the matrices have shapes {shapes}; K must be the same")
         result = object.__new__(cls)
-        result._set(tuple(part for matrix in matrices for part in matrix._parts), matrices[0]._dtype)
+        parts = tuple(part for matrix in matrices for part in matrix._parts)
+        result._set(parts, matrices[0]._dtype, matrices[0]._activations)
+        return result
+
+    def with_activations(self, activations: str) -> PackedMatrix:
+        """The same weights, which share memory, with another default for the products."""
+        result = object.__new__(PackedMatrix)
+        result._set(self._parts, self._dtype, activations)
         return result
 
     @property
@@ -110,6 +126,11 @@ class PackedMatrix:
     def dtype(self) -> np.dtype[Any]:
         """dtype of rows that :func:`embedding` returns."""
         return self._dtype
+
+    @property
+    def activations(self) -> str:
+        """Form in which :func:`linear` multiplies x by default."""
+        return self._activations
 
     @property
     def formats(self) -> tuple[tuple[int, str], ...]:
@@ -139,7 +160,7 @@ class PackedMatrix:
     @property
     def call_key(self) -> tuple[Any, ...]:
         """Key of calls with this matrix: all that their validation and program depend on."""
-        return self.shape, self.formats, self._dtype
+        return self.shape, self.formats, self._dtype, self._activations
 
     @property
     def call_arrays(self) -> tuple[Array, ...]:
@@ -170,7 +191,8 @@ class PackedMatrix:
 
     @typed_memory_errors("PackedMatrix.to")
     def to(self, format: str) -> PackedMatrix:
-        """Weights in another format: decoded and encoded again. ``self`` if all rows have that format."""
+        """Weights in another format: decoded and encoded again, for native activations. ``self`` if all rows have
+        that format."""
         if all(name == format for _, name in self.formats):
             return self
         return quantize(self.dequantize(), format, dtype=self._dtype)
@@ -179,7 +201,11 @@ class PackedMatrix:
         """Rows in another order, of a matrix of one format: ``order`` are their indices."""
         (part,) = self._parts
         return PackedMatrix(
-            part.blocks()[order], (len(order), part.cols), part.format.name, dtype=self._dtype
+            part.blocks()[order],
+            (len(order), part.cols),
+            part.format.name,
+            dtype=self._dtype,
+            activations=self._activations,
         )
 
     def save(self, path: Any) -> None:
@@ -261,7 +287,7 @@ class _Part:
         if not panels[1].size:
             return np.empty((self.rows, self.cols // self.format.block * self.format.nbytes), np.uint8)
         columns = unpack_panels(self.kind, panels[1], self.rows, panels[0])
-        flat = [None if x is None else np.ascontiguousarray(x).reshape(-1, x.shape[2]) for x in columns]
+        flat: list[Any] = [None if x is None else x.reshape(-1, x.shape[2]) for x in columns]
         return self.format.join(Fields(*flat)).reshape(self.rows, -1)
 
     def panels(self, lanes: int) -> Array:
@@ -280,14 +306,16 @@ class _Part:
         row_bytes = self.cols // self.kind.block * self.kind.row_bytes
         panels = np.empty((-(-self.rows // lanes), row_bytes * lanes), np.uint8)
         step = max(1, _PIECE // max(1, self.cols * lanes))
-        for first in range(0, len(panels), step):
+        for first in range(0, len(panels) if panels.size else 0, step):
             part = blocks[first * lanes : (first + step) * lanes]
             fields = self.format.split(part.reshape(-1, self.format.nbytes))
-            shaped = [None if x is None else x.reshape(len(part), -1, x.shape[1]) for x in fields]
+            shaped: list[Any] = [None if x is None else x.reshape(len(part), -1, x.shape[1]) for x in fields]
             panels[first : first + step] = pack_panels(self.kind, Columns(*shaped), lanes)
         return panels
 
     def decode(self, target: Array) -> None:
+        if not target.size:
+            return
         blocks = self.blocks().reshape(-1, self.format.nbytes)
         weights = target.reshape(-1, self.format.block)
         step = max(1, _PIECE // self.format.block)
@@ -302,6 +330,17 @@ class _Part:
     def __setstate__(self, state: dict[str, Any]) -> None:
         restored = _Part(FORMATS[state["format"]], state["rows"], state["cols"], state["blocks"])
         self.__dict__.update(restored.__dict__)
+
+
+def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
+    """Check the form of activations for a weight."""
+    mode = one_of(op, "activations", activations, ("native", "int8"))
+    if mode == "int8" and not weight.has_integers:
+        names = ", ".join(dict.fromkeys(name for _, name in weight.formats))
+        raise OptionError(
+            f"{op}: activations='int8' needs codes of integers, and {names} has a table of floats"
+        )
+    return mode
 
 
 def kind_of(format: PackedFormat) -> Kind:

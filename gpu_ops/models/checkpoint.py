@@ -22,6 +22,7 @@ from gpu_ops.core.checks import one_of
 from gpu_ops.core.state_arrays import StateArray, check_device, named_dtype, to_device
 from gpu_ops.errors import FormatError, OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.models.config import LlamaConfig
@@ -52,7 +53,11 @@ _LOAD, _SAVE = "models.load", "models.save"
 
 @typed_memory_errors(_LOAD)
 def load(
-    path: Any, *, dtype: npt.DTypeLike | None = None, device: str | None = None
+    path: Any,
+    *,
+    dtype: npt.DTypeLike | None = None,
+    device: str | None = None,
+    activations: str | None = None,
 ) -> tuple[Llama, LlamaConfig]:
     """Load a model from a folder that ``save_pretrained`` of Hugging Face transformers or :func:`save` writes, or
     from a GGUF file of llama.cpp.
@@ -66,16 +71,21 @@ def load(
         TQ2_0 and I2_S: files from Q2_K to Q8_0, except those with IQ1, IQ2 or IQ3 types.
     dtype : dtype, optional
         float16, bfloat16, float32 or float64, for all arrays; default: that of the embedding table in the file, or
-        float32 if it is quantised.
+        float32 if it is quantised. With a dtype, or on a GPU, quantised matrices are unpacked.
     device : {"cpu", "cuda", "emulator"}, optional
         "cuda" returns CuPy arrays, the others NumPy arrays.
+    activations : {"native", "int8"}, optional
+        Form in which products with packed matrices take activations: see :func:`gpu_ops.linear`. Default "native",
+        the results of the unpacked model bit for bit; "int8" is several times as fast.
 
     Returns
     -------
     weights : Llama
         Ternary projections from BitNet's folders and GGUF files stay packed: each is a
         :class:`gpu_ops.TernaryMatrix`, with a scale per row or block if ``qkv`` or ``gate_up`` joins tensors of
-        different scales. All other weights are arrays.
+        different scales. Quantised matrices of a GGUF file stay packed on the CPU: each is a
+        :class:`gpu_ops.PackedMatrix`, whose parts keep their formats if tensors are joined. All other weights are
+        arrays.
     config : LlamaConfig
 
     Raises
@@ -119,14 +129,21 @@ def load(
     target = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
     check_device(_LOAD, target)
     target_dtype = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
+    mode = one_of(_LOAD, "activations", "native" if activations is None else activations, ("native", "int8"))
+    packed = target == "cpu" and target_dtype is None
     with system_errors(_LOAD, where):
         is_folder = stat.S_ISDIR(where.stat().st_mode)
+    if activations is not None and (is_folder or not packed):
+        raise OptionError(
+            f"{_LOAD}: activations= is for GGUF files that stay packed: on the CPU, without dtype="
+        )
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         source: ModelSource[LlamaConfig]
         if is_folder:
             source = _Folder(where, stack)
         else:
-            source = GGUFSource(_LOAD, where, stack.enter_context(opened(_LOAD, where)))
+            file = stack.enter_context(opened(_LOAD, where))
+            source = GGUFSource(_LOAD, where, file, mode if packed else None)
         arrays = {
             name: to_device(array, target) if isinstance(array, np.ndarray) else array
             for name, array in read_all(_LOAD, where, source, target_dtype)
@@ -167,10 +184,10 @@ def save(
     text = _config_text(config, entries, weights)
     arrays = weights.arrays()
     for name, x in arrays.items():
-        if not hasattr(x, "dtype"):
+        if not hasattr(x, "dtype") or isinstance(x, PackedMatrix):
             raise OptionError(
                 f"{_SAVE}: {name} is a {type(x).__name__}; plain arrays are saved: models.merged makes one of a "
-                "Lora, .weight is that of a Latent, .dequantize() of a TernaryMatrix"
+                "Lora, .weight is that of a Latent, .dequantize() of a TernaryMatrix or PackedMatrix"
             )
     if config.tied and weights.lm_head is not weights.embed:
         raise OptionError(f"{_SAVE}: config.tied is True, and lm_head is another array than embed")

@@ -15,7 +15,8 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import FormatError, OptionError
-from gpu_ops.formats.gguf_file import FLOATS, TERNARY, GGUFFile
+from gpu_ops.formats.gguf_file import FLOATS, PACKED, TERNARY, GGUFFile
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
@@ -91,7 +92,9 @@ _NEUTRAL = {
 class GGUFSource(ModelSource[LlamaConfig]):
     """A model in an open GGUF file."""
 
-    def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
+    def __init__(self, op: str, path: Path, file: BinaryIO, activations: str | None = None) -> None:
+        """``activations``: keep quantised matrices packed, with this form of activations."""
+        self._activations = activations
         self._file = GGUFFile(op, path, file)
         metadata = _Metadata(op, self._file)
         self._interleaved = metadata.architecture.interleaved
@@ -102,7 +105,10 @@ class GGUFSource(ModelSource[LlamaConfig]):
         """Read an array of ``dtype``. Projections with only ternary parts stay packed: a :class:`TernaryMatrix`."""
         ternary = all(self._file.tensors[part.name].dtype in TERNARY for part in parts)
         if ternary and name.rpartition(".")[2] in PROJECTIONS:
-            return self._packed(parts)
+            return self._ternary(parts)
+        quantized = all(self._file.tensors[part.name].dtype in PACKED for part in parts)
+        if quantized and self._activations is not None:
+            return PackedMatrix.joined([self._packed(part) for part in parts])
         array = np.empty((parts[-1].rows.stop, *parts[0].shape[1:]), dtype)
         for part in parts:
             rows = array[part.rows]
@@ -111,7 +117,14 @@ class GGUFSource(ModelSource[LlamaConfig]):
                 rows[...] = ordered
         return array
 
-    def _packed(self, parts: list[Part]) -> TernaryMatrix:
+    def _packed(self, part: Part) -> PackedMatrix:
+        assert self._activations is not None
+        matrix = self._file.packed(part.name).with_activations(self._activations)
+        rows = np.arange(matrix.shape[0])
+        ordered = self._ordered(part, rows)
+        return matrix if ordered is rows else matrix.rows(ordered)
+
+    def _ternary(self, parts: list[Part]) -> TernaryMatrix:
         matrices = [(part, self._file.matrix(part.name)) for part in parts]
         return joined(
             [(self._ordered(part, w.trits()), self._ordered(part, scale_columns(w))) for part, w in matrices]

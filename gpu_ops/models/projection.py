@@ -15,6 +15,7 @@ import numpy as np
 from gpu_ops.core.allocator import new_array
 from gpu_ops.core.checks import integer, one_of
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.elementwise import added
@@ -56,7 +57,7 @@ class Lora:
     """
 
     base: Any
-    """array (out, in), or a :class:`gpu_ops.TernaryMatrix`"""
+    """array (out, in), or a :class:`gpu_ops.PackedMatrix` or :class:`gpu_ops.TernaryMatrix`"""
     a: Any
     """(rank, in)"""
     b: Any
@@ -171,7 +172,7 @@ def weight_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) 
     """
     if isinstance(weight, Projection):
         weight.weight_backward(dy, x, grad, dbias)
-    elif isinstance(weight, (Lora, *_TERNARY)):
+    elif isinstance(weight, (Lora, PackedMatrix, *_TERNARY)):
         raise OptionError(f"weight_backward: the weight is {type(weight).__name__}, and not an array")
     elif dbias is not None:
         linear_backward(dy, x, weight, only="weights", has_bias=True, dweight=grad, dbias=dbias)
@@ -265,12 +266,14 @@ def _lora_layers(layers: Sequence[Block], adapters: Mapping[str, Any]) -> list[B
 
 
 def merged(weight: Lora) -> Any:
-    """Merge the base and its adapter into one array, rounded once to the base's dtype."""
+    """Merge the base and its adapter into one array, rounded once to the base's dtype (the adapter's, of a packed
+    base: :func:`gpu_ops.quantize` packs the result again)."""
     for name in ("base", "a", "b"):
         if not hasattr(getattr(weight, name), "ndim"):
             raise DTypeError(f"merged: {name} is {type(getattr(weight, name)).__name__}, expected an array")
     a_transposed = np.ascontiguousarray(weight.a.T) if isinstance(weight.a, np.ndarray) else weight.a.T.copy()
-    return linear(weight.b, a_transposed, residual=weight.base)
+    base = weight.base.dequantize(weight.b.dtype) if isinstance(weight.base, PackedMatrix) else weight.base
+    return linear(weight.b, a_transposed, residual=base)
 
 
 def with_latent(

@@ -103,7 +103,7 @@ def unpack_panels(kind: Kind, panels: Array, rows: int, lanes: int) -> Columns:
         part = np.ascontiguousarray(data[:, :, start : start + size]).view(dtype)
         start += size
         by_row = part.reshape(count, -1, columns, lanes).transpose(0, 3, 1, 2)
-        return by_row.reshape(count * lanes, -1, columns)[:rows]
+        return np.asarray(by_row.reshape(count * lanes, -1, columns)[:rows])
 
     scale = field(1, {1: np.uint8, 2: np.float16, 4: np.float32}[kind.scale_bytes])
     minimum = field(1, np.float16) if kind.has_minimum else None

@@ -105,19 +105,19 @@ def _signed(data: Array) -> Array:
 
 def _low_high(data: Array, run: int) -> Array:
     """Codes of nibbles: the low nibbles, then the high nibbles of each run of bytes."""
-    runs = data.reshape(len(data), -1, 1, run)
-    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(data), -1)
+    runs = data.reshape(-1, data.shape[1] // run, 1, run)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(-1, 2 * data.shape[1])
 
 
 def _nibbles(codes: Array, run: int) -> Array:
     """Inverse of :func:`_low_high` for the low four bits of codes."""
-    runs = codes.reshape(len(codes), -1, 2, run)
-    return np.asarray((runs[:, :, 0] & 15 | runs[:, :, 1] << 4).reshape(len(codes), -1))
+    runs = codes.reshape(-1, codes.shape[1] // (2 * run), 2, run)
+    return np.asarray((runs[:, :, 0] & 15 | runs[:, :, 1] << 4).reshape(-1, codes.shape[1] // 2))
 
 
 def _high_low(data: Array) -> Array:
     """Codes of nibbles: the high nibble of each byte comes first."""
-    return np.stack([data >> 4, data & 15], axis=2).reshape(len(data), -1)
+    return np.stack([data >> 4, data & 15], axis=2).reshape(-1, 2 * data.shape[1])
 
 
 def _fifth_bits(data: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import RopeScaling, models
+from gpu_ops import RopeScaling, inference, models
 from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
 from gpu_ops.models import LlamaConfig
 from tests.formats.test_file_mutations import mutant
@@ -75,12 +75,53 @@ def test_quantised_types_are_decoded_as_the_package_does(stored_as, gguf, tmp_pa
     write_model(
         gguf, tmp_path / "a", "llama", metadata(config, "llama"), tensors, {"token_embd.weight": stored_as}
     )
-    table = models.load(tmp_path / "a")[0].embed
+    packed = models.load(tmp_path / "a")[0].embed
     with np.errstate(over="ignore", invalid="ignore"):
         right = gguf.quants.dequantize(codes, tensor_type)
-    assert table.dtype == np.float32
     assert not np.isfinite(right).all()
-    np.testing.assert_array_equal(table, right)
+    assert packed.formats == ((4500, stored_as.lower()),)
+    np.testing.assert_array_equal(packed.blocks()[0], codes)
+    for table in (packed.dequantize(), models.load(tmp_path / "a", dtype="float32")[0].embed):
+        assert table.dtype == np.float32
+        np.testing.assert_array_equal(table, right)
+
+
+def mixed_types(config):
+    """Types of a file that mixes them within one layer, as Q4_K_M does."""
+    types = {"token_embd.weight": "Q8_0"}
+    for i in range(config.nlayers):
+        parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        kinds = ("Q4_0", "Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q4_1", "Q5_0")
+        types |= {f"blk.{i}.{part}.weight": kind for part, kind in zip(parts, kinds, strict=True)}
+    return types
+
+
+def test_a_quantised_model_stays_packed(gguf, tmp_path):
+    weights, config = written(gguf, tmp_path / "a.gguf", "llama")
+    tensors, keys = stored(weights, config, "llama"), metadata(config, "llama")
+    write_model(gguf, tmp_path / "a.gguf", "llama", keys, tensors, mixed_types(config))
+    packed, _ = models.load(tmp_path / "a.gguf")
+    whole, _ = models.load(tmp_path / "a.gguf", dtype="float32")
+    rows = config.nheads_kv * config.head_dim
+    assert packed.layers[0].qkv.formats[-1] == (rows, "q8_0")
+    assert {name for _, name in packed.layers[0].qkv.formats} == {"q4_0", "q8_0"}
+    for name, matrix in packed.arrays().items():
+        if isinstance(matrix, gpu_ops.PackedMatrix):
+            np.testing.assert_array_equal(matrix.dequantize(), whole.arrays()[name], name)
+    right = models.logits(IDS, whole, config)
+    np.testing.assert_array_equal(models.logits(IDS, packed, config), right)
+    targets = np.roll(IDS, -1, axis=1)
+    assert models.loss(IDS, targets, packed, config) == models.loss(IDS, targets, whole, config)
+    fast, _ = models.load(tmp_path / "a.gguf", activations="int8")
+    error = models.logits(IDS, fast, config) - right
+    assert 0 < np.sqrt(np.mean(error**2) / np.mean(right**2)) < 0.03
+    prompt = [IDS[0, :7].tolist()]
+    generated = [inference.generate(w, config, prompt, max_new_tokens=5) for w in (packed, whole)]
+    assert generated[0] == generated[1]
+    with pytest.raises(OptionError, match="dequantize"):
+        models.save(tmp_path / "folder", packed, config)
+    with pytest.raises(OptionError, match="without dtype="):
+        models.load(tmp_path / "a.gguf", dtype="float32", activations="int8")
 
 
 def llama3_divisors(config, original=8192):

@@ -11,7 +11,7 @@ from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call, Finish
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.formats.packed_matrix import PackedMatrix
+from gpu_ops.formats.packed_matrix import PackedMatrix, check_activations
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
 from gpu_ops.ops.weights.packed import NO_GPU_KERNELS, read_weight
@@ -26,7 +26,7 @@ def linear(
     bias: Any = None,
     *,
     residual: Any = None,
-    activations: str = "native",
+    activations: str | None = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -43,11 +43,11 @@ def linear(
     bias : array (out_features,), optional
     residual : array (..., out_features), optional
         Added before the result is rounded.
-    activations : {"native", "int8"}
-        For a packed weight. "native": the bits of ``linear(x, weight.dequantize(x.dtype))``. "int8": x is quantised
-        per block of 32 (256 for formats of K), ``s = absmax / 127``, ``q = rint(x / s)``, and the integer sums of a
-        block are exact: 2 to 5 times as fast, with an error of about 0.6 % of a result's size. A token's bits do not
-        depend on the other tokens in either.
+    activations : {"native", "int8"}, optional
+        For a packed weight; default: its own :attr:`PackedMatrix.activations`. "native": the bits of
+        ``linear(x, weight.dequantize(x.dtype))``. "int8": x is quantised per block of 32 (256 for formats of K),
+        ``s = absmax / 127``, ``q = rint(x / s)``, and the integer sums of a block are exact: 2 to 5 times as fast,
+        with an error of about 0.6 % of a result's size. A token's bits do not depend on other tokens in either.
     out : array (..., out_features), optional
         Receives y. ``out=residual`` works in place; it may not share memory with another input.
     device, backend : str, optional
@@ -87,13 +87,11 @@ def linear(
     for name, array in added.items():
         checks.exactly(call.op, name, array, shape[-1:] if name == "bias" else shape)
     call.write("y", shape, x_.dtype, out, in_place="residual", rows=True)
-    mode = checks.one_of(call.op, "activations", activations, ("native", "int8"))
     if isinstance(weight_, PackedMatrix):
-        return _bind_packed(call, x_, weight_, dtype, mode)
-    if mode != "native":
-        raise OptionError(
-            f"{call.op}: activations={mode!r} is for a PackedMatrix; this weight is an array, omit it"
-        )
+        mode = weight_.activations if activations is None else activations
+        return _bind_packed(call, x_, weight_, dtype, check_activations(call.op, mode, weight_))
+    if activations is not None:
+        raise OptionError(f"{call.op}: activations= is for a PackedMatrix; this weight is an array, omit it")
     return _bind(call, x_, dtype, ", ".join(added), 2.0)
 
 
@@ -220,11 +218,6 @@ def _bind_packed(
     finish: Finish | None = None,
 ) -> Bound:
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
-    if mode == "int8" and not weight.has_integers:
-        names = ", ".join(dict.fromkeys(name for _, name in weight.formats))
-        raise OptionError(
-            f"{call.op}: activations='int8' needs integer codes, and {names} has a table of floats"
-        )
     call.option(rows=rows, cols=cols, formats=weight.formats, activations=mode)
     return call.bind(
         lowered_as=f"packed_{call.op}",

@@ -31,7 +31,7 @@ from gpu_ops.kernels.common.cpu.dtype import (
     store,
     write_row,
 )
-from gpu_ops.kernels.common.cpu.jit import Kernel, generic, kernel, read, types, write
+from gpu_ops.kernels.common.cpu.jit import FLOATS, Kernel, generic, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, elements, pack_a, packed, steps
 from gpu_ops.kernels.common.cpu.parallel import claim, launcher, thread_count
 from gpu_ops.kernels.gemm.cpu import linear as dense
@@ -421,8 +421,8 @@ def _int8_kernel(kind: Kind) -> Kernel:
 
 
 def _named(
-    function: Callable[..., None], kind: Kind, signature: Any, variants: tuple[str, ...] | None = None
+    function: Callable[..., None], kind: Kind, signature: Any, variants: tuple[str, ...] = FLOATS
 ) -> Kernel:
     """Kernel of a kind: its name tells the kinds apart in the cache."""
     function.__name__ = f"{function.__name__}_{kind.name}"
-    return kernel(signature, *([variants] if variants else []))(function)
+    return kernel(signature, variants)(function)

@@ -1,0 +1,294 @@
+"""Packed matrices: formats, conversion without loss, products with the bits of the unpacked matrix, int8 products."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import PackedMatrix
+from gpu_ops.errors import DeviceError, DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.formats.packed_matrix import kind_of
+from gpu_ops.kernels.weights.packed_panels import Columns, pack_panels, unpack_panels
+from gpu_ops.reference.weights import packed as reference
+from gpu_ops.reference.weights.packed_formats import FORMATS, decode
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
+READ = tuple(FORMATS)
+WRITTEN = tuple(name for name, format in FORMATS.items() if format.encode is not None)
+INTEGERS = tuple(name for name in READ if name not in ("nf4", "fp4"))
+
+
+def random_matrix(name, rows, cols, rng, *, finite=True):
+    """Matrix of random bytes, with scales of about 0.01 if ``finite``."""
+    format = FORMATS[name]
+    row_bytes = cols // format.block * format.nbytes
+    blocks = rng.integers(0, 256, (rows * cols // format.block, format.nbytes), np.uint8)
+    if finite:
+        fields = format.split(blocks)
+        sizes = rng.uniform(-0.01, 0.01, fields.scale.shape)
+        scale = np.full_like(fields.scale, 120) if name == "mxfp4" else sizes.astype(fields.scale.dtype)
+        minimum = None if fields.minimum is None else (sizes / 2).astype(np.float16)
+        blocks = format.join(fields._replace(scale=scale, minimum=minimum))
+    return PackedMatrix(blocks.reshape(rows, row_bytes), (rows, cols), name)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_blocks_and_panels_lose_nothing(name, rng):
+    format, kind = FORMATS[name], kind_of(FORMATS[name])
+    blocks = rng.integers(0, 256, (37 * 3, format.nbytes), np.uint8)
+    fields = format.split(blocks)
+    np.testing.assert_array_equal(format.join(fields), blocks)
+    columns = Columns(*(None if x is None else x.reshape(37, 3, -1) for x in fields))
+    for lanes in (4, 8, 16):
+        panels = pack_panels(kind, columns, lanes)
+        assert panels.shape == (-(-37 // lanes), 3 * kind.row_bytes * lanes)
+        for before, after in zip(columns, unpack_panels(kind, panels, 37, lanes), strict=True):
+            assert (before is None) == (after is None)
+            if before is not None:
+                assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_kernels_unpack_random_bytes_exactly(name, rng):
+    matrix = random_matrix(name, 37, 768, rng, finite=False)
+    right = matrix.dequantize()
+    blocks = matrix.blocks()[0].copy()
+    identity = np.eye(768, dtype=np.float32)[None, :3]
+    gpu_ops.linear(identity, matrix)  # repacks
+    np.testing.assert_array_equal(matrix.blocks()[0], blocks)
+    rows = gpu_ops.embedding(np.arange(37), matrix)
+    np.testing.assert_array_equal(rows, right)
+    np.testing.assert_array_equal(np.isnan(rows), np.isnan(right))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", READ)
+def test_native_products_have_the_bits_of_the_unpacked_matrix(name, dtype, tokens, rng):
+    matrix = PackedMatrix.joined([random_matrix(name, rows, 512, rng) for rows in (37, 520)])
+    weight = matrix.dequantize(dtype)
+    x, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((tokens, 512), 557))
+    residual, dy = (rng.standard_normal((tokens, 557)).astype(dtype) for _ in range(2))
+    y = gpu_ops.linear(x, matrix, bias, residual=residual)
+    np.testing.assert_array_equal(y, gpu_ops.linear(x, weight, bias, residual=residual))
+    dx = gpu_ops.linear_backward(dy, x, matrix, only="dx")
+    np.testing.assert_array_equal(dx, gpu_ops.linear_backward(dy, x, weight, only="dx"))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_int8_products(name, dtype, tokens, rng):
+    """Error within the bound of 128 roundings and the products' own; the bits of a token do not depend on others."""
+    matrix = PackedMatrix.joined([random_matrix(name, rows, 1024, rng) for rows in (37, 75)])
+    x = rng.standard_normal((tokens, 1024)).astype(dtype)
+    x[0, :256] = 0
+    y = gpu_ops.linear(x, matrix, activations="int8")
+    weight = matrix.dequantize(np.float64)
+    rounded = reference.quantized_activations(x, FORMATS[name].block)
+    right, size = rounded @ weight.T, np.abs(rounded) @ np.abs(weight).T
+    step = {np.float32: 2.0**-24, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-11}[dtype]
+    bound = (1024 / 32 + 128) * 2.0**-24 * _term_sizes(matrix, rounded, size) + step * np.abs(right)
+    assert (np.abs(y.astype(np.float64) - right) <= bound).all()
+    for t in range(tokens):
+        np.testing.assert_array_equal(gpu_ops.linear(x[t : t + 1], matrix, activations="int8")[0], y[t])
+    expected = gpu_ops.linear(x, matrix, activations="int8", backend="reference").astype(np.float64)
+    assert (np.abs(expected - right) <= step * np.abs(right) + 1e-12).all()
+
+
+def _term_sizes(matrix, rounded, size):
+    """Sizes of the terms that are added: codes and minimums are summed apart."""
+    sizes, first = [], 0
+    for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True):
+        fields = FORMATS[name].split(blocks.reshape(-1, FORMATS[name].nbytes))
+        part = size[:, first : first + rows]
+        if fields.minimum is not None:
+            zero = fields._replace(codes=np.zeros_like(fields.codes))
+            lows = decode(FORMATS[name], FORMATS[name].join(zero)).reshape(rows, -1)
+            part = part + 2 * np.abs(rounded) @ np.abs(lows).T
+        sizes.append(part)
+        first += rows
+    return np.concatenate(sizes, axis=1)
+
+
+def test_int8_activations_are_close_to_float(rng):
+    """Root mean square error of 0.6 % (blocks of 32) and 0.75 % (of 256) of the results' size."""
+    w = rng.standard_normal((256, 4096), dtype=np.float32)
+    x = rng.standard_normal((8, 4096), dtype=np.float32)
+    for name, limit in (("q4_0", 0.006), ("q4_k", 0.0075)):
+        matrix = gpu_ops.quantize(w, name)
+        right = x.astype(np.float64) @ matrix.dequantize(np.float64).T
+        error = gpu_ops.linear(x, matrix, activations="int8") - right
+        assert np.sqrt((error**2).mean() / (right**2).mean()) < limit
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_token_that_is_not_finite_gives_nan_alone(bad, rng):
+    matrix = random_matrix("q4_0", 20, 64, rng)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    right = gpu_ops.linear(x, matrix, activations="int8")
+    x[1, 40] = bad
+    y = gpu_ops.linear(x, matrix, activations="int8")
+    assert np.isnan(y[1]).all()
+    np.testing.assert_array_equal(y[[0, 2]], right[[0, 2]])
+
+
+def test_tiny_activations_count_as_zeros(rng):
+    matrix = random_matrix("q8_0", 20, 64, rng)
+    x = np.full((1, 64), 1e-38, np.float32)
+    np.testing.assert_array_equal(gpu_ops.linear(x, matrix, activations="int8"), np.zeros((1, 20)))
+
+
+def test_the_lowest_code_of_q8_0(rng):
+    """-128, which no encoder writes, and whose negative no int8 holds."""
+    blocks = np.full((3, 34), 128, np.uint8)
+    blocks[:, :2] = np.array([0.5], "<f2").view(np.uint8)
+    matrix = PackedMatrix(blocks, (3, 32), "q8_0")
+    x = np.full((1, 32), -1.0, np.float32)
+    np.testing.assert_array_equal(matrix.dequantize(), np.full((3, 32), -64.0))
+    for mode in ("native", "int8"):
+        np.testing.assert_allclose(gpu_ops.linear(x, matrix, activations=mode), 2048.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 17])
+def test_odd_and_empty_shapes(rows, rng):
+    matrix = random_matrix("q4_k", rows, 256, rng)
+    for tokens in (0, 1, 5):
+        x = rng.standard_normal((tokens, 256)).astype(np.float32)
+        right = gpu_ops.linear(x, matrix.dequantize())
+        np.testing.assert_array_equal(gpu_ops.linear(x, matrix), right)
+        assert gpu_ops.linear(x, matrix, activations="int8").shape == right.shape
+        dx = gpu_ops.linear_backward(np.ones_like(right), x, matrix, only="dx")
+        np.testing.assert_array_equal(
+            dx, gpu_ops.linear_backward(np.ones_like(right), x, matrix.dequantize(), only="dx")
+        )
+    empty = PackedMatrix(np.zeros((rows, 0), np.uint8), (rows, 0), "q4_0")
+    for mode in ("native", "int8"):
+        y = gpu_ops.linear(np.ones((2, 0), np.float32), empty, np.ones(rows, np.float32), activations=mode)
+        np.testing.assert_array_equal(y, np.ones((2, rows)))
+
+
+def test_other_ops_take_it(rng):
+    gate, up, down = (random_matrix("q4_0", *shape, rng) for shape in ((96, 64), (96, 64), (64, 96)))
+    x = rng.standard_normal((5, 64)).astype(np.float32)
+    right = gpu_ops.swiglu_mlp(x, gate.dequantize(), up.dequantize(), down.dequantize())
+    np.testing.assert_array_equal(gpu_ops.swiglu_mlp(x, gate, up, down), right)
+    targets = rng.integers(0, 96, 5)
+    loss, dx = gpu_ops.linear_cross_entropy(x, gate, targets, grads=True, only="dx")
+    expected = gpu_ops.linear_cross_entropy(x, gate.dequantize(), targets, grads=True, only="dx")
+    np.testing.assert_array_equal(loss, expected[0])
+    np.testing.assert_array_equal(dx, expected[1])
+    with pytest.raises(OptionError, match="frozen"):
+        gpu_ops.linear_cross_entropy(x, gate, targets, grads=True)
+    rows = gpu_ops.embedding(np.array([[3, 95]]), gate, scale=8.0)
+    np.testing.assert_array_equal(rows, 8 * gate.dequantize()[None, [3, 95]])
+    with pytest.raises(gpu_ops.errors.GpuOpsError, match="96"):
+        gpu_ops.embedding(np.array([96]), gate)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_quantize(name, rng):
+    w = rng.standard_normal((6, 512)).astype(np.float32)
+    matrix = gpu_ops.quantize(w, name)
+    assert matrix.shape == w.shape
+    assert matrix.formats == ((6, name),)
+    assert matrix.bits_per_weight == pytest.approx(FORMATS[name].bits_per_weight)
+    limit = {2: 0.4, 3: 0.2, 4: 0.13, 5: 0.05, 6: 0.025, 8: 0.01}[FORMATS[name].bits]
+    assert np.sqrt(np.mean((matrix.dequantize() - w) ** 2)) < limit
+    assert gpu_ops.quantize(w.astype(np.float16), name).dtype == np.float16
+    assert matrix.to(name) is matrix
+    assert matrix.to("q8_0").formats == ((6, "q8_0"),)
+    for dtype in DTYPES:
+        np.testing.assert_array_equal(matrix.dequantize(dtype), matrix.dequantize().astype(dtype))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_copies_and_files(used, rng, tmp_path):
+    parts = [random_matrix(name, 9, 256, rng) for name in ("q4_k", "q6_k")]
+    matrix = PackedMatrix.joined(parts).with_activations("int8")
+    x = rng.standard_normal((2, 256)).astype(np.float32)
+    right = gpu_ops.linear(x, matrix.dequantize())
+    if used:
+        gpu_ops.linear(x, matrix)
+    matrix.save(tmp_path / "w")
+    for other in (
+        copy.deepcopy(matrix),
+        pickle.loads(pickle.dumps(matrix)),
+        PackedMatrix.load(tmp_path / "w"),
+    ):
+        assert other.formats == ((9, "q4_k"), (9, "q6_k"))
+        np.testing.assert_array_equal(gpu_ops.linear(x, other, activations="native"), right)
+        for blocks, expected in zip(other.blocks(), matrix.blocks(), strict=True):
+            np.testing.assert_array_equal(blocks, expected)
+    order = rng.permutation(9)
+    np.testing.assert_array_equal(parts[0].rows(order).dequantize(), parts[0].dequantize()[order])
+    data = (tmp_path / "w").read_bytes()
+    for damaged in (data[:-1], b"", data.replace(b"q4_k", b"q4_9"), data.replace(b"256]", b"999]")):
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(FormatError):
+            PackedMatrix.load(tmp_path / "damaged")
+
+
+def test_its_bytes_are_held_once(rng):
+    matrix = gpu_ops.quantize(rng.standard_normal((64, 256)).astype(np.float32), "q4_0")
+    before = matrix.nbytes
+    gpu_ops.linear(np.ones((1, 256), np.float32), matrix)
+    assert matrix.nbytes == before == sum(array.nbytes for array in matrix.call_arrays)
+
+
+def test_results_may_not_overlap_it(rng):
+    memory = np.zeros(18 * 32 * 8, np.uint8)
+    matrix = PackedMatrix(memory.reshape(32, -1), (32, 256), "q4_0")
+    out = memory[:128].view(np.float32).reshape(1, 32)
+    with pytest.raises(ShapeError, match="memory"):
+        gpu_ops.linear(np.ones((1, 256), np.float32), matrix, out=out)
+
+
+X = np.ones((2, 64), np.float32)
+W = np.ones((4, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: PackedMatrix(np.zeros((4, 36), np.uint8), (4, 65), "q4_0"), ShapeError, "multiple of 32"),
+        (lambda: PackedMatrix(np.zeros((4, 35), np.uint8), (4, 64), "q4_0"), ShapeError, r"\(4, 36\)"),
+        (lambda: PackedMatrix(np.zeros((4, 36), np.int8), (4, 64), "q4_0"), DTypeError, "uint8"),
+        (lambda: PackedMatrix(np.zeros((4, 36), np.uint8), (4, 64), "q4"), OptionError, "q4_0"),
+        (lambda: PackedMatrix(np.zeros((4, 36), np.uint8), (4, -64), "q4_0"), OptionError, "shape"),
+        (lambda: PackedMatrix.joined([]), DTypeError, "list"),
+        (
+            lambda: PackedMatrix.joined([gpu_ops.quantize(W, "q4_0"), gpu_ops.quantize(W[:, :32], "q4_0")]),
+            ShapeError,
+            "same",
+        ),
+        (lambda: gpu_ops.quantize(W, "q2_k"), OptionError, "only read"),
+        (lambda: gpu_ops.quantize(W * np.nan, "q4_0"), OptionError, "NaN"),
+        (lambda: gpu_ops.quantize(W[0], "q4_0"), ShapeError, r"\(N, K\)"),
+        (lambda: gpu_ops.quantize(W.astype(np.int8), "q4_0"), DTypeError, "int8"),
+        (lambda: gpu_ops.quantize(W, "nf4").with_activations("int8"), OptionError, "table of floats"),
+        (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "fp4"), activations="int8"), OptionError, "table"),
+        (lambda: gpu_ops.linear(X, W, activations="int8"), OptionError, "array"),
+        (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "q4_0"), activations="int4"), OptionError, "int8"),
+        (lambda: gpu_ops.linear(X[:, :32], gpu_ops.quantize(W, "q4_0")), ShapeError, "in_features=64"),
+        (lambda: gpu_ops.linear_backward(X[:, :4], X, gpu_ops.quantize(W, "q4_0")), OptionError, "frozen"),
+        (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "q4_0"), device="emulator"), DeviceError, "CPU"),
+        (lambda: X @ gpu_ops.quantize(W, "q4_0"), TypeError, "@"),
+        (lambda: np.asarray(gpu_ops.quantize(W, "q4_0")), DTypeError, "dequantize"),
+        (lambda: gpu_ops.quantize(W, "q4_0").dequantize(np.int8), DTypeError, "int8"),
+    ],
+)
+def test_refusals(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_the_table_of_formats():
+    lines = PackedMatrix.describe_formats().splitlines()
+    assert len(lines) == 2 + len(FORMATS)
+    assert "| q4_k | 4.5 | 256 | 32 |" in lines[2 + list(FORMATS).index("q4_k")]
