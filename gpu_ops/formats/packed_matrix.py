@@ -15,11 +15,20 @@ from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import FLOAT_DTYPES, one_of
+from gpu_ops.core.device import CudaDevice
 from gpu_ops.errors import DTypeError, FormatError, GpuOpsError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, write_file
 from gpu_ops.formats.safetensors import SafetensorsFile, header_of
 from gpu_ops.formats.ternary_checks import matrix_shape
-from gpu_ops.kernels.weights.packed_panels import Columns, Kind, pack_panels, unpack_panels
+from gpu_ops.kernels.program import Layout
+from gpu_ops.kernels.weights.packed_panels import (
+    GPU_LANES,
+    Columns,
+    Kind,
+    pack_panels,
+    panel_bytes,
+    unpack_panels,
+)
 from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedFormat, decode, encode
 
 __all__ = ["PackedMatrix", "quantize"]
@@ -93,6 +102,7 @@ class PackedMatrix:
 
     def _set(self, parts: tuple[_Part, ...], dtype: npt.DTypeLike, activations: str) -> None:
         self._parts = parts
+        self._on_devices: dict[int | None, Any] = {}
         self._activations = check_activations("PackedMatrix", activations, self)
         self._dtype = np.dtype(dtype)
         if self._dtype not in FLOAT_DTYPES.values():
@@ -161,6 +171,29 @@ class PackedMatrix:
     def call_key(self) -> tuple[Any, ...]:
         """Key of calls with this matrix: all that their validation and program depend on."""
         return self.shape, self.formats, self._dtype, self._activations
+
+    @property
+    def kinds(self) -> tuple[tuple[int, Kind], ...]:
+        """Runs of rows: their number, and the kind of the kernels that read them."""
+        return tuple((part.rows, part.kind) for part in self._parts)
+
+    @property
+    def device_layout(self) -> Layout:
+        """Layout of the buffer that :meth:`on` returns for a GPU."""
+        sizes = (part.panels_shape(GPU_LANES) for part in self._parts)
+        return Layout.contiguous((sum(map(math.prod, sizes)),), np.uint8)
+
+    def on(self, device: Any) -> Any:
+        """Weights as the kernels of ``device`` read them: the matrix itself on the CPU; on a GPU and the emulator
+        (None) the panels of all parts in one buffer, which is made once."""
+        if device is not None and not isinstance(device, CudaDevice):
+            return self
+        key = None if device is None else device.ordinal
+        buffer = self._on_devices.get(key)
+        if buffer is None:
+            host = np.concatenate([part.packed(GPU_LANES).reshape(-1) for part in self._parts])
+            buffer = self._on_devices.setdefault(key, host if device is None else device.upload(host))
+        return buffer
 
     @property
     def call_arrays(self) -> tuple[Array, ...]:
@@ -254,6 +287,9 @@ class PackedMatrix:
         """Raise an error: NumPy would make an array of one object."""
         raise DTypeError(f"PackedMatrix: it is packed, and no array; {self.in_place_of_array}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_on_devices": {}}
+
     def __repr__(self) -> str:
         formats = list(dict.fromkeys(name for _, name in self.formats))
         return (
@@ -296,15 +332,16 @@ class _Part:
             return panels[1]
         with self._lock:
             if self._panels is None or self._panels[0] != lanes:
-                packed = self._pack(self.blocks(), lanes)
-                self._panels = lanes, packed
+                self._panels = lanes, self.packed(lanes)
                 self._blocks = None
             return self._panels[1]
 
-    def _pack(self, blocks: Array, lanes: int) -> Array:
-        """Panels of blocks, some rows at a time: NumPy's copies stay small."""
-        row_bytes = self.cols // self.kind.block * self.kind.row_bytes
-        panels = np.empty((-(-self.rows // lanes), row_bytes * lanes), np.uint8)
+    def panels_shape(self, lanes: int) -> tuple[int, int]:
+        return -(-self.rows // lanes), panel_bytes(self.kind, lanes, self.cols)
+
+    def packed(self, lanes: int) -> Array:
+        """Panels, made from blocks some rows at a time: NumPy's copies stay small."""
+        blocks, panels = self.blocks(), np.empty(self.panels_shape(lanes), np.uint8)
         step = max(1, _PIECE // max(1, self.cols * lanes))
         for first in range(0, len(panels) if panels.size else 0, step):
             part = blocks[first * lanes : (first + step) * lanes]

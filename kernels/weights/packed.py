@@ -1,22 +1,34 @@
-"""Launch of products with packed weights (``views["weight"]`` has ``panels``): CPU kernels, cpu/packed.py.
+"""Launch of products with packed weights on each backend.
 
 forward     y = x weight^T + bias + residual
 backward    dx = dy weight, of the unpacked matrix
 embedding   rows of the matrix
+
+On the CPU ``views["weight"]`` has ``panels``, and cpu/packed.py multiplies them. On a GPU "weight" is the panels of
+all runs of rows in one buffer; they are unpacked to a workspace, which the products of :mod:`..gemm` read.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.common.arguments import as_line, as_rows
-from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.kernels.common.arguments import DTYPES, as_line, as_rows, float32, rows_of
+from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
+from gpu_ops.kernels.gemm.args import Operand, linear, product
+from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
+from gpu_ops.kernels.gemm.linear import Multiply
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, Kind, panel_bytes
 
-__all__: list[str] = []
+__all__ = ["variants"]
+
+_ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
 
 
 @lowers("packed_linear", "cpu")
@@ -36,7 +48,7 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
         addends = None if residual is None else as_rows(residual), None if bias is None else bias[None]
         kernels.forward(x, views["weight"].panels(LANES), addends, out, mode)
 
-    text = kernels.config(tokens, dtype, spec["formats"], mode)
+    text = kernels.config(tokens, dtype, [(rows, kind.name) for rows, kind in spec["parts"]], mode)
     builder.call(run, text, kernels.scratch_bytes(tokens, spec["rows"], cols, dtype, mode))
 
 
@@ -73,3 +85,156 @@ def _embedding_cpu(spec: Spec, builder: Builder) -> None:
         kernels.embedding(ids, panels, scale, as_rows(views["x"]))
 
     builder.call(run, "the panels of the rows")
+
+
+# ---- GPUs --------------------------------------------------------------------------------------------------
+
+_UNIT, _WARPS = 32, 4  # as in packed_unpack.cu
+
+
+def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> None:
+    y, x = rows_of(spec, "y"), rows_of(spec, "x")
+    bias, residual = spec.get("bias"), spec.get("residual")
+    if not y.size:
+        return
+    if not x.size and bias is None and residual is None:
+        builder.zero(spec.tensor("y"))
+        return
+    more = None if residual is None else rows_of(spec, "residual")
+    for first, rows, weight in _unpacked(spec, builder, backend, x.dtype, _ROWS):
+        part = slice(first, first + rows)
+        gemm = linear(
+            Operand(x),
+            Operand(weight),
+            y[:, part],
+            residual=None if more is None else more[:, part],
+            bias=None if bias is None else bias[None, part],
+        )
+        multiply(builder, gemm)
+
+
+def _backward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> None:
+    dy, dx = rows_of(spec, "dy"), rows_of(spec, "dx")
+    if not dx.size or not dy.size:
+        builder.zero(spec.tensor("dx"))
+        return
+    ((_, _, weight),) = _unpacked(spec, builder, backend, dy.dtype, spec["rows"])
+    multiply(builder, product(Operand(dy), Operand(weight, True), dx))
+
+
+def _unpacked(
+    spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any], limit: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """First row, number of rows and weights of pieces of the matrix of up to ``limit`` rows, in one workspace.
+
+    With a limit of all rows it is one piece; otherwise a piece has one format."""
+    cols, total = spec["cols"], spec["rows"]
+    if limit >= total:
+        weight = builder.scratch((total, cols), dtype, "unpacked weight")
+        for first, rows, kind, panels in _parts(spec):
+            _unpack(builder, backend, kind, panels, weight[first : first + rows])
+        yield 0, total, weight
+        return
+    for start, rows, kind, panels in _parts(spec):
+        size = panel_bytes(kind, GPU_LANES, cols)
+        for first in range(0, rows, limit):
+            count = min(limit, rows - first)
+            weight = builder.scratch((count, cols), dtype, "unpacked weight")
+            _unpack(builder, backend, kind, panels[first // GPU_LANES * size :], weight)
+            yield start + first, count, weight
+
+
+def _parts(spec: Spec) -> Iterator[tuple[int, int, Kind, Tensor]]:
+    """First row, number of rows, kind and panels of runs of rows."""
+    buffer, first, byte = spec.tensor("weight"), 0, 0
+    for rows, kind in spec["parts"]:
+        size = -(-rows // GPU_LANES) * panel_bytes(kind, GPU_LANES, spec["cols"])
+        yield first, rows, kind, buffer[byte : byte + size]
+        first, byte = first + rows, byte + size
+
+
+def _unpack(builder: Builder, backend: str, kind: Kind, panels: Tensor, weight: Tensor) -> None:
+    if not weight.size:
+        return
+    (rows, cols), dtype, values = weight.shape, weight.dtype.name, _values(builder, kind)
+    if backend == "raw":
+        grid = (-(-rows // GPU_LANES), -(-cols // (_UNIT * _WARPS)), 1)
+        args: tuple[Any, ...] = (panels, values, weight, np.int64(rows), np.int64(cols))
+        builder.launch(_kernel("unpack", kind, dtype), grid, (32 * _WARPS, 1, 1), args)
+    else:
+        from gpu_ops.kernels.weights.numba_cuda import packed as twins
+
+        args = (*_buffers(panels), values, weight)
+        builder.launch(twins.unpack(kind, dtype), (rows, cols // _UNIT, 1), (_UNIT, 1, 1), args)
+
+
+def _embedding(spec: Spec, builder: Builder, backend: str) -> None:
+    x, ids, scale = rows_of(spec, "x"), spec.tensor("ids").ravel(), spec["scale"]
+    if not x.size:
+        return
+    (tokens, cols), dtype, total = x.shape, x.dtype.name, np.int64(spec["rows"])
+    for first, rows, kind, panels in _parts(spec):
+        values, place = _values(builder, kind), (np.int64(first), np.int64(rows), total)
+        if backend == "raw":
+            grid = (tokens, -(-cols // (_UNIT * 32 * _WARPS)), 1)
+            wide = np.int32(ids.itemsize == 8)
+            args: tuple[Any, ...] = (panels, values, ids, x, wide, float32(scale), *place, np.int64(cols))
+            builder.launch(_kernel("embedding", kind, dtype), grid, (32 * _WARPS, 1, 1), args)
+        else:
+            from gpu_ops.kernels.weights.numba_cuda import packed as twins
+
+            twin = twins.embedding(kind, dtype, ids.dtype.name)
+            args = (*_buffers(panels), values, ids, x, np.float64(scale), *place)
+            builder.launch(twin, (tokens, cols // _UNIT, 1), (_UNIT, 1, 1), args)
+
+
+def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
+    """Panels in the types of their fields."""
+    return panels, panels.view(np.float16), panels.view(np.uint32), panels.view(np.float32)
+
+
+def _values(builder: Builder, kind: Kind) -> Tensor:
+    """Table of values of the codes; of 16 zeros if they are integers."""
+    table = kind.values if kind.offset is None else (0.0,) * 16
+    return builder.constant(np.array(table, np.float32), f"values of {kind.name}")
+
+
+def _kernel(which: str, kind: Kind, dtype: str) -> CudaKernel:
+    defines = (
+        ("DTYPE", DTYPES[dtype]),
+        ("BLOCK", kind.block),
+        ("RUN", kind.run),
+        ("BITS", kind.bits),
+        ("SCALE_BYTES", kind.scale_bytes),
+        ("RUN_SCALES", int(kind.has_run_scales)),
+        ("MINIMUM", int(kind.has_minimum)),
+        ("RUN_MINIMUMS", int(kind.has_run_minimums)),
+        ("TABLE", int(kind.offset is None)),
+        ("OFFSET", kind.offset or 0),
+    )
+    return CudaKernel("weights/packed_unpack", f"packed_{which}", defines)
+
+
+lowers("packed_linear", "raw")(partial(_forward, multiply=launch_raw, backend="raw"))
+lowers("packed_linear", "numba")(partial(_forward, multiply=launch_numba, backend="numba"))
+lowers("packed_linear_backward", "raw")(partial(_backward, multiply=launch_raw, backend="raw"))
+lowers("packed_linear_backward", "numba")(partial(_backward, multiply=launch_numba, backend="numba"))
+lowers("packed_embedding", "raw")(partial(_embedding, backend="raw"))
+lowers("packed_embedding", "numba")(partial(_embedding, backend="numba"))
+
+
+_EXAMPLES = (
+    Kind("q8_0", 32, 32, 8, 2, False, False, False, tuple(range(-128, 128))),
+    Kind(
+        "mxfp4", 32, 32, 4, 1, False, False, False, (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+    ),
+    Kind("q5_k", 256, 32, 5, 2, True, True, True, tuple(range(32))),
+    Kind("q6_k", 256, 16, 6, 2, True, False, False, tuple(range(-32, 32))),
+)
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Kernels of formats that differ most."""
+    for dtype, kind, which in itertools.product(DTYPES, _EXAMPLES, ("unpack", "embedding")):
+        if dtype != "bfloat16" or int(arch[3:].rstrip("af")) >= 80:
+            yield Variant(_kernel(which, kind, dtype), 32 * _WARPS)

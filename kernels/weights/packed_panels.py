@@ -1,4 +1,4 @@
-"""Layout in which CPU kernels read packed weights: *panels*, repacked once from a format's blocks, without loss.
+"""Layout in which kernels read packed weights: *panels*, repacked once from a format's blocks, without loss.
 
     panel            LANES rows, all blocks of K in order; rows past the matrix are zeros
     block of a panel scales [LANES]; minimums [LANES]; run scales [runs][LANES]; run minimums [runs][LANES]; planes
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+
+GPU_LANES = 32  # rows of a panel on a GPU, whatever its architecture: a warp
 
 
 class Kind(NamedTuple):
@@ -67,6 +69,11 @@ class Columns(NamedTuple):
     run_scales: Any  # array or None
     minimum: Any
     run_minimums: Any
+
+
+def panel_bytes(kind: Kind, lanes: int, cols: int) -> int:
+    """Bytes of a panel of a matrix with ``cols`` columns."""
+    return cols // kind.block * kind.row_bytes * lanes
 
 
 def pack_panels(kind: Kind, fields: Columns, lanes: int) -> Array:

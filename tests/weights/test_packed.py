@@ -11,7 +11,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import PackedMatrix
-from gpu_ops.errors import DeviceError, DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import kind_of
 from gpu_ops.kernels.weights.packed_panels import Columns, pack_panels, unpack_panels
 from gpu_ops.reference.weights import packed as reference
@@ -277,7 +277,6 @@ W = np.ones((4, 64), np.float32)
         (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "q4_0"), activations="int4"), OptionError, "int8"),
         (lambda: gpu_ops.linear(X[:, :32], gpu_ops.quantize(W, "q4_0")), ShapeError, "in_features=64"),
         (lambda: gpu_ops.linear_backward(X[:, :4], X, gpu_ops.quantize(W, "q4_0")), OptionError, "frozen"),
-        (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "q4_0"), device="emulator"), DeviceError, "CPU"),
         (lambda: X @ gpu_ops.quantize(W, "q4_0"), TypeError, "@"),
         (lambda: np.asarray(gpu_ops.quantize(W, "q4_0")), DTypeError, "dequantize"),
         (lambda: gpu_ops.quantize(W, "q4_0").dequantize(np.int8), DTypeError, "int8"),

@@ -14,7 +14,7 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix, check_activations
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
-from gpu_ops.ops.weights.packed import NO_GPU_KERNELS, read_weight
+from gpu_ops.ops.weights.packed import read_weight
 
 __all__ = ["linear", "linear_backward", "read_shape"]
 
@@ -39,7 +39,7 @@ def linear(
     x : array (..., in_features)
         float16, bfloat16, float32 or float64; the other arrays in the same dtype.
     weight : array or PackedMatrix (out_features, in_features)
-        In the layout of checkpoints. Packed weights stay packed; they run on the CPU.
+        In the layout of checkpoints. Packed weights stay packed; on a GPU a call unpacks them to a workspace.
     bias : array (out_features,), optional
     residual : array (..., out_features), optional
         Added before the result is rounded.
@@ -218,11 +218,15 @@ def _bind_packed(
     finish: Finish | None = None,
 ) -> Bound:
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
-    call.option(rows=rows, cols=cols, formats=weight.formats, activations=mode)
+    call.option(rows=rows, cols=cols, parts=weight.kinds, activations=mode)
+    unsupported = checks.unsupported(dtype)
+    if mode == "int8":
+        why = "int8 activations of packed weights have CPU kernels only"
+        unsupported = dict.fromkeys(("raw", "cuda numba", "emulator numba"), why)
     return call.bind(
         lowered_as=f"packed_{call.op}",
         problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}, weight {weight}, activations {mode}",
-        unsupported=NO_GPU_KERNELS,
+        unsupported=unsupported,
         finish=finish,
     )
 

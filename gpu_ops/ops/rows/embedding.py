@@ -13,7 +13,7 @@ from gpu_ops.errors import ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.indices import check_indices, read_indices
-from gpu_ops.ops.weights.packed import NO_GPU_KERNELS, read_weight
+from gpu_ops.ops.weights.packed import read_weight
 
 __all__ = ["embedding", "embedding_backward"]
 
@@ -70,8 +70,8 @@ def embedding(
     call.option(scale=checks.computable(call.op, "scale", scale, dtype))
     call.write("x", (*ids_.shape, table.shape[1]), table.dtype, out, rows=True)
     if isinstance(table, PackedMatrix):
-        call.option(formats=table.formats)
-        return _bind(call, dtype, table.shape, "packed_embedding", NO_GPU_KERNELS)
+        call.option(rows=table.shape[0], cols=table.shape[1], parts=table.kinds)
+        return _bind(call, dtype, table.shape, "packed_embedding")
     return _bind(call, dtype, table.shape)
 
 
@@ -148,13 +148,12 @@ def _bind(
     dtype: str,
     table: tuple[int, ...],
     lowered_as: str = "",
-    unsupported: Mapping[str, str] | None = None,
 ) -> Bound:
     ids: Array = call.views["ids"]
     return call.bind(
         lowered_as=lowered_as,
         problem=lambda: f"{ids.size} rows of {table[0]} x {table[1]} {dtype}",
-        unsupported=unsupported or checks.unsupported(dtype),
+        unsupported=checks.unsupported(dtype),
         check_values=None if call.on_cuda else check_indices(call.op, "ids", table[0]),
         flops=float(ids.size * table[1]),
     )

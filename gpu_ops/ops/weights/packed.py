@@ -14,21 +14,17 @@ from gpu_ops.core.device import CudaDevice
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Layout, Spec, lower_module, lowers
 
-__all__ = ["NO_GPU_KERNELS", "read_expanded", "read_weight"]
+__all__ = ["read_expanded", "read_weight"]
 
 for _name in ("packed_linear", "packed_linear_backward", "packed_embedding"):
     lower_module(_name, "gpu_ops.kernels.weights.packed")
-
-NO_GPU_KERNELS = dict.fromkeys(
-    ("raw", "cuda numba", "emulator numba"), "packed weights have CPU kernels only; pass weight.dequantize()"
-)
 
 
 def read_weight(call: Call, name: str, weight: Any, axes: str | None = None) -> Any:
     """Read a weight: a view of an array, or the packed matrix itself. ``axes`` names its axes."""
     if not isinstance(weight, PackedMatrix):
         return call.read(name, weight, axes)
-    call.provide(name, None, name, _itself)
+    call.provide(name, weight.device_layout, name, _on)
     for array in weight.call_arrays:
         call.hold(name, array)
     if axes is not None:
@@ -36,8 +32,8 @@ def read_weight(call: Call, name: str, weight: Any, axes: str | None = None) -> 
     return weight
 
 
-def _itself(weight: PackedMatrix, device: Any) -> PackedMatrix:
-    return weight
+def _on(weight: PackedMatrix, device: Any) -> Any:
+    return weight.on(device)
 
 
 def read_expanded(call: Call, name: str, weight: Any, dtype: np.dtype[Any]) -> Array:

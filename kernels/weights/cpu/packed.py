@@ -127,7 +127,7 @@ def dequantize(kind: Kind, panels: Array, weight: Array) -> None:
 
 def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
     """Compute the rows ``scale * weight[ids]``."""
-    first = 0
+    first, scale = 0, scale if x.dtype == np.float64 else float(np.float32(scale))
     for kind, rows, panels in parts:
         launcher(x.size)(_embedding_kernel(kind)[x.dtype], len(ids), ids, panels, first, rows, scale, bits(x))
         first += rows

@@ -1,0 +1,57 @@
+"""Packed matrices on GPUs: unpacked exactly, products with the bits of the unpacked matrix."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import PackedMatrix
+from gpu_ops.errors import DeviceError
+from tests.weights.test_packed import READ, random_matrix
+
+DEVICES = ("emulator", "cuda")
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_rows_are_unpacked_exactly(name, backend, rng):
+    matrix = PackedMatrix.joined([random_matrix(name, rows, 512, rng, finite=False) for rows in (37, 40)])
+    ids = np.array([[0, 36, 37], [76, 40, 1]], np.int32)
+    np.testing.assert_array_equal(gpu_ops.embedding(ids, matrix, **backend), matrix.dequantize()[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", READ)
+def test_products_have_the_bits_of_the_unpacked_matrix(name, dtype, backend, rng):
+    matrix = PackedMatrix.joined([random_matrix(name, rows, 256, rng) for rows in (40, 64)])
+    weight = matrix.dequantize(dtype)
+    x, dy = (rng.standard_normal((3, n)).astype(dtype) for n in (256, 104))
+    bias, residual = rng.standard_normal(104).astype(dtype), rng.standard_normal((3, 104)).astype(dtype)
+    right = gpu_ops.linear(x, weight, bias, residual=residual, **backend)
+    np.testing.assert_array_equal(gpu_ops.linear(x, matrix, bias, residual=residual, **backend), right)
+    right = gpu_ops.linear_backward(dy, x, weight, only="dx", **backend)
+    np.testing.assert_array_equal(gpu_ops.linear_backward(dy, x, matrix, only="dx", **backend), right)
+
+
+def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
+    from gpu_ops.kernels.weights import packed
+
+    monkeypatch.setattr(packed, "_ROWS", 64)
+    matrix = PackedMatrix.joined([random_matrix(name, 96, 64, rng) for name in ("q4_0", "q8_0")])
+    x, bias = rng.standard_normal((2, 64)).astype(np.float32), rng.standard_normal(192).astype(np.float32)
+    right = gpu_ops.linear(x, matrix.dequantize(), bias, **backend)
+    np.testing.assert_allclose(gpu_ops.linear(x, matrix, bias, **backend), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_scaled_table_and_ids_outside_it(backend, rng):
+    matrix = random_matrix("q4_k", 40, 256, rng)
+    rows = gpu_ops.embedding(np.array([3, 39]), matrix, scale=np.sqrt(256.0), **backend)
+    np.testing.assert_array_equal(rows, 16 * matrix.dequantize()[[3, 39]])
+
+
+def test_int8_activations_are_refused(backend, rng):
+    matrix = random_matrix("q4_0", 40, 64, rng)
+    with pytest.raises(DeviceError, match="CPU kernels only"):
+        gpu_ops.linear(np.ones((2, 64), np.float32), matrix, activations="int8", **backend)
