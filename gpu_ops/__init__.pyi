@@ -25,6 +25,8 @@ from gpu_ops.core.op import explain as explain
 from gpu_ops.core.op import workspace_size as workspace_size
 from gpu_ops.formats.block_mask import BlockMask as BlockMask
 from gpu_ops.formats.gguf_writer import write_gguf as write_gguf
+from gpu_ops.formats.packed_matrix import PackedMatrix as PackedMatrix
+from gpu_ops.formats.packed_matrix import quantize as quantize
 from gpu_ops.formats.rope_scaling import RopeScaling as RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet as read_bitnet
 from gpu_ops.formats.ternary_files import read_gguf as read_gguf
@@ -35,11 +37,11 @@ from gpu_ops.ops.weights.ternary_model import quantize_model as quantize_model
 __version__: str
 
 __all__ = [
-    "BlockMask", "RopeScaling", "TernaryLinear", "TernaryMatrix", "__version__", "adamw_step", "attention",
-    "attention_backward", "attention_decode", "attention_merge", "attention_varlen",
+    "BlockMask", "PackedMatrix", "RopeScaling", "TernaryLinear", "TernaryMatrix", "__version__", "adamw_step",
+    "attention", "attention_backward", "attention_decode", "attention_merge", "attention_varlen",
     "attention_varlen_backward", "autotune", "cross_entropy", "cross_entropy_backward", "dropout",
     "dropout_backward", "embedding", "embedding_backward", "errors", "explain", "global_norm", "layernorm",
-    "layernorm_backward", "linear", "linear_backward", "linear_cross_entropy", "quantize_model",
+    "layernorm_backward", "linear", "linear_backward", "linear_cross_entropy", "quantize", "quantize_model",
     "read_bitnet", "read_gguf", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8", "rope", "rope_append_kv",
     "rope_backward", "sample", "softmax", "softmax_backward", "swiglu", "swiglu_backward", "swiglu_mlp",
     "swiglu_mlp_backward", "ternary_matmul", "ternary_matmul_backward", "ternary_pack", "ternary_quantize",
@@ -535,8 +537,8 @@ def layernorm_backward(
 
 def linear(
     x: ArrayT, weight: AnyArray, bias: AnyArray | None = None, *, residual: AnyArray | None = None,
-    out: AnyArray | tuple[AnyArray, ...] | None = None, device: str | None = None, backend: str | None = None,
-    workspace: AnyArray | None = None,
+    activations: str | None = None, out: AnyArray | tuple[AnyArray, ...] | None = None,
+    device: str | None = None, backend: str | None = None, workspace: AnyArray | None = None,
 ) -> ArrayT: ...
 
 @overload

@@ -121,8 +121,13 @@ def cover(
 
 
 def features(case: dict) -> set[str]:
-    """Options of ops that a case passes, and the sources and macro values of kernels that it runs."""
-    return {*case["options"], *(feature for kernel in case["kernels"] for feature in kernel_features(kernel))}
+    """Options of ops that a case passes, and the sources and flags of kernels that it runs. Sizes of tiles are none,
+    and float16 and float64 are left to ``--full``: their kernels are those of bfloat16 and float32."""
+    kernels = (feature for kernel in case["kernels"] for feature in kernel_features(kernel))
+    return {feature for feature in (*case["options"], *kernels) if not UNCOUNTED.search(feature)}
+
+
+UNCOUNTED = re.compile(r"((^|[=|_])(float16|float64|f16|f64|int16)|=\d\d+|=[2-9])$")
 
 
 def kernel_features(kernel: str) -> Iterator[str]:

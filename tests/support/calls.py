@@ -37,6 +37,7 @@ NO_OPS = (
     "autotune",
     "errors",
     "explain",
+    "quantize",
     "quantize_model",
     "read_bitnet",
     "read_gguf",
@@ -50,6 +51,7 @@ VARIANTS = {
     **calls_rows.LOSS_VARIANTS,
     **calls_rows.VARIANTS,
     **calls_rows.TERNARY_VARIANTS,
+    **calls_rows.PACKED_VARIANTS,
     **calls_rows.TRAINING_VARIANTS,
 }
 
@@ -110,7 +112,7 @@ IN_PLACE = {
 }
 
 # Calls without such an argument: it is packed, or an option.
-OPTIONAL = ("swiglu packed", "linear", "linear bias")
+OPTIONAL = ("swiglu packed", "linear", "linear bias", "linear packed")
 
 
 def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> OpCall:

@@ -297,6 +297,25 @@ TERNARY_VARIANTS: dict[str, Any] = {
 }
 
 
+def packed(new: Maker, format: str) -> gpu_ops.PackedMatrix:
+    w = new.rng.standard_normal((new.sizes["N"], new.sizes["K"]), dtype=np.float32)
+    weight = gpu_ops.quantize(w, format, dtype=new.dtype)
+    gpu_ops.linear(np.zeros((1, w.shape[1]), np.float32), weight)  # replaces its arrays, which laws compare
+    return weight
+
+
+PACKED_VARIANTS: dict[str, Any] = {
+    "linear packed": lambda new: (
+        {**new.normal(x="batch rows K"), "weight": packed(new, "q5_1"), **new.normal(bias="N")},
+        new.normal(residual="batch rows N"),
+    ),
+    "embedding packed": lambda new: (
+        {**new.integers(0, new.sizes["N"], np.int32, ids="batch rows"), "weight": packed(new, "nf4")},
+        {"scale": 0.5},
+    ),
+}
+
+
 def step(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     """AdamW step; 16-bit parameters have a master copy."""
     state_dtype = np.float64 if new.dtype == np.float64 else np.float32
