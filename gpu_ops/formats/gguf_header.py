@@ -15,8 +15,8 @@ import numpy as np
 
 from gpu_ops.errors import FormatError
 
-__all__ = ["ALIGNMENT", "ARRAY", "FLOAT_TYPES", "MOST_AXES", "NUMBER_TYPES", "STRING", "TERNARY_TYPES",
-           "UINT32", "GGUFHeader", "GGUFTensor", "read_header"]  # fmt: skip
+__all__ = ["ALIGNMENT", "ARRAY", "FLOAT_TYPES", "MOST_AXES", "NUMBER_TYPES", "PACKED_TYPES", "STRING",
+           "TERNARY_TYPES", "UINT32", "GGUFHeader", "GGUFTensor", "read_header"]  # fmt: skip
 
 # Types of values; NUMBER_TYPES maps type numbers to NumPy dtypes.
 NUMBER_TYPES = {
@@ -39,6 +39,10 @@ TERNARY_TYPES = {"tq1_0": 34, "tq2_0": 35, "q2_0": 42}
 _TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
                12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 28: "F64", 30: "BF16", 34: "TQ1_0",
                35: "TQ2_0", 36: "I2_S", 39: "MXFP4"}  # fmt: skip
+PACKED_TYPES = {
+    name.lower(): number for number, name in _TYPE_NAMES.items() if name.startswith(("Q", "IQ", "MXFP"))
+}
+"""Type numbers of the formats of :class:`gpu_ops.PackedMatrix`."""
 ALIGNMENT = 32  # of tensors, without the key general.alignment
 MOST_AXES = 4
 

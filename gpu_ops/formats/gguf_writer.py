@@ -19,10 +19,12 @@ from gpu_ops.formats.gguf_header import (
     FLOAT_TYPES,
     MOST_AXES,
     NUMBER_TYPES,
+    PACKED_TYPES,
     STRING,
     TERNARY_TYPES,
     UINT32,
 )
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.formats.ternary_packing import with_embedded_scale
 from gpu_ops.reference.weights.ternary_formats import FORMATS
@@ -43,10 +45,11 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
     Parameters
     ----------
     path : path
-    tensors : mapping of str to array or TernaryMatrix
+    tensors : mapping of str to array, PackedMatrix or TernaryMatrix
         Tensors by name, at most 63 bytes, written in this order. Arrays of float32, float16 and bfloat16 with 1 to 4
-        axes, and matrices in the formats tq1_0, tq2_0 and q2_0. A matrix's ``scale`` is multiplied into the float16
-        scales of its blocks; if it is 1.0, the codes are written unchanged.
+        axes; packed matrices of one format, other than nf4 and fp4; ternary ones in the formats tq1_0, tq2_0 and
+        q2_0. A ternary matrix's ``scale`` is multiplied into the float16 scales of its blocks; if it is 1.0, the
+        codes are written unchanged.
     metadata : mapping of str to value, optional
         str, bool, int, float, NumPy scalars, and lists or arrays of them, including nested ones. A NumPy scalar or
         array keeps its type. A Python int becomes uint32, int32, uint64 or int64, the first that holds it (or all
@@ -150,10 +153,24 @@ def _stored(name: Any, given: Any) -> _Stored:
         def data() -> Array:
             packed = with_embedded_scale(what, given.codes, given.scale, given.shape, given.format)
             return packed.reshape(-1)
+    elif isinstance(given, PackedMatrix):
+        names = {name for _, name in given.formats}
+        if len(names) > 1 or not names <= PACKED_TYPES.keys():
+            raise FormatError(
+                f"{what} is a PackedMatrix of {' and '.join(sorted(names))}; a tensor of GGUF has one of "
+                f"{', '.join(PACKED_TYPES)}: convert it, say, .to('q8_0')"
+            )
+        (name_,), shape, size = names, given.shape, given.file_nbytes
+        type = PACKED_TYPES[name_]
+
+        def data() -> Array:
+            return np.concatenate([blocks.reshape(-1) for blocks in given.blocks()])
     else:
         array = Call(_OP).read(name, given)
         if array.dtype.name not in FLOAT_TYPES:
-            raise DTypeError(f"{what} is {array.dtype}; expected {', '.join(FLOAT_TYPES)} or a TernaryMatrix")
+            raise DTypeError(
+                f"{what} is {array.dtype}; expected {', '.join(FLOAT_TYPES)}, a PackedMatrix or a TernaryMatrix"
+            )
         shape, type, size = array.shape, FLOAT_TYPES[array.dtype.name], array.nbytes
 
         def data() -> Array:  # reads again: a copy of a transposed array is held only while it is written

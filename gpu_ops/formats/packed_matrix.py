@@ -153,6 +153,11 @@ class PackedMatrix:
         return sum(part.nbytes for part in self._parts)
 
     @property
+    def file_nbytes(self) -> int:
+        """Bytes of the blocks in a file."""
+        return sum(part.rows * (part.cols // part.format.block) * part.format.nbytes for part in self._parts)
+
+    @property
     def bits_per_weight(self) -> float:
         """``8 * nbytes / (N * K)``."""
         return 8 * self.nbytes / max(1, math.prod(self.shape))

@@ -8,7 +8,8 @@ import pytest
 
 import gpu_ops
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from gpu_ops.formats.gguf_header import NUMBER_TYPES
+from gpu_ops.formats.gguf_header import NUMBER_TYPES, PACKED_TYPES
+from gpu_ops.reference.weights.packed_formats import FORMATS
 from tests.models.model_files import INSTALL, trits
 
 Q2_0 = {42: "q2_0"}
@@ -73,6 +74,25 @@ def test_ternary_matrices_are_read_back(format, per, tmp_path, rng):
     again = tmp_path / "b.gguf"
     gpu_ops.write_gguf(again, {"w": read, "v": np.ones(3, np.float32)})
     assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", [name for name in PACKED_TYPES if FORMATS[name].encode is not None])
+def test_packed_matrices_are_read_back_by_the_package(name, gguf, tmp_path, rng):
+    w = gpu_ops.quantize(rng.standard_normal((5, 512)).astype(np.float32), name)
+    gpu_ops.linear(np.ones((1, 512), np.float32), w)  # replaces the blocks
+    gpu_ops.write_gguf(tmp_path / "a.gguf", {"w": w})
+    (read,) = gguf.GGUFReader(tmp_path / "a.gguf").tensors
+    assert read.tensor_type.name == name.upper()
+    np.testing.assert_array_equal(gguf.quants.dequantize(read.data, read.tensor_type), w.dequantize())
+
+
+def test_packed_matrices_that_gguf_lacks_are_refused(tmp_path):
+    w = np.ones((2, 64), np.float32)
+    mixed = gpu_ops.PackedMatrix.joined([gpu_ops.quantize(w, name) for name in ("q4_0", "q8_0")])
+    for matrix_, words in ((gpu_ops.quantize(w, "nf4"), "nf4"), (mixed, "q4_0 and q8_0")):
+        with pytest.raises(FormatError, match=words):
+            gpu_ops.write_gguf(tmp_path / "a.gguf", {"w": matrix_})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_scale_apart_multiplies_the_embedded_ones(tmp_path, rng):

@@ -29,6 +29,31 @@ def adapters(seed=0):
     return {n: 0.1 * rng.standard_normal(x.shape) if n.endswith(".b") else x for n, x in arrays.items()}
 
 
+@pytest.mark.parametrize("format", ["nf4", "q4_0"])
+def test_lora_over_a_packed_base(format):
+    """QLoRA: loss and gradients have the bits of those over the unpacked base; its tables are packed too."""
+    config = models.LlamaConfig(vocab=96, hidden=64, ffn=128, nlayers=2, nheads=4, nheads_kv=2)
+    arrays = models.initial_weights(config)
+    packed = {name: gpu_ops.quantize(x, format) if x.ndim == 2 else x for name, x in arrays.items()}
+    whole = {name: x.dequantize() if hasattr(x, "dequantize") else x for name, x in packed.items()}
+    rng = np.random.default_rng(1)
+    adapters = {
+        name: rng.standard_normal(shape).astype(np.float32) * np.float32(0.05)
+        for name, shape in models.lora_shapes(config, 4).items()
+    }
+    ids = rng.integers(0, 96, (2, 16))
+    results = []
+    for base in (packed, whole):
+        model = models.with_lora(models.Llama.of(base, config), adapters)
+        grads = {name: np.zeros_like(x) for name, x in adapters.items()}
+        options = {"grads": models.lora_grads(model, grads), "policy": "layer"}
+        loss = models.loss_and_grads(ids, np.roll(ids, -1, axis=1), model, config, **options)
+        results.append({"loss": loss, **grads, "merged": models.merged(model.layers[0].qkv)})
+    for name, right in results[1].items():
+        np.testing.assert_array_equal(results[0][name], right, name)
+        assert np.any(right)
+
+
 def test_adapters_start_as_their_base():
     arrays, _ = made()
     base = models.Llama.of(arrays, CONFIG)
