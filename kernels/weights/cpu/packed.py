@@ -31,14 +31,23 @@ from gpu_ops.kernels.common.cpu.dtype import (
     store,
     write_row,
 )
-from gpu_ops.kernels.common.cpu.jit import FLOATS, Kernel, generic, kernel, read, types, write
+from gpu_ops.kernels.common.cpu.jit import (
+    FLOATS,
+    Kernel,
+    device_function,
+    generic,
+    kernel,
+    read,
+    types,
+    write,
+)
 from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, elements, pack_a, packed, steps
-from gpu_ops.kernels.common.cpu.parallel import claim, launcher, thread_count
+from gpu_ops.kernels.common.cpu.parallel import TASKS_PER_THREAD, claim, launcher, thread_count
 from gpu_ops.kernels.gemm.cpu import linear as dense
 from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
-from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, unpack_of
+from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import Kind
 
@@ -49,6 +58,7 @@ TOKENS, STREAMS = (
     4,
     (4, 2 if VECTOR_BYTES == 64 else 1),
 )  # of int8 sums in registers; streams of 1 and of 4 tokens
+MAX_GROUP = 8  # panels of a task
 MIN_ABSMAX = 2.0**-100  # of a block: smaller activations count as zeros, as 127 / absmax may overflow
 
 
@@ -134,16 +144,40 @@ def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
 
 
 def _few(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
+    if x.dtype == np.float32:
+        rows = np.zeros((_padded(len(x)), x.shape[1]), np.float32)
+        rows[: len(x)] = x
+        _multiply(_sums_kernel(kind), panels, (rows,), len(x), addends, y, panels.nbytes / 4)
+        return
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
     a, b, y_bits, x_bits = all_bits(*(absent if array is None else array for array in addends), y, x)
-    group = max(1, 4 // _vectors(len(x)))
+    group = 4 if len(x) == 1 else 2
     tasks = -(-y.shape[1] // (group * MAX_LANES))
     run = launcher(panels.nbytes / 4)
     run(_few_kernel(kind)[x.dtype], tasks, group, x_bits, panels, step, (a, b), y_bits)
 
 
-def _vectors(tokens: int) -> int:
-    return 1 if tokens == 1 else 2
+def _padded(tokens: int) -> int:
+    """Tokens that the micro-kernels read."""
+    return 1 if tokens == 1 else -(-tokens // TOKENS) * TOKENS
+
+
+def _multiply(
+    kernel: Kernel,
+    panels: Array,
+    x: tuple[Array, ...],
+    tokens: int,
+    addends: Addends,
+    y: Array,
+    nanoseconds: float,
+) -> None:
+    """Run a kernel of :func:`_products` on groups of panels."""
+    absent = np.empty((0, 0), y.dtype)
+    a, b, y_bits = all_bits(*(absent if array is None else array for array in addends), y)
+    even = -(-len(panels) // (thread_count() * TASKS_PER_THREAD))
+    group = -(-min(even, MAX_GROUP) // STREAMS[0]) * STREAMS[0]
+    run = launcher(nanoseconds)
+    run(kernel[y.dtype], -(-len(panels) // group), group, tokens, panels, x, (a, b), y_bits)
 
 
 @cache
@@ -182,7 +216,7 @@ def _few_kernel(kind: Kind) -> Kernel:
                     finish_row(c[t], t, r, min(width, n - r), y, c, addends, False, True)
             task = claim(state)
 
-    return _named(packed_few, kind, signature, ("float16", "bfloat16", "float32"))
+    return _named(packed_few, kind, signature, ("float16", "bfloat16"))
 
 
 @generic
@@ -264,19 +298,13 @@ def _embedding_kernel(kind: Kind) -> Kernel:
 
 def linear_int8(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
     """Compute y (tokens, rows) from x quantised to int8 per block of ``kind``."""
-    count, cols = -(-len(x) // TOKENS) * TOKENS if len(x) > 1 else 1, x.shape[1]
+    count, cols = _padded(len(x)), x.shape[1]
     q = aligned_empty((count, cols), np.dtype(np.int8))
     scales = aligned_empty((count, cols // kind.block), np.dtype(np.float32))
     sums = aligned_empty((count, cols // kind.run), np.dtype(np.int32))
-    run = launcher(x.size / 2)
-    run(packed_quantize[x.dtype], count, bits(x), kind.block, kind.run, q, scales, sums)
-    absent = np.empty((0, 0), y.dtype)
-    a, b, y_bits = all_bits(*(absent if array is None else array for array in addends), y)
-    group = max(STREAMS[len(x) > 1], -(-len(panels) // (thread_count() * 4)) if len(panels) < 64 else 8)
-    group = -(-group // STREAMS[0]) * STREAMS[0]
-    tasks = -(-len(panels) // group)
-    run = launcher(panels.nbytes / 8 * max(1, len(x) / 4))
-    run(_int8_kernel(kind)[y.dtype], tasks, group, panels, q, scales, sums, (a, b), y_bits)
+    launcher(x.size / 2)(packed_quantize[x.dtype], count, bits(x), kind.block, kind.run, q, scales, sums)
+    nanoseconds = panels.nbytes / 8 * max(1, len(x) / 4)
+    _multiply(_int8_kernel(kind), panels, (q, scales, sums), len(x), addends, y, nanoseconds)
 
 
 @kernel(
@@ -324,100 +352,88 @@ def packed_quantize(state, n_tasks, x, block, run, q, scales, sums):
         t = claim(state)
 
 
+Micro = Callable[..., None]
+"""Compiled function ``(panels, start, stride, x, t, c, at)``: products of panels and tokens from ``t`` on."""
+
+
+@cache
+def _sums_kernel(kind: Kind) -> Kernel:
+    def micro(tokens: int, streams: int) -> Micro:
+        sums = sums_of(kind, tokens, streams)
+
+        @device_function
+        def multiply(panels, start, stride, x, t, c, at):
+            rows = x[0]
+            sums(panels, start, stride, rows.shape[1] // UNIT, rows, t * rows.shape[1], c, at)
+
+        return multiply
+
+    return _products("packed_sums", kind, micro, (read("float32", 2),), ("float32",))
+
+
 @cache
 def _int8_kernel(kind: Kind) -> Kernel:
-    one_token, one_panel = dot_of(kind, 1, STREAMS[0]), dot_of(kind, 1, 1)
-    some_tokens, some_tokens_one_panel = dot_of(kind, TOKENS, STREAMS[1]), dot_of(kind, TOKENS, 1)
+    def micro(tokens: int, streams: int) -> Micro:
+        dot = dot_of(kind, tokens, streams)
+
+        @device_function
+        def multiply(panels, start, stride, x, t, c, at):
+            q, scales, sums = x
+            blocks = scales.shape[1]
+            q0, sums0 = t * q.shape[1], t * sums.shape[1]
+            dot(panels, start, stride, blocks, q, q0, scales, t * blocks, sums, sums0, c, at)
+
+        return multiply
+
+    inputs = read("int8", 2), read("float32", 2), read("int32", 2)
+    return _products("packed_int8", kind, micro, inputs, FLOATS)
+
+
+def _products(
+    name: str,
+    kind: Kind,
+    micro: Callable[[int, int], Micro],
+    inputs: tuple[types.Type, ...],
+    variants: tuple[str, ...],
+) -> Kernel:
+    """Kernel of products of groups of panels. ``inputs``: types of the tokens' arrays."""
+    one_token, one_token_one_panel = micro(1, STREAMS[0]), micro(1, 1)
+    some_tokens, some_tokens_one_panel = micro(TOKENS, STREAMS[1]), micro(TOKENS, 1)
 
     def signature(t: str) -> tuple[types.Type, ...]:
-        inputs = read("uint8", 2), read("int8", 2), read("float32", 2), read("int32", 2)
-        return types.int64, *inputs, types.UniTuple(read(t, 2), 2), write(t, 2)
+        addends = types.UniTuple(read(t, 2), 2)
+        return types.int64, types.int64, read("uint8", 2), types.Tuple(inputs), addends, write(t, 2)
 
-    def packed_int8(state, n_tasks, group, panels, q, scales, sums, addends, y):
-        tokens, n = y.shape
-        blocks, stride = scales.shape[1], panels.shape[1]
-        step = 1 if tokens == 1 else TOKENS
-        streams = STREAMS[0] if tokens == 1 else STREAMS[1]
+    def products(state, n_tasks, group, tokens, panels, x, addends, y):
+        n, stride = y.shape[1], panels.shape[1]
         c = scratch(TOKENS, group * LANES, np.float32(0))
         task = claim(state)
         while task < n_tasks:
             first = task * group
             count = min(group, len(panels) - first)
-            for t in range(0, tokens, step):
-                x0, scales0, sums0 = t * q.shape[1], t * blocks, t * sums.shape[1]
+            for t in range(0, tokens, 1 if tokens == 1 else TOKENS):
                 p = 0
                 while p < count:
-                    start = (first + p) * stride
-                    if p + streams <= count:
-                        if tokens == 1:
-                            one_token(
-                                panels,
-                                start,
-                                stride,
-                                blocks,
-                                q,
-                                x0,
-                                scales,
-                                scales0,
-                                sums,
-                                sums0,
-                                c,
-                                p * LANES,
-                            )
-                        else:
-                            some_tokens(
-                                panels,
-                                start,
-                                stride,
-                                blocks,
-                                q,
-                                x0,
-                                scales,
-                                scales0,
-                                sums,
-                                sums0,
-                                c,
-                                p * LANES,
-                            )
-                        p += streams
+                    start, at, rest = (first + p) * stride, p * LANES, count - p
+                    if tokens == 1 and rest >= STREAMS[0]:
+                        one_token(panels, start, stride, x, t, c, at)
+                        p += STREAMS[0]
+                    elif tokens == 1:
+                        one_token_one_panel(panels, start, stride, x, t, c, at)
+                        p += 1
+                    elif rest >= STREAMS[1]:
+                        some_tokens(panels, start, stride, x, t, c, at)
+                        p += STREAMS[1]
                     else:
-                        if tokens == 1:
-                            one_panel(
-                                panels,
-                                start,
-                                stride,
-                                blocks,
-                                q,
-                                x0,
-                                scales,
-                                scales0,
-                                sums,
-                                sums0,
-                                c,
-                                p * LANES,
-                            )
-                        else:
-                            some_tokens_one_panel(
-                                panels,
-                                start,
-                                stride,
-                                blocks,
-                                q,
-                                x0,
-                                scales,
-                                scales0,
-                                sums,
-                                sums0,
-                                c,
-                                p * LANES,
-                            )
+                        some_tokens_one_panel(panels, start, stride, x, t, c, at)
                         p += 1
                 r = first * LANES
-                for i in range(min(step, tokens - t)):
+                for i in range(min(TOKENS, tokens - t)):
                     finish_row(c[i], t + i, r, min(count * LANES, n - r), y, c, addends, False, True)
             task = claim(state)
 
-    return _named(packed_int8, kind, signature)
+    products.__name__ = name
+    return _named(products, kind, signature, variants)
 
 
 def _named(

@@ -24,6 +24,7 @@ from gpu_ops.kernels.common.cpu.codegen.build import (
 )
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
 from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
+from gpu_ops.kernels.common.cpu.packing import SUM_STEPS
 from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
 from gpu_ops.kernels.weights.packed_panels import Kind
 
@@ -153,31 +154,34 @@ def _select(b: Any, index: Any, code: Callable[[int], Any], values: list[Any]) -
 # ---- float32 -----------------------------------------------------------------------------------------------
 
 
+def _unit_weights(b: Any, kind: Kind, start: Any, index: Any) -> Iterator[Any]:
+    """Weights of unit ``index`` of a panel as float32, a vector of rows for each step of K."""
+    per_block = kind.block // UNIT
+    block_index, unit = b.udiv(index, number(per_block)), b.urem(index, number(per_block))
+    block = _Block(b, kind, b.gep(start, [b.mul(block_index, number(kind.row_bytes * LANES))]))
+    whole_scale = block.scales()
+    whole_minimum = block.minimums() if kind.has_minimum else None
+    scale, minimum = whole_scale, whole_minimum
+    for step, codes in enumerate(block.codes(unit)):
+        if step * 4 % kind.run == 0:
+            run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(kind.run)), number(step * 4 // kind.run))
+            if kind.has_run_scales:
+                scale = b.fmul(whole_scale, b.sitofp(block.run_scale(run), FLOAT))
+            if kind.has_run_minimums:
+                minimum = b.fmul(whole_minimum, b.sitofp(block.run_minimum(run), FLOAT))
+        for i in range(4):
+            code = b.lshr(codes, every(8 * i)) if i else codes
+            code = b.and_(code, every(255)) if i < 3 else code
+            weight = b.fmul(scale, _float_values(b, kind, code))
+            yield weight if minimum is None else b.fsub(weight, minimum)
+
+
 def _emit_unpack(kind: Kind, b: Any, start: Any, first: Any, units: Any, panel: Any, stride: Any) -> None:
     """Store float32 weights of ``units`` units from unit ``first`` of a panel; a step of K every ``stride``."""
-    per_block = kind.block // UNIT if kind.block >= UNIT else 1
     with cgutils.for_range(b, units) as loop:
-        at = b.add(first, loop.index)
-        block_index, unit = b.udiv(at, number(per_block)), b.urem(at, number(per_block))
-        block = _Block(b, kind, b.gep(start, [b.mul(block_index, number(kind.row_bytes * LANES))]))
         target = b.gep(panel, [b.mul(b.mul(loop.index, number(UNIT)), stride)])
-        whole_scale = block.scales()
-        whole_minimum = block.minimums() if kind.has_minimum else None
-        scale, minimum = whole_scale, whole_minimum
-        for step, codes in enumerate(block.codes(unit)):
-            if step * 4 % kind.run == 0:
-                run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(kind.run)), number(step * 4 // kind.run))
-                if kind.has_run_scales:
-                    scale = b.fmul(whole_scale, b.sitofp(block.run_scale(run), FLOAT))
-                if kind.has_run_minimums:
-                    minimum = b.fmul(whole_minimum, b.sitofp(block.run_minimum(run), FLOAT))
-            for i in range(4):
-                code = b.lshr(codes, every(8 * i)) if i else codes
-                code = b.and_(code, every(255)) if i < 3 else code
-                weight = b.fmul(scale, _float_values(b, kind, code))
-                if minimum is not None:
-                    weight = b.fsub(weight, minimum)
-                store_vector(b, weight, b.gep(target, [b.mul(stride, number(4 * step + i))]))
+        for k, weight in enumerate(_unit_weights(b, kind, start, b.add(first, loop.index))):
+            store_vector(b, weight, b.gep(target, [b.mul(stride, number(k))]))
 
 
 @cache
@@ -196,6 +200,74 @@ def unpack_of(kind: Kind) -> Any:
         return signature(types.void, panels, i, i, i, target, i, i), codegen
 
     return unpack
+
+
+def _emit_sums(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) -> None:
+    """``c[t, s * LANES + lane]`` = the float32 product of row ``lane`` of stream s and token t.
+
+    Sums of SUM_STEPS steps, added up one after the other: the order of the tiles of a matrix product.
+    """
+    pairs = [(t, s) for t in range(tokens) for s in range(streams)]
+    totals = {pair: cgutils.alloca_once(b, FLOAT) for pair in pairs}
+    sums = {pair: cgutils.alloca_once(b, FLOAT) for pair in pairs}
+    for slot in totals.values():
+        b.store(build.every(FLOAT, -0.0), slot)  # adding to it changes no bit
+    starts = [b.gep(p["panels"], [b.mul(p["stride"], number(s))]) for s in range(streams)]
+    per_sum = SUM_STEPS // UNIT
+    chunks = b.udiv(b.add(p["units"], number(per_sum - 1)), number(per_sum))
+    with cgutils.for_range(b, chunks) as chunk:
+        for slot in sums.values():
+            b.store(build.every(FLOAT, 0.0), slot)
+        first = b.mul(chunk.index, number(per_sum))
+        rest = b.sub(p["units"], first)
+        count = b.select(b.icmp_signed("<", rest, number(per_sum)), rest, number(per_sum))
+        with cgutils.for_range(b, count) as loop:
+            unit = b.add(first, loop.index)
+            start_x = b.mul(unit, number(UNIT))
+            rows = [b.gep(p["x"], [b.add(b.mul(p["x_stride"], number(t)), start_x)]) for t in range(tokens)]
+            for k, weights in enumerate(
+                zip(*(_unit_weights(b, kind, start, unit) for start in starts), strict=True)
+            ):
+                for t in range(tokens):
+                    x = splat(b, b.load(b.gep(rows[t], [number(k)])))
+                    for s, weight in enumerate(weights):
+                        b.store(fma(b, weight, x, b.load(sums[t, s])), sums[t, s])
+        for pair in pairs:
+            b.store(b.fadd(b.load(totals[pair]), b.load(sums[pair])), totals[pair])
+    _store_totals(b, totals, p)
+
+
+def _store_totals(b: Any, totals: dict[tuple[int, int], Any], p: dict[str, Any]) -> None:
+    for (t, s), slot in totals.items():
+        place = b.gep(p["c"], [b.add(b.mul(p["c_stride"], number(t)), number(s * LANES))])
+        store_vector(b, b.load(slot), place)
+
+
+@cache
+def sums_of(kind: Kind, tokens: int, streams: int) -> Any:
+    """Intrinsic: float32 products of ``streams`` panels and ``tokens`` tokens."""
+    i = types.int64
+
+    @intrinsic
+    def sums(typingctx, panels, start, stride, units, x, x0, c, c0):
+        def codegen(context, b, sig, args):
+            p = _pointers(context, b, sig, args, {"panels": 0, "x": 4, "c": 6})
+            _emit_sums(kind, tokens, streams, b, {**p, "stride": args[2], "units": args[3]})
+            return context.get_dummy_value()
+
+        return signature(types.void, panels, i, i, i, x, i, c, i), codegen
+
+    return sums
+
+
+def _pointers(context: Any, b: Any, sig: Any, args: Any, places: dict[str, int]) -> dict[str, Any]:
+    """Pointers to arrays from their offsets, and elements from row to row, by name."""
+    pointers = {}
+    for name, index in places.items():
+        array = context.make_array(sig.args[index])(context, b, args[index])
+        pointers[name] = address(context, b, sig.args[index], args[index], args[index + 1])
+        pointers[f"{name}_stride"] = b.sdiv(b.extract_value(array.strides, 0), array.itemsize)
+    return pointers
 
 
 # ---- int8 activations --------------------------------------------------------------------------------------
@@ -311,9 +383,7 @@ def _emit_dot(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) 
                     product = b.fmul(b.fsub(build.every(FLOAT, -0.0), minimum[s]), x_scale)
                     total = fma(b, product, b.sitofp(b.load(lows[t, s]), FLOAT), total)
                 b.store(total, totals[t, s])
-    for (t, s), slot in totals.items():
-        place = b.gep(p["c"], [b.add(b.mul(p["c_stride"], number(t)), number(s * LANES))])
-        store_vector(b, b.load(slot), place)
+    _store_totals(b, totals, p)
 
 
 @cache
@@ -324,20 +394,9 @@ def dot_of(kind: Kind, tokens: int, streams: int) -> Any:
     @intrinsic
     def dot(typingctx, panels, start, stride, blocks, x, x0, x_scales, scales0, x_sums, sums0, c, c0):
         def codegen(context, b, sig, args):
-            arrays = {
-                name: address(context, b, sig.args[index], args[index], args[index + 1])
-                for name, index in (("panels", 0), ("x", 4), ("x_scales", 6), ("x_sums", 8), ("c", 10))
-            }
-
-            def stride_of(index: int) -> Any:
-                array = context.make_array(sig.args[index])(context, b, args[index])
-                return b.sdiv(b.extract_value(array.strides, 0), array.itemsize)
-
-            strides = {
-                f"{name}_stride": stride_of(index)
-                for name, index in (("x", 4), ("x_scales", 6), ("x_sums", 8), ("c", 10))
-            }
-            _emit_dot(kind, tokens, streams, b, {**arrays, **strides, "stride": args[2], "blocks": args[3]})
+            places = {"panels": 0, "x": 4, "x_scales": 6, "x_sums": 8, "c": 10}
+            p = _pointers(context, b, sig, args, places)
+            _emit_dot(kind, tokens, streams, b, {**p, "stride": args[2], "blocks": args[3]})
             return context.get_dummy_value()
 
         return signature(types.void, panels, i, i, i, x, i, x_scales, i, x_sums, i, c, i), codegen
