@@ -28,6 +28,7 @@ from gpu_ops.kernels.common.cpu.packing import SUM_STEPS
 from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
 from gpu_ops.kernels.weights.packed_panels import Kind
 
+AHEAD = 2048  # bytes of a stream that are prefetched
 UNIT = 32  # weights of a row that are unpacked at a time: whole vectors of every plane
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
@@ -321,9 +322,6 @@ def _emit_dot(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) 
         at = b.mul(loop.index, number(block_bytes))
         starts = [b.gep(p["panels"], [b.add(b.mul(p["stride"], number(s)), at)]) for s in range(streams)]
         blocks = [_Block(b, kind, start) for start in starts]
-        for start in starts:
-            for line in range(0, block_bytes, 64):
-                prefetch(b, b.gep(start, [number(line + max(block_bytes, 1024))]))
         for slot in (*sums.values(), *lows.values()):
             b.store(zero_int, slot)
 
@@ -333,6 +331,10 @@ def _emit_dot(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) 
             )
 
         def unit_sums(unit: Any) -> None:
+            for start in starts:  # a few lines at a time: more would wait for each other
+                ahead = b.gep(start, [b.add(b.mul(unit, number(block_bytes // units)), number(AHEAD))])
+                for line in range(0, block_bytes // units, 64):
+                    prefetch(b, b.gep(ahead, [number(line)]))
             codes = [block.codes(unit) for block in blocks]
             first_x = b.mul(unit, number(UNIT))
             parts = {pair: zero_int for pair in pairs}
