@@ -80,10 +80,11 @@ def _add_generate(text: argparse.ArgumentParser) -> None:
     text.add_argument("--seed", type=int, default=0)
     text.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
     text.add_argument("--dtype", help="such as bfloat16; default: that of the files")
+    text.add_argument("--format", help="pack the projections as they are read, such as q8_0, q4_k or nf4")
     text.add_argument(
         "--activations",
         choices=("native", "int8"),
-        help="of products with a quantised GGUF file: exact (native, the default), or several times as fast (int8)",
+        help="of products with packed weights: exact (native, the default), or several times as fast (int8)",
     )
     text.add_argument("--kv-dtype", help="of the cache: int8 or float8_e4m3fn; default: that of the weights")
     text.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

@@ -31,7 +31,10 @@ from gpu_ops.kernels.weights.packed_panels import (
 )
 from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedFormat, decode, encode
 
-__all__ = ["PackedMatrix", "quantize"]
+__all__ = ["WRITTEN", "PackedMatrix", "check_activations", "kind_of", "quantize"]
+
+WRITTEN = tuple(name for name, format in FORMATS.items() if format.encode is not None)
+"""Formats of :func:`quantize`."""
 
 _PIECE = 1 << 20  # weights that are encoded or decoded at a time
 _KIND = "PackedMatrix 1"  # of files, with the version of their layout
@@ -447,8 +450,7 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     """
     fmt = FORMATS[one_of("quantize", "format", format, FORMATS)]
     if fmt.encode is None:
-        writable = ", ".join(name for name, row in FORMATS.items() if row.encode is not None)
-        raise OptionError(f"quantize: {format} is only read; formats that are written: {writable}")
+        raise OptionError(f"quantize: {format} is only read; formats that are written: {', '.join(WRITTEN)}")
     weights = Call("quantize").read("w", w)
     if weights.dtype not in FLOAT_DTYPES.values():
         raise DTypeError(f"quantize: w is {weights.dtype}; allowed: {', '.join(FLOAT_DTYPES)}")

@@ -20,12 +20,12 @@ import numpy.typing as npt
 from gpu_ops.core.allocator import typed_memory_errors
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.state_arrays import StateArray, check_device, named_dtype, to_device
-from gpu_ops.errors import FormatError, OptionError
+from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, system_errors, write_file
-from gpu_ops.formats.packed_matrix import PackedMatrix
+from gpu_ops.formats.packed_matrix import WRITTEN, PackedMatrix, quantize
 from gpu_ops.formats.safetensors import header_of
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.config_hf import model_type_of, read_config
 from gpu_ops.models.gguf import GGUFSource
 from gpu_ops.models.tensors import (
@@ -57,6 +57,7 @@ def load(
     *,
     dtype: npt.DTypeLike | None = None,
     device: str | None = None,
+    format: str | None = None,
     activations: str | None = None,
 ) -> tuple[Llama, LlamaConfig]:
     """Load a model from a folder that ``save_pretrained`` of Hugging Face transformers or :func:`save` writes, or
@@ -71,19 +72,22 @@ def load(
         TQ2_0 and I2_S: files from Q2_K to Q8_0, except those with IQ1, IQ2 or IQ3 types.
     dtype : dtype, optional
         float16, bfloat16, float32 or float64, for all arrays; default: that of the embedding table in the file, or
-        float32 if it is quantised. With a dtype, or on a GPU, quantised matrices are unpacked.
+        float32 if it is quantised. With a dtype, quantised matrices are unpacked.
     device : {"cpu", "cuda", "emulator"}, optional
         "cuda" returns CuPy arrays, the others NumPy arrays.
+    format : str, optional
+        Format of :func:`gpu_ops.quantize`, such as "nf4", in which projections that are arrays are packed as they
+        are read: for a base of LoRA adapters, or a model that memory would not hold. Tables and norms stay arrays.
     activations : {"native", "int8"}, optional
         Form in which products with packed matrices take activations: see :func:`gpu_ops.linear`. Default "native",
-        the results of the unpacked model bit for bit; "int8" is several times as fast.
+        the results of the unpacked model bit for bit; "int8" is several times as fast, on the CPU.
 
     Returns
     -------
     weights : Llama
         Ternary projections from BitNet's folders and GGUF files stay packed: each is a
         :class:`gpu_ops.TernaryMatrix`, with a scale per row or block if ``qkv`` or ``gate_up`` joins tensors of
-        different scales. Quantised matrices of a GGUF file stay packed on the CPU: each is a
+        different scales. Quantised matrices of a GGUF file stay packed: each is a
         :class:`gpu_ops.PackedMatrix`, whose parts keep their formats if tensors are joined. All other weights are
         arrays.
     config : LlamaConfig
@@ -129,13 +133,15 @@ def load(
     target = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
     check_device(_LOAD, target)
     target_dtype = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
+    if format is not None:
+        one_of(_LOAD, "format", format, WRITTEN)
     mode = one_of(_LOAD, "activations", "native" if activations is None else activations, ("native", "int8"))
-    packed = target == "cpu" and target_dtype is None
+    packed = target_dtype is None
     with system_errors(_LOAD, where):
         is_folder = stat.S_ISDIR(where.stat().st_mode)
-    if activations is not None and (is_folder or not packed):
+    if activations is not None and format is None and (is_folder or not packed):
         raise OptionError(
-            f"{_LOAD}: activations= is for GGUF files that stay packed: on the CPU, without dtype="
+            f"{_LOAD}: activations= is for packed matrices: of a GGUF file without dtype=, or with format="
         )
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         source: ModelSource[LlamaConfig]
@@ -144,11 +150,22 @@ def load(
         else:
             file = stack.enter_context(opened(_LOAD, where))
             source = GGUFSource(_LOAD, where, file, mode if packed else None)
-        arrays = {
-            name: to_device(array, target) if isinstance(array, np.ndarray) else array
-            for name, array in read_all(_LOAD, where, source, target_dtype)
-        }
+        arrays = {}
+        for name, array in read_all(_LOAD, where, source, target_dtype):
+            if format is not None and name.rpartition(".")[2] in PROJECTIONS:
+                array = _packed(name, array, format, mode)
+            arrays[name] = to_device(array, target) if isinstance(array, np.ndarray) else array
     return Llama.of(arrays, source.config), source.config
+
+
+def _packed(name: str, array: Any, format: str, activations: str) -> Any:
+    """Pack an array; other weights are packed already."""
+    if not isinstance(array, np.ndarray):
+        return array
+    try:
+        return quantize(array, format).with_activations(activations)
+    except (ShapeError, OptionError) as error:
+        raise type(error)(f"{_LOAD}: {name}: {error}") from error
 
 
 @typed_memory_errors(_SAVE)

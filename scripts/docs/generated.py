@@ -285,6 +285,7 @@ OPS = {
         "adamw_step",
         "sample",
     ),
+    "Packed weights": ("quantize",),
     "Ternary": ("ternary_quantize", "ternary_pack", "ternary_matmul", "ternary_layers", "files"),
     "What runs": ("running",),
 }

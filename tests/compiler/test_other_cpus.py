@@ -68,7 +68,7 @@ BODIES = (
     *("rope/test_rope", "rope/test_append_kv"),
     *("norm/test_rmsnorm", "norm/test_layernorm", "norm/test_rmsnorm_quant"),
     *("rows/test_dropout", "gemm/test_swiglu", "gemm/test_swiglu_mlp"),
-    *("weights/test_matmul", "weights/test_linear", "weights/test_quantize"),
+    *("weights/test_matmul", "weights/test_linear", "weights/test_quantize", "weights/test_packed"),
 )
 
 

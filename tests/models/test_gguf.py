@@ -120,7 +120,7 @@ def test_a_quantised_model_stays_packed(gguf, tmp_path):
     assert generated[0] == generated[1]
     with pytest.raises(OptionError, match="dequantize"):
         models.save(tmp_path / "folder", packed, config)
-    with pytest.raises(OptionError, match="without dtype="):
+    with pytest.raises(OptionError, match="with format="):
         models.load(tmp_path / "a.gguf", dtype="float32", activations="int8")
 
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import gpu_ops
 from gpu_ops import RopeScaling, models
 from gpu_ops.errors import FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
@@ -462,3 +463,26 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
         models.save(tmp_path, weights, CONFIG)
     assert same(models.load(tmp_path)[0], made())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_projections_are_packed_as_they_are_read(dtype, tmp_path):
+    config = models.LlamaConfig(vocab=96, hidden=64, ffn=128, nlayers=2, nheads=4)
+    models.save(tmp_path, models.Llama.of(models.initial_weights(config), config), config)
+    packed, _ = models.load(tmp_path, dtype=dtype, format="nf4")
+    plain, _ = models.load(tmp_path, dtype=dtype)
+    for name, x in plain.arrays().items():
+        mine = packed.arrays()[name]
+        if name.endswith((".qkv", ".o", ".gate_up", ".down")):
+            np.testing.assert_array_equal(mine.blocks()[0], gpu_ops.quantize(x, "nf4").blocks()[0])
+            assert mine.dtype == x.dtype
+        else:
+            np.testing.assert_array_equal(mine, x)
+    assert models.logits(np.array([[1, 2, 3]]), packed, config).dtype == plain.embed.dtype
+    fast, _ = models.load(tmp_path, dtype=dtype, format="q8_0", activations="int8")
+    assert fast.layers[0].qkv.activations == "int8"
+    for options, words in (({"format": "q2_k"}, "q4_k"), ({"format": "q4_k"}, "qkv.*multiple of 256")):
+        with pytest.raises((OptionError, ShapeError), match=words):
+            models.load(tmp_path, **options)
+    with pytest.raises(OptionError, match="with format="):
+        models.load(tmp_path, activations="int8")
