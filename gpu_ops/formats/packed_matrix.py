@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -106,22 +107,28 @@ class PackedMatrix:
     def _set(self, parts: tuple[_Part, ...], dtype: npt.DTypeLike, activations: str) -> None:
         self._parts = parts
         self._on_devices: dict[int | None, Any] = {}
+        self._shape = sum(part.rows for part in parts), parts[0].cols
+        self._formats = tuple((part.rows, part.format.name) for part in parts)
         self._activations = check_activations("PackedMatrix", activations, self)
         self._dtype = np.dtype(dtype)
         if self._dtype not in FLOAT_DTYPES.values():
             raise DTypeError(f"PackedMatrix: dtype is {self._dtype}; allowed: {', '.join(FLOAT_DTYPES)}")
+        self.call_key = self._shape, self._formats, self._dtype, self._activations
+        """Key of calls with this matrix: all that their validation and program depend on."""
 
     @classmethod
     def joined(cls, matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-        """Matrix of the rows of ``matrices``, one after the other; each keeps its format. Nothing is copied."""
+        """Matrix of the rows of ``matrices``, one after the other; each keeps its format."""
         if not matrices or any(not isinstance(matrix, cls) for matrix in matrices):
             raise DTypeError("PackedMatrix.joined: expected a list of PackedMatrix")
         if len({matrix.shape[1] for matrix in matrices}) > 1:
             shapes = ", ".join(str(matrix.shape) for matrix in matrices)
             raise ShapeError(f"PackedMatrix.joined: the matrices have shapes {shapes}; K must be the same")
         result = object.__new__(cls)
-        parts = tuple(part for matrix in matrices for part in matrix._parts)
-        result._set(parts, matrices[0]._dtype, matrices[0]._activations)
+        parts = (part for matrix in matrices for part in matrix._parts)
+        runs = (list(run) for _, run in itertools.groupby(parts, lambda part: part.format.name))
+        whole = tuple(run[0] if len(run) == 1 else _merged(run) for run in runs)
+        result._set(whole, matrices[0]._dtype, matrices[0]._activations)
         return result
 
     def with_activations(self, activations: str) -> PackedMatrix:
@@ -133,7 +140,7 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, K)``."""
-        return sum(part.rows for part in self._parts), self._parts[0].cols
+        return self._shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -148,7 +155,7 @@ class PackedMatrix:
     @property
     def formats(self) -> tuple[tuple[int, str], ...]:
         """Runs of rows: their number and format."""
-        return tuple((part.rows, part.format.name) for part in self._parts)
+        return self._formats
 
     @property
     def nbytes(self) -> int:
@@ -174,11 +181,6 @@ class PackedMatrix:
     def activation_blocks(self) -> tuple[tuple[int, int], ...]:
         """Runs of rows: their number, and the elements of x that int8 activations scale together."""
         return tuple((part.rows, part.format.block) for part in self._parts)
-
-    @property
-    def call_key(self) -> tuple[Any, ...]:
-        """Key of calls with this matrix: all that their validation and program depend on."""
-        return self.shape, self.formats, self._dtype, self._activations
 
     @property
     def kinds(self) -> tuple[tuple[int, Kind], ...]:
@@ -303,6 +305,12 @@ class PackedMatrix:
         return (
             f"PackedMatrix({self.shape}, {' and '.join(formats)}, {self.bits_per_weight:.4g} bits per weight)"
         )
+
+
+def _merged(parts: list[_Part]) -> _Part:
+    """One part of the rows of several of the same format."""
+    rows = sum(part.rows for part in parts)
+    return _Part(parts[0].format, rows, parts[0].cols, np.concatenate([part.blocks() for part in parts]))
 
 
 class _Part:

@@ -85,15 +85,14 @@ def test_native_products_have_the_bits_of_the_unpacked_matrix(name, dtype, token
 @pytest.mark.parametrize("name", INTEGERS)
 def test_int8_products(name, dtype, tokens, rng):
     """Error within the bound of 128 roundings and the products' own; the bits of a token do not depend on others."""
-    matrix = PackedMatrix.joined([random_matrix(name, rows, 1024, rng) for rows in (37, 75)])
+    other = "q8_0" if name == "q6_k" else "q6_k"
+    matrix = PackedMatrix.joined([random_matrix(n, rows, 1024, rng) for n, rows in ((name, 37), (other, 75))])
     x = rng.standard_normal((tokens, 1024)).astype(dtype)
     x[0, :256] = 0
     y = gpu_ops.linear(x, matrix, activations="int8")
-    weight = matrix.dequantize(np.float64)
-    rounded = reference.quantized_activations(x, FORMATS[name].block)
-    right, size = rounded @ weight.T, np.abs(rounded) @ np.abs(weight).T
+    right, bound = _int8_products(matrix, x)
     step = {np.float32: 2.0**-24, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-11}[dtype]
-    bound = (1024 / 32 + 128) * 2.0**-24 * _term_sizes(matrix, rounded, size) + step * np.abs(right)
+    bound += step * np.abs(right)
     assert (np.abs(y.astype(np.float64) - right) <= bound).all()
     for t in range(tokens):
         np.testing.assert_array_equal(gpu_ops.linear(x[t : t + 1], matrix, activations="int8")[0], y[t])
@@ -101,19 +100,22 @@ def test_int8_products(name, dtype, tokens, rng):
     assert (np.abs(expected - right) <= step * np.abs(right) + 1e-12).all()
 
 
-def _term_sizes(matrix, rounded, size):
-    """Sizes of the terms that are added: codes and minimums are summed apart."""
-    sizes, first = [], 0
+def _int8_products(matrix, x):
+    """Products with quantised activations, and the bound of their float32 sums: codes and minimums are summed apart."""
+    results, bounds = [], []
     for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True):
-        fields = FORMATS[name].split(blocks.reshape(-1, FORMATS[name].nbytes))
-        part = size[:, first : first + rows]
+        format = FORMATS[name]
+        fields = format.split(blocks.reshape(-1, format.nbytes))
+        weight = decode(format, format.join(fields)).reshape(rows, -1).astype(np.float64)
+        rounded = reference.quantized_activations(x, format.block)
+        size = np.abs(rounded) @ np.abs(weight).T
         if fields.minimum is not None:
             zero = fields._replace(codes=np.zeros_like(fields.codes))
-            lows = decode(FORMATS[name], FORMATS[name].join(zero)).reshape(rows, -1)
-            part = part + 2 * np.abs(rounded) @ np.abs(lows).T
-        sizes.append(part)
-        first += rows
-    return np.concatenate(sizes, axis=1)
+            lows = decode(format, format.join(zero)).reshape(rows, -1)
+            size = size + 2 * np.abs(rounded) @ np.abs(lows).T
+        results.append(rounded @ weight.T)
+        bounds.append((1024 / 32 + 128) * 2.0**-24 * size)
+    return np.concatenate(results, axis=1), np.concatenate(bounds, axis=1)
 
 
 def test_int8_activations_are_close_to_float(rng):

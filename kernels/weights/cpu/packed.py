@@ -94,12 +94,20 @@ def backward_scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> int
 
 def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str) -> None:
     """Compute y (tokens, rows)."""
+    rounded: dict[tuple[int, int], Rounded] = {}
     first = 0
-    product = linear_int8 if activations == "int8" else linear
     for kind, rows, panels in parts:
         part = slice(first, first + rows)
-        product(kind, x, panels, _columns(addends, part), y[:, part])
+        more, out = (addends, y) if len(parts) == 1 else (_columns(addends, part), y[:, part])
         first += rows
+        if activations == "native":
+            linear(kind, x, panels, more, out)
+            continue
+        key = kind.block, kind.run
+        if key not in rounded:
+            rounded[key] = quantized(x, *key)
+        nanoseconds = panels.nbytes / 8 * max(1, len(x) / 4)
+        _multiply(_int8_kernel(kind), panels, rounded[key], len(x), more, out, nanoseconds)
 
 
 def _columns(addends: Addends, part: slice) -> Addends:
@@ -296,15 +304,18 @@ def _embedding_kernel(kind: Kind) -> Kernel:
     return _named(packed_embedding, kind, signature)
 
 
-def linear_int8(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
-    """Compute y (tokens, rows) from x quantised to int8 per block of ``kind``."""
+Rounded = tuple[Array, Array, Array]
+"""int8 tokens, their scales per block, and their sums per run."""
+
+
+def quantized(x: Array, block: int, run: int) -> Rounded:
+    """x as int8, with tokens of zeros up to what the micro-kernels read."""
     count, cols = _padded(len(x)), x.shape[1]
     q = aligned_empty((count, cols), np.dtype(np.int8))
-    scales = aligned_empty((count, cols // kind.block), np.dtype(np.float32))
-    sums = aligned_empty((count, cols // kind.run), np.dtype(np.int32))
-    launcher(x.size / 2)(packed_quantize[x.dtype], count, bits(x), kind.block, kind.run, q, scales, sums)
-    nanoseconds = panels.nbytes / 8 * max(1, len(x) / 4)
-    _multiply(_int8_kernel(kind), panels, (q, scales, sums), len(x), addends, y, nanoseconds)
+    scales = aligned_empty((count, cols // block), np.dtype(np.float32))
+    sums = aligned_empty((count, cols // run), np.dtype(np.int32))
+    launcher(x.size / 2)(packed_quantize[x.dtype], count, bits(x), block, run, q, scales, sums)
+    return q, scales, sums
 
 
 @kernel(
