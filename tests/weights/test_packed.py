@@ -101,7 +101,7 @@ def test_int8_products(name, dtype, tokens, rng):
 
 
 def _int8_products(matrix, x):
-    """Products with quantised activations, and the bound of their float32 sums: codes and minimums are summed apart."""
+    """Products with quantised activations, and the bound of their sums: codes and minimums are summed apart."""
     results, bounds = [], []
     for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True):
         format = FORMATS[name]
