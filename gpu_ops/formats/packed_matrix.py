@@ -24,15 +24,15 @@ from gpu_ops.formats.ternary_checks import matrix_shape
 from gpu_ops.kernels.program import Layout
 from gpu_ops.kernels.weights.packed_panels import (
     GPU_LANES,
+    BlockLayout,
     Columns,
-    Kind,
     pack_panels,
     panel_bytes,
     unpack_panels,
 )
 from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedFormat, decode, encode
 
-__all__ = ["WRITTEN", "PackedMatrix", "check_activations", "kind_of", "quantize"]
+__all__ = ["WRITTEN", "PackedMatrix", "check_activations", "layout_of", "quantize"]
 
 WRITTEN = tuple(name for name, format in FORMATS.items() if format.encode is not None)
 """Formats of :func:`quantize`."""
@@ -113,8 +113,7 @@ class PackedMatrix:
         self._dtype = np.dtype(dtype)
         if self._dtype not in FLOAT_DTYPES.values():
             raise DTypeError(f"PackedMatrix: dtype is {self._dtype}; allowed: {', '.join(FLOAT_DTYPES)}")
-        self.call_key = self._shape, self._formats, self._dtype, self._activations
-        """Key of calls with this matrix: all that their validation and program depend on."""
+        self._call_key = self._shape, self._formats, self._dtype, self._activations
 
     @classmethod
     def joined(cls, matrices: Sequence[PackedMatrix]) -> PackedMatrix:
@@ -132,7 +131,7 @@ class PackedMatrix:
         return result
 
     def with_activations(self, activations: str) -> PackedMatrix:
-        """The same weights, which share memory, with another default for the products."""
+        """Matrix of these weights, in the same memory, with another default for the products."""
         result = object.__new__(PackedMatrix)
         result._set(self._parts, self._dtype, activations)
         return result
@@ -175,7 +174,7 @@ class PackedMatrix:
     @property
     def has_integers(self) -> bool:
         """Whether all values of codes are int8, as int8 activations need."""
-        return all(part.kind.has_integers for part in self._parts)
+        return all(part.layout.has_integers for part in self._parts)
 
     @property
     def activation_blocks(self) -> tuple[tuple[int, int], ...]:
@@ -183,9 +182,14 @@ class PackedMatrix:
         return tuple((part.rows, part.format.block) for part in self._parts)
 
     @property
-    def kinds(self) -> tuple[tuple[int, Kind], ...]:
-        """Runs of rows: their number, and the kind of the kernels that read them."""
-        return tuple((part.rows, part.kind) for part in self._parts)
+    def call_key(self) -> tuple[Any, ...]:
+        """Key of calls with this matrix: all that their validation and program depend on."""
+        return self._call_key
+
+    @property
+    def block_layouts(self) -> tuple[tuple[int, BlockLayout], ...]:
+        """Runs of rows: their number, and the layout of the kernels that read them."""
+        return tuple((part.rows, part.layout) for part in self._parts)
 
     @property
     def device_layout(self) -> Layout:
@@ -214,9 +218,9 @@ class PackedMatrix:
         """Blocks of each run of rows, uint8 (rows, bytes), as in files."""
         return [part.blocks() for part in self._parts]
 
-    def panels(self, lanes: int) -> list[tuple[Kind, int, Array]]:
-        """Kind, rows and panels of each run of rows, for CPU kernels with ``lanes`` rows per vector."""
-        return [(part.kind, part.rows, part.panels(lanes)) for part in self._parts]
+    def panels(self, lanes: int) -> list[tuple[BlockLayout, int, Array]]:
+        """BlockLayout, rows and panels of each run of rows, for CPU kernels with ``lanes`` rows per vector."""
+        return [(part.layout, part.rows, part.panels(lanes)) for part in self._parts]
 
     @typed_memory_errors("PackedMatrix.dequantize")
     def dequantize(self, dtype: npt.DTypeLike = np.float32) -> Array:
@@ -318,7 +322,7 @@ class _Part:
 
     def __init__(self, format: PackedFormat, rows: int, cols: int, blocks: Array) -> None:
         self.format, self.rows, self.cols = format, rows, cols
-        self.kind = kind_of(format)
+        self.layout = layout_of(format)
         self._blocks: Array | None = blocks
         self._panels: tuple[int, Array] | None = None
         self._lock = threading.Lock()
@@ -338,7 +342,7 @@ class _Part:
         assert panels is not None
         if not panels[1].size:
             return np.empty((self.rows, self.cols // self.format.block * self.format.nbytes), np.uint8)
-        columns = unpack_panels(self.kind, panels[1], self.rows, panels[0])
+        columns = unpack_panels(self.layout, panels[1], self.rows, panels[0])
         flat: list[Any] = [None if x is None else x.reshape(-1, x.shape[2]) for x in columns]
         return self.format.join(Fields(*flat)).reshape(self.rows, -1)
 
@@ -353,7 +357,7 @@ class _Part:
             return self._panels[1]
 
     def panels_shape(self, lanes: int) -> tuple[int, int]:
-        return -(-self.rows // lanes), panel_bytes(self.kind, lanes, self.cols)
+        return -(-self.rows // lanes), panel_bytes(self.layout, lanes, self.cols)
 
     def packed(self, lanes: int) -> Array:
         """Panels, made from blocks some rows at a time: NumPy's copies stay small."""
@@ -363,7 +367,7 @@ class _Part:
             part = blocks[first * lanes : (first + step) * lanes]
             fields = self.format.split(part.reshape(-1, self.format.nbytes))
             shaped: list[Any] = [None if x is None else x.reshape(len(part), -1, x.shape[1]) for x in fields]
-            panels[first : first + step] = pack_panels(self.kind, Columns(*shaped), lanes)
+            panels[first : first + step] = pack_panels(self.layout, Columns(*shaped), lanes)
         return panels
 
     def decode(self, target: Array) -> None:
@@ -396,10 +400,10 @@ def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
     return mode
 
 
-def kind_of(format: PackedFormat) -> Kind:
-    """Kind of the kernels that multiply a format."""
+def layout_of(format: PackedFormat) -> BlockLayout:
+    """BlockLayout of the kernels that multiply a format."""
     fields = format.split(np.zeros((1, format.nbytes), np.uint8))
-    return Kind(
+    return BlockLayout(
         format.name,
         format.block,
         format.run,

@@ -24,7 +24,7 @@ from gpu_ops.kernels.gemm.args import Operand, linear, product
 from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.gemm.linear import Multiply
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
-from gpu_ops.kernels.weights.packed_panels import GPU_LANES, Kind, panel_bytes
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
 
 __all__ = ["variants"]
 
@@ -48,7 +48,7 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
         addends = None if residual is None else as_rows(residual), None if bias is None else bias[None]
         kernels.forward(x, views["weight"].panels(LANES), addends, out, mode)
 
-    text = kernels.config(tokens, dtype, [(rows, kind.name) for rows, kind in spec["parts"]], mode)
+    text = kernels.config(tokens, dtype, [(rows, layout.name) for rows, layout in spec["parts"]], mode)
     builder.call(run, text, kernels.scratch_bytes(tokens, spec["rows"], cols, dtype, mode))
 
 
@@ -131,41 +131,41 @@ def _unpacked(
     cols, total = spec["cols"], spec["rows"]
     if limit >= total:
         weight = builder.scratch((total, cols), dtype, "unpacked weight")
-        for first, rows, kind, panels in _parts(spec):
-            _unpack(builder, backend, kind, panels, weight[first : first + rows])
+        for first, rows, layout, panels in _parts(spec):
+            _unpack(builder, backend, layout, panels, weight[first : first + rows])
         yield 0, total, weight
         return
-    for start, rows, kind, panels in _parts(spec):
-        size = panel_bytes(kind, GPU_LANES, cols)
+    for start, rows, layout, panels in _parts(spec):
+        size = panel_bytes(layout, GPU_LANES, cols)
         for first in range(0, rows, limit):
             count = min(limit, rows - first)
             weight = builder.scratch((count, cols), dtype, "unpacked weight")
-            _unpack(builder, backend, kind, panels[first // GPU_LANES * size :], weight)
+            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight)
             yield start + first, count, weight
 
 
-def _parts(spec: Spec) -> Iterator[tuple[int, int, Kind, Tensor]]:
-    """First row, number of rows, kind and panels of runs of rows."""
+def _parts(spec: Spec) -> Iterator[tuple[int, int, BlockLayout, Tensor]]:
+    """First row, number of rows, layout and panels of runs of rows."""
     buffer, first, byte = spec.tensor("weight"), 0, 0
-    for rows, kind in spec["parts"]:
-        size = -(-rows // GPU_LANES) * panel_bytes(kind, GPU_LANES, spec["cols"])
-        yield first, rows, kind, buffer[byte : byte + size]
+    for rows, layout in spec["parts"]:
+        size = -(-rows // GPU_LANES) * panel_bytes(layout, GPU_LANES, spec["cols"])
+        yield first, rows, layout, buffer[byte : byte + size]
         first, byte = first + rows, byte + size
 
 
-def _unpack(builder: Builder, backend: str, kind: Kind, panels: Tensor, weight: Tensor) -> None:
+def _unpack(builder: Builder, backend: str, layout: BlockLayout, panels: Tensor, weight: Tensor) -> None:
     if not weight.size:
         return
-    (rows, cols), dtype, values = weight.shape, weight.dtype.name, _values(builder, kind)
+    (rows, cols), dtype, values = weight.shape, weight.dtype.name, _values(builder, layout)
     if backend == "raw":
         grid = (-(-rows // GPU_LANES), -(-cols // (_UNIT * _WARPS)), 1)
         args: tuple[Any, ...] = (panels, values, weight, np.int64(rows), np.int64(cols))
-        builder.launch(_kernel("unpack", kind, dtype), grid, (32 * _WARPS, 1, 1), args)
+        builder.launch(_kernel("unpack", layout, dtype), grid, (32 * _WARPS, 1, 1), args)
     else:
         from gpu_ops.kernels.weights.numba_cuda import packed as twins
 
         args = (*_buffers(panels), values, weight)
-        builder.launch(twins.unpack(kind, dtype), (rows, cols // _UNIT, 1), (_UNIT, 1, 1), args)
+        builder.launch(twins.unpack(layout, dtype), (rows, cols // _UNIT, 1), (_UNIT, 1, 1), args)
 
 
 def _embedding(spec: Spec, builder: Builder, backend: str) -> None:
@@ -173,17 +173,26 @@ def _embedding(spec: Spec, builder: Builder, backend: str) -> None:
     if not x.size:
         return
     (tokens, cols), dtype, total = x.shape, x.dtype.name, np.int64(spec["rows"])
-    for first, rows, kind, panels in _parts(spec):
-        values, place = _values(builder, kind), (np.int64(first), np.int64(rows), total)
+    for first, rows, layout, panels in _parts(spec):
+        values, place = _values(builder, layout), (np.int64(first), np.int64(rows), total)
         if backend == "raw":
             grid = (tokens, -(-cols // (_UNIT * 32 * _WARPS)), 1)
-            wide = np.int32(ids.itemsize == 8)
-            args: tuple[Any, ...] = (panels, values, ids, x, wide, float32(scale), *place, np.int64(cols))
-            builder.launch(_kernel("embedding", kind, dtype), grid, (32 * _WARPS, 1, 1), args)
+            has_64_bits = np.int32(ids.itemsize == 8)
+            args: tuple[Any, ...] = (
+                panels,
+                values,
+                ids,
+                x,
+                has_64_bits,
+                float32(scale),
+                *place,
+                np.int64(cols),
+            )
+            builder.launch(_kernel("embedding", layout, dtype), grid, (32 * _WARPS, 1, 1), args)
         else:
             from gpu_ops.kernels.weights.numba_cuda import packed as twins
 
-            twin = twins.embedding(kind, dtype, ids.dtype.name)
+            twin = twins.embedding(layout, dtype, ids.dtype.name)
             args = (*_buffers(panels), values, ids, x, np.float64(scale), *place)
             builder.launch(twin, (tokens, cols // _UNIT, 1), (_UNIT, 1, 1), args)
 
@@ -193,24 +202,24 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
     return panels, panels.view(np.float16), panels.view(np.uint32), panels.view(np.float32)
 
 
-def _values(builder: Builder, kind: Kind) -> Tensor:
+def _values(builder: Builder, layout: BlockLayout) -> Tensor:
     """Table of values of the codes; of 16 zeros if they are integers."""
-    table = kind.values if kind.offset is None else (0.0,) * 16
-    return builder.constant(np.array(table, np.float32), f"values of {kind.name}")
+    table = layout.values if layout.offset is None else (0.0,) * 16
+    return builder.constant(np.array(table, np.float32), f"values of {layout.name}")
 
 
-def _kernel(which: str, kind: Kind, dtype: str) -> CudaKernel:
+def _kernel(which: str, layout: BlockLayout, dtype: str) -> CudaKernel:
     defines = (
         ("DTYPE", DTYPES[dtype]),
-        ("BLOCK", kind.block),
-        ("RUN", kind.run),
-        ("BITS", kind.bits),
-        ("SCALE_BYTES", kind.scale_bytes),
-        ("RUN_SCALES", int(kind.has_run_scales)),
-        ("MINIMUM", int(kind.has_minimum)),
-        ("RUN_MINIMUMS", int(kind.has_run_minimums)),
-        ("TABLE", int(kind.offset is None)),
-        ("OFFSET", kind.offset or 0),
+        ("BLOCK", layout.block),
+        ("RUN", layout.run),
+        ("BITS", layout.bits),
+        ("SCALE_BYTES", layout.scale_bytes),
+        ("RUN_SCALES", int(layout.has_run_scales)),
+        ("MINIMUM", int(layout.has_minimum)),
+        ("RUN_MINIMUMS", int(layout.has_run_minimums)),
+        ("TABLE", int(layout.offset is None)),
+        ("OFFSET", layout.offset or 0),
     )
     return CudaKernel("weights/packed_unpack", f"packed_{which}", defines)
 
@@ -224,17 +233,17 @@ lowers("packed_embedding", "numba")(partial(_embedding, backend="numba"))
 
 
 _EXAMPLES = (
-    Kind("q8_0", 32, 32, 8, 2, False, False, False, tuple(range(-128, 128))),
-    Kind(
+    BlockLayout("q8_0", 32, 32, 8, 2, False, False, False, tuple(range(-128, 128))),
+    BlockLayout(
         "mxfp4", 32, 32, 4, 1, False, False, False, (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
     ),
-    Kind("q5_k", 256, 32, 5, 2, True, True, True, tuple(range(32))),
-    Kind("q6_k", 256, 16, 6, 2, True, False, False, tuple(range(-32, 32))),
+    BlockLayout("q5_k", 256, 32, 5, 2, True, True, True, tuple(range(32))),
+    BlockLayout("q6_k", 256, 16, 6, 2, True, False, False, tuple(range(-32, 32))),
 )
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Kernels of formats that differ most."""
-    for dtype, kind, which in itertools.product(DTYPES, _EXAMPLES, ("unpack", "embedding")):
+    for dtype, layout, which in itertools.product(DTYPES, _EXAMPLES, ("unpack", "embedding")):
         if dtype != "bfloat16" or int(arch[3:].rstrip("af")) >= 80:
-            yield Variant(_kernel(which, kind, dtype), 32 * _WARPS)
+            yield Variant(_kernel(which, layout, dtype), 32 * _WARPS)

@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 GPU_LANES = 32  # rows of a panel on a GPU, whatever its architecture: a warp
 
 
-class Kind(NamedTuple):
+class BlockLayout(NamedTuple):
     """Fields of a format's blocks, which kernels are compiled for."""
 
     name: str
@@ -71,16 +71,16 @@ class Columns(NamedTuple):
     run_minimums: Any
 
 
-def panel_bytes(kind: Kind, lanes: int, cols: int) -> int:
+def panel_bytes(layout: BlockLayout, lanes: int, cols: int) -> int:
     """Bytes of a panel of a matrix with ``cols`` columns."""
-    return cols // kind.block * kind.row_bytes * lanes
+    return cols // layout.block * layout.row_bytes * lanes
 
 
-def pack_panels(kind: Kind, fields: Columns, lanes: int) -> Array:
+def pack_panels(layout: BlockLayout, fields: Columns, lanes: int) -> Array:
     """Panels (panels, bytes) uint8 of a matrix's fields, each (rows, blocks, ...)."""
     rows, blocks, _ = fields.codes.shape
     panels = -(-rows // lanes)
-    result = np.empty((panels, blocks, kind.row_bytes * lanes), np.uint8)
+    result = np.empty((panels, blocks, layout.row_bytes * lanes), np.uint8)
     start = 0
     for field in (fields.scale, fields.minimum, fields.run_scales, fields.run_minimums):
         if field is not None:
@@ -89,7 +89,7 @@ def pack_panels(kind: Kind, fields: Columns, lanes: int) -> Array:
             result[:, :, start : start + part.shape[2]] = part
             start += part.shape[2]
     codes, shift = _by_lanes(fields.codes, lanes), 0
-    for bits in kind.planes:
+    for bits in layout.planes:
         if bits:
             part = _pack_plane(codes >> np.uint8(shift), bits)
             result[:, :, start : start + part.shape[2]] = part
@@ -98,10 +98,10 @@ def pack_panels(kind: Kind, fields: Columns, lanes: int) -> Array:
     return result.reshape(panels, -1)
 
 
-def unpack_panels(kind: Kind, panels: Array, rows: int, lanes: int) -> Columns:
+def unpack_panels(layout: BlockLayout, panels: Array, rows: int, lanes: int) -> Columns:
     """Inverse of :func:`pack_panels`."""
     count = len(panels)
-    data = panels.reshape(count, -1, kind.row_bytes * lanes)
+    data = panels.reshape(count, -1, layout.row_bytes * lanes)
     start = 0
 
     def field(columns: int, dtype: Any) -> Array:
@@ -112,14 +112,14 @@ def unpack_panels(kind: Kind, panels: Array, rows: int, lanes: int) -> Columns:
         by_row = part.reshape(count, -1, columns, lanes).transpose(0, 3, 1, 2)
         return np.asarray(by_row.reshape(count * lanes, -1, columns)[:rows])
 
-    scale = field(1, {1: np.uint8, 2: np.float16, 4: np.float32}[kind.scale_bytes])
-    minimum = field(1, np.float16) if kind.has_minimum else None
-    run_scales = field(kind.runs, np.int8) if kind.has_run_scales else None
-    run_minimums = field(kind.runs, np.uint8) if kind.has_run_minimums else None
-    codes, shift = np.zeros((rows, data.shape[1], kind.block), np.uint8), 0
-    for bits in kind.planes:
+    scale = field(1, {1: np.uint8, 2: np.float16, 4: np.float32}[layout.scale_bytes])
+    minimum = field(1, np.float16) if layout.has_minimum else None
+    run_scales = field(layout.runs, np.int8) if layout.has_run_scales else None
+    run_minimums = field(layout.runs, np.uint8) if layout.has_run_minimums else None
+    codes, shift = np.zeros((rows, data.shape[1], layout.block), np.uint8), 0
+    for bits in layout.planes:
         if bits:
-            size = kind.block * bits // 8 * lanes
+            size = layout.block * bits // 8 * lanes
             codes |= _unpack_plane(data[:, :, start : start + size], bits, lanes)[:rows] << np.uint8(shift)
             start += size
             shift += bits

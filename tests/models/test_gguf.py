@@ -91,8 +91,8 @@ def mixed_types(config):
     types = {"token_embd.weight": "Q8_0"}
     for i in range(config.nlayers):
         parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-        kinds = ("Q4_0", "Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q4_1", "Q5_0")
-        types |= {f"blk.{i}.{part}.weight": kind for part, kind in zip(parts, kinds, strict=True)}
+        names = ("Q4_0", "Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q4_1", "Q5_0")
+        types |= {f"blk.{i}.{part}.weight": name for part, name in zip(parts, names, strict=True)}
     return types
 
 

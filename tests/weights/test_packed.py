@@ -12,7 +12,7 @@ import pytest
 import gpu_ops
 from gpu_ops import PackedMatrix
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from gpu_ops.formats.packed_matrix import kind_of
+from gpu_ops.formats.packed_matrix import layout_of
 from gpu_ops.kernels.weights.packed_panels import Columns, pack_panels, unpack_panels
 from gpu_ops.reference.weights import packed as reference
 from gpu_ops.reference.weights.packed_formats import FORMATS, decode
@@ -39,15 +39,15 @@ def random_matrix(name, rows, cols, rng, *, finite=True):
 
 @pytest.mark.parametrize("name", READ)
 def test_blocks_and_panels_lose_nothing(name, rng):
-    format, kind = FORMATS[name], kind_of(FORMATS[name])
+    format, layout = FORMATS[name], layout_of(FORMATS[name])
     blocks = rng.integers(0, 256, (37 * 3, format.nbytes), np.uint8)
     fields = format.split(blocks)
     np.testing.assert_array_equal(format.join(fields), blocks)
     columns = Columns(*(None if x is None else x.reshape(37, 3, -1) for x in fields))
     for lanes in (4, 8, 16):
-        panels = pack_panels(kind, columns, lanes)
-        assert panels.shape == (-(-37 // lanes), 3 * kind.row_bytes * lanes)
-        for before, after in zip(columns, unpack_panels(kind, panels, 37, lanes), strict=True):
+        panels = pack_panels(layout, columns, lanes)
+        assert panels.shape == (-(-37 // lanes), 3 * layout.row_bytes * lanes)
+        for before, after in zip(columns, unpack_panels(layout, panels, 37, lanes), strict=True):
             assert (before is None) == (after is None)
             if before is not None:
                 assert before.tobytes() == after.tobytes()

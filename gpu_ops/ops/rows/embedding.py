@@ -70,7 +70,7 @@ def embedding(
     call.option(scale=checks.computable(call.op, "scale", scale, dtype))
     call.write("x", (*ids_.shape, table.shape[1]), table.dtype, out, rows=True)
     if isinstance(table, PackedMatrix):
-        call.option(rows=table.shape[0], cols=table.shape[1], parts=table.kinds)
+        call.option(rows=table.shape[0], cols=table.shape[1], parts=table.block_layouts)
         return _bind(call, dtype, table.shape, "packed_embedding")
     return _bind(call, dtype, table.shape)
 

@@ -17,7 +17,7 @@ from ml_dtypes import bfloat16
 
 from gpu_ops.kernels.common.cpu.codegen.gemm import copy_transposed, one_row_in_place, rows_in_place
 from gpu_ops.kernels.common.cpu.codegen.memory import SKEW, lanes, round_up, scratch
-from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR, VECTOR_BYTES
+from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR
 from gpu_ops.kernels.common.cpu.dtype import (
     aligned_empty,
     all_bits,
@@ -49,21 +49,18 @@ from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
-from gpu_ops.kernels.weights.packed_panels import Kind
+from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
 Array = np.ndarray[Any, Any]
 
 BLOCK = 512  # rows that are unpacked at a time for many tokens
-TOKENS, STREAMS = (
-    4,
-    (4, 2 if VECTOR_BYTES == 64 else 1),
-)  # of int8 sums in registers; streams of 1 and of 4 tokens
+TOKENS = 4  # whose sums are in registers
 MAX_GROUP = 8  # panels of a task
 MIN_ABSMAX = 2.0**-100  # of a block: smaller activations count as zeros, as 127 / absmax may overflow
 
 
-Parts = Sequence[tuple[Kind, int, Array]]
-"""Kind, rows and panels of runs of rows."""
+Parts = Sequence[tuple[BlockLayout, int, Array]]
+"""BlockLayout, rows and panels of runs of rows."""
 Addends = tuple["Array | None", "Array | None"]
 """An array like y, and one row."""
 
@@ -72,8 +69,9 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
     """Description of what :func:`forward` does."""
     names = " and ".join(dict.fromkeys(name for _, name in formats))
     if activations == "int8":
-        streams = STREAMS[tokens > 1]
-        return f"int8 activations, {describe()}: {streams} panels x {min(tokens, TOKENS)} tokens, {names}"
+        return (
+            f"int8 activations, {describe()}: {LANES} rows x {1 if tokens == 1 else TOKENS} tokens, {names}"
+        )
     if is_few(tokens, dtype) and dtype != "float64":
         return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
     return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
@@ -96,18 +94,18 @@ def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str
     """Compute y (tokens, rows)."""
     rounded: dict[tuple[int, int], Rounded] = {}
     first = 0
-    for kind, rows, panels in parts:
+    for layout, rows, panels in parts:
         part = slice(first, first + rows)
         more, out = (addends, y) if len(parts) == 1 else (_columns(addends, part), y[:, part])
         first += rows
         if activations == "native":
-            linear(kind, x, panels, more, out)
+            linear(layout, x, panels, more, out)
             continue
-        key = kind.block, kind.run
+        key = layout.block, layout.run
         if key not in rounded:
             rounded[key] = quantized(x, *key)
         nanoseconds = panels.nbytes / 8 * max(1, len(x) / 4)
-        _multiply(_int8_kernel(kind), panels, rounded[key], len(x), more, out, nanoseconds)
+        _multiply(_int8_kernel(layout), panels, rounded[key], len(x), more, out, nanoseconds)
 
 
 def _columns(addends: Addends, part: slice) -> Addends:
@@ -115,15 +113,15 @@ def _columns(addends: Addends, part: slice) -> Addends:
     return None if residual is None else residual[:, part], None if row is None else row[:, part]
 
 
-def linear(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
+def linear(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
     """Compute y with the bits of the unpacked matrix."""
     if is_few(len(x), x.dtype.name) and x.dtype != np.float64:
-        _few(kind, x, panels, addends, y)
+        _few(layout, x, panels, addends, y)
         return
     for first in range(0, y.shape[1], BLOCK):
         part = slice(first, min(first + BLOCK, y.shape[1]))
         weight = aligned_empty((part.stop - first, x.shape[1]), x.dtype)
-        dequantize(kind, panels[first // LANES :], weight)
+        dequantize(layout, panels[first // LANES :], weight)
         residual, row = _columns(addends, part)
         dense.forward(x, weight, None if row is None else row[0], residual, y[:, part])
 
@@ -131,38 +129,40 @@ def linear(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> N
 def backward_input(dy: Array, parts: Parts, dx: Array) -> None:
     """Compute dx = dy weight."""
     weight, first = aligned_empty((dy.shape[1], dx.shape[1]), dy.dtype), 0
-    for kind, rows, panels in parts:
-        dequantize(kind, panels, weight[first : first + rows])
+    for layout, rows, panels in parts:
+        dequantize(layout, panels, weight[first : first + rows])
         first += rows
     dense.backward_input(dy, weight, dx)
 
 
-def dequantize(kind: Kind, panels: Array, weight: Array) -> None:
+def dequantize(layout: BlockLayout, panels: Array, weight: Array) -> None:
     """Unpack the first rows into ``weight``."""
     run = launcher(weight.size / 4)
-    run(_rows_kernel(kind)[weight.dtype], -(-len(weight) // MAX_LANES), panels, bits(weight))
+    run(_rows_kernel(layout)[weight.dtype], -(-len(weight) // MAX_LANES), panels, bits(weight))
 
 
 def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
     """Compute the rows ``scale * weight[ids]``."""
     first, scale = 0, scale if x.dtype == np.float64 else float(np.float32(scale))
-    for kind, rows, panels in parts:
-        launcher(x.size)(_embedding_kernel(kind)[x.dtype], len(ids), ids, panels, first, rows, scale, bits(x))
+    for layout, rows, panels in parts:
+        launcher(x.size)(
+            _embedding_kernel(layout)[x.dtype], len(ids), ids, panels, first, rows, scale, bits(x)
+        )
         first += rows
 
 
-def _few(kind: Kind, x: Array, panels: Array, addends: Addends, y: Array) -> None:
+def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
     if x.dtype == np.float32:
         rows = np.zeros((_padded(len(x)), x.shape[1]), np.float32)
         rows[: len(x)] = x
-        _multiply(_sums_kernel(kind), panels, (rows,), len(x), addends, y, panels.nbytes / 4)
+        _multiply(_sums_kernel(layout), panels, (rows,), len(x), addends, y, panels.nbytes / 4)
         return
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
     a, b, y_bits, x_bits = all_bits(*(absent if array is None else array for array in addends), y, x)
     group = 4 if len(x) == 1 else 2
     tasks = -(-y.shape[1] // (group * MAX_LANES))
     run = launcher(panels.nbytes / 4)
-    run(_few_kernel(kind)[x.dtype], tasks, group, x_bits, panels, step, (a, b), y_bits)
+    run(_few_kernel(layout)[x.dtype], tasks, group, x_bits, panels, step, (a, b), y_bits)
 
 
 def _padded(tokens: int) -> int:
@@ -182,15 +182,14 @@ def _multiply(
     """Run a kernel of :func:`_products` on groups of panels."""
     absent = np.empty((0, 0), y.dtype)
     a, b, y_bits = all_bits(*(absent if array is None else array for array in addends), y)
-    even = -(-len(panels) // (thread_count() * TASKS_PER_THREAD))
-    group = -(-min(even, MAX_GROUP) // STREAMS[0]) * STREAMS[0]
+    group = max(1, min(MAX_GROUP, len(panels) // (thread_count() * TASKS_PER_THREAD)))
     run = launcher(nanoseconds)
     run(kernel[y.dtype], -(-len(panels) // group), group, tokens, panels, x, (a, b), y_bits)
 
 
 @cache
-def _few_kernel(kind: Kind) -> Kernel:
-    unpack = unpack_of(kind)
+def _few_kernel(layout: BlockLayout) -> Kernel:
+    unpack = unpack_of(layout)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         addends = types.UniTuple(read(t, 2), 2)
@@ -224,7 +223,7 @@ def _few_kernel(kind: Kind) -> Kernel:
                     finish_row(c[t], t, r, min(width, n - r), y, c, addends, False, True)
             task = claim(state)
 
-    return _named(packed_few, kind, signature, ("float16", "bfloat16"))
+    return _named(packed_few, layout, signature, ("float16", "bfloat16"))
 
 
 @generic
@@ -248,8 +247,8 @@ def factors(panel, unpacked, x, k):
 
 
 @cache
-def _rows_kernel(kind: Kind) -> Kernel:
-    unpack = unpack_of(kind)
+def _rows_kernel(layout: BlockLayout) -> Kernel:
+    unpack = unpack_of(layout)
 
     def packed_rows(state, n_tasks, panels, weight):
         n, k_all = weight.shape
@@ -273,12 +272,12 @@ def _rows_kernel(kind: Kind) -> Kernel:
                         store(row, kk + i, turned[j, i])
             task = claim(state)
 
-    return _named(packed_rows, kind, lambda t: (read("uint8", 2), write(t, 2)))
+    return _named(packed_rows, layout, lambda t: (read("uint8", 2), write(t, 2)))
 
 
 @cache
-def _embedding_kernel(kind: Kind) -> Kernel:
-    unpack = unpack_of(kind)
+def _embedding_kernel(layout: BlockLayout) -> Kernel:
+    unpack = unpack_of(layout)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         return (
@@ -301,7 +300,7 @@ def _embedding_kernel(kind: Kind) -> Kernel:
                         store(target, kk + i, np.float64(unpacked[i * LANES + r % LANES]) * scale)
             task = claim(state)
 
-    return _named(packed_embedding, kind, signature)
+    return _named(packed_embedding, layout, signature)
 
 
 Rounded = tuple[Array, Array, Array]
@@ -364,52 +363,51 @@ def packed_quantize(state, n_tasks, x, block, run, q, scales, sums):
 
 
 Micro = Callable[..., None]
-"""Compiled function ``(panels, start, stride, x, t, c, at)``: products of panels and tokens from ``t`` on."""
+"""Compiled function ``(panels, start, x, t, c, at)``: products of a panel and tokens from ``t`` on."""
 
 
 @cache
-def _sums_kernel(kind: Kind) -> Kernel:
-    def micro(tokens: int, streams: int) -> Micro:
-        sums = sums_of(kind, tokens, streams)
+def _sums_kernel(layout: BlockLayout) -> Kernel:
+    def micro(tokens: int) -> Micro:
+        sums = sums_of(layout, tokens)
 
         @device_function
-        def multiply(panels, start, stride, x, t, c, at):
+        def multiply(panels, start, x, t, c, at):
             rows = x[0]
-            sums(panels, start, stride, rows.shape[1] // UNIT, rows, t * rows.shape[1], c, at)
+            sums(panels, start, rows.shape[1] // UNIT, rows, t * rows.shape[1], c, at)
 
         return multiply
 
-    return _products("packed_sums", kind, micro, (read("float32", 2),), ("float32",))
+    return _products("packed_sums", layout, micro, (read("float32", 2),), ("float32",))
 
 
 @cache
-def _int8_kernel(kind: Kind) -> Kernel:
-    def micro(tokens: int, streams: int) -> Micro:
-        dot = dot_of(kind, tokens, streams)
+def _int8_kernel(layout: BlockLayout) -> Kernel:
+    def micro(tokens: int) -> Micro:
+        dot = dot_of(layout, tokens)
 
         @device_function
-        def multiply(panels, start, stride, x, t, c, at):
+        def multiply(panels, start, x, t, c, at):
             q, scales, sums = x
             blocks = scales.shape[1]
             q0, sums0 = t * q.shape[1], t * sums.shape[1]
-            dot(panels, start, stride, blocks, q, q0, scales, t * blocks, sums, sums0, c, at)
+            dot(panels, start, blocks, q, q0, scales, t * blocks, sums, sums0, c, at)
 
         return multiply
 
     inputs = read("int8", 2), read("float32", 2), read("int32", 2)
-    return _products("packed_int8", kind, micro, inputs, FLOATS)
+    return _products("packed_int8", layout, micro, inputs, FLOATS)
 
 
 def _products(
     name: str,
-    kind: Kind,
-    micro: Callable[[int, int], Micro],
+    layout: BlockLayout,
+    micro: Callable[[int], Micro],
     inputs: tuple[types.Type, ...],
     variants: tuple[str, ...],
 ) -> Kernel:
     """Kernel of products of groups of panels. ``inputs``: types of the tokens' arrays."""
-    one_token, one_token_one_panel = micro(1, STREAMS[0]), micro(1, 1)
-    some_tokens, some_tokens_one_panel = micro(TOKENS, STREAMS[1]), micro(TOKENS, 1)
+    one_token, some_tokens = micro(1), micro(TOKENS)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         addends = types.UniTuple(read(t, 2), 2)
@@ -421,35 +419,24 @@ def _products(
         task = claim(state)
         while task < n_tasks:
             first = task * group
-            count = min(group, len(panels) - first)
+            count, r = min(group, len(panels) - first), first * LANES
             for t in range(0, tokens, 1 if tokens == 1 else TOKENS):
-                p = 0
-                while p < count:
-                    start, at, rest = (first + p) * stride, p * LANES, count - p
-                    if tokens == 1 and rest >= STREAMS[0]:
-                        one_token(panels, start, stride, x, t, c, at)
-                        p += STREAMS[0]
-                    elif tokens == 1:
-                        one_token_one_panel(panels, start, stride, x, t, c, at)
-                        p += 1
-                    elif rest >= STREAMS[1]:
-                        some_tokens(panels, start, stride, x, t, c, at)
-                        p += STREAMS[1]
+                for p in range(count):
+                    if tokens == 1:
+                        one_token(panels, (first + p) * stride, x, t, c, p * LANES)
                     else:
-                        some_tokens_one_panel(panels, start, stride, x, t, c, at)
-                        p += 1
-                r = first * LANES
+                        some_tokens(panels, (first + p) * stride, x, t, c, p * LANES)
                 for i in range(min(TOKENS, tokens - t)):
                     finish_row(c[i], t + i, r, min(count * LANES, n - r), y, c, addends, False, True)
             task = claim(state)
 
     products.__name__ = name
-    return _named(products, kind, signature, variants)
+    return _named(products, layout, signature, variants)
 
 
 def _named(
-    function: Callable[..., None], kind: Kind, signature: Any, variants: tuple[str, ...] = FLOATS
+    function: Callable[..., None], layout: BlockLayout, signature: Any, variants: tuple[str, ...] = FLOATS
 ) -> Kernel:
-    """Kernel of a kind: its name tells the kinds apart in the cache."""
-    function.__name__ = f"{function.__name__}_{kind.name}"
+    """Kernel of a layout: its name tells the block_layouts apart in the cache."""
+    function.__name__ = f"{function.__name__}_{layout.name}"
     return kernel(signature, variants)(function)

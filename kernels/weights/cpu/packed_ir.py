@@ -1,9 +1,11 @@
-"""Vector code for panels of packed weights (:mod:`gpu_ops.kernels.weights.packed_panels`), per kind of block.
+"""Vector code for panels of packed weights (:mod:`gpu_ops.kernels.weights.packed_panels`), per layout of block.
 
     unpack      32 weights of LANES rows as float32, one vector per step of K: the operands of float products
     dot         float32 sums over all of K with int8 activations: integer sums per block, then their scales
 
-A vector lane is a row, so that every row adds up in the order of K, and its bits do not depend on the CPU.
+A vector lane is a row, so that every row adds up in the order of K, and its bits do not depend on the CPU. Panels are
+read one after the other: a single stream, which the hardware prefetches. On a Zen 4 core two or four streams at once,
+or prefetching by instructions, took 1.1 to 2 times as long.
 """
 
 from __future__ import annotations
@@ -19,16 +21,14 @@ from gpu_ops.kernels.common.cpu.codegen.build import (
     fma,
     load_vector,
     number,
-    prefetch,
     store_vector,
 )
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
 from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
 from gpu_ops.kernels.common.cpu.packing import SUM_STEPS
 from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
-from gpu_ops.kernels.weights.packed_panels import Kind
+from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
-AHEAD = 2048  # bytes of a stream that are prefetched
 UNIT = 32  # weights of a row that are unpacked at a time: whole vectors of every plane
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
@@ -39,20 +39,22 @@ _BYTES = ir.VectorType(_I8, 4 * LANES)
 class _Block:
     """Pointers to the fields of one block of a panel."""
 
-    def __init__(self, b: Any, kind: Kind, start: Any) -> None:
-        self.b, self.kind = b, kind
+    def __init__(self, b: Any, layout: BlockLayout, start: Any) -> None:
+        self.b, self.layout = b, layout
         self.scale = start
-        self.minimum = b.gep(start, [number(kind.scale_bytes * LANES)])
-        self.run_scales = b.gep(self.minimum, [number(2 * kind.has_minimum * LANES)])
-        self.run_minimums = b.gep(self.run_scales, [number(kind.has_run_scales * kind.runs * LANES)])
-        self.low = b.gep(self.run_minimums, [number(kind.has_run_minimums * kind.runs * LANES)])
-        self.high = b.gep(self.low, [number(kind.block * kind.planes[0] // 8 * LANES)])
+        self.minimum = b.gep(start, [number(layout.scale_bytes * LANES)])
+        self.run_scales = b.gep(self.minimum, [number(2 * layout.has_minimum * LANES)])
+        self.run_minimums = b.gep(self.run_scales, [number(layout.has_run_scales * layout.runs * LANES)])
+        self.low = b.gep(self.run_minimums, [number(layout.has_run_minimums * layout.runs * LANES)])
+        self.high = b.gep(self.low, [number(layout.block * layout.planes[0] // 8 * LANES)])
 
     def scales(self) -> Any:
         """Scales of the rows, float32."""
-        if self.kind.scale_bytes == 4:
+        if self.layout.scale_bytes == 4:
             return load_vector(self.b, self.scale, FLOAT)
-        return _power_of_two(self.b, self.scale) if self.kind.scale_bytes == 1 else _half(self.b, self.scale)
+        return (
+            _power_of_two(self.b, self.scale) if self.layout.scale_bytes == 1 else _half(self.b, self.scale)
+        )
 
     def minimums(self) -> Any:
         return _half(self.b, self.minimum)
@@ -68,7 +70,7 @@ class _Block:
 
     def codes(self, unit: Any) -> Iterator[Any]:
         """Codes of a unit: for each four weights a vector whose lanes hold four bytes."""
-        b, (low_bits, high_bits) = self.b, self.kind.planes
+        b, (low_bits, high_bits) = self.b, self.layout.planes
         low, high = self._plane(self.low, low_bits, unit), self._plane(self.high, high_bits, unit)
         for step in range(UNIT // 4):
             codes = _part(b, low, low_bits, step)
@@ -115,11 +117,11 @@ def _power_of_two(b: Any, pointer: Any) -> Any:
 # ---- values of codes ---------------------------------------------------------------------------------------
 
 
-def _float_values(b: Any, kind: Kind, code: Any) -> Any:
+def _float_values(b: Any, layout: BlockLayout, code: Any) -> Any:
     """Values of codes in 32-bit lanes, as float32."""
-    if kind.offset is not None:
-        return b.sitofp(b.sub(code, every(kind.offset)) if kind.offset else code, FLOAT)
-    table = [float(value) for value in kind.values]
+    if layout.offset is not None:
+        return b.sitofp(b.sub(code, every(layout.offset)) if layout.offset else code, FLOAT)
+    table = [float(value) for value in layout.values]
     if LANES == 16:
         return call(b, "llvm.x86.avx512.permvar.sf.512", FLOAT, ir.Constant(FLOAT, table), code)
     if LANES == 8:
@@ -155,38 +157,40 @@ def _select(b: Any, index: Any, code: Callable[[int], Any], values: list[Any]) -
 # ---- float32 -----------------------------------------------------------------------------------------------
 
 
-def _unit_weights(b: Any, kind: Kind, start: Any, index: Any) -> Iterator[Any]:
+def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterator[Any]:
     """Weights of unit ``index`` of a panel as float32, a vector of rows for each step of K."""
-    per_block = kind.block // UNIT
+    per_block = layout.block // UNIT
     block_index, unit = b.udiv(index, number(per_block)), b.urem(index, number(per_block))
-    block = _Block(b, kind, b.gep(start, [b.mul(block_index, number(kind.row_bytes * LANES))]))
+    block = _Block(b, layout, b.gep(start, [b.mul(block_index, number(layout.row_bytes * LANES))]))
     whole_scale = block.scales()
-    whole_minimum = block.minimums() if kind.has_minimum else None
+    whole_minimum = block.minimums() if layout.has_minimum else None
     scale, minimum = whole_scale, whole_minimum
     for step, codes in enumerate(block.codes(unit)):
-        if step * 4 % kind.run == 0:
-            run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(kind.run)), number(step * 4 // kind.run))
-            if kind.has_run_scales:
+        if step * 4 % layout.run == 0:
+            run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(layout.run)), number(step * 4 // layout.run))
+            if layout.has_run_scales:
                 scale = b.fmul(whole_scale, b.sitofp(block.run_scale(run), FLOAT))
-            if kind.has_run_minimums:
+            if layout.has_run_minimums:
                 minimum = b.fmul(whole_minimum, b.sitofp(block.run_minimum(run), FLOAT))
         for i in range(4):
             code = b.lshr(codes, every(8 * i)) if i else codes
             code = b.and_(code, every(255)) if i < 3 else code
-            weight = b.fmul(scale, _float_values(b, kind, code))
+            weight = b.fmul(scale, _float_values(b, layout, code))
             yield weight if minimum is None else b.fsub(weight, minimum)
 
 
-def _emit_unpack(kind: Kind, b: Any, start: Any, first: Any, units: Any, panel: Any, stride: Any) -> None:
+def _emit_unpack(
+    layout: BlockLayout, b: Any, start: Any, first: Any, units: Any, panel: Any, stride: Any
+) -> None:
     """Store float32 weights of ``units`` units from unit ``first`` of a panel; a step of K every ``stride``."""
     with cgutils.for_range(b, units) as loop:
         target = b.gep(panel, [b.mul(b.mul(loop.index, number(UNIT)), stride)])
-        for k, weight in enumerate(_unit_weights(b, kind, start, b.add(first, loop.index))):
+        for k, weight in enumerate(_unit_weights(b, layout, start, b.add(first, loop.index))):
             store_vector(b, weight, b.gep(target, [b.mul(stride, number(k))]))
 
 
 @cache
-def unpack_of(kind: Kind) -> Any:
+def unpack_of(layout: BlockLayout) -> Any:
     """Intrinsic that unpacks units of a panel as float32 [weight][row]."""
     i = types.int64
 
@@ -194,8 +198,8 @@ def unpack_of(kind: Kind) -> Any:
     def unpack(typingctx, panels, start, first, units, target, target0, stride):
         def codegen(context, b, sig, args):
             source = address(context, b, sig.args[0], args[0], args[1])
-            to = address(context, b, sig.args[4], args[4], args[5])
-            _emit_unpack(kind, b, source, args[2], args[3], to, args[6])
+            panel = address(context, b, sig.args[4], args[4], args[5])
+            _emit_unpack(layout, b, source, args[2], args[3], panel, args[6])
             return context.get_dummy_value()
 
         return signature(types.void, panels, i, i, i, target, i, i), codegen
@@ -203,60 +207,53 @@ def unpack_of(kind: Kind) -> Any:
     return unpack
 
 
-def _emit_sums(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) -> None:
-    """``c[t, s * LANES + lane]`` = the float32 product of row ``lane`` of stream s and token t.
+def _emit_sums(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> None:
+    """``c[t, lane]`` = the float32 product of row ``lane`` of a panel and token t.
 
     Sums of SUM_STEPS steps, added up one after the other: the order of the tiles of a matrix product.
     """
-    pairs = [(t, s) for t in range(tokens) for s in range(streams)]
-    totals = {pair: cgutils.alloca_once(b, FLOAT) for pair in pairs}
-    sums = {pair: cgutils.alloca_once(b, FLOAT) for pair in pairs}
-    for slot in totals.values():
+    totals, sums = ([cgutils.alloca_once(b, FLOAT) for _ in range(tokens)] for _ in range(2))
+    for slot in totals:
         b.store(build.every(FLOAT, -0.0), slot)  # adding to it changes no bit
-    starts = [b.gep(p["panels"], [b.mul(p["stride"], number(s))]) for s in range(streams)]
     per_sum = SUM_STEPS // UNIT
     chunks = b.udiv(b.add(p["units"], number(per_sum - 1)), number(per_sum))
     with cgutils.for_range(b, chunks) as chunk:
-        for slot in sums.values():
+        for slot in sums:
             b.store(build.every(FLOAT, 0.0), slot)
         first = b.mul(chunk.index, number(per_sum))
         rest = b.sub(p["units"], first)
         count = b.select(b.icmp_signed("<", rest, number(per_sum)), rest, number(per_sum))
         with cgutils.for_range(b, count) as loop:
             unit = b.add(first, loop.index)
-            start_x = b.mul(unit, number(UNIT))
-            rows = [b.gep(p["x"], [b.add(b.mul(p["x_stride"], number(t)), start_x)]) for t in range(tokens)]
-            for k, weights in enumerate(
-                zip(*(_unit_weights(b, kind, start, unit) for start in starts), strict=True)
-            ):
-                for t in range(tokens):
-                    x = splat(b, b.load(b.gep(rows[t], [number(k)])))
-                    for s, weight in enumerate(weights):
-                        b.store(fma(b, weight, x, b.load(sums[t, s])), sums[t, s])
-        for pair in pairs:
-            b.store(b.fadd(b.load(totals[pair]), b.load(sums[pair])), totals[pair])
+            start = b.mul(unit, number(UNIT))
+            rows = [b.gep(p["x"], [b.add(b.mul(p["x_stride"], number(t)), start)]) for t in range(tokens)]
+            for k, weight in enumerate(_unit_weights(b, layout, p["panels"], unit)):
+                for row, slot in zip(rows, sums, strict=True):
+                    x = splat(b, b.load(b.gep(row, [number(k)])))
+                    b.store(fma(b, weight, x, b.load(slot)), slot)
+        for slot, part in zip(totals, sums, strict=True):
+            b.store(b.fadd(b.load(slot), b.load(part)), slot)
     _store_totals(b, totals, p)
 
 
-def _store_totals(b: Any, totals: dict[tuple[int, int], Any], p: dict[str, Any]) -> None:
-    for (t, s), slot in totals.items():
-        place = b.gep(p["c"], [b.add(b.mul(p["c_stride"], number(t)), number(s * LANES))])
-        store_vector(b, b.load(slot), place)
+def _store_totals(b: Any, totals: list[Any], p: dict[str, Any]) -> None:
+    for t, slot in enumerate(totals):
+        store_vector(b, b.load(slot), b.gep(p["c"], [b.mul(p["c_stride"], number(t))]))
 
 
 @cache
-def sums_of(kind: Kind, tokens: int, streams: int) -> Any:
-    """Intrinsic: float32 products of ``streams`` panels and ``tokens`` tokens."""
+def sums_of(layout: BlockLayout, tokens: int) -> Any:
+    """Intrinsic: float32 products of a panel and ``tokens`` tokens."""
     i = types.int64
 
     @intrinsic
-    def sums(typingctx, panels, start, stride, units, x, x0, c, c0):
+    def sums(typingctx, panels, start, units, x, x0, c, c0):
         def codegen(context, b, sig, args):
-            p = _pointers(context, b, sig, args, {"panels": 0, "x": 4, "c": 6})
-            _emit_sums(kind, tokens, streams, b, {**p, "stride": args[2], "units": args[3]})
+            p = _pointers(context, b, sig, args, {"panels": 0, "x": 3, "c": 5})
+            _emit_sums(layout, tokens, b, {**p, "units": args[2]})
             return context.get_dummy_value()
 
-        return signature(types.void, panels, i, i, i, x, i, c, i), codegen
+        return signature(types.void, panels, i, i, x, i, c, i), codegen
 
     return sums
 
@@ -274,16 +271,16 @@ def _pointers(context: Any, b: Any, sig: Any, args: Any, places: dict[str, int])
 # ---- int8 activations --------------------------------------------------------------------------------------
 
 
-def _terms(b: Any, kind: Kind, codes: Any) -> tuple[Any, Any]:
+def _terms(b: Any, layout: BlockLayout, codes: Any) -> tuple[Any, Any]:
     """Unsigned bytes for a dot product, and signed ones whose signs the activations take, or None."""
-    wide = kind.bits == 8 or kind.offset is None
-    if VNNI or not wide:
-        if kind.offset is not None:
+    saturates = layout.bits == 8 or layout.offset is None
+    if VNNI or not saturates:
+        if layout.offset is not None:
             return codes, None
-        return _byte_values(b, codes, [int(value) + 128 for value in kind.values]), None
+        return _byte_values(b, codes, [int(value) + 128 for value in layout.values]), None
     # pairs of products of AVX2 saturate above 128 * 127 * 2, so magnitudes are multiplied
-    if kind.offset is None:
-        table = [int(value) for value in kind.values]
+    if layout.offset is None:
+        table = [int(value) for value in layout.values]
         return _byte_values(b, codes, [abs(v) for v in table]), _byte_values(b, codes, table)
     signed = b.xor(codes, every(-0x7F7F7F80))
     as_bytes = b.bitcast(signed, _BYTES)
@@ -292,10 +289,10 @@ def _terms(b: Any, kind: Kind, codes: Any) -> tuple[Any, Any]:
     return b.bitcast(magnitude, INT), signed
 
 
-def sum_offset(kind: Kind) -> int:
+def sum_offset(layout: BlockLayout) -> int:
     """Multiple of the activations' sum that the unsigned products contain."""
-    if VNNI or not (kind.bits == 8 or kind.offset is None):
-        return 128 if kind.offset is None else kind.offset
+    if VNNI or not (layout.bits == 8 or layout.offset is None):
+        return 128 if layout.offset is None else layout.offset
     return 0
 
 
@@ -305,24 +302,18 @@ def _signed_by(b: Any, x: Any, signs: Any) -> Any:
     return b.bitcast(b.select(negative, b.sub(build.every(_BYTES, 0), as_bytes), as_bytes), INT)
 
 
-def _emit_dot(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) -> None:
-    """``c[t, s * LANES + lane]`` = the product of row ``lane`` of stream s and token t, over ``blocks`` blocks."""
+def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> None:
+    """``c[t, lane]`` = the product of row ``lane`` of a panel and token t, over ``blocks`` blocks."""
     zero, zero_int = build.every(FLOAT, 0.0), every(0)
-    pairs = [(t, s) for t in range(tokens) for s in range(streams)]
-    totals = {pair: cgutils.alloca_once_value(b, zero) for pair in pairs}
-    sums = {pair: cgutils.alloca_once_value(b, zero_int) for pair in pairs}
-    lows = {pair: cgutils.alloca_once_value(b, zero_int) for pair in pairs}
-    for slot in totals.values():
+    totals = [cgutils.alloca_once_value(b, zero) for _ in range(tokens)]
+    sums, lows = ([cgutils.alloca_once_value(b, zero_int) for _ in range(tokens)] for _ in range(2))
+    for slot in totals:
         b.store(zero, slot)
-    offset = sum_offset(kind)
-    block_bytes, units = kind.row_bytes * LANES, kind.block // UNIT
-    i32 = ir.IntType(32)
+    offset, units = sum_offset(layout), layout.block // UNIT
 
     with cgutils.for_range(b, p["blocks"]) as loop:
-        at = b.mul(loop.index, number(block_bytes))
-        starts = [b.gep(p["panels"], [b.add(b.mul(p["stride"], number(s)), at)]) for s in range(streams)]
-        blocks = [_Block(b, kind, start) for start in starts]
-        for slot in (*sums.values(), *lows.values()):
+        block = _Block(b, layout, b.gep(p["panels"], [b.mul(loop.index, number(layout.row_bytes * LANES))]))
+        for slot in (*sums, *lows):
             b.store(zero_int, slot)
 
         def token(name: str, t: int, per_block: int, index: Any = loop.index) -> Any:
@@ -330,77 +321,65 @@ def _emit_dot(kind: Kind, tokens: int, streams: int, b: Any, p: dict[str, Any]) 
                 p[name], [b.add(b.mul(p[f"{name}_stride"], number(t)), b.mul(index, number(per_block)))]
             )
 
-        def unit_sums(unit: Any) -> None:
-            for start in starts:  # a few lines at a time: more would wait for each other
-                ahead = b.gep(start, [b.add(b.mul(unit, number(block_bytes // units)), number(AHEAD))])
-                for line in range(0, block_bytes // units, 64):
-                    prefetch(b, b.gep(ahead, [number(line)]))
-            codes = [block.codes(unit) for block in blocks]
-            first_x = b.mul(unit, number(UNIT))
-            parts = {pair: zero_int for pair in pairs}
-            for step in range(UNIT // 4):
-                terms = [_terms(b, kind, next(stream)) for stream in codes]
-                for t in range(tokens):
-                    place = b.gep(token("x", t, kind.block), [b.add(first_x, number(4 * step))])
-                    x = splat(b, b.load(b.bitcast(place, i32.as_pointer()), align=1))
-                    for s, (unsigned, signs) in enumerate(terms):
-                        operand = x if signs is None else _signed_by(b, x, signs)
-                        parts[t, s] = dot4(b, parts[t, s], unsigned, operand)
-                if (step + 1) * 4 % min(kind.run, UNIT) == 0:
-                    run = b.add(b.udiv(first_x, number(kind.run)), number(step * 4 // kind.run))
-                    end_run(run, parts)
-                    parts = {pair: zero_int for pair in pairs}
-
-        def end_run(run: Any, parts: dict[Any, Any]) -> None:
-            scales = [block.run_scale(run) for block in blocks] if kind.has_run_scales else None
-            minimums = [block.run_minimum(run) for block in blocks] if kind.has_run_minimums else None
-            for t in range(tokens):
+        def end_run(run: Any, parts: list[Any]) -> None:
+            scale = block.run_scale(run) if layout.has_run_scales else None
+            minimum = block.run_minimum(run) if layout.has_run_minimums else None
+            for t, part in enumerate(parts):
                 x_sum = None
-                if offset or kind.has_minimum:
-                    x_sum = splat(b, b.load(b.gep(token("x_sums", t, kind.runs), [run])))
-                for s in range(streams):
-                    part = parts[t, s]
-                    if offset:
-                        part = b.sub(part, b.mul(x_sum, every(offset)))
-                    if scales is not None:
-                        part = b.mul(part, scales[s])
-                    b.store(b.add(b.load(sums[t, s]), part), sums[t, s])
-                    if kind.has_minimum:
-                        low = x_sum if minimums is None else b.mul(x_sum, minimums[s])
-                        b.store(b.add(b.load(lows[t, s]), low), lows[t, s])
+                if offset or layout.has_minimum:
+                    x_sum = splat(b, b.load(b.gep(token("x_sums", t, layout.runs), [run])))
+                if offset:
+                    part = b.sub(part, b.mul(x_sum, every(offset)))
+                if scale is not None:
+                    part = b.mul(part, scale)
+                b.store(b.add(b.load(sums[t]), part), sums[t])
+                if layout.has_minimum:
+                    low = x_sum if minimum is None else b.mul(x_sum, minimum)
+                    b.store(b.add(b.load(lows[t]), low), lows[t])
+
+        def unit_sums(unit: Any) -> None:
+            first = b.mul(unit, number(UNIT))
+            parts = [zero_int] * tokens
+            for step, codes in enumerate(block.codes(unit)):
+                unsigned, signs = _terms(b, layout, codes)
+                for t in range(tokens):
+                    place = b.gep(token("x", t, layout.block), [b.add(first, number(4 * step))])
+                    x = splat(b, b.load(b.bitcast(place, ir.IntType(32).as_pointer()), align=1))
+                    parts[t] = dot4(b, parts[t], unsigned, x if signs is None else _signed_by(b, x, signs))
+                if (step + 1) * 4 % min(layout.run, UNIT) == 0:
+                    end_run(b.add(b.udiv(first, number(layout.run)), number(step * 4 // layout.run)), parts)
+                    parts = [zero_int] * tokens
 
         if units > 1:
             with cgutils.for_range(b, number(units)) as inner:
                 unit_sums(inner.index)
         else:
             unit_sums(number(0))
-        scale = [block.scales() for block in blocks]
-        minimum = [block.minimums() for block in blocks] if kind.has_minimum else None
-        for t in range(tokens):
+        scale, minimum = block.scales(), block.minimums() if layout.has_minimum else None
+        for t, slot in enumerate(totals):
             x_scale = splat(b, b.load(token("x_scales", t, 1)))
-            for s in range(streams):
-                product = b.fmul(scale[s], x_scale)
-                total = fma(b, product, b.sitofp(b.load(sums[t, s]), FLOAT), b.load(totals[t, s]))
-                if minimum is not None:
-                    product = b.fmul(b.fsub(build.every(FLOAT, -0.0), minimum[s]), x_scale)
-                    total = fma(b, product, b.sitofp(b.load(lows[t, s]), FLOAT), total)
-                b.store(total, totals[t, s])
+            product = b.fmul(scale, x_scale)
+            total = fma(b, product, b.sitofp(b.load(sums[t]), FLOAT), b.load(slot))
+            if minimum is not None:
+                product = b.fmul(b.fsub(build.every(FLOAT, -0.0), minimum), x_scale)
+                total = fma(b, product, b.sitofp(b.load(lows[t]), FLOAT), total)
+            b.store(total, slot)
     _store_totals(b, totals, p)
 
 
 @cache
-def dot_of(kind: Kind, tokens: int, streams: int) -> Any:
-    """Intrinsic: products of ``streams`` panels and ``tokens`` tokens of int8."""
+def dot_of(layout: BlockLayout, tokens: int) -> Any:
+    """Intrinsic: products of a panel and ``tokens`` tokens of int8."""
     i = types.int64
 
     @intrinsic
-    def dot(typingctx, panels, start, stride, blocks, x, x0, x_scales, scales0, x_sums, sums0, c, c0):
+    def dot(typingctx, panels, start, blocks, x, x0, x_scales, scales0, x_sums, sums0, c, c0):
         def codegen(context, b, sig, args):
-            places = {"panels": 0, "x": 4, "x_scales": 6, "x_sums": 8, "c": 10}
+            places = {"panels": 0, "x": 3, "x_scales": 5, "x_sums": 7, "c": 9}
             p = _pointers(context, b, sig, args, places)
-            _emit_dot(kind, tokens, streams, b, {**p, "stride": args[2], "blocks": args[3]})
+            _emit_dot(layout, tokens, b, {**p, "blocks": args[2]})
             return context.get_dummy_value()
 
-        return signature(types.void, panels, i, i, i, x, i, x_scales, i, x_sums, i, c, i), codegen
+        return signature(types.void, panels, i, i, x, i, x_scales, i, x_sums, i, c, i), codegen
 
     return dot

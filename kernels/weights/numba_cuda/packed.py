@@ -13,7 +13,7 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.common.numba_cuda.dtype import functions
 from gpu_ops.kernels.compiler.jit import NumbaKernel
-from gpu_ops.kernels.weights.packed_panels import GPU_LANES, Kind
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout
 
 __all__ = ["UNIT", "embedding", "unpack"]
 
@@ -22,20 +22,20 @@ _BUFFERS = "uint8[:], float16[:], uint32[:], float32[:], float32[:]"
 
 
 @cache
-def _weight_of(kind: Kind) -> object:
+def _weight_of(layout: BlockLayout) -> object:
     """Device function: weight ``k`` of row ``row`` in the block that starts at byte ``start``."""
-    lanes, block, run = GPU_LANES, kind.block, kind.run
-    low_bits, high_bits = kind.planes
-    minimums = kind.scale_bytes * lanes
-    run_scales = minimums + 2 * kind.has_minimum * lanes
-    run_minimums = run_scales + kind.has_run_scales * kind.runs * lanes
-    low = run_minimums + kind.has_run_minimums * kind.runs * lanes
+    lanes, block, run = GPU_LANES, layout.block, layout.run
+    low_bits, high_bits = layout.planes
+    minimums = layout.scale_bytes * lanes
+    run_scales = minimums + 2 * layout.has_minimum * lanes
+    run_minimums = run_scales + layout.has_run_scales * layout.runs * lanes
+    low = run_minimums + layout.has_run_minimums * layout.runs * lanes
     high = low + block * low_bits // 8 * lanes
-    scale_bytes, offset, is_table = kind.scale_bytes, kind.offset or 0, kind.offset is None
+    scale_bytes, offset, is_table = layout.scale_bytes, layout.offset or 0, layout.offset is None
     has_run_scales, has_minimum, has_run_minimums = (
-        kind.has_run_scales,
-        kind.has_minimum,
-        kind.has_run_minimums,
+        layout.has_run_scales,
+        layout.has_minimum,
+        layout.has_run_minimums,
     )
 
     @cuda.jit(device=True)
@@ -74,11 +74,11 @@ def _weight_of(kind: Kind) -> object:
 
 
 @cache
-def unpack(kind: Kind, dtype: str) -> NumbaKernel:
+def unpack(layout: BlockLayout, dtype: str) -> NumbaKernel:
     """Kernel: w = the rows of the panels. blockDim = 32 weights; grid = (rows, units)."""
     _, store, number, element, _ = functions(dtype)
-    weight_of, lanes, block = _weight_of(kind), GPU_LANES, kind.block
-    block_bytes = kind.row_bytes * lanes
+    weight_of, lanes, block = _weight_of(layout), GPU_LANES, layout.block
+    block_bytes = layout.row_bytes * lanes
 
     def packed_unpack(data, halves, words, floats, values, w):
         row, k = cuda.blockIdx.x, cuda.blockIdx.y * UNIT + cuda.threadIdx.x
@@ -87,17 +87,17 @@ def unpack(kind: Kind, dtype: str) -> NumbaKernel:
         w[row, k] = store(number(weight))
 
     return NumbaKernel(
-        packed_unpack, f"void({_BUFFERS}, {element}[:, :])", f"packed_unpack_{kind.name}_{dtype}"
+        packed_unpack, f"void({_BUFFERS}, {element}[:, :])", f"packed_unpack_{layout.name}_{dtype}"
     )
 
 
 @cache
-def embedding(kind: Kind, dtype: str, index: str) -> NumbaKernel:
+def embedding(layout: BlockLayout, dtype: str, index: str) -> NumbaKernel:
     """Kernel: x[t] = factor * row ids[t] of a table of ``total`` rows, those from ``first`` here. blockDim = 32
     weights; grid = (tokens, units)."""
     _, store, number, element, _ = functions(dtype)
-    weight_of, lanes, block = _weight_of(kind), GPU_LANES, kind.block
-    block_bytes = kind.row_bytes * lanes
+    weight_of, lanes, block = _weight_of(layout), GPU_LANES, layout.block
+    block_bytes = layout.row_bytes * lanes
 
     def packed_embedding(data, halves, words, floats, values, ids, x, factor, first, rows, total):
         token, k = cuda.blockIdx.x, cuda.blockIdx.y * UNIT + cuda.threadIdx.x
@@ -110,4 +110,4 @@ def embedding(kind: Kind, dtype: str, index: str) -> NumbaKernel:
             x[token, k] = store(number(weight) * number(factor))
 
     signature = f"void({_BUFFERS}, {index}[:], {element}[:, :], float64, int64, int64, int64)"
-    return NumbaKernel(packed_embedding, signature, f"packed_embedding_{kind.name}_{dtype}_{index}")
+    return NumbaKernel(packed_embedding, signature, f"packed_embedding_{layout.name}_{dtype}_{index}")
