@@ -301,7 +301,7 @@ KERNELS = (
         "rope_append_kv",
     ),
     *("softmax", "swiglu", "matmul", "embedding", "dropout", "cross_entropy", "optimizer", "sample"),
-    *("ternary_formats", "ternary_matmul", "ternary_backward"),
+    *("packed_weights", "ternary_formats", "ternary_matmul", "ternary_backward"),
 )
 CONSTANTS = {  # a dict has no docstring
     "POLICIES": "What each policy of recomputation keeps of a layer: names of fields of :class:`Saved`.",

@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path, rng):
             {"w": np.ones(3)},
             None,
             DTypeError,
-            "w is float64; bfloat16, a PackedMatrix or a Ternary",
+            "w is float64; expected float32, float16, bfloat16, a PackedMatrix or a Ternary",
         ),
         ({"w": [1.0]}, None, DTypeError, "write_gguf: w is list, not an array"),
         ({5: array}, None, OptionError, "a tensor's name is a string of 1 to 63 bytes, got 5"),
