@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.common.arguments import DTYPES, as_line, as_rows, float32, rows_of
+from gpu_ops.kernels.common.arguments import DTYPES, as_line, as_rows, float32, row_stride, rows_of
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.gemm.args import Operand, linear, product
 from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
@@ -187,6 +187,7 @@ def _embedding(spec: Spec, builder: Builder, backend: str) -> None:
                 float32(scale),
                 *place,
                 np.int64(cols),
+                row_stride(x),
             )
             builder.launch(_kernel("embedding", layout, dtype), grid, (32 * _WARPS, 1, 1), args)
         else:

@@ -1,7 +1,7 @@
 // Unpacks packed weights: blocks of small codes and their scales to a dense matrix, or to some of its rows.
 //
 //   panels   as in weights/packed_panels.py, for 32 rows: a row is a lane of the warp
-//   w        (rows, K) DTYPE, contiguous
+//   w        (rows, K) DTYPE, contiguous; x (tokens, K) with rows x_stride elements apart
 //
 //   weight = (scale * run_scale) * value[code] - (minimum * run_minimum), each operation rounded to float
 //
@@ -103,13 +103,13 @@ packed_unpack(const unsigned char* panels, const float* values, scalar* w, long 
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
 packed_embedding(const unsigned char* panels, const float* values, const void* ids, scalar* x, int wide, float factor, long long first,
-                 long long rows, long long total, long long cols) {
+                 long long rows, long long total, long long cols, long long x_stride) {
     __shared__ float table[16];
     copy_table(table, values);
     const long long token = blockIdx.x, unit = (long long)blockIdx.y * blockDim.x + threadIdx.x;
     if (unit >= cols / kUnit) return;
     const long long id = wide ? static_cast<const long long*>(ids)[token] : static_cast<const int*>(ids)[token];
-    scalar* to = x + token * cols + unit * kUnit;
+    scalar* to = x + token * x_stride + unit * kUnit;
     if (id < 0 || id >= total) {
         for (int k = 0; k < kUnit; ++k) to[k] = narrowed<scalar>(__int_as_float(0x7fffffff));
         return;
