@@ -37,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
 def _generate(options: argparse.Namespace) -> None:
     model = Path(options.model)
     tokenizer = _tokenizer(model, options.tokenizer)
-    weights, config = load(model, dtype=options.dtype, device=options.device, activations=options.activations)
+    packing = {"format": options.format, "activations": options.activations}
+    weights, config = load(model, dtype=options.dtype, device=options.device, **packing)
     try:
         texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
     except UnicodeDecodeError as error:

@@ -54,6 +54,22 @@ def test_generate(folder, capsys):
     assert printed.err.startswith("3 prompt tokens, first token after ")
 
 
+def test_generate_passes_on_how_weights_are_packed(folder, capsys, monkeypatch):
+    config = models.LlamaConfig(vocab=256, hidden=32, ffn=64, nlayers=1, nheads=4)
+    models.save(folder, models.Llama.of(models.initial_weights(config, std=0.2), config), config)
+    loaded = []
+    monkeypatch.setattr(
+        command, "load", lambda *args, **options: loaded.append(models.load(*args, **options)) or loaded[-1]
+    )
+    arguments = ["--prompt", "abc", "--max-new-tokens", "2", "--format", "q4_0", "--activations", "int8"]
+    assert main(["generate", "--model", str(folder), *arguments]) == 0
+    ((packed, _),) = loaded
+    assert packed.layers[0].qkv.formats == ((96, "q4_0"),)
+    assert packed.layers[0].qkv.activations == "int8"
+    assert main(["generate", "--model", str(folder), "--prompt", "abc", "--format", "q9"]) == 2
+    assert "format='q9' is unknown" in capsys.readouterr().err
+
+
 def test_generate_for_several_prompts_up_to_a_stop_string(folder, capsys):
     stop = text_of("abc", 9)[4]
     options = ["--prompt", "abc", "--prompt", "xy", "--max-new-tokens", "9", "--stop", stop]
