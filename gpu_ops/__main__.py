@@ -84,7 +84,7 @@ def _add_generate(text: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--activations",
         choices=("native", "int8"),
-        help="of products with packed weights: exact (native, the default), or several times as fast (int8)",
+        help="of products with packed weights: exact (native, the default), or 1.5 to 3 times as fast (int8)",
     )
     text.add_argument("--kv-dtype", help="of the cache: int8 or float8_e4m3fn; default: that of the weights")
     text.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

@@ -20,7 +20,7 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FormatError
 from gpu_ops.formats.files import read_part
-from gpu_ops.formats.gguf_header import NUMBER_TYPES, STRING, GGUFTensor, read_header
+from gpu_ops.formats.gguf_header import NUMBER_TYPES, PACKED_TYPES, STRING, GGUFTensor, read_header
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.ternary_files import gguf_matrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
@@ -133,7 +133,7 @@ def _plain(dtype: Any) -> Blocks:
     return Blocks(1, np.dtype(dtype).itemsize, lambda data: data.view(dtype))
 
 
-PACKED = {name.upper(): format for name, format in PACKED_FORMATS.items() if name not in ("nf4", "fp4")}
+PACKED = {name.upper(): PACKED_FORMATS[name] for name in PACKED_TYPES}
 """Formats of quantised tensors by type."""
 
 FLOATS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -126,8 +127,8 @@ class PackedMatrix:
         result = object.__new__(cls)
         parts = (part for matrix in matrices for part in matrix._parts)
         runs = (list(run) for _, run in itertools.groupby(parts, lambda part: part.format.name))
-        whole = tuple(run[0] if len(run) == 1 else _merged(run) for run in runs)
-        result._set(whole, matrices[0]._dtype, matrices[0]._activations)
+        merged = tuple(run[0] if len(run) == 1 else _merged(run) for run in runs)
+        result._set(merged, matrices[0]._dtype, matrices[0]._activations)
         return result
 
     def with_activations(self, activations: str) -> PackedMatrix:
@@ -188,7 +189,7 @@ class PackedMatrix:
 
     @property
     def block_layouts(self) -> tuple[tuple[int, BlockLayout], ...]:
-        """Runs of rows: their number, and the layout of the kernels that read them."""
+        """Runs of rows: their number, and the layout of their blocks."""
         return tuple((part.rows, part.layout) for part in self._parts)
 
     @property
@@ -219,7 +220,7 @@ class PackedMatrix:
         return [part.blocks() for part in self._parts]
 
     def panels(self, lanes: int) -> list[tuple[BlockLayout, int, Array]]:
-        """BlockLayout, rows and panels of each run of rows, for CPU kernels with ``lanes`` rows per vector."""
+        """Layout, rows and panels of each run of rows, for CPU kernels with ``lanes`` rows per vector."""
         return [(part.layout, part.rows, part.panels(lanes)) for part in self._parts]
 
     @typed_memory_errors("PackedMatrix.dequantize")
@@ -400,8 +401,9 @@ def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
     return mode
 
 
+@functools.cache
 def layout_of(format: PackedFormat) -> BlockLayout:
-    """BlockLayout of the kernels that multiply a format."""
+    """Layout of a format's blocks, for kernels."""
     fields = format.split(np.zeros((1, format.nbytes), np.uint8))
     return BlockLayout(
         format.name,
@@ -412,7 +414,8 @@ def layout_of(format: PackedFormat) -> BlockLayout:
         fields.run_scales is not None,
         fields.minimum is not None,
         fields.run_minimums is not None,
-        tuple(map(float, format.values)),
+        format.offset,
+        tuple(map(float, format.values)) if format.offset is None else (),
     )
 
 

@@ -204,9 +204,8 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
 
 
 def _values(builder: Builder, layout: BlockLayout) -> Tensor:
-    """Table of values of the codes; of 16 zeros if they are integers."""
-    table = layout.values if layout.offset is None else (0.0,) * 16
-    return builder.constant(np.array(table, np.float32), f"values of {layout.name}")
+    """Table of values of the codes; zeros if they are integers."""
+    return builder.constant(np.array(layout.table or (0.0,) * 16, np.float32), f"values of {layout.name}")
 
 
 def _kernel(which: str, layout: BlockLayout, dtype: str) -> CudaKernel:
@@ -234,12 +233,10 @@ lowers("packed_embedding", "numba")(partial(_embedding, backend="numba"))
 
 
 _EXAMPLES = (
-    BlockLayout("q8_0", 32, 32, 8, 2, False, False, False, tuple(range(-128, 128))),
-    BlockLayout(
-        "mxfp4", 32, 32, 4, 1, False, False, False, (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-    ),
-    BlockLayout("q5_k", 256, 32, 5, 2, True, True, True, tuple(range(32))),
-    BlockLayout("q6_k", 256, 16, 6, 2, True, False, False, tuple(range(-32, 32))),
+    BlockLayout("q8_0", 32, 32, 8, 2, False, False, False, 128, ()),
+    BlockLayout("mxfp4", 32, 32, 4, 1, False, False, False, None, ()),  # the table is an argument
+    BlockLayout("q5_k", 256, 32, 5, 2, True, True, True, 0, ()),
+    BlockLayout("q6_k", 256, 16, 6, 2, True, False, False, 32, ()),
 )
 
 

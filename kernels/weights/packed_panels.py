@@ -31,18 +31,13 @@ class BlockLayout(NamedTuple):
     has_run_scales: bool
     has_minimum: bool
     has_run_minimums: bool
-    values: tuple[float, ...]  # of the codes
-
-    @property
-    def offset(self) -> int | None:
-        """Integer that is subtracted from a code; None if a table maps codes to values."""
-        offset = -int(self.values[0])
-        return offset if self.values == tuple(range(-offset, len(self.values) - offset)) else None
+    offset: int | None  # subtracted from a code that is an integer
+    table: tuple[float, ...]  # values of the codes, if they are not
 
     @property
     def has_integers(self) -> bool:
         """Whether all values are int8, so that int8 activations give exact sums."""
-        return all(value == int(value) and -128 <= value <= 127 for value in self.values)
+        return all(value == int(value) and -128 <= value <= 127 for value in self.table)
 
     @property
     def planes(self) -> tuple[int, int]:

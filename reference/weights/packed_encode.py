@@ -200,8 +200,8 @@ def q8_0(weights: Array) -> Fields:
     scale = np.abs(weights).max(axis=1, keepdims=True) / 127
     numbers = weights * _reciprocal(scale)
     magnitude = np.abs(numbers)
-    whole = np.floor(magnitude)
-    rounded = np.copysign(whole + (magnitude - whole >= 0.5), numbers)
+    floor = np.floor(magnitude)
+    rounded = np.copysign(floor + (magnitude - floor >= 0.5), numbers)
     return Fields(_codes(_finite(rounded) + 128, 255), scale.astype(np.float16))
 
 

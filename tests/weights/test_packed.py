@@ -85,8 +85,10 @@ def test_native_products_have_the_bits_of_the_unpacked_matrix(name, dtype, token
 @pytest.mark.parametrize("name", INTEGERS)
 def test_int8_products(name, dtype, tokens, rng):
     """Error within the bound of 128 roundings and the products' own; the bits of a token do not depend on others."""
-    other = "q8_0" if name == "q6_k" else "q6_k"
-    matrix = PackedMatrix.joined([random_matrix(n, rows, 1024, rng) for n, rows in ((name, 37), (other, 75))])
+    second = "q8_0" if name == "q6_k" else "q6_k"
+    matrix = PackedMatrix.joined(
+        [random_matrix(n, rows, 1024, rng) for n, rows in ((name, 37), (second, 75))]
+    )
     x = rng.standard_normal((tokens, 1024)).astype(dtype)
     x[0, :256] = 0
     y = gpu_ops.linear(x, matrix, activations="int8")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Call, Make
 from gpu_ops.core.device import CudaDevice
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Layout, Spec, lower_module, lowers
@@ -24,12 +24,16 @@ def read_weight(call: Call, name: str, weight: Any, axes: str | None = None) -> 
     """Read a weight: a view of an array, or the packed matrix itself. ``axes`` names its axes."""
     if not isinstance(weight, PackedMatrix):
         return call.read(name, weight, axes)
-    call.provide(name, weight.device_layout, name, _on)
-    for array in weight.call_arrays:
-        call.hold(name, array)
+    _provide(call, name, weight, weight.device_layout, _on)
     if axes is not None:
         call.axes.bind(name, weight, axes)  # type: ignore[arg-type]  # it has a shape
     return weight
+
+
+def _provide(call: Call, name: str, weight: PackedMatrix, layout: Layout, make: Make) -> None:
+    call.provide(name, layout, name, make)
+    for array in weight.call_arrays:
+        call.hold(name, array)
 
 
 def _on(weight: PackedMatrix, device: Any) -> Any:
@@ -42,9 +46,7 @@ def read_expanded(call: Call, name: str, weight: Any, dtype: np.dtype[Any]) -> A
     if not isinstance(weight, PackedMatrix):
         return call.read(name, weight)
     expand = functools.partial(_expanded, dtype=dtype)
-    call.provide(name, Layout.contiguous(weight.shape, dtype), name, expand)
-    for array in weight.call_arrays:
-        call.hold(name, array)
+    _provide(call, name, weight, Layout.contiguous(weight.shape, dtype), expand)
     return np.broadcast_to(np.zeros((), dtype), weight.shape)
 
 

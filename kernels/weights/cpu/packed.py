@@ -1,7 +1,7 @@
 """Products with packed weights on the CPU, read from panels (:mod:`gpu_ops.kernels.weights.packed_panels`).
 
-native    few tokens    a vector of rows is unpacked, 128 steps of K at a time, into L1 and added up from there in the
-                        order of linear_few.py: the bits of ``linear`` with the unpacked matrix
+native    few tokens    the bits of ``linear`` with the unpacked matrix, in the order of linear_few.py: float32 is
+                        unpacked in registers, 16-bit floats 128 steps of K at a time into L1 and rounded there
           many tokens   BLOCK rows are unpacked into an array of x's dtype, which ``linear`` multiplies
 int8                    x is quantised per block; sums of a block are exact integers (packed_ir.py)
 """
@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from gpu_ops.kernels.common.cpu.codegen.gemm import copy_transposed, one_row_in_place, rows_in_place
 from gpu_ops.kernels.common.cpu.codegen.memory import SKEW, lanes, round_up, scratch
@@ -53,6 +52,7 @@ from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
 Array = np.ndarray[Any, Any]
 
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 BLOCK = 512  # rows that are unpacked at a time for many tokens
 TOKENS = 4  # whose sums are in registers
 MAX_GROUP = 8  # panels of a task
@@ -60,7 +60,7 @@ MIN_ABSMAX = 2.0**-100  # of a block: smaller activations count as zeros, as 127
 
 
 Parts = Sequence[tuple[BlockLayout, int, Array]]
-"""BlockLayout, rows and panels of runs of rows."""
+"""Layout, rows and panels of runs of rows."""
 Addends = tuple["Array | None", "Array | None"]
 """An array like y, and one row."""
 
@@ -73,6 +73,8 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
             f"int8 activations, {describe()}: {LANES} rows x {1 if tokens == 1 else TOKENS} tokens, {names}"
         )
     if is_few(tokens, dtype) and dtype != "float64":
+        if dtype == "float32":
+            return f"{names} unpacked in registers"
         return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
     return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
 
@@ -81,13 +83,14 @@ def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str, activations: st
     """Scratch bytes of :func:`forward`."""
     if activations == "int8":
         return 2 * tokens * cols
-    itemsize = np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
-    return min(rows, BLOCK) * cols * itemsize + dense.scratch_bytes(tokens, min(rows, BLOCK), cols, dtype)[0]
+    return (
+        min(rows, BLOCK) * cols * _ITEMSIZE[dtype]
+        + dense.scratch_bytes(tokens, min(rows, BLOCK), cols, dtype)[0]
+    )
 
 
 def backward_scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> int:
-    itemsize = np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
-    return rows * cols * itemsize + dense.scratch_bytes(tokens, rows, cols, dtype)[1]
+    return rows * cols * _ITEMSIZE[dtype] + dense.scratch_bytes(tokens, rows, cols, dtype)[1]
 
 
 def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str) -> None:
@@ -254,7 +257,7 @@ def _rows_kernel(layout: BlockLayout) -> Kernel:
         n, k_all = weight.shape
         width = MAX_LANES
         unpacked = scratch(1, SUM_STEPS * width, np.float32(0))[0]
-        turned = scratch(width, SUM_STEPS + SKEW, np.float32(0))
+        transposed = scratch(width, SUM_STEPS + SKEW, np.float32(0))
         task = claim(state)
         while task < n_tasks:
             r = task * width
@@ -265,11 +268,11 @@ def _rows_kernel(layout: BlockLayout) -> Kernel:
                         start = (r + lane) // LANES * panels.shape[1]
                         unpack(panels, start, kk // UNIT, k // UNIT, unpacked, lane, width)
                 for i in range(0, k, width):
-                    copy_transposed(turned, i, turned.shape[1], unpacked, i * width, width)
+                    copy_transposed(transposed, i, transposed.shape[1], unpacked, i * width, width)
                 for j in range(min(width, n - r)):
                     row = write_row(weight, (r + j,))
                     for i in range(k):
-                        store(row, kk + i, turned[j, i])
+                        store(row, kk + i, transposed[j, i])
             task = claim(state)
 
     return _named(packed_rows, layout, lambda t: (read("uint8", 2), write(t, 2)))
