@@ -1,4 +1,4 @@
-"""A matrix of packed weights: runs of rows, each in a block format of GGUF or bitsandbytes."""
+"""A matrix of packed weights: runs of rows, each in a block format of GGUF, bitsandbytes, GPTQ and others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ class PackedMatrix:
     shape : (int, int)
         ``(N, K)``: output and input features; K is a multiple of the format's block.
     format : str
-        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, nf4 or fp4.
+        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, nf4 or fp4; int4, uint4,
+        int8, uint8 or e4m3 with groups of 128, 64 or 32 weights, such as int4_g128.
+    columns : int array (K,), optional
+        Input feature of each stored column, a permutation: GPTQ's order of activations. Products add up in the
+        stored order, with the bits of ``linear(x[:, columns], w.dequantize()[:, columns])``.
     dtype : dtype, optional
         Of rows that :func:`embedding` returns; default float32.
     activations : {"native", "int8"}
@@ -88,6 +92,7 @@ class PackedMatrix:
         shape: tuple[int, int],
         format: str,
         *,
+        columns: Any = None,
         dtype: npt.DTypeLike = np.float32,
         activations: str = "native",
     ) -> None:
@@ -103,10 +108,13 @@ class PackedMatrix:
             raise ShapeError(
                 f"{name}: blocks has shape {data.shape}; expected {expected} for {format} of ({rows}, {cols})"
             )
-        self._set((_Part(fmt, rows, cols, data),), dtype, activations)
+        order = None if columns is None else _permutation(name, columns, cols)
+        self._set((_Part(fmt, rows, cols, data),), dtype, activations, order)
 
-    def _set(self, parts: tuple[_Part, ...], dtype: npt.DTypeLike, activations: str) -> None:
-        self._parts = parts
+    def _set(
+        self, parts: tuple[_Part, ...], dtype: npt.DTypeLike, activations: str, columns: Array | None
+    ) -> None:
+        self._parts, self._columns = parts, columns
         self._on_devices: dict[int | None, Any] = {}
         self._shape = sum(part.rows for part in parts), parts[0].cols
         self._formats = tuple((part.rows, part.format.name) for part in parts)
@@ -114,7 +122,7 @@ class PackedMatrix:
         self._dtype = np.dtype(dtype)
         if self._dtype not in FLOAT_DTYPES.values():
             raise DTypeError(f"PackedMatrix: dtype is {self._dtype}; allowed: {', '.join(FLOAT_DTYPES)}")
-        self._call_key = self._shape, self._formats, self._dtype, self._activations
+        self._call_key = self._shape, self._formats, self._dtype, self._activations, columns is None
 
     @classmethod
     def joined(cls, matrices: Sequence[PackedMatrix]) -> PackedMatrix:
@@ -124,17 +132,20 @@ class PackedMatrix:
         if len({matrix.shape[1] for matrix in matrices}) > 1:
             shapes = ", ".join(str(matrix.shape) for matrix in matrices)
             raise ShapeError(f"PackedMatrix.joined: the matrices have shapes {shapes}; K must be the same")
+        columns = matrices[0]._columns
+        if any(not _same_order(columns, matrix._columns) for matrix in matrices):
+            raise OptionError("PackedMatrix.joined: the matrices store their columns in different orders")
         result = object.__new__(cls)
         parts = (part for matrix in matrices for part in matrix._parts)
         runs = (list(run) for _, run in itertools.groupby(parts, lambda part: part.format.name))
         merged = tuple(run[0] if len(run) == 1 else _merged(run) for run in runs)
-        result._set(merged, matrices[0]._dtype, matrices[0]._activations)
+        result._set(merged, matrices[0]._dtype, matrices[0]._activations, columns)
         return result
 
     def with_activations(self, activations: str) -> PackedMatrix:
         """Matrix of these weights, in the same memory, with another default for the products."""
         result = object.__new__(PackedMatrix)
-        result._set(self._parts, self._dtype, activations)
+        result._set(self._parts, self._dtype, activations, self._columns)
         return result
 
     @property
@@ -151,6 +162,11 @@ class PackedMatrix:
     def activations(self) -> str:
         """Form in which :func:`linear` multiplies x by default."""
         return self._activations
+
+    @property
+    def columns(self) -> Array | None:
+        """Input feature of each stored column, int32 (K,); None if they are stored in order."""
+        return self._columns
 
     @property
     def formats(self) -> tuple[tuple[int, str], ...]:
@@ -196,17 +212,20 @@ class PackedMatrix:
     def device_layout(self) -> Layout:
         """Layout of the buffer that :meth:`on` returns for a GPU."""
         sizes = (part.panels_shape(GPU_LANES) for part in self._parts)
-        return Layout.contiguous((sum(map(math.prod, sizes)),), np.uint8)
+        order = 0 if self._columns is None else self._columns.nbytes
+        return Layout.contiguous((sum(map(math.prod, sizes)) + order,), np.uint8)
 
     def on(self, device: Any) -> Any:
         """Weights as the kernels of ``device`` read them: the matrix itself on the CPU; on a GPU and the emulator
-        (None) the panels of all parts in one buffer, which is made once."""
+        (None) the panels of all parts and then ``columns`` in one buffer, which is made once."""
         if device is not None and not isinstance(device, CudaDevice):
             return self
         key = None if device is None else device.ordinal
         buffer = self._on_devices.get(key)
         if buffer is None:
-            host = np.concatenate([part.packed(GPU_LANES).reshape(-1) for part in self._parts])
+            arrays = [part.packed(GPU_LANES).reshape(-1) for part in self._parts]
+            arrays += [] if self._columns is None else [self._columns.view(np.uint8)]
+            host = np.concatenate(arrays)
             buffer = self._on_devices.setdefault(key, host if device is None else device.upload(host))
         return buffer
 
@@ -233,7 +252,7 @@ class PackedMatrix:
             )
         result, first = np.empty(self.shape, target), 0
         for part in self._parts:
-            part.decode(result[first : first + part.rows])
+            part.decode(result[first : first + part.rows], self._columns)
             first += part.rows
         return result
 
@@ -252,6 +271,7 @@ class PackedMatrix:
             part.blocks()[order],
             (len(order), part.cols),
             part.format.name,
+            columns=self._columns,
             dtype=self._dtype,
             activations=self._activations,
         )
@@ -259,16 +279,20 @@ class PackedMatrix:
     def save(self, path: Any) -> None:
         """Write the matrix to one file. An old file is replaced when the new one is complete.
 
-        It is a safetensors file with the blocks of each run of rows, ``blocks.0`` and so on (U8).
+        It is a safetensors file with the blocks of each run of rows, ``blocks.0`` and so on (U8), and ``columns``
+        (I32) if the matrix has them.
         FileError if it cannot be written.
         """
         op = "PackedMatrix.save"
         target = path_of(op, path)
         layout = json.dumps({"shape": self.shape, "formats": self.formats, "dtype": self._dtype.name})
         metadata = {"gpu_ops.kind": _KIND, "gpu_ops.layout": layout}
-        blocks = self.blocks()
-        tensors = {f"blocks.{i}": ("U8", array.shape) for i, array in enumerate(blocks)}
-        write_file(op, target, [header_of(tensors, metadata), *(array.reshape(-1) for array in blocks)])
+        arrays = {f"blocks.{i}": array for i, array in enumerate(self.blocks())}
+        tensors: dict[str, Any] = {name: ("U8", array.shape) for name, array in arrays.items()}
+        if self._columns is not None:
+            tensors["columns"], arrays["columns"] = ("I32", self._columns.shape), self._columns
+        data = (array.reshape(-1).view(np.uint8) for array in arrays.values())
+        write_file(op, target, [header_of(tensors, metadata), *data])
 
     @classmethod
     @typed_memory_errors("PackedMatrix.load")
@@ -283,8 +307,9 @@ class PackedMatrix:
             try:
                 layout = json.loads(contents.metadata.get("gpu_ops.layout", ""))
                 dtype, cols = FLOAT_DTYPES[layout["dtype"]], layout["shape"][1]
+                columns = contents.read("columns") if "columns" in contents.tensors else None
                 parts = [
-                    cls(contents.read(f"blocks.{i}"), (rows, cols), name, dtype=dtype)
+                    cls(contents.read(f"blocks.{i}"), (rows, cols), name, columns=columns, dtype=dtype)
                     for i, (rows, name) in enumerate(layout["formats"])
                 ]
                 return cls.joined(parts)
@@ -310,6 +335,19 @@ class PackedMatrix:
         return (
             f"PackedMatrix({self.shape}, {' and '.join(formats)}, {self.bits_per_weight:.4g} bits per weight)"
         )
+
+
+def _permutation(op: str, columns: Any, cols: int) -> Array:
+    order = Call(op).read("columns", columns)
+    if order.dtype.kind not in "iu" or order.shape != (cols,):
+        raise ShapeError(f"{op}: columns is {order.dtype} {order.shape}; expected integers ({cols},)")
+    if not np.array_equal(np.sort(order), np.arange(cols)):
+        raise OptionError(f"{op}: columns is no permutation of 0 to {cols - 1}")
+    return order.astype(np.int32)
+
+
+def _same_order(a: Array | None, b: Array | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _merged(parts: list[_Part]) -> _Part:
@@ -371,7 +409,8 @@ class _Part:
             panels[first : first + step] = pack_panels(self.layout, Columns(*shaped), lanes)
         return panels
 
-    def decode(self, target: Array) -> None:
+    def decode(self, target: Array, columns: Array | None) -> None:
+        """Write the weights to ``target``; stored column j to its column ``columns[j]``."""
         if not target.size:
             return
         blocks = self.blocks().reshape(-1, self.format.nbytes)
@@ -381,6 +420,10 @@ class _Part:
             part = slice(first, first + step)
             with np.errstate(all="ignore"):  # a rounded weight may overflow
                 weights[part] = decode(self.format, blocks[part])
+        if columns is not None:
+            step, order = max(1, _PIECE // self.cols), np.argsort(columns)
+            for first in range(0, self.rows, step):
+                target[first : first + step] = target[first : first + step, order]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"format": self.format.name, "rows": self.rows, "cols": self.cols, "blocks": self.blocks()}
@@ -415,7 +458,7 @@ def layout_of(format: PackedFormat) -> BlockLayout:
         fields.minimum is not None,
         fields.run_minimums is not None,
         format.offset,
-        tuple(map(float, format.values)) if format.offset is None else (),
+        tuple(map(float, format.values)) if format.offset is None and format.bits < 8 else (),
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from gpu_ops.kernels.common.arguments import DTYPES, as_line, as_rows, float32, row_stride, rows_of
@@ -43,13 +44,15 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
     mode, dtype, cols = spec["activations"], y.dtype.name, spec["cols"]
 
     def run(views: Mapping[str, Any]) -> None:
-        residual, bias = views.get("residual"), views.get("bias")
+        residual, bias, columns = views.get("residual"), views.get("bias"), views["weight"].columns
         x, out = as_rows(views["x"]), as_rows(views["y"])
+        x = x if columns is None else np.take(x, columns, axis=1)  # an index would change the order in memory
         addends = None if residual is None else as_rows(residual), None if bias is None else bias[None]
         kernels.forward(x, views["weight"].panels(LANES), addends, out, mode)
 
     text = kernels.config(tokens, dtype, [(rows, layout.name) for rows, layout in spec["parts"]], mode)
-    builder.call(run, text, kernels.scratch_bytes(tokens, spec["rows"], cols, dtype, mode))
+    copied = tokens * cols * y.itemsize * spec["reordered"]
+    builder.call(run, text, copied + kernels.scratch_bytes(tokens, spec["rows"], cols, dtype, mode))
 
 
 @lowers("packed_linear_backward", "cpu")
@@ -63,11 +66,15 @@ def _backward_cpu(spec: Spec, builder: Builder) -> None:
         return
 
     def run(views: Mapping[str, Any]) -> None:
-        dy, out = as_rows(views["dy"]), as_rows(views["dx"])
-        kernels.backward_input(dy, views["weight"].panels(LANES), out)
+        dy, out, columns = as_rows(views["dy"]), as_rows(views["dx"]), views["weight"].columns
+        stored = out if columns is None else np.empty_like(out)
+        kernels.backward_input(dy, views["weight"].panels(LANES), stored)
+        if columns is not None:
+            out[:, columns] = stored
 
     sizes = math.prod(dx.shape[:-1]), spec["rows"], spec["cols"], dx.dtype.name
-    builder.call(run, "one product with the unpacked matrix", kernels.backward_scratch_bytes(*sizes))
+    scratch = dx.nbytes * spec["reordered"] + kernels.backward_scratch_bytes(*sizes)
+    builder.call(run, "one product with the unpacked matrix", scratch)
 
 
 @lowers("packed_embedding", "cpu")
@@ -129,10 +136,12 @@ def _unpacked(
 
     With a limit of all rows it is one piece; otherwise a piece has one format."""
     cols, total = spec["cols"], spec["rows"]
+    buffer = spec.tensor("weight")
+    columns = buffer[buffer.size - 4 * cols :].view(np.int32) if spec["reordered"] else None
     if limit >= total:
         weight = builder.scratch((total, cols), dtype, "unpacked weight")
         for first, rows, layout, panels in _parts(spec):
-            _unpack(builder, backend, layout, panels, weight[first : first + rows])
+            _unpack(builder, backend, layout, panels, weight[first : first + rows], columns)
         yield 0, total, weight
         return
     for start, rows, layout, panels in _parts(spec):
@@ -140,7 +149,7 @@ def _unpacked(
         for first in range(0, rows, limit):
             count = min(limit, rows - first)
             weight = builder.scratch((count, cols), dtype, "unpacked weight")
-            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight)
+            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight, columns)
             yield start + first, count, weight
 
 
@@ -153,18 +162,28 @@ def _parts(spec: Spec) -> Iterator[tuple[int, int, BlockLayout, Tensor]]:
         first, byte = first + rows, byte + size
 
 
-def _unpack(builder: Builder, backend: str, layout: BlockLayout, panels: Tensor, weight: Tensor) -> None:
+def _unpack(
+    builder: Builder,
+    backend: str,
+    layout: BlockLayout,
+    panels: Tensor,
+    weight: Tensor,
+    columns: Tensor | None,
+) -> None:
     if not weight.size:
         return
     (rows, cols), dtype, values = weight.shape, weight.dtype.name, _values(builder, layout)
     if backend == "raw":
         grid = (-(-rows // GPU_LANES), -(-cols // (_UNIT * _WARPS)), 1)
-        args: tuple[Any, ...] = (panels, values, weight, np.int64(rows), np.int64(cols))
-        builder.launch(_kernel("unpack", layout, dtype), grid, (32 * _WARPS, 1, 1), args)
+        order = values if columns is None else columns  # not read without columns
+        args: tuple[Any, ...] = (panels, values, order, weight, np.int64(rows), np.int64(cols))
+        kernel = _kernel("unpack", layout, dtype, columns is not None)
+        builder.launch(kernel, grid, (32 * _WARPS, 1, 1), args)
     else:
         from gpu_ops.kernels.weights.numba_cuda import packed as twins
 
-        args = (*_buffers(panels), values, weight)
+        order = panels[:0].view(np.int32) if columns is None else columns
+        args = (*_buffers(panels), values, order, weight)
         builder.launch(twins.unpack(layout, dtype), (rows, cols // _UNIT, 1), (_UNIT, 1, 1), args)
 
 
@@ -204,11 +223,15 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
 
 
 def _values(builder: Builder, layout: BlockLayout) -> Tensor:
-    """Table of values of the codes; zeros if they are integers."""
-    return builder.constant(np.array(layout.table or (0.0,) * 16, np.float32), f"values of {layout.name}")
+    """Table of values of the codes; a zero if they are integers."""
+    if layout.is_e4m3:
+        values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    else:
+        values = np.array(layout.table or (0.0,), np.float32)
+    return builder.constant(values, f"values of {layout.name}")
 
 
-def _kernel(which: str, layout: BlockLayout, dtype: str) -> CudaKernel:
+def _kernel(which: str, layout: BlockLayout, dtype: str, reordered: bool = False) -> CudaKernel:
     defines = (
         ("DTYPE", DTYPES[dtype]),
         ("BLOCK", layout.block),
@@ -220,6 +243,7 @@ def _kernel(which: str, layout: BlockLayout, dtype: str) -> CudaKernel:
         ("RUN_MINIMUMS", int(layout.has_run_minimums)),
         ("TABLE", int(layout.offset is None)),
         ("OFFSET", layout.offset or 0),
+        ("REORDERED", int(reordered)),
     )
     return CudaKernel("weights/packed_unpack", f"packed_{which}", defines)
 
@@ -237,6 +261,8 @@ _EXAMPLES = (
     BlockLayout("mxfp4", 32, 32, 4, 1, False, False, False, None, ()),  # the table is an argument
     BlockLayout("q5_k", 256, 32, 5, 2, True, True, True, 0, ()),
     BlockLayout("q6_k", 256, 16, 6, 2, True, False, False, 32, ()),
+    BlockLayout("uint4_g128", 128, 128, 4, 4, False, False, True, 0, ()),
+    BlockLayout("e4m3_g128", 128, 128, 8, 4, False, False, False, None, ()),
 )
 
 

@@ -32,12 +32,22 @@ class BlockLayout(NamedTuple):
     has_minimum: bool
     has_run_minimums: bool
     offset: int | None  # subtracted from a code that is an integer
-    table: tuple[float, ...]  # values of the codes, if they are not
+    table: tuple[float, ...]  # values of the codes, if they are not; empty for e4m3
 
     @property
     def has_integers(self) -> bool:
         """Whether all values are int8, so that int8 activations give exact sums."""
-        return all(value == int(value) and -128 <= value <= 127 for value in self.table)
+        return not self.is_e4m3 and all(value == int(value) and -128 <= value <= 127 for value in self.table)
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether codes are float8 e4m3fn."""
+        return self.offset is None and not self.table
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether run minimums are zero points: subtracted from codes."""
+        return self.has_run_minimums and not self.has_minimum
 
     @property
     def planes(self) -> tuple[int, int]:

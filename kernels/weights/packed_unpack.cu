@@ -3,9 +3,11 @@
 //   panels   as in weights/packed_panels.py, for 32 rows: a row is a lane of the warp
 //   w        (rows, K) DTYPE, contiguous; x (tokens, K) with rows x_stride elements apart
 //
-//   weight = (scale * run_scale) * value[code] - (minimum * run_minimum), each operation rounded to float
+//   weight = (scale * run_scale) * value[code] - (minimum * run_minimum), each operation rounded to float;
+//   with RUN_MINIMUMS and no MINIMUM these are zero points: weight = scale * (code - run_minimum)
 //
 //   packed_unpack      w = the matrix                   reads its codes once, writes rows K elements
+//                      REORDERED: stored column k is column columns[k] of w
 //   packed_embedding   x[t] = factor * row ids[t]       NaN where an id is outside the table
 //
 // packed_unpack: a warp takes a unit, 32 weights of the 32 rows of a panel. Lanes read neighbouring words, and the
@@ -16,12 +18,12 @@
 //
 // Macros: DTYPE (f16, bf16, f32); BLOCK, RUN weights; BITS of a code; SCALE_BYTES (1: 2^(byte - 128), 2: half,
 // 4: float); RUN_SCALES, MINIMUM, RUN_MINIMUMS: whether blocks have them; TABLE: whether codes are
-// indices of `values` (16), else integers, from which OFFSET is subtracted
+// indices of `values` (2^BITS), else integers, from which OFFSET is subtracted; REORDERED: packed_unpack takes columns
 #include "scalar.cuh"
 
 typedef DTYPE scalar;
 
-constexpr int kRows = 32, kUnit = 32, kWarps = 4;
+constexpr int kRows = 32, kUnit = 32, kWarps = 4, kCodes = TABLE ? 1 << BITS : 1;
 constexpr int kRuns = BLOCK / RUN, kUnits = BLOCK / kUnit;
 constexpr int kLow = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, kHigh = BITS - kLow;  // bits of the two planes
 constexpr int kRowBytes = SCALE_BYTES + 2 * MINIMUM + kRuns * (RUN_SCALES + RUN_MINIMUMS) + BLOCK * BITS / 8;
@@ -52,7 +54,7 @@ decode(const unsigned char* block, int unit, int row, const float* table, float 
     const unsigned* high = low + BLOCK * kLow / 32 * kRows;
     const float block_scale = scale_of(block, row);
     const float block_minimum = MINIMUM ? half_of(minimums + 2 * row) : 0.0f;
-    float scale = block_scale, minimum = block_minimum;
+    float scale = block_scale, minimum = block_minimum, zero = 0.0f;
     #pragma unroll
     for (int step = 0; step < kUnit / 4; ++step) {  // a byte per weight
         unsigned codes = low[(unit * kLow + step * kLow / 8) * kRows + row] >> kLow * (step % (8 / kLow));
@@ -66,26 +68,28 @@ decode(const unsigned char* block, int unit, int row, const float* table, float 
             if (RUN_SCALES) {
                 scale = __fmul_rn(block_scale, static_cast<signed char>(run_scales[run * kRows + row]));
             }
-            if (RUN_MINIMUMS) minimum = __fmul_rn(block_minimum, run_minimums[run * kRows + row]);
+            if (RUN_MINIMUMS && MINIMUM) minimum = __fmul_rn(block_minimum, run_minimums[run * kRows + row]);
+            if (RUN_MINIMUMS && !MINIMUM) zero = run_minimums[run * kRows + row];
         }
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float product = __fmul_rn(scale, value_of(table, codes >> 8 * i & 255));
+            const float product = __fmul_rn(scale, value_of(table, codes >> 8 * i & 255) - zero);
             weight[4 * step + i] = MINIMUM ? __fsub_rn(product, minimum) : product;
         }
     }
 }
 
 // The values of codes, in shared memory: lanes read different ones.
-__device__ __forceinline__ void copy_table(float (&table)[16], const float* values) {
+__device__ __forceinline__ void copy_table(float (&table)[kCodes], const float* values) {
     if (!TABLE) return;
-    if (threadIdx.x < 16) table[threadIdx.x] = values[threadIdx.x];
+    for (int i = threadIdx.x; i < kCodes; i += blockDim.x) table[i] = values[i];
     __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
-packed_unpack(const unsigned char* panels, const float* values, scalar* w, long long rows, long long cols) {
-    __shared__ float table[16], tile[kWarps][kUnit][kRows + 1];
+packed_unpack(const unsigned char* panels, const float* values, const int* columns, scalar* w, long long rows,
+              long long cols) {
+    __shared__ float table[kCodes], tile[kWarps][kUnit][kRows + 1];
     copy_table(table, values);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long unit = (long long)blockIdx.y * kWarps + warp, panel = blockIdx.x;
@@ -97,14 +101,15 @@ packed_unpack(const unsigned char* panels, const float* values, scalar* w, long 
     for (int k = 0; k < kUnit; ++k) tile[warp][k][lane] = weight[k];
     __syncwarp();
     const int count = static_cast<int>(min(rows - panel * kRows, (long long)kRows));
-    scalar* to = w + panel * kRows * cols + unit * kUnit + lane;
+    const long long column = REORDERED ? columns[unit * kUnit + lane] : unit * kUnit + lane;
+    scalar* to = w + panel * kRows * cols + column;
     for (int r = 0; r < count; ++r) to[r * cols] = narrowed<scalar>(tile[warp][lane][r]);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
 packed_embedding(const unsigned char* panels, const float* values, const void* ids, scalar* x, int wide, float factor, long long first,
                  long long rows, long long total, long long cols, long long x_stride) {
-    __shared__ float table[16];
+    __shared__ float table[kCodes];
     copy_table(table, values);
     const long long token = blockIdx.x, unit = (long long)blockIdx.y * blockDim.x + threadIdx.x;
     if (unit >= cols / kUnit) return;

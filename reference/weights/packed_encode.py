@@ -1,7 +1,8 @@
 """Encoders of packed formats: float32 weights to the fields of blocks, by the rules of the formats' packages.
 
 Every encoder takes weights (blocks, block). Those of ggml's types compute in float32 what its C code and
-gguf-py do, in the same order, and so give the same bits; ``nf4`` and ``fp4`` follow bitsandbytes.
+gguf-py do, in the same order, and so give the same bits; ``nf4`` and ``fp4`` follow bitsandbytes, and formats of
+groups round to nearest as compressed-tensors does.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 __all__ = [
     "E2M1",
+    "E4M3",
     "FP4",
+    "GROUP_ENCODERS",
     "IQ4",
     "NF4",
     "Fields",
@@ -56,6 +60,9 @@ NF4 = (
 )
 """Quantiles of a normal distribution. Dettmers et al., "QLoRA", 2023, appendix E."""
 
+E4M3 = tuple(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float).tolist())
+"""Values of float8 e4m3fn; codes 127 and 255 are NaN."""
+
 SILENCE = np.float32(1e-15)
 """Magnitude below which ggml takes all weights of a run for zeros."""
 
@@ -70,7 +77,7 @@ class Fields(NamedTuple):
     scale: Array  # (blocks, 1), as stored: float16, float32, or uint8 for an exponent
     run_scales: Any = None  # (blocks, runs) int8
     minimum: Any = None  # (blocks, 1) float16, subtracted
-    run_minimums: Any = None  # (blocks, runs) uint8
+    run_minimums: Any = None  # (blocks, runs) uint8; without a minimum, zero points of the codes
 
 
 Encoder = Callable[[Array], Fields]
@@ -363,3 +370,61 @@ def q6_k(weights: Array) -> Fields:
     numbers = np.where(step == 0, codes.T.reshape(-1, 16, 16), numbers)
     numbers = np.where(silent[:, :, None], np.float32(0), numbers)
     return Fields(_codes(numbers, 63).reshape(weights.shape), scale, run_scales)
+
+
+# ---- groups ------------------------------------------------------------------------------------------------
+
+
+@_in_pieces
+def _int4(weights: Array) -> Fields:
+    return _symmetric(weights, 4)
+
+
+@_in_pieces
+def _int8(weights: Array) -> Fields:
+    return _symmetric(weights, 8)
+
+
+@_in_pieces
+def _uint4(weights: Array) -> Fields:
+    return _asymmetric(weights, 4)
+
+
+@_in_pieces
+def _uint8(weights: Array) -> Fields:
+    return _asymmetric(weights, 8)
+
+
+@_in_pieces
+def _e4m3(weights: Array) -> Fields:
+    scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(448)
+    codes = _ratio(weights, scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return Fields(codes.view(np.uint8), scale)
+
+
+GROUP_ENCODERS = {"int4": _int4, "uint4": _uint4, "int8": _int8, "uint8": _uint8, "e4m3": _e4m3}
+"""Encoders of formats of groups."""
+
+
+def _symmetric(weights: Array, bits: int) -> Fields:
+    """``q = rint(w / s) + 2^(bits - 1)`` with ``s = 2 absmax / (2^bits - 1)``."""
+    half = 1 << (bits - 1)
+    scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(half - 0.5)
+    codes = np.rint(_ratio(weights, scale)).clip(-half, half - 1) + half
+    return Fields(codes.astype(np.uint8), scale)
+
+
+def _asymmetric(weights: Array, bits: int) -> Fields:
+    """``q = rint(w / s + z)`` with ``s = (max - min) / (2^bits - 1)`` and ``z = rint(-min / s)``, 0 in the range."""
+    top = (1 << bits) - 1
+    low = np.minimum(weights.min(axis=1, keepdims=True), 0)
+    high = np.maximum(weights.max(axis=1, keepdims=True), 0)
+    scale = high / np.float32(top) - low / np.float32(top)
+    zero = np.rint(_ratio(-low, scale)).clip(0, top)
+    codes = np.rint(_ratio(weights, scale) + zero).clip(0, top)
+    return Fields(codes.astype(np.uint8), scale, run_minimums=zero.astype(np.uint8))
+
+
+def _ratio(weights: Array, scale: Array) -> Array:
+    """``weights / scale``, and 0 for a scale of 0."""
+    return np.where(scale == 0, np.float32(0), weights / scale)

@@ -6,11 +6,12 @@ A row of a matrix is a sequence of blocks. Every format stores the same fields, 
 
 ``run_scale`` and ``run_minimum`` are small integers for a run of a block's weights; formats without runs
 have one scale per block. The products and the difference are rounded to float32 in this order, as in ggml, gguf-py
-and bitsandbytes.
+and bitsandbytes. Formats with zero points, those of GPTQ and AWQ, store no minimum: ``scale * (code - run_minimum)``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.reference.weights import packed_encode
-from gpu_ops.reference.weights.packed_encode import E2M1, FP4, IQ4, NF4, Fields
+from gpu_ops.reference.weights.packed_encode import E2M1, E4M3, FP4, IQ4, NF4, Fields
 
-__all__ = ["FORMATS", "Fields", "PackedFormat", "decode", "describe_formats", "encode"]
+__all__ = ["FORMATS", "GROUPS", "Fields", "PackedFormat", "decode", "describe_formats", "encode"]
 
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +60,8 @@ def decode(format: PackedFormat, blocks: Array) -> Array:
         scale = numbers(fields.scale)
         if fields.run_scales is not None:
             scale = scale * fields.run_scales.astype(np.float32)
+        if fields.minimum is None and fields.run_minimums is not None:
+            values = values - fields.run_minimums.astype(np.float32)
         weights = np.repeat(scale, format.block // scale.shape[1], axis=1) * values
         if fields.minimum is None:
             return weights
@@ -299,6 +302,19 @@ def _join_nf4(f: Fields) -> Array:
     return np.hstack([scale, f.codes[:, ::2] << 4 | f.codes[:, 1::2]])
 
 
+def _split_group(data: Array, *, bits: int, has_zeros: bool) -> Fields:
+    codes = data[:, 4 + has_zeros :]
+    scale = np.ascontiguousarray(data[:, :4]).view("<f4")
+    zeros = data[:, 4:5] if has_zeros else None
+    return Fields(codes if bits == 8 else _low_high(codes, 16), scale, run_minimums=zeros)
+
+
+def _join_group(f: Fields, *, bits: int) -> Array:
+    head = [np.ascontiguousarray(f.scale, "<f4").view(np.uint8)]
+    head += [] if f.run_minimums is None else [f.run_minimums]
+    return np.hstack([*head, f.codes if bits == 8 else _nibbles(f.codes, 16)])
+
+
 def _integers(bits: int, offset: int) -> tuple[float, ...]:
     return tuple(range(-offset, (1 << bits) - offset))
 
@@ -343,7 +359,34 @@ _ROWS = (
 )
 # fmt: on
 
+# Group formats: GPTQ's, AWQ's and compressed-tensors' numbers, with each row's groups one after the other.
+# name, bits of a code, values, whether blocks have a zero point, layout
+_GROUP_ROWS = (
+    ("int4", 4, _integers(4, 8), False, "f32 scale, nibbles"),
+    ("uint4", 4, _integers(4, 0), True, "f32 scale, zero point, nibbles"),
+    ("int8", 8, _integers(8, 128), False, "f32 scale, codes"),
+    ("uint8", 8, _integers(8, 0), True, "f32 scale, zero point, codes"),
+    ("e4m3", 8, E4M3, False, "f32 scale, 8-bit floats"),
+)
+GROUPS = (128, 64, 32)
+"""Weights that share a scale in formats such as ``int4_g128``."""
+
+
+def _group_format(
+    name: str, bits: int, values: tuple[float, ...], has_zeros: bool, layout: str, group: int
+) -> PackedFormat:
+    split = functools.partial(_split_group, bits=bits, has_zeros=has_zeros)
+    join = functools.partial(_join_group, bits=bits)
+    size, encoder = 4 + has_zeros + group * bits // 8, packed_encode.GROUP_ENCODERS[name]
+    return PackedFormat(
+        f"{name}_g{group}", group, size, bits, group, values, split, join, layout, encoder
+    )
+
+
 FORMATS = {row[0]: PackedFormat(*row) for row in _ROWS}
+FORMATS |= {
+    format.name: format for row in _GROUP_ROWS for format in (_group_format(*row, group) for group in GROUPS)
+}
 
 
 def describe_formats() -> str:

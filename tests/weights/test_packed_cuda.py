@@ -35,6 +35,18 @@ def test_products_have_the_bits_of_the_unpacked_matrix(name, dtype, backend, rng
     np.testing.assert_array_equal(gpu_ops.linear_backward(dy, x, matrix, only="dx", **backend), right)
 
 
+def test_reordered_columns(backend, rng):
+    order = rng.permutation(128)
+    stored = random_matrix("uint4_g64", 40, 128, rng)
+    matrix = PackedMatrix(stored.blocks()[0], (40, 128), "uint4_g64", columns=order)
+    weight = matrix.dequantize()
+    x, dy = (rng.standard_normal((3, n)).astype(np.float32) for n in (128, 40))
+    right = gpu_ops.linear(x, weight, **backend)
+    np.testing.assert_array_equal(gpu_ops.linear(x, matrix, **backend), right)
+    right = gpu_ops.linear_backward(dy, x, weight, only="dx", **backend)
+    np.testing.assert_array_equal(gpu_ops.linear_backward(dy, x, matrix, only="dx", **backend), right)
+
+
 def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
     from gpu_ops.kernels.weights import packed
 

@@ -218,7 +218,8 @@ def _bind_packed(
     finish: Finish | None = None,
 ) -> Bound:
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
-    call.option(rows=rows, cols=cols, parts=weight.block_layouts, activations=mode)
+    reordered = weight.columns is not None
+    call.option(rows=rows, cols=cols, parts=weight.block_layouts, reordered=reordered, activations=mode)
     unsupported = checks.unsupported(dtype)
     if mode == "int8":
         why = "int8 activations of packed weights have CPU kernels only"

@@ -9,7 +9,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import ShapeError
+from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.indices import check_indices, read_indices
@@ -70,6 +70,10 @@ def embedding(
     call.option(scale=checks.computable(call.op, "scale", scale, dtype))
     call.write("x", (*ids_.shape, table.shape[1]), table.dtype, out, rows=True)
     if isinstance(table, PackedMatrix):
+        if table.columns is not None:
+            raise OptionError(
+                f"{call.op}: the table stores its columns in another order; pass weight.dequantize()"
+            )
         call.option(rows=table.shape[0], cols=table.shape[1], parts=table.block_layouts)
         return _bind(call, dtype, table.shape, "packed_embedding")
     return _bind(call, dtype, table.shape)

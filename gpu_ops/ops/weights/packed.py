@@ -63,7 +63,9 @@ def _linear(spec: Spec, builder: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         x, weight, addends = views["x"], views["weight"], (views.get("bias"), views.get("residual"))
         if spec["activations"] == "int8":
-            result = linear_int8(x, weight.dequantize(), weight.activation_blocks, *addends)
+            order = slice(None) if weight.columns is None else weight.columns
+            stored = weight.dequantize()[:, order]
+            result = linear_int8(x[..., order], stored, weight.activation_blocks, *addends)
         else:
             result = linear(x, weight.dequantize(x.dtype), addends[0], residual=addends[1])
         store(views, ("y",), result)

@@ -46,7 +46,7 @@ from gpu_ops.kernels.gemm.cpu import linear as dense
 from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
-from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, sums_of, unpack_of
+from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
@@ -104,7 +104,7 @@ def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str
         if activations == "native":
             linear(layout, x, panels, more, out)
             continue
-        key = layout.block, layout.run
+        key = layout.block, summed_steps(layout)
         if key not in rounded:
             rounded[key] = quantized(x, *key)
         nanoseconds = panels.nbytes / 8 * max(1, len(x) / 4)
@@ -307,16 +307,16 @@ def _embedding_kernel(layout: BlockLayout) -> Kernel:
 
 
 Rounded = tuple[Array, Array, Array]
-"""int8 tokens, their scales per block, and their sums per run."""
+"""int8 tokens, their scales per block, and sums of some of their steps."""
 
 
-def quantized(x: Array, block: int, run: int) -> Rounded:
+def quantized(x: Array, block: int, summed: int) -> Rounded:
     """x as int8, with tokens of zeros up to what the micro-kernels read."""
     count, cols = _padded(len(x)), x.shape[1]
     q = aligned_empty((count, cols), np.dtype(np.int8))
     scales = aligned_empty((count, cols // block), np.dtype(np.float32))
-    sums = aligned_empty((count, cols // run), np.dtype(np.int32))
-    launcher(x.size / 2)(packed_quantize[x.dtype], count, bits(x), block, run, q, scales, sums)
+    sums = aligned_empty((count, cols // summed), np.dtype(np.int32))
+    launcher(x.size / 2)(packed_quantize[x.dtype], count, bits(x), block, summed, q, scales, sums)
     return q, scales, sums
 
 
@@ -326,12 +326,12 @@ def quantized(x: Array, block: int, run: int) -> Rounded:
     ),
     fastmath=frozenset(),
 )
-def packed_quantize(state, n_tasks, x, block, run, q, scales, sums):
-    """q = rint(x * 127 / absmax) per block; scales = absmax / 127, NaN if a block is not finite; sums per run."""
+def packed_quantize(state, n_tasks, x, block, summed, q, scales, sums):
+    """q = rint(x * 127 / absmax) per block; scales = absmax / 127, NaN if a block is not finite; sums of q."""
     values = np.empty(block, np.float32)
     t = claim(state)
     while t < n_tasks:
-        codes, block_scales, run_sums = write_row(q, (t,)), write_row(scales, (t,)), write_row(sums, (t,))
+        codes, block_scales, part_sums = write_row(q, (t,)), write_row(scales, (t,)), write_row(sums, (t,))
         if t < len(x):
             row = read_row(x, (t,))
             for i in range(len(block_scales)):
@@ -353,15 +353,15 @@ def packed_quantize(state, n_tasks, x, block, run, q, scales, sums):
                 else:
                     for j in range(block):
                         codes[first + j] = 0
-            for i in range(len(run_sums)):
+            for i in range(len(part_sums)):
                 total = np.int32(0)
-                for j in range(run):
-                    total += np.int32(codes[i * run + j])
-                run_sums[i] = total
+                for j in range(summed):
+                    total += np.int32(codes[i * summed + j])
+                part_sums[i] = total
         else:  # tokens that fill up a tile
             codes[:] = 0
             block_scales[:] = 0
-            run_sums[:] = 0
+            part_sums[:] = 0
         t = claim(state)
 
 

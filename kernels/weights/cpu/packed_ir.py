@@ -119,6 +119,8 @@ def _power_of_two(b: Any, pointer: Any) -> Any:
 
 def _float_values(b: Any, layout: BlockLayout, code: Any) -> Any:
     """Values of codes in 32-bit lanes, as float32."""
+    if layout.is_e4m3:
+        return _e4m3_values(b, code)
     if layout.offset is not None:
         return b.sitofp(b.sub(code, every(layout.offset)) if layout.offset else code, FLOAT)
     table = layout.table
@@ -131,6 +133,19 @@ def _float_values(b: Any, layout: BlockLayout, code: Any) -> Any:
         )
         return b.select(b.icmp_unsigned("<", code, every(8)), first, second)
     return _select(b, code, every, [build.every(FLOAT, value) for value in table])
+
+
+def _e4m3_values(b: Any, code: Any) -> Any:
+    """e4m3fn as float32, by integer and normal float32 instructions: denormal operands are slow on some CPUs."""
+    magnitude = b.and_(code, every(0x7F))
+    bits = b.shl(magnitude, every(20))
+    normal = b.bitcast(b.add(bits, every(120 << 23)), FLOAT)
+    denormal = b.fsub(b.bitcast(b.add(bits, every(121 << 23)), FLOAT), build.every(FLOAT, 2.0**-6))
+    value = b.select(b.icmp_unsigned("<", magnitude, every(8)), denormal, normal)
+    nan = b.icmp_unsigned("==", magnitude, every(0x7F))
+    value = b.select(nan, b.bitcast(every(0x7FC00000), FLOAT), value)
+    sign = b.shl(b.and_(code, every(0x80)), every(24))
+    return b.bitcast(b.or_(b.bitcast(value, INT), sign), FLOAT)
 
 
 def _byte_values(b: Any, codes: Any, values: list[int]) -> Any:
@@ -164,17 +179,20 @@ def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterat
     block = _Block(b, layout, b.gep(start, [b.mul(block_index, number(layout.row_bytes * LANES))]))
     whole_scale = block.scales()
     whole_minimum = block.minimums() if layout.has_minimum else None
-    scale, minimum = whole_scale, whole_minimum
+    scale, minimum, zero = whole_scale, whole_minimum, None
     for step, codes in enumerate(block.codes(unit)):
         if step * 4 % layout.run == 0:
             run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(layout.run)), number(step * 4 // layout.run))
             if layout.has_run_scales:
                 scale = b.fmul(whole_scale, b.sitofp(block.run_scale(run), FLOAT))
-            if layout.has_run_minimums:
+            if layout.has_zeros:
+                zero = block.run_minimum(run)
+            elif layout.has_run_minimums:
                 minimum = b.fmul(whole_minimum, b.sitofp(block.run_minimum(run), FLOAT))
         for i in range(4):
             code = b.lshr(codes, every(8 * i)) if i else codes
             code = b.and_(code, every(255)) if i < 3 else code
+            code = code if zero is None else b.sub(code, zero)
             weight = b.fmul(scale, _float_values(b, layout, code))
             yield weight if minimum is None else b.fsub(weight, minimum)
 
@@ -276,10 +294,15 @@ def _multiplies_magnitudes(layout: BlockLayout) -> bool:
     return not VNNI and (layout.bits == 8 or layout.offset is None)
 
 
+def summed_steps(layout: BlockLayout) -> int:
+    """Steps of K whose products one integer sum holds: activations have their sums too."""
+    return min(layout.run, UNIT)
+
+
 def sum_offset(layout: BlockLayout) -> int:
-    """Multiple of the activations' sum that the unsigned products contain."""
+    """Multiple of the activations' sum that the products contain; negative if they lack it."""
     if _multiplies_magnitudes(layout):
-        return 0
+        return -128 if layout.has_zeros else 0
     return 128 if layout.offset is None else layout.offset
 
 
@@ -308,7 +331,7 @@ def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> No
     sums, lows = ([cgutils.alloca_once_value(b, zero_int) for _ in range(tokens)] for _ in range(2))
     for slot in totals:
         b.store(zero, slot)
-    offset, units = sum_offset(layout), layout.block // UNIT
+    offset, units, summed = sum_offset(layout), layout.block // UNIT, summed_steps(layout)
 
     with cgutils.for_range(b, p["blocks"]) as loop:
         block = _Block(b, layout, b.gep(p["panels"], [b.mul(loop.index, number(layout.row_bytes * LANES))]))
@@ -320,15 +343,20 @@ def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> No
                 p[name], [b.add(b.mul(p[f"{name}_stride"], number(t)), b.mul(index, number(per_block)))]
             )
 
-        def end_run(run: Any, parts: list[Any]) -> None:
+        def end_run(weight: Any, parts: list[Any]) -> None:
+            """Add the sums of ``summed`` weights from ``weight`` on."""
+            run, place = b.udiv(weight, number(layout.run)), b.udiv(weight, number(summed))
             scale = block.run_scale(run) if layout.has_run_scales else None
             minimum = block.run_minimum(run) if layout.has_run_minimums else None
+            excess = every(offset)
+            if layout.has_zeros:
+                excess, minimum = b.add(minimum, excess), None
             for t, part in enumerate(parts):
                 x_sum = None
-                if offset or layout.has_minimum:
-                    x_sum = splat(b, b.load(b.gep(token("x_sums", t, layout.runs), [run])))
-                if offset:
-                    part = b.sub(part, b.mul(x_sum, every(offset)))
+                if offset or layout.has_minimum or layout.has_zeros:
+                    x_sum = splat(b, b.load(b.gep(token("x_sums", t, layout.block // summed), [place])))
+                if offset or layout.has_zeros:
+                    part = b.sub(part, b.mul(x_sum, excess))
                 if scale is not None:
                     part = b.mul(part, scale)
                 b.store(b.add(b.load(sums[t]), part), sums[t])
@@ -345,8 +373,8 @@ def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> No
                     place = b.gep(token("x", t, layout.block), [b.add(first, number(4 * step))])
                     x = splat(b, b.load(b.bitcast(place, ir.IntType(32).as_pointer()), align=1))
                     parts[t] = dot4(b, parts[t], unsigned, x if signs is None else _signed_by(b, x, signs))
-                if (step + 1) * 4 % min(layout.run, UNIT) == 0:
-                    end_run(b.add(b.udiv(first, number(layout.run)), number(step * 4 // layout.run)), parts)
+                if (step + 1) * 4 % summed == 0:
+                    end_run(b.add(first, number((step + 1) * 4 - summed)), parts)
                     parts = [zero_int] * tokens
 
         if units > 1:

@@ -32,11 +32,8 @@ def _weight_of(layout: BlockLayout) -> object:
     low = run_minimums + layout.has_run_minimums * layout.runs * lanes
     high = low + block * low_bits // 8 * lanes
     scale_bytes, offset, is_table = layout.scale_bytes, layout.offset or 0, layout.offset is None
-    has_run_scales, has_minimum, has_run_minimums = (
-        layout.has_run_scales,
-        layout.has_minimum,
-        layout.has_run_minimums,
-    )
+    has_run_scales, has_minimum, has_zeros = layout.has_run_scales, layout.has_minimum, layout.has_zeros
+    has_run_minimums = layout.has_run_minimums and has_minimum
 
     @cuda.jit(device=True)
     def part(words, start, bits, k, row):
@@ -62,6 +59,8 @@ def _weight_of(layout: BlockLayout) -> object:
         if high_bits:
             code |= part(words, start + high, high_bits, k, row) << uint32(low_bits)
         value = values[code] if is_table else float32(int32(code) - int32(offset))
+        if has_zeros:
+            value -= float32(data[start + run_minimums + k // run * lanes + row])
         weight = libdevice.fmul_rn(scale, value)
         if has_minimum:
             minimum = float32(halves[(start + minimums) // 2 + row])
@@ -75,19 +74,20 @@ def _weight_of(layout: BlockLayout) -> object:
 
 @cache
 def unpack(layout: BlockLayout, dtype: str) -> NumbaKernel:
-    """Kernel: w = the rows of the panels. blockDim = 32 weights; grid = (rows, units)."""
+    """Kernel: w = the rows of the panels; stored column k is ``columns[k]`` of w, or k if there are none.
+    blockDim = 32 weights; grid = (rows, units)."""
     _, store, number, element, _ = functions(dtype)
     weight_of, lanes, block = _weight_of(layout), GPU_LANES, layout.block
     block_bytes = layout.row_bytes * lanes
 
-    def packed_unpack(data, halves, words, floats, values, w):
+    def packed_unpack(data, halves, words, floats, values, columns, w):
         row, k = cuda.blockIdx.x, cuda.blockIdx.y * UNIT + cuda.threadIdx.x
         start = (row // lanes * (w.shape[1] // block) + k // block) * block_bytes
         weight = weight_of(data, halves, words, floats, values, start, k % block, row % lanes)
-        w[row, k] = store(number(weight))
+        w[row, columns[k] if columns.size else k] = store(number(weight))
 
     return NumbaKernel(
-        packed_unpack, f"void({_BUFFERS}, {element}[:, :])", f"packed_unpack_{layout.name}_{dtype}"
+        packed_unpack, f"void({_BUFFERS}, int32[:], {element}[:, :])", f"packed_unpack_{layout.name}_{dtype}"
     )
 
 
