@@ -35,11 +35,12 @@ from gpu_ops.models.tensors import (
     Files,
     ModelSource,
     Names,
+    PackedWeight,
     Part,
     open_folder,
+    packed_weights,
     planned,
     read_all,
-    read_ternary,
     same_values,
     with_post_norms,
     with_stored_prefix,
@@ -67,9 +68,10 @@ def load(
     ----------
     path : path
         A folder with ``config.json``, and ``model.safetensors`` or the shards that ``model.safetensors.index.json``
-        lists. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58, with tensors in F32,
-        F16, BF16, F64, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0,
-        TQ2_0 and I2_S: files from Q2_K to Q8_0, except those with IQ1, IQ2 or IQ3 types.
+        lists; linear layers may be quantised by GPTQ, AWQ, bitsandbytes, compressed-tensors, fp8 or BitNet, as
+        ``quantization_config`` says. Or a GGUF file of the architecture llama, qwen2, qwen3, bitnet or bitnet-b1.58,
+        with tensors in F32, F16, BF16, F64, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K,
+        Q6_K, IQ4_XS, TQ1_0, TQ2_0 and I2_S: files from Q2_K to Q8_0, except those with IQ1, IQ2 or IQ3 types.
     dtype : dtype, optional
         float16, bfloat16, float32 or float64, for all arrays; default: that of the embedding table in the file, or
         float32 if it is quantised. With a dtype, quantised matrices are unpacked.
@@ -87,16 +89,15 @@ def load(
     weights : Llama
         Ternary projections from BitNet's folders and GGUF files stay packed: each is a
         :class:`gpu_ops.TernaryMatrix`, with a scale per row or block if ``qkv`` or ``gate_up`` joins tensors of
-        different scales. Quantised matrices of a GGUF file stay packed: each is a
-        :class:`gpu_ops.PackedMatrix`, whose parts keep their formats if tensors are joined. All other weights are
-        arrays.
+        different scales. Other quantised matrices stay packed: each is a :class:`gpu_ops.PackedMatrix`, whose parts
+        keep their formats if tensors are joined. All other weights are arrays.
     config : LlamaConfig
 
     Raises
     ------
     OptionError
         A config of another family, or one with options that its family does not have: see
-        :meth:`LlamaConfig.from_hf`. Quantised weights in a folder, other than BitNet's.
+        :meth:`LlamaConfig.from_hf`. Weights that are quantised by another method, or with options that are not read.
     FormatError, ShapeError
         A damaged file. A tensor is missing, duplicated, unexpected, or of another shape than in the config.
         The message names it and its file.
@@ -139,19 +140,24 @@ def load(
     packed = target_dtype is None
     with system_errors(_LOAD, where):
         is_folder = stat.S_ISDIR(where.stat().st_mode)
-    if activations is not None and format is None and (is_folder or not packed):
-        raise OptionError(
-            f"{_LOAD}: activations= is for packed matrices: of a GGUF file without dtype=, or with format="
-        )
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         source: ModelSource[LlamaConfig]
         if is_folder:
-            source = _Folder(where, stack)
+            source = folder = _Folder(where, stack)
+            packed = packed and folder.is_quantized
         else:
             file = stack.enter_context(opened(_LOAD, where))
             source = GGUFSource(_LOAD, where, file, mode if packed else None)
+        if activations is not None and format is None and not packed:
+            raise OptionError(
+                f"{_LOAD}: activations= is for packed matrices: of a quantised model without dtype=, or with format="
+            )
         arrays = {}
         for name, array in read_all(_LOAD, where, source, target_dtype):
+            if isinstance(array, PackedMatrix) and is_folder:
+                array = (
+                    array.with_activations(mode) if target_dtype is None else array.dequantize(target_dtype)
+                )
             if format is not None and name.rpartition(".")[2] in PROJECTIONS:
                 array = _packed(name, array, format, mode)
             arrays[name] = to_device(array, target) if isinstance(array, np.ndarray) else array
@@ -261,11 +267,13 @@ class _Folder(ModelSource[LlamaConfig]):
                 config = _tied(config, files, names)
             else:
                 names = replace(names, modules={**names.modules, "embed": names.modules["lm_head"]})
+        self._tensor_files = files
+        self.is_quantized = self._entries.get("quantization_config") is not None
         super().__init__(config, files, names)
 
-    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
-        """Read the projections that BitNet stores as uint8."""
-        return read_ternary(_LOAD, self._where, self._entries, plan)
+    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, PackedWeight]:
+        """Find the weights that are quantised."""
+        return packed_weights(_LOAD, self._where, self._entries, self._tensor_files, plan)
 
 
 def _tied(config: LlamaConfig, files: Files, names: Names) -> LlamaConfig:

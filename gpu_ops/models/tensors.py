@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FormatError, MissingFileError, OptionError, ShapeError
 from gpu_ops.formats.files import opened
+from gpu_ops.formats.packed_matrix import PackedMatrix
+from gpu_ops.formats.quantized_layers import METHODS, QuantizedLayer, quantized_layer
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 from gpu_ops.formats.ternary_files import read_bitnet
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
@@ -31,13 +34,14 @@ __all__ = [
     "ModelConfig",
     "ModelSource",
     "Names",
+    "PackedWeight",
     "Part",
     "fill",
     "joined",
     "open_folder",
+    "packed_weights",
     "planned",
     "read_all",
-    "read_ternary",
     "same_values",
     "scale_columns",
     "with_post_norms",
@@ -168,6 +172,13 @@ class Part:
     shape: tuple[int, ...]
 
 
+class PackedWeight(NamedTuple):
+    """One of our arrays that is packed in a file: the names of its tensors, and a function that reads it."""
+
+    tensors: Set[str]
+    read: Callable[[], Any]
+
+
 @dataclass
 class ModelSource(Generic[AnyConfig]):
     """Config and files of a model."""
@@ -176,8 +187,8 @@ class ModelSource(Generic[AnyConfig]):
     files: Files
     names: Names
 
-    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, Any]:
-        """Read and check our arrays whose tensors are packed in a special format. None here."""
+    def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, PackedWeight]:
+        """Find and check our arrays whose tensors are packed in a special format. None here."""
         return {}
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
@@ -214,12 +225,12 @@ def read_all(
     if dtype is None:
         dtype = NUMPY_DTYPES.get(source.files[table].tensors[table].dtype, np.dtype(np.float32))
     for name, parts in plan.items():
-        yield name, packed[name] if name in packed else source.read(name, parts, dtype)
+        yield name, packed[name].read() if name in packed else source.read(name, parts, dtype)
 
 
 def _checked(
     op: str, where: Path, source: ModelSource[Any]
-) -> tuple[dict[str, list[Part]], Mapping[str, Any]]:
+) -> tuple[dict[str, list[Part]], Mapping[str, PackedWeight]]:
     """Return the plan and its packed arrays. Raises unless the files hold exactly the tensors of the plan."""
     config, files, names = source.config, source.files, source.names
     if config.nlayers > len(files):  # before a list of layers is made
@@ -228,8 +239,8 @@ def _checked(
         )
     plan = planned(config, names)
     packed = source.packed(plan)
-    packed_names = {part.name for name in packed for part in plan[name]}
-    parts = {part.name: part for each in plan.values() for part in each if part.name not in packed_names}
+    packed_names = set().union(*(weight.tensors for weight in packed.values()))
+    parts = {part.name: part for name, each in plan.items() for part in each if name not in packed}
     for name, part in parts.items():
         if name not in files:
             hint = "; if the output layer is the embedding table, set tie_word_embeddings"
@@ -245,9 +256,7 @@ def _checked(
             raise FormatError(
                 f"{files[name].what}: {name} is {stored.dtype[:80]}; {', '.join(names.dtypes)} are loaded"
             )
-    for name in sorted(
-        files.keys() - parts.keys() - packed_names - {f"{name}_scale" for name in packed_names}
-    ):
+    for name in sorted(files.keys() - parts.keys() - packed_names):
         if not (config.tied and name == names.lm_head) and not name.endswith(names.unread):
             raise FormatError(
                 f"{files[name].what}: {name[:80]!r} is no part of a {config.nlayers}-layer model of this config; "
@@ -334,18 +343,58 @@ def _read_index(op: str, path: Path) -> dict[str, str]:
     return listed
 
 
-def read_ternary(
-    who: str, where: Path, entries: Mapping[str, Any], plan: Mapping[str, list[Part]]
-) -> dict[str, TernaryMatrix]:
-    """Read the packed projections, by the names of the model's arrays; none in a checkpoint of floats."""
+def packed_weights(
+    who: str,
+    where: Path,
+    entries: Mapping[str, Any],
+    files: Mapping[str, Any],
+    plan: Mapping[str, list[Part]],
+) -> dict[str, PackedWeight]:
+    """Find the packed weights of a folder, by the names of the model's arrays; none in a checkpoint of floats."""
     quantization = entries.get("quantization_config")
     if quantization is None:
         return {}
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "bitnet":
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method == "bitnet":
+        return _read_ternary(who, where, quantization, plan)
+    if method not in METHODS:
         raise OptionError(
-            f"{who}: {where}: quantization_config says that the weights are quantised; float weights and packed ones "
-            "of BitNet are loaded"
+            f"{who}: {where}: quantization_config has quant_method={method!r:.80}; weights that are loaded: floats, "
+            f"bitnet, {', '.join(METHODS)}"
         )
+    weights = {}
+    for name, parts in plan.items():
+        if len(parts[0].shape) != 2:
+            continue
+        modules = [part.name.removesuffix(".weight") for part in parts]
+        layers = [
+            quantized_layer(files, module, part.shape, quantization)  # type: ignore[arg-type]  # two axes
+            for module, part in zip(modules, parts, strict=True)
+        ]
+        present = [layer for layer in layers if layer is not None]
+        if not present:
+            continue
+        if len(present) < len(layers):
+            raise FormatError(
+                f"{who}: {where}: {present[0].name} is quantised, and the model's {name} is not as a whole"
+            )
+        weights[name] = PackedWeight(
+            set().union(*(layer.tensors for layer in present)), functools.partial(_read_layers, present)
+        )
+    if not weights:
+        raise FormatError(f"{who}: {where}: quantization_config says that weights are quantised, and none is")
+    return weights
+
+
+def _read_layers(layers: Sequence[QuantizedLayer]) -> PackedMatrix:
+    """Read layers into one matrix."""
+    return PackedMatrix.joined([layer.read() for layer in layers])
+
+
+def _read_ternary(
+    who: str, where: Path, quantization: Mapping[str, Any], plan: Mapping[str, list[Part]]
+) -> dict[str, PackedWeight]:
+    """Read BitNet's packed projections, by the names of the model's arrays."""
     for name, expected in {"quantization_mode": "offline", "use_rms_norm": False}.items():
         if quantization.get(name) not in (None, expected):
             raise OptionError(
@@ -375,10 +424,16 @@ def read_ternary(
                 raise ShapeError(
                     f"{who}: {where}: {part.name} is {matrix.shape}, and {part.shape} by the config"
                 )
-        arrays[name] = joined([(matrix.trits(), scale_columns(matrix)) for matrix in matrices])
+        weight = joined([(matrix.trits(), scale_columns(matrix)) for matrix in matrices])
+        tensors = {stored for part in parts for stored in (part.name, f"{part.name}_scale")}
+        arrays[name] = PackedWeight(tensors, functools.partial(_as_read, weight))
     if packed:
         raise FormatError(f"{who}: {where}: {min(packed)} is packed, and no part of a model of this config")
     return arrays
+
+
+def _as_read(weight: TernaryMatrix) -> TernaryMatrix:
+    return weight
 
 
 def scale_columns(w: TernaryMatrix) -> Array:

@@ -377,22 +377,22 @@ def q6_k(weights: Array) -> Fields:
 
 @_in_pieces
 def _int4(weights: Array) -> Fields:
-    return _symmetric(weights, 4)
+    return _group(weights, 4)
 
 
 @_in_pieces
 def _int8(weights: Array) -> Fields:
-    return _symmetric(weights, 8)
+    return _group(weights, 8)
 
 
 @_in_pieces
 def _uint4(weights: Array) -> Fields:
-    return _asymmetric(weights, 4)
+    return _group_with_zeros(weights, 4)
 
 
 @_in_pieces
 def _uint8(weights: Array) -> Fields:
-    return _asymmetric(weights, 8)
+    return _group_with_zeros(weights, 8)
 
 
 @_in_pieces
@@ -406,7 +406,7 @@ GROUP_ENCODERS = {"int4": _int4, "uint4": _uint4, "int8": _int8, "uint8": _uint8
 """Encoders of formats of groups."""
 
 
-def _symmetric(weights: Array, bits: int) -> Fields:
+def _group(weights: Array, bits: int) -> Fields:
     """``q = rint(w / s) + 2^(bits - 1)`` with ``s = 2 absmax / (2^bits - 1)``."""
     half = 1 << (bits - 1)
     scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(half - 0.5)
@@ -414,7 +414,7 @@ def _symmetric(weights: Array, bits: int) -> Fields:
     return Fields(codes.astype(np.uint8), scale)
 
 
-def _asymmetric(weights: Array, bits: int) -> Fields:
+def _group_with_zeros(weights: Array, bits: int) -> Fields:
     """``q = rint(w / s + z)`` with ``s = (max - min) / (2^bits - 1)`` and ``z = rint(-min / s)``, 0 in the range."""
     top = (1 << bits) - 1
     low = np.minimum(weights.min(axis=1, keepdims=True), 0)

@@ -12,7 +12,8 @@ and bitsandbytes. Formats with zero points, those of GPTQ and AWQ, store no mini
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -372,21 +373,24 @@ GROUPS = (128, 64, 32)
 """Weights that share a scale in formats such as ``int4_g128``."""
 
 
-def _group_format(
-    name: str, bits: int, values: tuple[float, ...], has_zeros: bool, layout: str, group: int
-) -> PackedFormat:
-    split = functools.partial(_split_group, bits=bits, has_zeros=has_zeros)
-    join = functools.partial(_join_group, bits=bits)
-    size, encoder = 4 + has_zeros + group * bits // 8, packed_encode.GROUP_ENCODERS[name]
-    return PackedFormat(
-        f"{name}_g{group}", group, size, bits, group, values, split, join, layout, encoder
-    )
+def _group_formats() -> Iterator[PackedFormat]:
+    for (name, bits, values, has_zeros, layout), group in itertools.product(_GROUP_ROWS, GROUPS):
+        yield PackedFormat(
+            name=f"{name}_g{group}",
+            block=group,
+            nbytes=4 + has_zeros + group * bits // 8,
+            bits=bits,
+            run=group,
+            values=values,
+            split=functools.partial(_split_group, bits=bits, has_zeros=has_zeros),
+            join=functools.partial(_join_group, bits=bits),
+            layout=layout,
+            encode=packed_encode.GROUP_ENCODERS[name],
+        )
 
 
 FORMATS = {row[0]: PackedFormat(*row) for row in _ROWS}
-FORMATS |= {
-    format.name: format for row in _GROUP_ROWS for format in (_group_format(*row, group) for group in GROUPS)
-}
+FORMATS |= {format.name: format for format in _group_formats()}
 
 
 def describe_formats() -> str:

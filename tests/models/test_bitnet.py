@@ -101,7 +101,7 @@ Q, EMBED = "model.layers.0.self_attn.q_proj", "model.embed_tokens"
 @pytest.mark.parametrize(
     ("quantization", "break_it", "kind", "words"),
     [
-        ({"quant_method": "gptq"}, None, OptionError, "quantised"),
+        ({"quant_method": "hqq"}, None, OptionError, "hqq"),
         ({"quantization_mode": "online"}, None, OptionError, "quantization_mode='online'"),
         ({"use_rms_norm": True}, None, OptionError, "use_rms_norm=True"),
         ({}, without(f"{Q}.weight_scale"), FormatError, "as a whole"),

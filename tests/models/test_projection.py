@@ -29,7 +29,7 @@ def adapters(seed=0):
     return {n: 0.1 * rng.standard_normal(x.shape) if n.endswith(".b") else x for n, x in arrays.items()}
 
 
-@pytest.mark.parametrize("format", ["nf4", "q4_0"])
+@pytest.mark.parametrize("format", ["nf4", "q4_0", "uint4_g32"])
 def test_lora_over_a_packed_base(format):
     """QLoRA: loss and gradients have the bits of those over the unpacked base; its tables are packed too."""
     config = models.LlamaConfig(vocab=96, hidden=64, ffn=128, nlayers=2, nheads=4, nheads_kv=2)

@@ -45,7 +45,7 @@ def linear(
         Added before the result is rounded.
     activations : {"native", "int8"}, optional
         For a packed weight; default: its own :attr:`PackedMatrix.activations`. "native": the bits of
-        ``linear(x, weight.dequantize(x.dtype))``. "int8": x is quantised per block of 32 (256 for formats of K),
+        ``linear(x, weight.dequantize(x.dtype))``. "int8": x is quantised per block of the format, 32 to 256,
         ``s = absmax / 127``, ``q = rint(x / s)``, and the integer sums of a block are exact: 1.5 to 3 times as fast,
         with an error of about 0.6 % of a result's size. A token's bits do not depend on other tokens in either.
     out : array (..., out_features), optional
