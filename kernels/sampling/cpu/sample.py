@@ -1,7 +1,8 @@
 """Sampling on the CPU: one task is a run of rows. ``reference/sampling/sample.py`` defines weights, order and number.
 
-A row is read by blocks that stay in the first cache, once to find its maximum, three times (float64: six) for each of
-top_k and top_p, and up to twice to draw. Weights are integers, so that sums have no order.
+A row is read by blocks that stay in the first cache. A top_k of up to MAX_NEAREST reads it once and copies its tokens,
+and the rest takes these for the row. Otherwise it is read once to find its maximum, three times (float64: six) for each
+of top_k and top_p, and up to twice to draw. Weights are integers, so that sums have no order.
 
 The cutoff of top_k and top_p is found digit by digit of the logits' order-preserving bits, from the highest.
 Bins hold the number of tokens, or the weight, of each digit. The bin in which the sum from above reaches its goal is
@@ -55,6 +56,8 @@ Row = namedtuple("Row", "logits bias counts repetition frequency presence")
 Scale = namedtuple("Scale", "top factor exp2 bits")
 # Scratch of a thread for a block: z, exponents, terms of exp2, weights and keys; and bins.
 Room = namedtuple("Room", "z whole part power weights keys bins")
+# The largest keys of a row so far, in the order of their tokens.
+Nearest = namedtuple("Nearest", "keys tokens bins")
 # Kept are tokens whose key is above, or equal with an index up to ``last``.
 Cut = namedtuple("Cut", "key last")
 
@@ -187,6 +190,7 @@ def total_of(weights, n):
 Array = np.ndarray[Any, Any]
 
 BLOCK = 2048  # columns: 64 KB of scratch
+MAX_NEAREST = 1024  # largest top_k whose tokens are copied
 GROUP = 64  # keys that are skipped together if none has the known digits
 DIGIT = 11  # bits
 BINS = 1 << DIGIT
@@ -241,10 +245,10 @@ def add_to_bins(room, n, start, cut, prefix, above, shift, first, by_weight):
 
 
 @device_function
-def index_of(row, key, before, room):
-    """Index of the token with this key that follows ``before`` other tokens with it."""
+def index_of(row, key, before, place, room):
+    """Index of the token with this key that follows ``before`` other tokens with it, from block ``place`` on."""
     vocab = len(row.logits)
-    for start in range(0, vocab, BLOCK):
+    for start in range(place, vocab, BLOCK):
         n = min(BLOCK, vocab - start)
         fill(row, start, n, room.z)
         fill_keys(room.z, n, room.keys)
@@ -258,6 +262,77 @@ def index_of(row, key, before, room):
                     return start + j
                 before -= 1
     return vocab
+
+
+@inner
+def count_above(keys, start, end, limit):
+    count = 0
+    for j in range(start, end):
+        count += keys[j] > limit
+    return count
+
+
+@device_function
+def nearest_tokens(row, need, lowest, room, nearest):
+    """Copy the tokens with the ``need`` largest keys, in their order; of equal keys the first. Return their number."""
+    vocab, count, limit = len(row.logits), 0, lowest - 1
+    for start in range(0, vocab, BLOCK):
+        n = min(BLOCK, vocab - start)
+        fill(row, start, n, room.z)
+        fill_keys(room.z, n, room.keys)
+        for group in range(0, n, GROUP):
+            end = min(group + GROUP, n)
+            if count_above(room.keys, group, end, limit) > 0:
+                for j in range(group, end):
+                    if room.keys[j] > limit:
+                        nearest.keys[count], nearest.tokens[count] = room.keys[j], start + j
+                        count += 1
+        if count > len(nearest.keys) - BLOCK:
+            limit = least_of_largest(need, count, 8 * room.z.itemsize, nearest)
+            count = keep_largest(need, limit, count, nearest)
+    if count > need:
+        limit = least_of_largest(need, count, 8 * room.z.itemsize, nearest)
+        count = keep_largest(need, limit, count, nearest)
+    return count
+
+
+@device_function
+def least_of_largest(need, count, above, nearest):
+    """The ``need``-th largest of keys of ``above`` bits, found digit by digit."""
+    prefix, first = np.int64(0), True
+    while above > 0:
+        shift = max(above - DIGIT, 0)
+        nearest.bins[:] = 0
+        mask = np.int64((1 << (above - shift)) - 1)
+        for j in range(count):
+            key = np.int64(nearest.keys[j])
+            if first:
+                nearest.bins[(key >> shift) + BINS // 2] += 1
+            elif key >> above == prefix:
+                nearest.bins[(key >> shift) & mask] += 1
+        digit = BINS - 1
+        while need > nearest.bins[digit]:
+            need -= nearest.bins[digit]
+            digit -= 1
+        prefix = np.int64(digit - BINS // 2) if first else prefix << (above - shift) | digit
+        above, first = shift, False
+    return prefix
+
+
+@device_function
+def keep_largest(need, limit, count, nearest):
+    """Move the first ``need`` tokens with keys of at least ``limit`` to the front; larger ones are all among them."""
+    larger = 0
+    for j in range(count):
+        larger += nearest.keys[j] > limit
+    kept, tied = 0, need - larger
+    for j in range(count):
+        key = nearest.keys[j]
+        if key > limit or (key == limit and tied > 0):
+            tied -= key == limit
+            nearest.keys[kept], nearest.tokens[kept] = key, nearest.tokens[j]
+            kept += 1
+    return kept
 
 
 @device_function
@@ -295,7 +370,7 @@ def narrowed(row, scale, cut, need, share, room):
         each = room.weights[0]
     ties = (need - before + each - 1) // each
     if ties * each < tied:
-        return Cut(prefix, index_of(row, prefix, ties - 1, room))
+        return Cut(prefix, index_of(row, prefix, ties - 1, 0, room))
     return Cut(prefix, cut.last if prefix == cut.key else vocab)
 
 
@@ -354,14 +429,28 @@ def of_row(x, r):
 
 @device_function
 def top_key(row, room):
-    vocab = len(row.logits)
+    """Largest key, and the start of the first block that has it."""
+    vocab, place = len(row.logits), 0
     top = np.int64(key_of(like(row.repetition, -np.inf)))
     for start in range(0, vocab, BLOCK):
         n = min(BLOCK, vocab - start)
         fill(row, start, n, room.z)
         fill_keys(room.z, n, room.keys)
-        top = max(top, np.int64(largest(room.keys, n)))
-    return top
+        key = np.int64(largest(room.keys, n))
+        if key > top:
+            top, place = key, start
+    return top, place
+
+
+@device_function
+def chosen(row, need, share, least, scale, number, room):
+    """Token that is drawn from the first ``need`` tokens (0: all), a ``share`` of their weight, ``least`` each."""
+    cut = Cut(np.int64(key_of(like(row.repetition, -np.inf))), len(row.logits))
+    if need > 0:
+        cut = narrowed(row, scale, cut, np.int64(need), share, room)
+    if share < 1:
+        cut = narrowed(row, scale, cut, 0, share, room)
+    return drawn(row, scale, cut, least, number, room)
 
 
 def _kernel() -> Kernel:
@@ -379,6 +468,8 @@ def _kernel() -> Kernel:
         room = Room(line, line.copy(), line.copy(), line.copy(), weights, keys, bins)
         space = cross_entropy.Room(room.z, room.part, np.full(LANES, unit))
         whole = cross_entropy.Options(-1, False, unit, unit - unit, unit, unit - unit, unit - unit)
+        nearest = Nearest(np.full(2 * BLOCK, key_of(unit)), np.empty(2 * BLOCK, np.int64), np.empty(BINS, np.int64))
+        copied, no_counts = np.full(MAX_NEAREST, unit), np.empty(0, np.int32)
         words = np.zeros((4, 1), np.uint32)
         lowest, highest = np.int64(key_of(like(unit, -np.inf))), np.int64(key_of(like(unit, np.inf)))
         task = claim(state)
@@ -389,23 +480,28 @@ def _kernel() -> Kernel:
                 factors = like(unit, penalties[0]), like(unit, penalties[1]), like(unit, penalties[2])
                 added, seen = read_row(bias, (place_of(bias, r),)), read_row(counts, (place_of(counts, r),))
                 row = Row(read_row(logits, (r,)), added, seen, *factors)
-                top = top_key(row, room)
+                copies, count, place = t > 0 and 0 < k <= MAX_NEAREST and k < vocab, 0, 0
+                if copies:
+                    count = nearest_tokens(row, np.int64(k), lowest, room, nearest)
+                    top = np.int64(largest(nearest.keys, count))
+                else:
+                    top, place = top_key(row, room)
                 token = -1
-                if lowest < top < highest:
-                    if t == 0:
-                        token = index_of(row, top, 0, room)
+                if lowest < top < highest and t == 0:
+                    token = index_of(row, top, 0, place, room)
+                elif lowest < top < highest:
+                    factor = like(unit, 1.4426950408889634) / like(unit, t)
+                    factor = factor if factor < np.inf else np.finfo(np.float32).max
+                    scale = Scale(of_key(top, unit), like(unit, factor), exp2, bits_of_weights)
+                    smallest = np.int64(math.ceil(np.float64(least) * np.float64(1 << bits_of_weights)))
+                    number = random_number(of_row(seed, r), of_row(step, r), 0 if own else r, words)
+                    if copies:
+                        for j in range(count):
+                            copied[j] = of_key(np.int64(nearest.keys[j]), unit)
+                        few = Row(copied[:count], copied[:0], no_counts, *factors)
+                        token = nearest.tokens[chosen(few, 0, p, smallest, scale, number, room)]
                     else:
-                        factor = like(unit, 1.4426950408889634) / like(unit, t)
-                        factor = factor if factor < np.inf else np.finfo(np.float32).max
-                        scale = Scale(of_key(top, unit), like(unit, factor), exp2, bits_of_weights)
-                        cut = Cut(lowest, vocab)
-                        if 0 < k < vocab:
-                            cut = narrowed(row, scale, cut, np.int64(k), p, room)
-                        if p < 1:
-                            cut = narrowed(row, scale, cut, 0, p, room)
-                        smallest = np.int64(math.ceil(np.float64(least) * np.float64(1 << bits_of_weights)))
-                        number = random_number(of_row(seed, r), of_row(step, r), 0 if own else r, words)
-                        token = drawn(row, scale, cut, smallest, number, room)
+                        token = chosen(row, k if k < vocab else 0, p, smallest, scale, number, room)
                 tokens[r] = token
                 if len(logprob):
                     logprob[r] = like(unit, np.nan)
