@@ -91,6 +91,16 @@ def of_key(key, kind):
 
 
 @generic
+def as_key(number, key):
+    """``number`` in the type of ``key``."""
+    return (
+        (lambda number, key: np.int64(number))
+        if key == types.int64
+        else (lambda number, key: np.int32(number))
+    )
+
+
+@generic
 def nearest(x):
     """Nearest integer, ties to even; |x| is at most 64."""
     if x == types.float64:
@@ -108,17 +118,20 @@ def power_of_two(n):
 @exact
 def fill(row, start, n, z):
     """Fill z with n logits with penalties and bias."""
+    logits = row.logits[start : start + n]  # an index that may be negative is not vectorised
     for j in range(n):
-        z[j] = load(row.logits, start + j)
+        z[j] = load(logits, j)
     if len(row.counts):
+        counts = row.counts[start : start + n]
         for j in range(n):
-            count, x = row.counts[start + j], z[j]
+            count, x = counts[j], z[j]
             x = x * row.repetition if x < 0 else x / row.repetition
             drawn = (x - row.frequency * like(x, count)) - row.presence
             z[j] = drawn if count > 0 else x if count < 0 else z[j]  # < 0: in the prompt only
     if len(row.bias):
+        bias = row.bias[start : start + n]
         for j in range(n):
-            z[j] += row.bias[start + j]
+            z[j] += bias[j]
     for j in range(n):
         z[j] += like(z[j], 0.0)  # -0 becomes 0
 
@@ -280,11 +293,12 @@ def nearest_tokens(row, need, lowest, room, nearest):
         n = min(BLOCK, vocab - start)
         fill(row, start, n, room.z)
         fill_keys(room.z, n, room.keys)
+        edge = as_key(limit, room.keys[0])
         for group in range(0, n, GROUP):
             end = min(group + GROUP, n)
-            if count_above(room.keys, group, end, limit) > 0:
+            if count_above(room.keys, group, end, edge) > 0:
                 for j in range(group, end):
-                    if room.keys[j] > limit:
+                    if room.keys[j] > edge:
                         nearest.keys[count], nearest.tokens[count] = room.keys[j], start + j
                         count += 1
         if count > len(nearest.keys) - BLOCK:
@@ -468,7 +482,9 @@ def _kernel() -> Kernel:
         room = Room(line, line.copy(), line.copy(), line.copy(), weights, keys, bins)
         space = cross_entropy.Room(room.z, room.part, np.full(LANES, unit))
         whole = cross_entropy.Options(-1, False, unit, unit - unit, unit, unit - unit, unit - unit)
-        nearest = Nearest(np.full(2 * BLOCK, key_of(unit)), np.empty(2 * BLOCK, np.int64), np.empty(BINS, np.int64))
+        nearest = Nearest(
+            np.full(2 * BLOCK, key_of(unit)), np.empty(2 * BLOCK, np.int64), np.empty(BINS, np.int64)
+        )
         copied, no_counts = np.full(MAX_NEAREST, unit), np.empty(0, np.int32)
         words = np.zeros((4, 1), np.uint32)
         lowest, highest = np.int64(key_of(like(unit, -np.inf))), np.int64(key_of(like(unit, np.inf)))
