@@ -111,7 +111,7 @@ def test_padding_stays_zero(rng):
             assert not outside.any()
 
 
-def test_both_parts_draw_their_own_bits_for_rounding(rng):
+def test_both_parts_draw_different_bits_for_rounding(rng):
     """Equal bfloat16 parameters and gradients, one of them decaying by 0, round to different numbers."""
     flat = FlatParams.from_shapes({"matrix": (64, 64), "vector": (4096,)}, dtype="bfloat16", master=False)
     start, gradient = rng.uniform(1, 2, 4096), rng.standard_normal(4096)
@@ -119,14 +119,11 @@ def test_both_parts_draw_their_own_bits_for_rounding(rng):
         flat.assign({name: start.reshape(x.shape)})
         flat.grads[name][...] = gradient.reshape(x.shape)
     flat.step(lr=1e-3, seed=5)
-    matrix, vector = (x.reshape(-1).astype(np.float64) for x in flat.params.values())
-    up = [x > start.astype(BF16).astype(np.float64) for x in (matrix, vector)]
-    moved = [x != start.astype(BF16).astype(np.float64) for x in (matrix, vector)]
+    moved = [x.reshape(-1) != start.astype(BF16) for x in flat.params.values()]
     # a step of 1e-3 is 0.128 of a unit: 525 of 4096 move, and 67 in both parts
     assert 440 < moved[0].sum() < 610
     assert 440 < moved[1].sum() < 610
     assert (moved[0] & moved[1]).sum() < 120
-    assert up[0].any()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("emulator", marks=needs_nvrtc)])
