@@ -74,7 +74,7 @@ def test_int8_equals_integer_numpy(k, backend, rng):
 
 @pytest.mark.parametrize("activations", ["int8", "native"])
 def test_groups_of_several_blocks(activations, rng):
-    """The CPU unpacks up to 512 codes of a row at a time: later groups have scales of their place in the row."""
+    """The CPU unpacks up to 512 codes of a row at a time, and later groups have other scales."""
     x, t = integers(rng, (17, 1344)), trits(rng, (70, 1344))
     w = TernaryMatrix.from_trits(t, rng.uniform(0.1, 2, (70, 21)).astype(np.float32))
     y = ternary_matmul(x.astype(np.float32), w, activations=activations, device="cpu", backend="numba")
