@@ -118,7 +118,14 @@ def test_all_tiles(dtype, dims, mask, arch, monkeypatch):
 
 
 OPTIONS = [
-    {"softcap": 2.0, "sinks": True, "alibi": "batch_heads", "layout": "bhsd", "softmax_scale": -0.3},
+    {
+        "softcap": 2.0,
+        "sinks": True,
+        "alibi": "batch_heads",
+        "layout": "bhsd",
+        "softmax_scale": -0.3,
+        "q_start": 60,
+    },
     {"bias": "masks", "block_mask": "each", "blocks": (16, 32), "mask": "wide_band", "sinks": True},
 ]
 

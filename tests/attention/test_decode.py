@@ -171,6 +171,13 @@ def test_a_sink_of_minus_infinity_is_none(num_splits, backend):
     np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("used", [(700, 1, 0, 65), (3, 2)], ids=str)
+def test_a_key_is_in_a_single_split(used):
+    """Sequences of many keys, and of fewer than there are splits, on the CPU."""
+    settings = {"used": used, "seqlen_q": 2, "causal": True, "num_splits": 3}
+    check({"device": "cpu", "backend": "numba"}, **settings)
+
+
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize(("used", "seqlen_q"), [((), 1), ((5, 9), 0), ((0, 0), 2)], ids=str)
 def test_empty_inputs(used, seqlen_q, page_size, backend):

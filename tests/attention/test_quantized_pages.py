@@ -25,6 +25,13 @@ from tests.support.compare import assert_close
 
 DEVICES = ("cpu", "emulator", "cuda")
 CODES = {"int8": np.int8, "uint8": np.uint8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+# Rows of scale 1: numbers half-way between codes, of even and of odd lower neighbours, normal and subnormal.
+E4M3_TIES = (448, 17, 19, -17, -19, 1.0625, 1.1875, *(n / 1024 for n in (1, 3, 5, 13, 15, -3, -5)))
+TIES = {
+    "int8": (127, 0.5, 1.5, 2.5, 126.5, -0.5, -1.5, -2.5),
+    "uint8": E4M3_TIES,
+    "float8_e4m3fn": E4M3_TIES,
+}
 MIXED = ((5, 90), (0, 7), (40, 60), (1, 1), (1, 130), (9, 0))
 
 
@@ -47,6 +54,7 @@ def new_tokens(dtype, codes, norm=True, head_dim=40):
     k, v = rng.standard_normal((2, 7, 2, head_dim)).astype(native)
     v[0, 0], v[1, 1, 3], v[2, 0, 1] = 0, np.nan, -np.inf
     v[3] = (v[3] * 1e-3).astype(native)
+    v[4, 0] = np.resize(TIES[codes], head_dim)
     pages, scales = np.zeros((2, 5, 4, 2, head_dim), CODES[codes]), np.full((2, 5, 4, 2), 7, np.float32)
     slots = rng.permutation(20)[:7]
     slots[-1] = -1
@@ -117,6 +125,18 @@ def test_new_tokens(dtype, codes, norm, backend):
     error = np.abs(dequantize(pages[0], options["k_scale"])[place] - exact[place])
     bound = scale / 2 if codes == "int8" else np.maximum(np.abs(exact[place]) / 16, scale / 1024)
     assert (error <= bound * 1.0001).all()
+
+
+@pytest.mark.parametrize("codes", ["int8", "uint8"])
+def test_ties_go_to_the_even_code(codes):
+    (q, k, v, *pages), options = new_tokens("float32", codes, norm=False)
+    gpu_ops.rope_append_kv(q, k, v, *pages, **options, device="cpu", backend="numba")
+    row = (*np.divmod(options["slot_mapping"][4], 4), 0)
+    x = np.resize(TIES[codes], 40)
+    assert options["v_scale"][row] == 1
+    even = np.rint(x) if codes == "int8" else x.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    assert (pages[1][row].view(np.uint8)[np.abs(x) < 100] % 2 == 0).all()
+    np.testing.assert_array_equal(dequantize(pages[1][row], np.float32(1)), even)
 
 
 def no_scales(options):

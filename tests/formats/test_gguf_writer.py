@@ -8,6 +8,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.formats.gguf_file import GGUFFile
 from gpu_ops.formats.gguf_header import NUMBER_TYPES, PACKED_TYPES
 from gpu_ops.reference.weights.packed_formats import FORMATS
 from tests.models.model_files import INSTALL, trits
@@ -46,6 +47,16 @@ def test_floats_are_read_back_by_the_package_byte_for_byte(gguf, tmp_path, rng):
         assert tensor.data.tobytes() == expected.tobytes()
         assert tensor.data_offset % 32 == 0
     assert gpu_ops.read_gguf(path) == {}
+
+
+def test_a_long_tensor_is_read_in_pieces(tmp_path, rng):
+    """Two whole pieces of 2^20 numbers and a part of a third."""
+    path, x = tmp_path / "a.gguf", rng.standard_normal((2200, 1000)).astype(np.float16)
+    gpu_ops.write_gguf(path, {"v": np.ones(3, np.float32), "x": x})
+    with path.open("rb") as file:
+        pieces = list(GGUFFile("read_gguf", path, file).pieces("x"))
+    assert [piece.size for piece in pieces] == [1 << 20, 1 << 20, 2_200_000 - (1 << 21)]
+    np.testing.assert_array_equal(np.concatenate(pieces), x.reshape(-1))
 
 
 @pytest.mark.parametrize("format", ["tq1_0", "tq2_0", "q2_0"])

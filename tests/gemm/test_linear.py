@@ -13,6 +13,7 @@ from gpu_ops.reference.gemm import linear as reference
 from gpu_ops.reference.tolerance import GRADIENT
 from tests.rows.cases import close
 from tests.support.compare import check_gradients, random
+from tests.support.compilers import needs_nvrtc
 
 DEVICES = ("cpu", "emulator", "cuda")
 # (leading axes, in_features, out_features): one token, few tokens, whole tiles, odd sizes, K divided among blocks
@@ -63,6 +64,34 @@ def test_forward(backend, dtype, case, addends, rng):
     if residual is not None:
         assert gpu_ops.linear(x, weight, bias, residual=residual, out=residual, **backend) is residual
         np.testing.assert_array_equal(residual, y)
+
+
+@pytest.mark.parametrize("tokens", [3, 70, 1100])
+def test_addends_of_every_tile(tokens, rng):
+    """Few tokens, several tiles of out_features, and tokens in two parts, on the CPU."""
+    _, x, weight, bias, residual = tensors(rng, ((tokens,), 24, 300), np.float32)
+    y = gpu_ops.linear(x, weight, bias, residual=residual, device="cpu", backend="numba")
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64) + residual + bias
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
+
+
+@needs_nvrtc
+def test_addends_of_every_group_of_columns(rng):
+    """CUDA C++ kernels add four columns at a time."""
+    _, x, weight, bias, residual = tensors(rng, ((20,), 40, 72), np.dtype(ml_dtypes.bfloat16))
+    y = gpu_ops.linear(x, weight, bias, residual=residual, device="emulator", backend="raw")
+    arrays = [a.astype(np.float64) for a in (x, weight, bias, residual)]
+    expected = arrays[0] @ arrays[1].T + arrays[2] + arrays[3]
+    np.testing.assert_allclose(y.astype(np.float64), expected, rtol=2.0**-8, atol=1e-5)
+
+
+def test_backward_of_more_tokens_than_one_part(rng):
+    """dweight and dbias add up over parts of 1024 tokens on the CPU; dx comes from each part."""
+    dy, x, weight, *_ = tensors(rng, ((2100,), 24, 40), np.float32)
+    actual = gpu_ops.linear_backward(dy, x, weight, has_bias=True, device="cpu", backend="numba")
+    dy, x = dy.astype(np.float64), x.astype(np.float64)
+    for result, expected in zip(actual, (dy @ weight, dy.T @ x, dy.sum(axis=0)), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

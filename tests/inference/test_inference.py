@@ -15,6 +15,7 @@ from gpu_ops.__main__ import main
 from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, OutOfPages
 from gpu_ops.inference import Engine, Sampling, cache_for, command, generate, next_logits
 from gpu_ops.inference.requests import Sampler
+from gpu_ops.reference.sampling.sample import sample
 from tests.inference.test_generate import Bytes
 from tests.support.compare import naive_ops
 from tests.support.compilers import needs_nvrtc
@@ -154,6 +155,21 @@ def test_a_request_does_not_depend_on_the_others(settings, rng):
     assert list(results.values()) == alone
     assert engine.unfinished == 0
     assert engine.cache.stats.used == 0
+
+
+def test_the_first_draw_counts_the_prompt(rng):
+    """The repetition penalty applies to tokens of the prompt, the other penalties do not."""
+    weights = model()
+    options = {"repetition_penalty": 30.0, "frequency_penalty": 2.0, "presence_penalty": 3.0}
+    penalised = 0
+    for text in prompts(rng, *[60] * 6):
+        logits = models.logits(np.array([text]), weights, CONFIG)[0, -1]
+        counts = np.where(np.isin(np.arange(CONFIG.vocab), text), -1, 0).astype(np.int32)
+        expected = int(sample(logits, temperature=0.0, seed=0, counts=counts, **options))
+        penalised += expected != logits.argmax()
+        (tokens,) = generate(weights, CONFIG, [text], max_new_tokens=1, sampling=Sampling(**options))
+        assert tokens == [expected]
+    assert penalised >= 2
 
 
 def test_a_shared_prefix_is_computed_once(rng):

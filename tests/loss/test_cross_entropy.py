@@ -204,6 +204,14 @@ def test_gradients_that_are_streamed(rng, monkeypatch):
     assert logits.tobytes() == cached.tobytes()
 
 
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2]], ids=["weighted", "sum"])
+def test_smoothing_over_several_blocks_of_classes(options, rng):
+    """The CPU reads classes by blocks of 2048: the largest logit is in the first, the second and the last."""
+    logits, targets = problem(rng, (12, 5003), np.dtype(np.float32))
+    logits[np.arange(12), np.resize([70, 2500, 4999], 12)] += 9
+    check({"device": "cpu", "backend": "numba"}, logits, targets, **options)
+
+
 def test_backward_is_the_derivative(rng):
     logits, targets = problem(rng, (2, 3, 9), np.dtype(np.float64))
     direction, weight = rng.standard_normal(logits.shape), rng.uniform(0.5, 2, 9)

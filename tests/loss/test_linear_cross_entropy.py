@@ -119,6 +119,21 @@ def test_logits_far_from_zero_keep_their_digits(backend, dtype, smoothing):
     np.testing.assert_allclose(dweight[:, 1:], expected[:, 1:], rtol=tolerance, atol=1e-6)
 
 
+def test_chunks_of_rows_and_blocks_of_classes(rng):
+    """The CPU adds up dweight and dbias over chunks of rows, and dx over blocks of 512 classes."""
+    arrays, bias = problem(rng, ((40,), 24, 1100), F32)
+    options = {"bias": bias, "grads": True}
+    loss, *gradients = gpu_ops.linear_cross_entropy(
+        *arrays, **options, chunk=16, device="cpu", backend="numba"
+    )
+    expected, naive = (
+        reference.linear_cross_entropy(*arrays, **options, precision=p) for p in ("float64", "naive")
+    )
+    exact(loss, expected[0], F32)
+    for name, *results in zip(("dx", "dweight", "dbias"), gradients, expected[1:], naive[1:], strict=True):
+        close_gradient(*results, F32, name)
+
+
 def test_a_vocabulary_of_odd_length(dtype, rng):
     arrays, _ = problem(rng, ((5,), 48, 32001), dtype)
     loss, dx, dweight = gpu_ops.linear_cross_entropy(*arrays, grads=True)

@@ -134,6 +134,19 @@ def test_a_policy_keeps_what_it_says(family):
     assert kept["layer"] == x.nbytes
 
 
+def test_a_scaled_residual_stream_is_a_model_of_scaled_branches():
+    """Logits of residual_scale r are those of a scale of 1 with r times the outputs of both branches."""
+    config = dataclasses.replace(CONFIG, eps=0.01, embedding_scale=3.0, residual_scale=0.4)
+    arrays, _ = made(config)
+    ids = tokens((2, 9))
+    logits = models.logits(ids, models.Llama.of(arrays, config), config)
+    branches = {n: 0.4 * x for n, x in arrays.items() if n.endswith((".o", ".down"))}
+    assert len(branches) == 2 * config.nlayers
+    plain = dataclasses.replace(config, residual_scale=1.0)
+    expected = models.logits(ids, models.Llama.of(arrays | branches, plain), plain)
+    np.testing.assert_allclose(logits, expected, rtol=1e-11, atol=1e-12)
+
+
 def test_gradients_add_up():
     ids, targets = tokens((2, 9)), tokens((2, 9), 2)
     _, grads = loss_and_grads(ids, targets)

@@ -197,6 +197,21 @@ def test_nan_and_infinity_stay_in_their_row(backend, dtype, rng):
         assert y[r].tobytes() == clean[r].tobytes()
 
 
+def test_gradients_of_many_rows(rng):
+    """The CPU adds up the sums of several tasks, each of several groups of rows."""
+    x, dy = random(rng, (5000, 70), np.float32), random(rng, (5000, 70), np.float32)
+    weight, bias = random(rng, (2, 70), np.float32)
+    _, mean, rstd = gpu_ops.layernorm(x, weight, bias, return_stats=True, device="cpu")
+    _, dweight, dbias = gpu_ops.layernorm_backward(dy, x, weight, mean, rstd, device="cpu")
+    products = dy * ((x - mean.astype(np.float64)[:, None]) * rstd[:, None])
+    np.testing.assert_allclose(
+        dweight, products.sum(axis=0), rtol=0, atol=1e-6 * np.abs(products).sum(axis=0).max()
+    )
+    np.testing.assert_allclose(
+        dbias, dy.sum(axis=0, dtype=float), rtol=0, atol=1e-6 * np.abs(dy).sum(axis=0).max()
+    )
+
+
 def test_gradients_are_derivatives(rng):
     x, weight, bias = rng.standard_normal((3, 8)), rng.standard_normal(8), rng.standard_normal(8)
     dy = rng.standard_normal((3, 8))

@@ -203,6 +203,19 @@ def test_residual_may_be_x_itself(backend, dtype, rng):
     assert (y.tobytes(), s.tobytes()) == (expected[0].tobytes(), expected[1].tobytes())
 
 
+@pytest.mark.parametrize("shape", [(5000, 70), (1300, 9)], ids=str)
+def test_dweight_of_many_rows(shape, rng):
+    """The CPU adds up the sums of several tasks, each of several groups of rows."""
+    x, dy = random(rng, shape, np.float32), random(rng, shape, np.float32)
+    weight = random(rng, shape[1:], np.float32)
+    _, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, device="cpu")
+    _, dweight = gpu_ops.rmsnorm_backward(dy, x, weight, rstd, device="cpu")
+    n = x.astype(np.float64) * rstd.astype(np.float64)[:, None]
+    np.testing.assert_allclose(
+        dweight, np.sum(dy * n, axis=0), rtol=0, atol=1e-6 * np.abs(dy * n).sum(axis=0).max()
+    )
+
+
 def test_dweight_has_the_same_bits_every_time(rng):
     x, dy = random(rng, (3000, 100), np.float32), random(rng, (3000, 100), np.float32)
     weight = np.ones(100, np.float32)

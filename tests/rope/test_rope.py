@@ -140,7 +140,9 @@ def test_results_lie_in_memory_as_the_inputs(backend, rng):
 
 def test_layout_bhsd_is_a_transposed_view(dtype, backend, rng):
     q, k = random(rng, (2, 4, 9, 16), dtype), random(rng, (2, 2, 9, 16), dtype)
-    options = {"positions": np.arange(18).reshape(2, 9)}
+    positions = np.arange(18).reshape(2, 9)
+    positions[0, 2], positions[1, 5:] = 30, positions[1, :4]  # they are not consecutive
+    options = {"positions": positions}
     actual = check(rope, reference.rope, [q, k], dtype, backend, layout="bhsd", **options)
     expected = rope(q.swapaxes(1, 2), k.swapaxes(1, 2), **options, **backend)
     for g, w in zip(actual, expected, strict=True):

@@ -50,6 +50,14 @@ def test_bits_of_the_reference(backend, form, size, rng):
             same_bits(actual, expected)
 
 
+def test_blocks_draw_different_bits(rng):
+    """The CPU takes 1024 elements at a time; the last block is a part."""
+    arrays, rounding = made(rng, "bfloat16 of master, stochastic", 5000)
+    options = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, "seed": 2**40 + 3, **rounding}
+    expected = reference.adamw_step(**arrays, **options, precision="naive")
+    same_bits(stepped(arrays, **options, device="cpu", backend="numba"), expected)
+
+
 def test_numbers_in_arrays(backend, rng):
     """Numbers in arrays give the bits of plain numbers, call after call; skip changes no bit."""
     arrays, options = made(rng, "bfloat16 of master, stochastic", 1300)

@@ -54,6 +54,15 @@ def test_forward_and_backward(backend, dtype, rows, cols, kind, rng):
     close_sum(dweight, expected, naive, dtype)
 
 
+def test_stripes_of_columns(rng):
+    """A task of the CPU adds up a stripe of the columns of all rows."""
+    ids, dx = rng.integers(0, 9, 70), random(rng, (70, 700), np.dtype(np.float32))
+    expected = np.zeros((9, 700))
+    np.add.at(expected, ids, dx)
+    dweight = gpu_ops.embedding_backward(dx, ids, 9, device="cpu", backend="numba")
+    np.testing.assert_allclose(dweight, expected, rtol=0, atol=1e-5)
+
+
 def test_scale_and_a_gradient_that_is_there(backend, dtype, rng):
     ids, weight = rng.integers(0, 9, (70,)), random(rng, (9, 24), dtype)
     ids[:40] = 3

@@ -69,6 +69,13 @@ def test_arrays_of_several_dtypes_and_shapes(backend, rng):
         assert found_inf.dtype == F32
 
 
+def test_more_blocks_than_sums():
+    """The CPU adds up the norms of blocks in 512 sums."""
+    x = np.zeros(520 * BLOCK, BF16)
+    x[[0, 7 * BLOCK, 515 * BLOCK]] = 1, 2, 4
+    assert norm_of([x], device="cpu", backend="numba") == (np.sqrt(np.float32(21)), 0)
+
+
 def test_nothing(backend):
     assert norm_of([], **backend) == (0, 0)
     assert norm_of([np.zeros((0, 3), np.float32), np.zeros(0, np.float16)], **backend) == (0, 0)

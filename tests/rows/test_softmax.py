@@ -71,6 +71,15 @@ def test_hidden_rows_nan_and_infinity(backend, dtype, cols, rng):
     assert np.isnan(gpu_ops.softmax(x, mask=added, **backend)[2].astype(np.float32)).all()
 
 
+def test_the_largest_numbers_of_long_rows(rng):
+    """The CPU takes 64 numbers at a time, and single ones at the end: the maximum is in either part."""
+    x, dy = random(rng, (4, 4099), np.dtype(np.float32), 3), random(rng, (4, 4099), np.dtype(np.float32))
+    columns = np.array([5, 4000, 4097, 4098])
+    x[np.arange(4), columns], x[np.arange(4), columns - 1] = 300, 299
+    for options in ({}, {"mask": random(rng, (4, 4099), np.dtype(np.float32)), "scale": 0.7}):
+        check({"device": "cpu", "backend": "numba"}, x, dy, **options)
+
+
 def test_results_of_many_rows_are_streamed(rng):
     x = random(rng, (1100, 4099), np.dtype(ml_dtypes.bfloat16), 2)
     few = np.concatenate([gpu_ops.softmax(x[i : i + 100]) for i in range(0, 1100, 100)])

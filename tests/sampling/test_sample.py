@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
+from gpu_ops.errors import OptionError
 from gpu_ops.reference.philox import DROPOUT_DOMAIN, SAMPLE_DOMAIN, philox4x32
 from gpu_ops.reference.sampling import sample as reference
 from tests.rows.cases import close, emulator_dtypes
@@ -254,6 +255,18 @@ def test_rows_without_a_distribution(backend, dtype, rng):
     bias[:], bias[[4, 9]] = -np.inf, 0
     tokens = gpu_ops.sample(logits[4:5].repeat(9, 0), seed=1, bias=bias, **backend)
     assert set(tokens.tolist()) <= {4, 9}
+
+
+@pytest.mark.parametrize("by", ["numba", "reference"])
+def test_a_negative_top_k_in_an_array_is_refused(by):
+    """The first call and a replayed one check the values; 0 keeps all."""
+    logits = np.zeros((3, 7), F32)
+    for top_k in ([-1, 2, 2], [0, 1, -1]):
+        array = np.zeros(3, np.int32)
+        gpu_ops.sample(logits, seed=1, top_k=array, device="cpu", backend=by)
+        array[:] = top_k
+        with pytest.raises(OptionError, match=r"top_k\[\d\] is -1; expected at least 0"):
+            gpu_ops.sample(logits, seed=1, top_k=array, device="cpu", backend=by)
 
 
 def test_no_tokens_and_no_rows(backend, dtype):

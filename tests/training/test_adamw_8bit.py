@@ -37,6 +37,8 @@ def all_arrays(named):
 @pytest.mark.parametrize("size", [1, 1300, 5000])
 def test_bits_of_moments_in_8_bits(backend, form, size, rng):
     arrays, rounding = made(rng, form, size)
+    tiny = slice(7, None, 50)  # from 0 to roots below half of the smallest code
+    arrays["v"][tiny], arrays["grads"][tiny] = 0, 1e-7
     start = in_bytes(arrays)
     options = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, "grad_scale": 0.5, "seed": 7, **rounding}
     expected = all_arrays(reference.adamw_step(**start, **options, precision="naive"))
@@ -71,6 +73,17 @@ def test_codes(rng):
         assert (np.sign(back) * np.sign(values) >= 0).all()
     codes, scale = reference.quantize(np.array([1.0, np.nan, 0.0], F32), np.int8)
     assert np.isnan(reference.dequantize(codes, scale)).all()
+
+
+@pytest.mark.parametrize("by", ["numba", "reference"])
+def test_a_small_second_moment_is_not_zero(by):
+    """The next step divides by it."""
+    params, grads = np.zeros(300, F32), np.zeros(300, F32)
+    grads[:4] = 1, -1e-7, 0, 3e-9
+    m, v = ((np.zeros(300, codes), np.zeros(2, F32)) for codes in (np.int8, np.uint8))
+    gpu_ops.adamw_step(params, grads, m, v, step=1, lr=0.1, device="cpu", backend=by)
+    assert v[0][:5].tolist() == [255, 1, 0, 1, 0]
+    assert m[0][:5].tolist() == [127, 0, 0, 0, 0]
 
 
 def test_moments_in_8_bits_find_the_minimum(rng):

@@ -111,6 +111,21 @@ def test_padding_stays_zero(rng):
             assert not outside.any()
 
 
+def test_both_parts_draw_different_bits_for_rounding(rng):
+    """Equal bfloat16 parameters and gradients, one of them decaying by 0, round to different numbers."""
+    flat = FlatParams.from_shapes({"matrix": (64, 64), "vector": (4096,)}, dtype="bfloat16", master=False)
+    start, gradient = rng.uniform(1, 2, 4096), rng.standard_normal(4096)
+    for name, x in flat.params.items():
+        flat.assign({name: start.reshape(x.shape)})
+        flat.grads[name][...] = gradient.reshape(x.shape)
+    flat.step(lr=1e-3, seed=5)
+    moved = [x.reshape(-1) != start.astype(BF16) for x in flat.params.values()]
+    # a step of 1e-3 is 0.128 of a unit: 525 of 4096 move, and 67 in both parts
+    assert 440 < moved[0].sum() < 610
+    assert 440 < moved[1].sum() < 610
+    assert (moved[0] & moved[1]).sum() < 120
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("emulator", marks=needs_nvrtc)])
 def test_moments_in_8_bits(device, rng):
     """Moments take 2.03 bytes per parameter instead of 8, with the bits of separate calls for each part."""

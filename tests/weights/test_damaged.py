@@ -51,6 +51,17 @@ def test_headers_of_every_kind_of_value_are_read(tmp_path, rng):
     np.testing.assert_array_equal(gpu_ops.read_gguf(path)["w"].trits(), t)
 
 
+@pytest.mark.parametrize("alignment", [8, 64, 256])
+def test_tensors_start_at_the_alignment_of_the_file(alignment, tmp_path, rng):
+    """A header of 137 bytes ends where rounding up to each alignment, and to 32, gives another start."""
+    t, path, name = trits(rng, (1, 256)), tmp_path / "a.gguf", "w" * 40
+    data = header([(name, (256, 1), 35)], key("general.alignment", 4, struct.pack("<I", alignment)), 1)
+    assert len(data) == 137
+    data = data.ljust(-(-len(data) // alignment) * alignment, b"\x55")
+    path.write_bytes(data + in_file("tq2_0", t, 1) + bytes(256))
+    np.testing.assert_array_equal(gpu_ops.read_gguf(path)[name].trits(), t)
+
+
 BAD_HEADERS = {
     "an array longer than the file": (
         header((), key("ids", 9, struct.pack("<IQ", 5, 2**40)), 1),

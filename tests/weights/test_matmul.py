@@ -72,6 +72,17 @@ def test_int8_equals_integer_numpy(k, backend, rng):
             np.testing.assert_array_equal(y, expected, err_msg=f"{m} x {n} x {k}")
 
 
+@pytest.mark.parametrize("activations", ["int8", "native"])
+def test_groups_of_several_blocks(activations, rng):
+    """The CPU unpacks up to 512 codes of a row at a time, and later groups have other scales."""
+    x, t = integers(rng, (17, 1344)), trits(rng, (70, 1344))
+    w = TernaryMatrix.from_trits(t, rng.uniform(0.1, 2, (70, 21)).astype(np.float32))
+    y = ternary_matmul(x.astype(np.float32), w, activations=activations, device="cpu", backend="numba")
+    weights = w.dequantize().astype(np.float64)
+    bound = 1e-6 * np.max(np.abs(x) @ np.abs(weights).T)
+    np.testing.assert_allclose(y, x @ weights.T, rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("m", [1, 3, 20])
 @pytest.mark.parametrize("value", [-1, 1])
 @pytest.mark.parametrize("x_value", [-127, 127])

@@ -58,6 +58,14 @@ def test_skipped_chunks_change_nothing(k, share, backend, rng):
         np.testing.assert_array_equal(y, x.astype(np.int64) @ w.T.astype(np.int64), err_msg=f"{m} x {n}")
 
 
+def test_a_row_of_more_chunks_than_lanes_take_at_once(backend, rng):
+    """One row of w is dense in 40 chunks, and the others are empty."""
+    x, w = trits(rng, (19, 40 * 128), 0.6), np.zeros((21, 40 * 128), np.int8)
+    w[3] = trits(rng, 40 * 128, 0.7)
+    y = ternary_matmul(TernaryMatrix.from_trits(x), TernaryMatrix.from_trits(w), **backend)
+    np.testing.assert_array_equal(y, x.astype(np.int64) @ w.T.astype(np.int64))
+
+
 @pytest.mark.parametrize("share", [0.1, 1])
 def test_more_rows_than_a_task_has(share, rng):
     x, w = trits(rng, (515, 260), 0.6), clustered(rng, (19, 260), share)
