@@ -98,6 +98,16 @@ def _add_memory(of_model: argparse.ArgumentParser) -> None:
     of_model.add_argument("--kv-dtype", help="of the KV cache, int8 and float8_e4m3fn too; default: dtype")
     of_model.add_argument("--train", action="store_true", help="a training step with AdamW, not inference")
     of_model.add_argument("--policy", default="none", help="what layers keep in training: none, ..., layer")
+    of_model.add_argument(
+        "--format", help="of packed projections, such as nf4, q4_k or q8_0; default: arrays"
+    )
+    of_model.add_argument(
+        "--pack-tables", action="store_true", help="pack embedding table and output layer too"
+    )
+    of_model.add_argument("--rank", help="of LoRA adapters: only these are trained")
+    of_model.add_argument(
+        "--projections", help="with adapters: qkv,o,gate_up,down (the default) or some of them"
+    )
     of_model.add_argument("--card", help='only this one, such as H200 or "RTX 4090"')
 
 

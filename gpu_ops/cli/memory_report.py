@@ -16,8 +16,9 @@ from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.dispatch import unavailable
 from gpu_ops.errors import DeviceError, DTypeError, OptionError
 from gpu_ops.kernels.compiler.toolkit import install_command
-from gpu_ops.memory import Estimate, estimate, estimate_inference
+from gpu_ops.memory import Estimate, Weights, estimate, estimate_inference
 from gpu_ops.models import PRESETS as MODELS
+from gpu_ops.models.config import PROJECTIONS
 from gpu_ops.models.presets import find_config
 from gpu_ops.ops.attention.options import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
@@ -27,7 +28,7 @@ __all__ = ["Question", "show_memory"]
 _WHO = "memory"
 _MOST_DIGITS = 18
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "workspaces")
+_TERMS = ("weights", "adapters", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,18 @@ class Question:
     train: bool = False
     policy: str = "none"
     card: str | None = None
+    format: str | None = None
+    pack_tables: bool = False
+    rank: str | None = None
+    projections: str | None = None
+
+    def weights(self) -> Weights:
+        """Form of the weights."""
+        if self.projections is not None and self.rank is None:
+            raise OptionError(f"{_WHO}: projections are those with adapters; pass --rank, or omit them")
+        rank = None if self.rank is None else _count("rank", self.rank)
+        names = PROJECTIONS if self.projections is None else tuple(self.projections.split(","))
+        return Weights(self.format, self.pack_tables, rank, names)
 
 
 def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
@@ -63,19 +76,20 @@ def show_memory(asked: Question, console: Console) -> int:
         if asked.train:
             raise OptionError(f"{_WHO}: kv-dtype is of inference; omit it, or train")
 
+    weights = asked.weights()
+    sizes: dict[str, Any] = {"batch": batch, "seqlen": seqlen, "dtype": dtype, "weights": weights}
+
     def plan(device: str) -> Estimate:
         if asked.train:
-            return estimate(
-                config, batch=batch, seqlen=seqlen, dtype=dtype, policy=asked.policy, device=device
-            )
-        sizes = {"batch": batch, "seqlen": seqlen}
-        return estimate_inference(config, **sizes, dtype=dtype, cache_dtype=kv_dtype, device=device)
+            return estimate(config, **sizes, policy=asked.policy, device=device)
+        return estimate_inference(config, **sizes, cache_dtype=kv_dtype, device=device)
 
     planned = unavailable("emulator", "raw") is None
     home = cards[0].name if asked.card and planned else "cpu"
     terms = _terms(plan(home))
     task = f"training step, policy {asked.policy}" if asked.train else "inference"
-    title = f"{asked.model}, {task}: {dtype}, batch {batch} x {seqlen} tokens, planned for {home}"
+    form = ", ".join(filter(None, (str(dtype), str(weights))))
+    title = f"{asked.model}, {task}: {form}, batch {batch} x {seqlen} tokens, planned for {home}"
     console.print(title, style="bold", markup=False, highlight=False)
     print_table(console, _of_terms(terms))
     with waiting(console, f"planning for {len(cards)} {'card' if len(cards) == 1 else 'cards'}"):

@@ -285,7 +285,8 @@ class PackedMatrix:
         """
         op = "PackedMatrix.save"
         target = path_of(op, path)
-        layout = json.dumps({"shape": self.shape, "formats": self.formats, "dtype": self._dtype.name})
+        fields = {"shape": self.shape, "formats": self.formats, "dtype": self._dtype.name}
+        layout = json.dumps({**fields, "activations": self._activations})
         metadata = {"gpu_ops.kind": _KIND, "gpu_ops.layout": layout}
         arrays = {f"blocks.{i}": array for i, array in enumerate(self.blocks())}
         tensors: dict[str, Any] = {name: ("U8", array.shape) for name, array in arrays.items()}
@@ -312,7 +313,7 @@ class PackedMatrix:
                     cls(contents.read(f"blocks.{i}"), (rows, cols), name, columns=columns, dtype=dtype)
                     for i, (rows, name) in enumerate(layout["formats"])
                 ]
-                return cls.joined(parts)
+                return cls.joined(parts).with_activations(layout.get("activations", "native"))
             except (GpuOpsError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
                 raise FormatError(f"{op}: {where}: {error}") from error
 

@@ -6,6 +6,7 @@ from gpu_ops.memory.estimate import Estimate, choose_policies, estimate, estimat
 from gpu_ops.memory.inference import estimate_inference, fit, kv_cache_bytes
 from gpu_ops.memory.pool import Pool, limit
 from gpu_ops.memory.trace import Buffer, Trace
+from gpu_ops.memory.weights import Weights
 
 __all__ = [
     "Arena",
@@ -13,6 +14,7 @@ __all__ = [
     "Estimate",
     "Pool",
     "Trace",
+    "Weights",
     "choose_policies",
     "estimate",
     "estimate_call",

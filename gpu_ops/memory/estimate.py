@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,18 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.allocator import typed_memory_errors
-from gpu_ops.core.checks import computing_dtype, integer, one_of
+from gpu_ops.core.checks import computing_dtype, instance, integer, one_of
 from gpu_ops.core.op import op_named
-from gpu_ops.errors import DTypeError, OutOfMemoryError
+from gpu_ops.errors import DTypeError, OptionError, OutOfMemoryError
 from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS
 from gpu_ops.memory.trace import Trace
-from gpu_ops.models import POLICIES, Llama, LlamaConfig, block_forward, loss_and_grads
+from gpu_ops.memory.weights import Weights, check_blocks, planned_model, trained_shapes
+from gpu_ops.models import POLICIES, Llama, LlamaConfig, block_forward, lora_grads, loss_and_grads
 from gpu_ops.models.block import recomputed_flops
 from gpu_ops.ops.rows.global_norm import global_norm
 
 __all__ = ["Estimate", "choose_policies", "estimate", "estimate_call", "read_dtype"]
 
 _WHO = "memory.estimate"
+_ARRAYS = Weights()
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Estimate:
     """Bytes of a training step, of inference, or of one call."""
 
     parts: dict[str, int]
-    """Bytes by term. Live throughout: weights, gradients, optimizer, KV cache, or arguments of a call. activations:
-    the maximum in addition to these, including workspaces. For a call: results, workspaces."""
+    """Bytes by term. Live throughout: weights, adapters, gradients, optimizer, KV cache, or arguments of a call.
+    activations: the maximum in addition to these, including workspaces. For a call: results, workspaces."""
     largest: tuple[tuple[str, int], ...]
     """Labels and bytes at the peak, in addition to memory live throughout; the largest first."""
     workspaces: int = 0
@@ -72,6 +75,7 @@ def estimate(
     optimizer: str | None = "adamw",
     device: str | None = None,
     chunk: int = 0,
+    weights: Weights = _ARRAYS,
 ) -> Estimate:
     """Estimate the memory of a training step: loss, gradients, norm and optimizer.
 
@@ -91,6 +95,9 @@ def estimate(
         ``"cpu"``, ``"cuda"`` (the installed card) or a card of the presets, such as ``"H100 SXM"``.
     chunk : int
         As in :func:`gpu_ops.linear_cross_entropy`.
+    weights : Weights
+        LoRA adapters that are trained, over a frozen base of arrays or packed matrices (QLoRA). Default: all weights
+        are arrays, and trained.
 
     Examples
     --------
@@ -106,27 +113,25 @@ def estimate(
     state_dtype = computing_dtype(weight_dtype.name)
     batch = integer(_WHO, "batch", batch, low=1, high=MOST_SEQUENCES)
     seqlen = integer(_WHO, "seqlen", seqlen, low=1, high=MOST_TOKENS)
-    shapes = config.shapes()
+    instance(_WHO, "weights", weights, Weights)
+    check_blocks(_WHO, weights, config)
+    if weights.format is not None and weights.rank is None:
+        raise OptionError(
+            f"{_WHO}: weights in {weights.format} are frozen; pass Weights(..., rank=) of adapters"
+        )
+    shapes = trained_shapes(weights, config)
     with Trace(device) as trace:
         ids = trace.empty((batch, seqlen), np.int32, "token ids")
-        weights = {name: trace.empty(shape, weight_dtype, "weights") for name, shape in shapes.items()}
+        model, parts = planned_model(weights, trace, config, weight_dtype)
         grads = {name: trace.empty(shape, state_dtype, "gradients") for name, shape in shapes.items()}
+        into = Llama.of(grads, config) if weights.rank is None else lora_grads(model, grads)
         state = trace.live_bytes
-        loss_and_grads(
-            ids,
-            ids,
-            Llama.of(weights, config),
-            config,
-            grads=Llama.of(grads, config),
-            policy=policy,
-            chunk=chunk,
-        )
+        loss_and_grads(ids, ids, model, config, grads=into, policy=policy, chunk=chunk)
         global_norm(list(grads.values()))
-    numbers = config.parameters
+    numbers = sum(map(math.prod, shapes.values()))
     masters = numbers * state_dtype.itemsize if weight_dtype != state_dtype else 0
     states = 2 * numbers * state_dtype.itemsize if optimizer else 0
-    parts = {
-        "weights": numbers * weight_dtype.itemsize,
+    parts |= {
         "gradients": numbers * state_dtype.itemsize,
         "optimizer": masters + states,
         "activations": trace.peak_bytes - state,

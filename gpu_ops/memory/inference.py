@@ -10,18 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.allocator import typed_memory_errors
-from gpu_ops.core.checks import flag, integer
+from gpu_ops.core.checks import flag, instance, integer
 from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
 from gpu_ops.memory.estimate import Estimate, estimate, read_dtype
 from gpu_ops.memory.sizes import MOST_SEQUENCES, MOST_TOKENS, read_size
 from gpu_ops.memory.trace import Trace
-from gpu_ops.models import Llama, LlamaConfig, hidden_states
+from gpu_ops.memory.weights import Weights, check_blocks, planned_model
+from gpu_ops.models import LlamaConfig, hidden_states
 from gpu_ops.ops.attention.options import QUANTIZED
 from gpu_ops.ops.gemm.linear import linear
 from gpu_ops.presets import select_preset
 
 __all__ = ["estimate_inference", "fit", "kv_cache_bytes"]
 
+_ARRAYS = Weights()
 _MOST_POSITIONS = 1 << 20  # limit of the search for a length
 
 
@@ -53,6 +55,7 @@ def estimate_inference(
     cache_dtype: npt.DTypeLike | None = None,
     prompt: int | None = None,
     device: str | None = None,
+    weights: Weights = _ARRAYS,
 ) -> Estimate:
     """Estimate the memory of inference: weights, a KV cache for ``seqlen`` tokens, and activations of the prompt.
 
@@ -71,6 +74,8 @@ def estimate_inference(
         Tokens of each sequence that the model processes at a time, default ``seqlen``.
     device : str, optional
         ``"cpu"``, ``"cuda"`` (the installed card) or a card of the presets, such as ``"H100 SXM"``.
+    weights : Weights
+        Packed weights, adapters; default arrays.
 
     Examples
     --------
@@ -84,18 +89,16 @@ def estimate_inference(
     length = integer(who, "seqlen", seqlen, low=1, high=MOST_TOKENS)
     tokens = length if prompt is None else integer(who, "prompt", prompt, low=1, high=length)
     weight_dtype = read_dtype(who, dtype)
+    instance(who, "weights", weights, Weights)
+    check_blocks(who, weights, config)
     with Trace(device) as trace:
-        shapes = config.shapes()
-        weights = Llama.of(
-            {n: trace.empty(shape, weight_dtype, "weights") for n, shape in shapes.items()}, config
-        )
+        model, parts = planned_model(weights, trace, config, weight_dtype)
         ids = trace.empty((batch, tokens), np.int32, "token ids")
         state = trace.live_bytes
-        states = hidden_states(ids, weights, config)
-        logits = linear(trace.empty((batch, config.hidden), weight_dtype, "last states"), weights.lm_head)
+        states = hidden_states(ids, model, config)
+        logits = linear(trace.empty((batch, config.hidden), weight_dtype, "last states"), model.lm_head)
         del states, logits
-        parts = {
-            "weights": config.parameters * weight_dtype.itemsize,
+        parts |= {
             "KV cache": kv_cache_bytes(config, batch=batch, seqlen=seqlen, dtype=cache_dtype or weight_dtype),
             "activations": trace.peak_bytes - state,
         }
@@ -158,7 +161,7 @@ def fit(
         raise OutOfMemoryError(
             f"{who}: {sought} 1 takes {int(least)} bytes, and there are {available}; "
             + ("keep less between forward and backward (policy='layer'), or " if train else "")
-            + "take a smaller dtype or model",
+            + "take a smaller dtype or model, or pack the weights (weights=)",
             int(least),
             available,
         )

@@ -22,6 +22,7 @@ from gpu_ops.kernels.gemm.linear import Multiply, SumRows, sum_rows_numba, sum_r
 from gpu_ops.kernels.loss import cross_entropy as losses
 from gpu_ops.kernels.loss.cross_entropy import LossRows, Total
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.kernels.weights.packed import unpacked
 
 __all__ = ["chunks"]
 
@@ -64,6 +65,8 @@ def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.dtype import aligned_empty
     from gpu_ops.kernels.gemm.cpu import linear as sums
     from gpu_ops.kernels.loss.cpu.linear_cross_entropy import Chunks, scratch_bytes
+    from gpu_ops.kernels.weights.cpu.packed import unpacked
+    from gpu_ops.kernels.weights.cpu.ternary_ir import LANES
 
     parts, options_of = list(chunks(spec, _CPU_BYTES, *_CPU_ROWS)), losses.options_cpu(spec)
     reduction = spec["reduction"]
@@ -77,7 +80,11 @@ def _cpu(spec: Spec, builder: Builder) -> None:
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
         logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
-        of = Chunks(views["weight"], views.get("bias"), logits, options_of(views))
+        weight = views["weight"]
+        if spec["parts"]:
+            weight, columns = unpacked(weight.panels(LANES), weight.shape, x.dtype), weight.columns
+            weight = weight if columns is None else np.take(weight, np.argsort(columns), axis=1)
+        of = Chunks(weight, views.get("bias"), logits, options_of(views))
         dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
         for c in parts:
             if dloss is None or not has_logits:
@@ -93,7 +100,9 @@ def _cpu(spec: Spec, builder: Builder) -> None:
             views["loss"][...] = np.sum(loss, dtype=np.float64) * factor
 
     kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": sum_dtype, "grads": grads}
-    scratch = scratch_bytes(longest, *spec.tensor("weight").shape, **kinds)
+    scratch = scratch_bytes(longest, spec["rows"], spec["cols"], **kinds)
+    if spec["parts"]:
+        scratch += spec["rows"] * spec["cols"] * spec.tensor("x").itemsize * (1 + spec["reordered"])
     builder.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
 
 
@@ -109,6 +118,7 @@ def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: An
 
 @dataclass(frozen=True)
 class _Backend:
+    name: str
     losses: losses.Kernels
     multiply: Multiply
     sum_rows: SumRows
@@ -130,9 +140,9 @@ def _gpu(spec: Spec, builder: Builder, by: _Backend) -> None:
 
 
 def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, parts: list[slice]) -> None:
-    weight, bias, dx, dbias = (spec.get(name) for name in ("weight", "bias", "dx", "dbias"))
+    bias, dx, dbias = (spec.get(name) for name in ("bias", "dx", "dbias"))
     x, sum_dtype, added = rows.logits, rows.loss.dtype, spec["added"]
-    assert weight is not None
+    weight = unpacked(spec, builder, by.name, x.dtype) if spec["parts"] else spec.tensor("weight")
     bias_row = row = None if bias is None else bias[None]
     if bias_row is not None and bias_row.dtype != sum_dtype:  # the sum of one row
         row = builder.empty(bias_row.shape, sum_dtype, "wide bias")
@@ -158,7 +168,7 @@ def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, p
 
 
 for _name, _backend in (
-    ("raw", _Backend(losses.RAW, launch_raw, sum_rows_raw)),
-    ("numba", _Backend(losses.NUMBA, launch_numba, sum_rows_numba)),
+    ("raw", _Backend("raw", losses.RAW, launch_raw, sum_rows_raw)),
+    ("numba", _Backend("numba", losses.NUMBA, launch_numba, sum_rows_numba)),
 ):
     lowers("linear_cross_entropy", _name)(partial(_gpu, by=_backend))

@@ -27,7 +27,7 @@ from gpu_ops.kernels.gemm.linear import Multiply
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
 
-__all__ = ["variants"]
+__all__ = ["unpacked", "variants"]
 
 _ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
 
@@ -125,8 +125,14 @@ def _backward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) ->
     if not dx.size or not dy.size:
         builder.zero(spec.tensor("dx"))
         return
-    ((_, _, weight),) = _unpacked(spec, builder, backend, dy.dtype, spec["rows"])
+    weight = unpacked(spec, builder, backend, dy.dtype)
     multiply(builder, product(Operand(dy), Operand(weight, True), dx))
+
+
+def unpacked(spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any]) -> Tensor:
+    """The whole matrix in a workspace."""
+    ((_, _, weight),) = _unpacked(spec, builder, backend, dtype, spec["rows"])
+    return weight
 
 
 def _unpacked(

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from gpu_ops import memory, models
 from gpu_ops.cli.preset_report import card_limits
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
+from gpu_ops.errors import OutOfMemoryError
 from gpu_ops.kernels.compiler import jit
 from gpu_ops.kernels.compiler.kernel import CudaKernel, short_label
 from gpu_ops.kernels.program import Launch, lower
@@ -135,6 +137,40 @@ def cards() -> str:
             speeds = f"{p.memory_gbps:g} | {p.peaks.float16:g}"
             rows.append(f"| {p.name} | {p.arch.name} | {p.sms} | {sizes} | {speeds} | {p.source} |")
     return "\n".join(rows)
+
+
+TUNED = ("llama-3.2-3b", "mistral-7b", "llama-3-8b", "llama-2-13b", "llama-3-70b")  # models of the table
+TUNED_ON = ("RTX 5080", "RTX 4090")  # cards, of 16 and 24 GB
+TUNING: dict[str, Any] = {"dtype": "bfloat16", "policy": "layer", "batch": 1}
+TUNING_PLANS: list[str] = []
+
+
+def plan_tuning() -> None:
+    """Plan adapters of rank 16 on bases in three forms; a minute in all."""
+    TUNING_PLANS.clear()
+    for name, format in itertools.product(TUNED, (None, "q8_0", "nf4")):
+        config, weights = models.PRESETS[name], memory.Weights(format, rank=16)
+        peak = memory.estimate(config, seqlen=2048, device=TUNED_ON[-1], weights=weights, **TUNING).peak
+        lengths = [longest_text(config, card, weights) for card in TUNED_ON]
+        sizes = f"{peak / 2**30:.1f} GiB, {peak / 1e9:.1f} GB"
+        TUNING_PLANS.append(f"| {name} | {format or 'bfloat16'} | {sizes} | {' | '.join(lengths)} |")
+
+
+def longest_text(config: models.LlamaConfig, card: str, weights: memory.Weights) -> str:
+    """Largest seqlen that a card can train."""
+    try:
+        return f"{memory.fit(config, card, train=True, weights=weights, **TUNING):,}"
+    except OutOfMemoryError:
+        return "no"
+
+
+def tuning() -> str:
+    """Table of :func:`plan_tuning`."""
+    if not TUNING_PLANS:
+        return ""
+    titles = [f"tokens, {name}, {PRESETS[name].memory_gb:g} GB" for name in TUNED_ON]
+    head = f"| model | base | memory of 2,048 tokens | {' | '.join(titles)} |"
+    return "\n".join([head, "|---|---|--:|" + "--:|" * len(TUNED_ON), *TUNING_PLANS])
 
 
 PICTURES = ROOT / "build" / "pictures"  # drawn by the build, from perf/results
@@ -394,6 +430,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "kernels": kernels,
     "tiles": tiles,
     "cards": cards,
+    "tuning": tuning,
     "results": results,
     "pictures": pictures,
 }

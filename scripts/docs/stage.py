@@ -116,6 +116,8 @@ def stage(folder: Path, *, run: bool) -> list[str]:
     if run:
         print("docs: compiling the kernels that pages show", flush=True)
         generated.compile_kernels()  # forks, so it must run before threads start
+        print("docs: planning the memory of fine-tuning", flush=True)
+        generated.plan_tuning()
         print("docs: drawing the benchmark results", flush=True)
         generated.draw_pictures()
     start = time.perf_counter()

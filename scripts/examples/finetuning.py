@@ -1,6 +1,7 @@
 """Train a small Llama on Python's standard library, then fit LoRA adapters to other text. No framework.
 
     python scripts/examples/finetuning.py                          300 steps, then 100 of the adapters
+    python scripts/examples/finetuning.py --format nf4             adapters on a base packed in 4 bits (QLoRA)
     python scripts/examples/finetuning.py --dtype bfloat16 --folder runs/small
     python scripts/examples/finetuning.py --dtype bfloat16 --folder runs/small --steps 2000    goes on from step 300
 
@@ -24,8 +25,8 @@ import gpu_ops
 from gpu_ops import memory, models, training
 from gpu_ops.cli.terminal import make_console
 
-TINY = {"hidden": 32, "ffn": 48, "nlayers": 1, "nheads": 2, "nheads_kv": 1}
-SMALL = {"hidden": 256, "ffn": 688, "nlayers": 4, "nheads": 4, "nheads_kv": 2}
+TINY = {"hidden": 64, "ffn": 64, "nlayers": 1, "nheads": 2, "nheads_kv": 1}
+SMALL = {"hidden": 256, "ffn": 704, "nlayers": 4, "nheads": 4, "nheads_kv": 2}
 
 
 def learning_rate(step: int, peak: float, warm: int = 30) -> float:
@@ -89,6 +90,10 @@ def fit_adapters(
     o: argparse.Namespace, config: models.LlamaConfig, base: Any, tokens: Any
 ) -> tuple[Any, list[float]]:
     shapes = models.lora_shapes(config, o.rank)
+    if o.format:
+        arrays = base.arrays()
+        packed = {n: gpu_ops.quantize(x, o.format) for n, x in arrays.items() if f"{n}.a" in shapes}
+        base = models.Llama.of(arrays | packed, config)
     flat = training.FlatParams.from_shapes(shapes, dtype=o.dtype)
     flat.assign(models.initial_lora(shapes, seed=o.seed))
     weights, grads = models.with_lora(base, flat.params), models.lora_grads(base, flat.grads)
@@ -124,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--format", choices=("nf4", "q4_0", "q8_0"), help="pack the base of the adapters")
     parser.add_argument("--policy", choices=models.POLICIES, default="none")
     parser.add_argument("--folder", help="keeps the last two states here")
     parser.add_argument("--plot", help="an SVG or PNG of the losses")

@@ -190,6 +190,21 @@ def test_a_result_of_another_machine_has_a_table():
     assert "None" not in table
 
 
+def test_the_table_of_finetuning(monkeypatch):
+    monkeypatch.setattr(generated, "TUNED", ("llama-3-8b",))
+    monkeypatch.setattr(generated, "TUNED_ON", ("RTX 5080",))
+    monkeypatch.setattr(generated, "TUNING_PLANS", [])
+    assert generated.part(["tuning"]) == ""
+    generated.plan_tuning()
+    rows = [row.strip("| ").split(" | ") for row in generated.part(["tuning"]).splitlines()]
+    assert rows[0][-1] == "tokens, RTX 5080, 16 GB"
+    assert rows[2:] == [
+        ["llama-3-8b", "bfloat16", "16.6 GiB, 17.8 GB", "no"],
+        ["llama-3-8b", "q8_0", "10.5 GiB, 11.3 GB", "12,470"],
+        ["llama-3-8b", "nf4", "7.2 GiB, 7.8 GB", "20,074"],
+    ]
+
+
 def test_names_without_a_description_are_found():
     extension = pytest.importorskip(
         "scripts.docs.extension", reason="needs the docs extra", exc_type=ImportError

@@ -189,6 +189,18 @@ def test_finetuning_goes_on_where_it_stopped(example, monkeypatch, capsys, tmp_p
     assert again == adapters
 
 
+def test_finetuning_adapts_a_packed_base(example, monkeypatch):
+    module, curves = example("finetuning"), []
+    monkeypatch.setattr(module, "plot", lambda path, losses: curves.append(list(losses.values())))
+    sizes = ["--steps", "3", "--lora-steps", "3", "--batch", "2", "--seqlen", "32", "--vocab", "300"]
+    for form in ([], ["--format", "nf4"]):
+        assert module.main(["--tiny", *sizes, *form, "--plot", "x"]) == 0
+    (base, adapted), (same_base, over_packed) = curves
+    assert base == same_base
+    assert adapted != over_packed
+    np.testing.assert_allclose(over_packed, adapted, rtol=0.01)
+
+
 def test_finetuning_draws_its_losses(example, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "curve.svg"

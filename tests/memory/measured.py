@@ -15,6 +15,7 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import inference, memory, models, training
+from gpu_ops.reference.weights.packed_formats import FORMATS
 
 CONFIG = models.LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=3, nheads=4, nheads_kv=2)
 WIDE = replace(CONFIG, hidden=256, ffn=688, vocab=512)
@@ -49,6 +50,13 @@ ALL_STEPS = [
     for dtype in ("float32", "bfloat16", "float16", "float64")
     for policy in models.POLICIES
     for optimizer in ("adamw", None)
+]
+# A training step of adapters on a packed base: shape, dtype, format, whether the tables are packed, policy.
+ADAPTED = [
+    ("short", "float32", "nf4", False, "layer"),
+    ("short", "bfloat16", "q4_0", False, "none"),
+    ("long", "bfloat16", "nf4", True, "layer"),
+    ("long", "float32", "q4_0", True, "none"),
 ]
 # Inference: family, batch, tokens in the cache, tokens of the prompt, dtype.
 PROMPTS = [
@@ -112,6 +120,34 @@ def step(family, shape, dtype, policy, optimizer):
     return memory.estimate(config, **sizes, optimizer=optimizer).peak, run
 
 
+def adapted(shape, dtype, format, tables, policy):
+    """Estimate, and a function that makes a packed base with adapters and takes a few steps."""
+    config, (batch, seqlen) = replace(WIDE, ffn=704), SHAPES[shape]
+    form, sizes = memory.Weights(format, tables, rank=8), {"batch": batch, "seqlen": seqlen, "dtype": dtype}
+    ids, blocks = np.zeros((batch, seqlen), np.int32), FORMATS[format]
+
+    def run():
+        weights = {}
+        for name, shape in config.shapes().items():
+            is_packed = len(shape) == 2 and (tables or name not in ("embed", "lm_head"))
+            if is_packed:
+                bytes_ = np.zeros((shape[0], shape[1] // blocks.block * blocks.nbytes), np.uint8)
+                weights[name] = gpu_ops.PackedMatrix(bytes_, shape, format, dtype=dtype)
+                del bytes_
+            else:
+                weights[name] = np.zeros(shape, dtype)
+        flat = training.FlatParams.from_shapes(models.lora_shapes(config, 8), dtype=dtype, device="cpu")
+        model = models.with_lora(models.Llama.of(weights, config), flat.params)
+        grads = models.lora_grads(model, flat.grads)
+        for _ in range(3):
+            flat.zero_grad()
+            models.loss_and_grads(ids, ids, model, config, grads=grads, policy=policy)
+            gpu_ops.global_norm(flat.buffers["grads"])
+            flat.step(lr=1e-3)
+
+    return memory.estimate(config, **sizes, policy=policy, weights=form).peak, run
+
+
 def prompt(family, batch, seqlen, tokens, dtype):
     """Estimate, and a function that reads a prompt with a KV cache allocated."""
     config, kind = CONFIGS[family], np.dtype(dtype)
@@ -145,6 +181,7 @@ def array_of(shape):
 
 MAKERS = {
     **{" ".join(map(str, ("step", *case))): (step, case) for case in ALL_STEPS},
+    **{" ".join(map(str, ("adapted", *case))): (adapted, case) for case in ADAPTED},
     **{" ".join(map(str, ("prompt", *case))): (prompt, case) for case in PROMPTS},
     **{f"call {name}": (call, (name,)) for name in CALLS},
 }

@@ -64,6 +64,80 @@ def test_a_large_model_is_planned_in_a_moment():
     assert "MiB" in str(estimate)
 
 
+LLAMA = models.PRESETS["llama-3-8b"]
+SIZES = {"batch": 1, "seqlen": 2048, "dtype": "bfloat16", "policy": "layer", "device": "RTX 4090"}
+
+
+def test_adapters_on_a_packed_base_of_8b_fit_16_gb():
+    plan = memory.estimate(LLAMA, **SIZES, weights=memory.Weights("nf4", rank=16))
+    by_projection = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    packed = 32 * sum(rows * cols for rows, cols in by_projection)
+    adapters = 32 * sum(16 * (rows + cols) for rows, cols in by_projection)
+    assert adapters == 35_651_584
+    activations = plan.parts.pop("activations")
+    assert plan.parts == {
+        "weights": packed // 64 * 36 + 2 * (LLAMA.parameters - packed),
+        "adapters": 2 * adapters,
+        "gradients": 4 * adapters,
+        "optimizer": 12 * adapters,  # a master and two moments
+    }
+    checkpoints, logits = 32 * 2048 * 4096 * 2, 1024 * 128256 * 4
+    assert checkpoints + logits < activations < checkpoints + logits + (100 << 20)
+    assert 7.7e9 < plan.state + activations < 7.8e9
+    whole = memory.estimate(LLAMA, **SIZES, weights=memory.Weights(rank=16))
+    assert whole.peak - plan.state - activations == 2 * packed - packed // 64 * 36
+    assert whole.peak > 16e9
+
+
+def test_the_largest_unpacked_matrix_is_planned():
+    """At the peak: the matrix of down in its backward; a packed head in the loss."""
+    layer = memory.estimate(LLAMA, **SIZES, chunk=64, weights=memory.Weights("q4_0", rank=16))
+    assert ("linear_backward workspace: unpacked weight", 4096 * 14336 * 2) in layer.largest
+    head = memory.estimate(LLAMA, **SIZES, weights=memory.Weights("nf4", True, rank=16))
+    assert ("linear_cross_entropy workspace: unpacked weight", 128256 * 4096 * 2) in head.largest
+    tables = 2 * 128256 * 4096
+    assert head.parts["weights"] == (LLAMA.parameters - 65 * 4096) // 64 * 36 + 65 * 4096 * 2
+    assert head.parts["weights"] < layer.parts["weights"] - tables
+    inference = memory.estimate_inference(LLAMA, batch=1, seqlen=8, weights=memory.Weights("nf4", True))
+    assert inference.parts["weights"] == head.parts["weights"]
+    assert "adapters" not in inference.parts
+
+
+def test_formats_with_smaller_scales_take_the_bytes_of_their_panels():
+    """q4_k's 6-bit scales are bytes in panels: 148 bytes per block of 256, for 144 in files."""
+    config = models.LlamaConfig(vocab=512, hidden=256, ffn=512, nlayers=2, nheads=4)
+    packed = config.parameters - 2 * 512 * 256 - 5 * 256
+    plan = memory.estimate_inference(
+        config, batch=1, seqlen=8, dtype="float32", weights=memory.Weights("q4_k")
+    )
+    assert plan.parts["weights"] == packed // 256 * 148 + 4 * (config.parameters - packed)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: memory.Weights("nf5"), OptionError, "allowed: 'q4_0', .*did you mean 'nf4'"),
+        (lambda: memory.Weights(tables=True), OptionError, "format="),
+        (lambda: memory.Weights(rank=0), OptionError, "rank"),
+        (lambda: memory.Weights(rank=4, projections=("q",)), OptionError, "'qkv'"),
+        (
+            lambda: memory.estimate(LLAMA, batch=1, seqlen=8, weights=memory.Weights("nf4")),
+            OptionError,
+            "frozen",
+        ),
+        (lambda: memory.estimate(CONFIG, batch=1, seqlen=8, weights="nf4"), OptionError, "Weights, got str"),
+        (
+            lambda: memory.fit(CONFIG, "1 GB", batch=1, weights=memory.Weights("nf4")),
+            ShapeError,
+            "multiple of 64, in layers.0.down",
+        ),
+    ],
+)
+def test_mistakes_in_the_form_of_weights(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
 def test_a_budget_is_kept():
     sizes = {"batch": 4, "seqlen": 128}
     peak = memory.estimate(CONFIG, **sizes).peak

@@ -69,6 +69,30 @@ def test_dtype_of_the_cache(dtype, folder, capsys):
     assert rows["KV"][2] == f"{memory.kv_cache_bytes(config, batch=3, seqlen=40, dtype=named):,}"
 
 
+def test_adapters_on_a_packed_base(folder, capsys):
+    sizes = ("--batch", "3", "--seqlen", "40", "--card", "RTX 4090", "--train", "--policy", "layer")
+    form = ("--format", "q4_0", "--pack-tables", "--rank", "4", "--projections", "qkv,down")
+    (folder / "config.json").write_text(json.dumps(TINY | {"intermediate_size": 192}))
+    rows, lines = shown(capsys, "--model", str(folder), *sizes, *form)
+    config = models.LlamaConfig.from_hf(folder)
+    plan = memory.estimate(
+        config,
+        batch=3,
+        seqlen=40,
+        dtype="bfloat16",
+        policy="layer",
+        device="RTX 4090",
+        weights=memory.Weights("q4_0", True, 4, ("qkv", "down")),
+    )
+    for name in ("weights", "adapters", "gradients", "optimizer"):
+        assert rows[name][1] == f"{plan.parts[name]:,}"
+    assert rows["peak"][1] == f"{plan.peak:,}"
+    matrices = sum(rows * cols for name, (rows, *more) in config.shapes().items() for cols in more)
+    norms = config.parameters - matrices
+    assert plan.parts["weights"] == matrices // 32 * 18 + 2 * norms
+    assert "bfloat16, q4_0 with tables, LoRA of rank 4, batch 3 x 40 tokens" in " ".join(lines[0])
+
+
 def test_every_card_is_judged(capsys):
     rows, lines = shown(capsys, "--model", "llama-3-8b", "--batch", "8", "--dtype", "bfloat16")
     assert "llama-3-8b, inference: bfloat16, batch 8 x 4096 tokens, planned for cpu" in map(" ".join, lines)
@@ -117,6 +141,13 @@ def test_without_compilers_the_cpus_plan_stands_in(folder, capsys, monkeypatch):
         (("--model", "llama-3-8b", "--dtype", "bf17"), "did you mean 'bf16'"),
         (("--model", "llama-3-8b", "--kv-dtype", "int4"), "did you mean 'int8'"),
         (("--model", "llama-3-8b", "--kv-dtype", "int8", "--train"), "kv-dtype is of inference"),
+        (("--model", "llama-3-8b", "--format", "nf5"), "allowed: 'q4_0'"),
+        (("--model", "llama-3-8b", "--pack-tables"), "format="),
+        (("--model", "llama-3-8b", "--rank", "0"), "--rank must be"),
+        (("--model", "llama-3-8b", "--projections", "qkv"), "pass --rank"),
+        (("--model", "llama-3-8b", "--rank", "4", "--projections", "q"), "projections='q' is unknown"),
+        (("--model", "llama-3-8b", "--train", "--format", "nf4"), "are frozen"),
+        (("--model", "smollm2-135m", "--format", "q4_k"), "multiple of 256, in layers.0.qkv"),
         (("--model", "llama-3-8b", "--card", "A1000"), "no preset for 'A1000'"),
         (("--model", "llama-3-8b", "--train", "--policy", "all"), "policy='all'"),
     ],

@@ -194,6 +194,18 @@ def test_one_seed_for_all_rows(backend):
         assert (gpu_ops.sample(logits, **other, **backend) != tokens).sum() > 50
 
 
+@pytest.mark.parametrize("top_k", [1, 50, 1024, 1025])
+def test_top_k_of_a_long_row(top_k, rng):
+    """Tokens of the whole row, many of them tied, that are copied (up to 1024) or cut by passes over it."""
+    logits = (np.round(rng.standard_normal((3, 12_000)) * 40) / 8).astype(F32)
+    logits[1] = np.sort(logits[1])  # each block has larger ones
+    logits[2, 100:] = -np.inf
+    for top_p in (1.0, 0.7):
+        named = {"top_k": top_k, "top_p": top_p, "seed": np.arange(3), "step": 5}
+        expected = reference.sample(logits, **named)
+        np.testing.assert_array_equal(gpu_ops.sample(logits, **named, device="cpu"), expected)
+
+
 def test_ties_go_to_the_first(backend, dtype):
     """Ties at the edge of top_k and of top_p go to the first token, over several blocks; -0 ties with 0."""
     vocab = 4500

@@ -100,6 +100,11 @@ def test_reordered_columns(dtype, tokens, rng, tmp_path):
     np.testing.assert_array_equal(gpu_ops.linear(x, matrix, backend="reference"), plain)
     dx = gpu_ops.linear_backward(dy, x, matrix, only="dx")
     np.testing.assert_array_equal(dx[:, order], gpu_ops.linear_backward(dy, x, stored, only="dx"))
+    targets, more = rng.integers(0, 57, tokens), {"grads": True, "only": "dx"}
+    results = gpu_ops.linear_cross_entropy(x, matrix, targets, **more)
+    expected = gpu_ops.linear_cross_entropy(x, matrix.dequantize(dtype), targets, **more)
+    for result, right in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, right)
     matrix.save(tmp_path / "w")
     for other in (PackedMatrix.load(tmp_path / "w"), pickle.loads(pickle.dumps(matrix)), matrix.rows([3, 1])):
         np.testing.assert_array_equal(other.columns, order)
@@ -256,16 +261,32 @@ def test_copies_and_files(used, rng, tmp_path):
         PackedMatrix.load(tmp_path / "w"),
     ):
         assert other.formats == ((9, "q4_k"), (9, "q6_k"))
+        assert (other.activations, other.dtype) == ("int8", np.float32)
         np.testing.assert_array_equal(gpu_ops.linear(x, other, activations="native"), right)
         for blocks, expected in zip(other.blocks(), matrix.blocks(), strict=True):
             np.testing.assert_array_equal(blocks, expected)
     order = rng.permutation(9)
     np.testing.assert_array_equal(parts[0].rows(order).dequantize(), parts[0].dequantize()[order])
     data = (tmp_path / "w").read_bytes()
-    for damaged in (data[:-1], b"", data.replace(b"q4_k", b"q4_9"), data.replace(b"256]", b"999]")):
+    damages = [(b"q4_k", b"q4_9"), (b"256]", b"999]"), (b"int8", b"int9")]
+    for damaged in (data[:-1], b"", *(data.replace(*change) for change in damages)):
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(FormatError):
             PackedMatrix.load(tmp_path / "damaged")
+
+
+def test_a_file_without_activations_has_native_ones(rng, tmp_path):
+    """Files of earlier versions."""
+    matrix = random_matrix("q4_0", 4, 64, rng).with_activations("int8")
+    matrix.save(tmp_path / "w")
+    data = (tmp_path / "w").read_bytes()
+    earlier = data.replace(rb", \"activations\": \"int8\"}", b"}" + b" " * 27)
+    assert len(earlier) == len(data)
+    assert earlier != data
+    (tmp_path / "w").write_bytes(earlier)
+    other = PackedMatrix.load(tmp_path / "w")
+    assert other.activations == "native"
+    np.testing.assert_array_equal(other.blocks()[0], matrix.blocks()[0])
 
 
 def test_its_bytes_are_held_once(rng):

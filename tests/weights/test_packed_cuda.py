@@ -45,6 +45,9 @@ def test_reordered_columns(backend, rng):
     np.testing.assert_array_equal(gpu_ops.linear(x, matrix, **backend), right)
     right = gpu_ops.linear_backward(dy, x, weight, only="dx", **backend)
     np.testing.assert_array_equal(gpu_ops.linear_backward(dy, x, matrix, only="dx", **backend), right)
+    targets = rng.integers(0, 40, 3)
+    right = gpu_ops.linear_cross_entropy(x, weight, targets, **backend)
+    np.testing.assert_array_equal(gpu_ops.linear_cross_entropy(x, matrix, targets, **backend), right)
 
 
 def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
@@ -67,3 +70,15 @@ def test_int8_activations_are_refused(backend, rng):
     matrix = random_matrix("q4_0", 40, 64, rng)
     with pytest.raises(DeviceError, match="CPU kernels only"):
         gpu_ops.linear(np.ones((2, 64), np.float32), matrix, activations="int8", **backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_over_a_packed_head_has_the_bits_of_the_unpacked_one(dtype, backend, rng):
+    matrix = PackedMatrix.joined([random_matrix(name, 48, 256, rng) for name in ("nf4", "q6_k")])
+    x, targets = rng.standard_normal((5, 256)).astype(dtype), rng.integers(0, 96, 5)
+    expected = gpu_ops.linear_cross_entropy(
+        x, matrix.dequantize(dtype), targets, grads=True, only="dx", **backend
+    )
+    results = gpu_ops.linear_cross_entropy(x, matrix, targets, grads=True, only="dx", **backend)
+    for result, right in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, right)

@@ -16,7 +16,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gemm.linear import read_shape
 from gpu_ops.ops.gradients import named_results
 from gpu_ops.ops.loss.cross_entropy import LossOptions, as_loss, is_number, of_reference
-from gpu_ops.ops.weights.packed import read_expanded
+from gpu_ops.ops.weights.packed import read_weight
 
 __all__ = ["linear_cross_entropy"]
 
@@ -106,7 +106,7 @@ def linear_cross_entropy(
     2 * rows * hidden * vocab flops, with ``grads`` three times as many, with ``only`` twice. Scratch on the CPU: the
     logits of a chunk, by default at most 16 MiB or 64 rows, 4 * chunk * hidden bytes and 1 MiB (twice that for
     float64). On a GPU the logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among
-    blocks.
+    blocks. A packed weight takes its unpacked bytes in addition.
 
     For 16-bit dtypes dlogits are rounded to x's dtype for the two products, after the factor dloss / denominator.
     dweight and dbias are summed in float32, in a fixed order: the same bits for any number of threads. On the CPU
@@ -129,7 +129,8 @@ def linear_cross_entropy(
     )
     call = Call("linear_cross_entropy", device, backend, workspace)
     x_ = call.read("x", x, rows=True)
-    weight_ = read_expanded(call, "weight", weight, x_.dtype)
+    weight_ = read_weight(call, "weight", weight)
+    is_packed = isinstance(weight_, PackedMatrix)
     bias_ = call.optional("bias", bias)
     biases = {} if bias_ is None else {"bias": bias_}
     (*lead, vocab), dtype = read_shape(call, x_, weight_, **biases)
@@ -145,7 +146,7 @@ def linear_cross_entropy(
     if differentiates:
         _read_dloss(call, dloss, like_loss)
         results["dx"] = (x_.shape, x_.dtype)
-        if only is None and isinstance(weight, PackedMatrix):
+        if only is None and is_packed:
             raise OptionError(f"{call.op}: a packed weight is frozen and has no gradient; pass only='dx'")
         if only is None:
             results["dweight"] = (weight_.shape, acc_dtype)
@@ -170,7 +171,9 @@ def linear_cross_entropy(
             checks.contiguous(call.op, name, place)
     for name, array in added.items():
         call.write(name, *results[name], array, argument=name, rows=True, added=True)
-    call.option(added=tuple(added))
+    call.option(added=tuple(added), rows=vocab, cols=x_.shape[-1])
+    call.option(parts=weight_.block_layouts if is_packed else ())
+    call.option(reordered=is_packed and weight_.columns is not None)
     return call.bind(
         problem=lambda: (
             f"{tokens} rows, hidden {x_.shape[-1]}, vocab {vocab}, {dtype}, reduction {reduction}"
@@ -204,7 +207,8 @@ def _reference(spec: Spec, builder: Builder) -> None:
             options |= {"grads": True, "dloss": views.get("dloss", spec["dloss"])}
             options["only"] = None if "dweight" in names else "dx"
             options |= {name: views[name] for name in spec["added"]}
-        arrays = (views[name] for name in ("x", "weight", "targets"))
+        weight = views["weight"].dequantize(views["x"].dtype) if spec["parts"] else views["weight"]
+        arrays = views["x"], weight, views["targets"]
         store(views, names, linear_cross_entropy(*arrays, **options))
 
     builder.call(run, "NumPy, float64")

@@ -131,11 +131,16 @@ def linear(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Ar
 
 def backward_input(dy: Array, parts: Parts, dx: Array) -> None:
     """Compute dx = dy weight."""
-    weight, first = aligned_empty((dy.shape[1], dx.shape[1]), dy.dtype), 0
+    dense.backward_input(dy, unpacked(parts, (dy.shape[1], dx.shape[1]), dy.dtype), dx)
+
+
+def unpacked(parts: Parts, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+    """The whole matrix, its columns as they are stored."""
+    weight, first = aligned_empty(shape, dtype), 0
     for layout, rows, panels in parts:
         dequantize(layout, panels, weight[first : first + rows])
         first += rows
-    dense.backward_input(dy, weight, dx)
+    return weight
 
 
 def dequantize(layout: BlockLayout, panels: Array, weight: Array) -> None:
