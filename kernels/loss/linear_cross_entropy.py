@@ -80,7 +80,7 @@ def _cpu(spec: Spec, builder: Builder) -> None:
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
         logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
-        weight = views["weight"]
+        weight: Any = views["weight"]
         if spec["parts"]:
             weight, columns = unpacked(weight.panels(LANES), weight.shape, x.dtype), weight.columns
             weight = weight if columns is None else np.take(weight, np.argsort(columns), axis=1)

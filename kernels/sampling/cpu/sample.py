@@ -1,8 +1,8 @@
 """Sampling on the CPU: one task is a run of rows. ``reference/sampling/sample.py`` defines weights, order and number.
 
-A row is read by blocks that stay in the first cache. A top_k of up to MAX_NEAREST reads it once and copies its tokens,
-and the rest takes these for the row. Otherwise it is read once to find its maximum, three times (float64: six) for each
-of top_k and top_p, and up to twice to draw. Weights are integers, so that sums have no order.
+A row is read by blocks that stay in the first cache: once for a top_k of up to MAX_NEAREST, whose tokens are copied and
+then serve as the row. Otherwise once to find its maximum, three times (float64: six) for each of top_k and top_p, and up
+to twice to draw. Weights are integers, so that sums have no order.
 
 The cutoff of top_k and top_p is found digit by digit of the logits' order-preserving bits, from the highest.
 Bins hold the number of tokens, or the weight, of each digit. The bin in which the sum from above reaches its goal is
@@ -287,7 +287,7 @@ def count_above(keys, start, end, limit):
 
 @device_function
 def nearest_tokens(row, need, lowest, room, nearest):
-    """Copy the tokens with the ``need`` largest keys, in their order; of equal keys the first. Return their number."""
+    """Copy the tokens of the ``need`` largest keys, in order; of equal keys the first. Return their number."""
     vocab, count, limit = len(row.logits), 0, lowest - 1
     for start in range(0, vocab, BLOCK):
         n = min(BLOCK, vocab - start)
