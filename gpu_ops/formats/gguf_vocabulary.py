@@ -138,10 +138,10 @@ def _style(tokenizer: Mapping[str, Any]) -> _Style:
     steps = tuple(map(_step, [*normalizers, *_steps(tokenizer.get("pre_tokenizer"), "pretokenizers")]))
     style = _STYLES.get(steps)
     if style is None:
-        names = ", ".join(sorted({style.pre for style in _STYLES.values()}))
+        names = ", ".join(sorted({style.pre for style in _STYLES.values()} - {"default"}))
         raise OptionError(
             f"its normalizer and pre_tokenizer are {' then '.join(steps) or 'empty'!r:.300}, for which no name in "
-            f"llama.cpp is known; known are those of {names} (SentencePiece)"
+            f"llama.cpp is known; known are those of {names} and SentencePiece"
         )
     if bool(model.get("byte_fallback")) != (style.model == "llama"):
         raise OptionError(
