@@ -39,7 +39,7 @@ from gpu_ops.reference.weights.packed_formats import FORMATS
 __all__ = ["export_gguf"]
 
 _OP = "models.export_gguf"
-_PIECE = 1 << 20  # weights that a thread encodes at a time
+_PIECE = 1 << 18  # weights that a thread encodes at a time: some milliseconds, and at most 2 MiB
 _PIECES_PER_THREAD = 4  # read ahead, for an even finish
 _QUANTIZATION_VERSION = 2  # of the blocks' layouts, in llama.cpp
 # Families whose models llama.cpp runs as one of its architectures.
@@ -90,8 +90,8 @@ def export_gguf(folder: Any, path: Any, format: str = "q4_k_m") -> dict[str, str
 
     Notes
     -----
-    Everything but the weights' values is checked before the file is begun. Pieces of about a million weights are
-    encoded by as many threads as calls use; codes and scales are those of :func:`gpu_ops.quantize`.
+    Everything but the weights' values is checked before the file is begun. Pieces of some rows are encoded by as many
+    threads as calls use; codes and scales are those of :func:`gpu_ops.quantize`.
 
     Examples
     --------
@@ -270,9 +270,9 @@ def _tensors(
         for part, named in zip(parts, theirs[name], strict=True):
             file = source.files[part.name]
             assert isinstance(file, SafetensorsFile)
-            cols = math.prod(part.shape[1:])
-            step = config.head_dim * max(1, _PIECE // (cols * config.head_dim))  # whole heads
             rotated = interleaved and named.name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
+            unit = config.head_dim if rotated else 1  # rows that are read together
+            step = unit * max(1, _PIECE // (unit * math.prod(part.shape[1:])))
             read = functools.partial(_rows, file, part, config.head_dim if rotated else 0)
             format = tensor_format(mix, named.name, part.shape, sizes)
             tensors.append(_Tensor(named.name, part.shape, format, step, read))
