@@ -2,7 +2,8 @@
 
 llama.cpp has two tokenizers for such models, "gpt2" (byte pairs within words) and "llama" (SentencePiece), and a
 list of names for the ways in which the former cuts text into words. A tokenizer.json that does anything else to its
-text is refused: the file would load, and read other tokens than the model was trained with.
+text is refused: the file would load, and read other tokens than the model was trained with. Two differences remain,
+as in llama.cpp's own files: text is not normalised to NFC, and gets a space in front even if it begins with one.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class _Vocabulary:
         if any(len(pair) != 2 or not {*pair, "".join(pair)} <= self._vocab.keys() for pair in self._merges):
             raise FormatError("a merge is no pair of tokens that make a third")
         if (last := max(self.ids.values(), default=-1)) >= size:
-            raise OptionError(f"it has a token {last}, and the model {size}")
+            raise OptionError(f"it has a token of id {last}, and the model's table {size} rows")
         if len(set(self.ids.values())) != len(self.ids):
             raise FormatError("two tokens have the same id")
         self._size = size

@@ -173,7 +173,7 @@ def test_special_tokens(tmp_path):
         (changed(BYTE_PAIRS, model_merges=["a c"]), "no pair of tokens"),
         (changed(BYTE_PAIRS, model_vocab={"a": 0, "b": 1, "ab": 1}), "two tokens have the same id"),
         (changed(BYTE_PAIRS, model_vocab={"a": 0, "b": 1, "ab": "2"}), "is no tokenizer.json that is known"),
-        (changed(BYTE_PAIRS, model_vocab={"a": 0, "b": 1, "ab": 10}), "it has a token 10, and the model 10"),
+        (changed(BYTE_PAIRS, model_vocab={"a": 0, "b": 1, "ab": 10}), "it has a token of id 10"),
         (changed(BYTE_PAIRS, post_processor={"type": "BertProcessing"}), "BertProcessing"),
         (changed(PIECES, model_merges=PIECES["model"]["merges"][:3]), "no merge says so"),
         (
