@@ -1,5 +1,6 @@
 """Command ``python -m gpu_ops``: shows devices and backends of this machine. ``warmup`` compiles kernels ahead,
-``presets`` shows cards, ``memory`` estimates the memory of a model, ``generate`` runs one."""
+``presets`` shows cards, ``memory`` estimates the memory of a model, ``generate`` runs one, ``quantize`` makes a GGUF
+file of one."""
 
 from __future__ import annotations
 
@@ -41,12 +42,17 @@ def main(argv: list[str] | None = None) -> int:
         help="remove it: all, or what was made of sources that have changed since",
     )
     _add_generate(commands.add_parser("generate", help="text from a model's folder or GGUF file"))
+    _add_quantize(commands.add_parser("quantize", help="a model's folder as a GGUF file for llama.cpp"))
     _add_memory(commands.add_parser("memory", help="what a model takes, by term, and which cards have room"))
     options = parser.parse_args(argv)
     if options.command == "generate":
         from gpu_ops.inference.command import run
 
         return run(options)
+    if options.command == "quantize":
+        from gpu_ops.cli.quantize import run as quantize
+
+        return quantize(options)
     if options.command == "memory":
         return memory(options)
     if options.command == "presets":
@@ -88,6 +94,18 @@ def _add_generate(text: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--kv-dtype", help="of the cache: int8 or float8_e4m3fn; default: that of the weights")
     text.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+
+
+def _add_quantize(file: argparse.ArgumentParser) -> None:
+    file.add_argument(
+        "--model", required=True, help="folder with config.json, *.safetensors and tokenizer.json"
+    )
+    file.add_argument(
+        "--format",
+        default="q4_k_m",
+        help="q4_k_m (the default), q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q5_0, iq4_nl, f16, bf16, ...",
+    )
+    file.add_argument("-o", "--output", required=True, metavar="FILE", help="the GGUF file to write")
 
 
 def _add_memory(of_model: argparse.ArgumentParser) -> None:

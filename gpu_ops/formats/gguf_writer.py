@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.formats.ternary_packing import with_embedded_scale
 from gpu_ops.reference.weights.ternary_formats import FORMATS
 
-__all__ = ["write_gguf"]
+__all__ = ["WrittenTensor", "write_gguf", "write_tensors"]
 
 _OP = "write_gguf"
 _VERSION = 3
@@ -93,31 +94,19 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
         if not isinstance(mapping, Mapping) and (mapping is not None or argument == "tensors"):
             raise OptionError(f"{_OP}: {argument} must be a dict, got {type(mapping).__name__}")
     values = {} if metadata is None else dict(metadata)
-    try:
-        keys = b"".join(_key(key, value) for key, value in values.items())
-    except RecursionError as error:
-        raise OptionError(f"{_OP}: metadata holds a list within itself") from error
-    stored = [_stored(name, mapping) for name, mapping in tensors.items()]
-    header = bytearray(
-        b"GGUF" + _packed("u4", _VERSION) + _packed("u8", len(stored)) + _packed("u8", len(values))
-    )
-    header += keys
-    alignment, end = _alignment(values), 0
-    for tensor in stored:
-        header += tensor.entry(end)
-        end += tensor.size + -tensor.size % alignment
-    write_file(_OP, target, _parts(header, stored, alignment))
+    write_tensors(target, [_written(name, tensor) for name, tensor in tensors.items()], values)
 
 
 @dataclass(frozen=True)
-class _Stored:
+class WrittenTensor:
     """A tensor to write; its bytes are made just before they are written."""
 
     name: str
     type: int
     shape: tuple[int, ...]
     size: int  # in bytes
-    data: Callable[[], Array]
+    pieces: Callable[[], Iterable[Array]]
+    """Bytes in order, as vectors of uint8."""
 
     def entry(self, start: int) -> bytes:
         dims = np.array(self.shape[::-1], "<u8").tobytes()
@@ -125,17 +114,32 @@ class _Stored:
         return _string("a name", self.name) + axes + dims + type + _packed("u8", start)
 
 
-def _parts(header: bytearray, tensors: list[_Stored], alignment: int) -> Iterator[Any]:
+def write_tensors(path: Path, tensors: Sequence[WrittenTensor], metadata: Mapping[str, Any]) -> None:
+    """Write a file of tensors that are made as they are written; see :func:`write_gguf`."""
+    try:
+        keys = b"".join(_key(key, value) for key, value in metadata.items())
+    except RecursionError as error:
+        raise OptionError(f"{_OP}: metadata holds a list within itself") from error
+    counts = _packed("u8", len(tensors)) + _packed("u8", len(metadata))
+    header = bytearray(b"GGUF" + _packed("u4", _VERSION) + counts + keys)
+    alignment, end = _alignment(metadata), 0
+    for tensor in tensors:
+        header += tensor.entry(end)
+        end += tensor.size + -tensor.size % alignment
+    write_file(_OP, path, _parts(header, tensors, alignment))
+
+
+def _parts(header: bytearray, tensors: Sequence[WrittenTensor], alignment: int) -> Iterator[Any]:
     yield header + bytes(-len(header) % alignment)
     for tensor in tensors:
-        yield tensor.data()
+        yield from tensor.pieces()
         yield bytes(-tensor.size % alignment)
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 
-def _stored(name: Any, given: Any) -> _Stored:
+def _written(name: Any, given: Any) -> WrittenTensor:
     if not isinstance(name, str) or not 0 < len(_string("a tensor's name", name)) - 8 <= _LONGEST_NAME:
         raise OptionError(
             f"{_OP}: a tensor's name is a string of 1 to {_LONGEST_NAME} bytes, got {name!r:.99}"
@@ -180,7 +184,7 @@ def _stored(name: Any, given: Any) -> _Stored:
         raise ShapeError(
             f"{what} has shape {shape}; a tensor of GGUF has 1 to {MOST_AXES} axes, none of length 0"
         )
-    return _Stored(name, type, shape, size, data)
+    return WrittenTensor(name, type, shape, size, lambda: [data()])
 
 
 # ---- metadata ----------------------------------------------------------------------------------------------

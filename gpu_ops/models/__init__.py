@@ -5,6 +5,7 @@ from gpu_ops.models.bert import Bert, BertBlock, BertConfig, bert_states, load_b
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.checkpoint import load, save
 from gpu_ops.models.config import Layer, LlamaConfig
+from gpu_ops.models.gguf_export import export_gguf
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
 from gpu_ops.models.presets import PRESETS
 from gpu_ops.models.projection import (
@@ -39,6 +40,7 @@ __all__ = [
     "bert_states",
     "block_backward",
     "block_forward",
+    "export_gguf",
     "hidden_states",
     "initial_lora",
     "initial_weights",

@@ -47,7 +47,7 @@ from gpu_ops.models.tensors import (
 )
 from gpu_ops.models.weights import Llama, check_models
 
-__all__ = ["load", "save"]
+__all__ = ["FolderSource", "load", "save"]
 
 _LOAD, _SAVE = "models.load", "models.save"
 
@@ -143,7 +143,7 @@ def load(
     with visible(f"gpu_ops: loading {where}"), contextlib.ExitStack() as stack:
         source: ModelSource[LlamaConfig]
         if is_folder:
-            source = folder = _Folder(where, stack)
+            source = folder = FolderSource(where, stack)
             packed = packed and folder.is_quantized
         else:
             file = stack.enter_context(opened(_LOAD, where))
@@ -254,7 +254,7 @@ def _config_text(config: LlamaConfig, entries: Mapping[str, Any] | None, weights
         raise OptionError(f"{_SAVE}: entries= cannot be written as JSON: {error}") from error
 
 
-class _Folder(ModelSource[LlamaConfig]):
+class FolderSource(ModelSource[LlamaConfig]):
     """A model in an open folder."""
 
     def __init__(self, where: Path, stack: contextlib.ExitStack) -> None:

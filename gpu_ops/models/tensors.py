@@ -36,6 +36,7 @@ __all__ = [
     "Names",
     "PackedWeight",
     "Part",
+    "checked_plan",
     "fill",
     "joined",
     "open_folder",
@@ -220,7 +221,7 @@ def read_all(
     """Read the arrays of a model by name, one at a time; first check that the files hold exactly its tensors.
 
     ``dtype`` None: that of the embedding table, float32 if it is quantised."""
-    plan, packed = _checked(op, where, source)
+    plan, packed = checked_plan(op, where, source)
     table = source.names.embed
     if dtype is None:
         dtype = NUMPY_DTYPES.get(source.files[table].tensors[table].dtype, np.dtype(np.float32))
@@ -228,7 +229,7 @@ def read_all(
         yield name, packed[name].read() if name in packed else source.read(name, parts, dtype)
 
 
-def _checked(
+def checked_plan(
     op: str, where: Path, source: ModelSource[Any]
 ) -> tuple[dict[str, list[Part]], Mapping[str, PackedWeight]]:
     """Return the plan and its packed arrays. Raises unless the files hold exactly the tensors of the plan."""

@@ -1,8 +1,8 @@
 """Sampling on the CPU: one task is a run of rows. ``reference/sampling/sample.py`` defines weights, order and number.
 
-A row is read by blocks that stay in the first cache: once for a top_k of up to MAX_NEAREST, whose tokens are copied and
-then serve as the row. Otherwise once to find its maximum, three times (float64: six) for each of top_k and top_p, and up
-to twice to draw. Weights are integers, so that sums have no order.
+A row is read by blocks that stay in the first cache: once for a top_k of up to MAX_NEAREST, whose tokens are copied
+and then serve as the row. Otherwise once to find its maximum, three times (float64: six) for each of top_k and top_p,
+and up to twice to draw. Weights are integers, so that sums have no order.
 
 The cutoff of top_k and top_p is found digit by digit of the logits' order-preserving bits, from the highest.
 Bins hold the number of tokens, or the weight, of each digit. The bin in which the sum from above reaches its goal is
