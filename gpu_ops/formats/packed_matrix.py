@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,25 +18,18 @@ from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.device import CudaDevice
 from gpu_ops.errors import DTypeError, FormatError, GpuOpsError, OptionError, ShapeError
 from gpu_ops.formats.files import opened, path_of, write_file
+from gpu_ops.formats.packed_part import PIECE, PackedPart, merged
 from gpu_ops.formats.safetensors import SafetensorsFile, header_of
 from gpu_ops.formats.ternary_checks import matrix_shape
 from gpu_ops.kernels.program import Layout
-from gpu_ops.kernels.weights.packed_panels import (
-    GPU_LANES,
-    BlockLayout,
-    Columns,
-    pack_panels,
-    panel_bytes,
-    unpack_panels,
-)
-from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedFormat, decode, encode
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout
+from gpu_ops.reference.weights.packed_formats import FORMATS, PackedFormat, encode
 
-__all__ = ["WRITTEN", "PackedMatrix", "check_activations", "layout_of", "quantize"]
+__all__ = ["WRITTEN", "PackedMatrix", "check_activations", "quantize"]
 
 WRITTEN = tuple(name for name, format in FORMATS.items() if format.encode is not None)
 """Formats of :func:`quantize`."""
 
-_PIECE = 1 << 20  # weights that are encoded or decoded at a time
 _KIND = "PackedMatrix 1"  # of files, with the version of their layout
 
 
@@ -109,10 +100,10 @@ class PackedMatrix:
                 f"{name}: blocks has shape {data.shape}; expected {expected} for {format} of ({rows}, {cols})"
             )
         order = None if columns is None else _permutation(name, columns, cols)
-        self._set((_Part(fmt, rows, cols, data),), dtype, activations, order)
+        self._set((PackedPart(fmt, rows, cols, data),), dtype, activations, order)
 
     def _set(
-        self, parts: tuple[_Part, ...], dtype: npt.DTypeLike, activations: str, columns: Array | None
+        self, parts: tuple[PackedPart, ...], dtype: npt.DTypeLike, activations: str, columns: Array | None
     ) -> None:
         self._parts, self._columns = parts, columns
         self._on_devices: dict[int | None, Any] = {}
@@ -138,8 +129,8 @@ class PackedMatrix:
         result = object.__new__(cls)
         parts = (part for matrix in matrices for part in matrix._parts)
         runs = (list(run) for _, run in itertools.groupby(parts, lambda part: part.format.name))
-        merged = tuple(run[0] if len(run) == 1 else _merged(run) for run in runs)
-        result._set(merged, matrices[0]._dtype, matrices[0]._activations, columns)
+        joined = tuple(run[0] if len(run) == 1 else merged(run) for run in runs)
+        result._set(joined, matrices[0]._dtype, matrices[0]._activations, columns)
         return result
 
     def with_activations(self, activations: str) -> PackedMatrix:
@@ -351,89 +342,6 @@ def _same_order(a: Array | None, b: Array | None) -> bool:
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
-def _merged(parts: list[_Part]) -> _Part:
-    """One part of the rows of several of the same format."""
-    rows = sum(part.rows for part in parts)
-    return _Part(parts[0].format, rows, parts[0].cols, np.concatenate([part.blocks() for part in parts]))
-
-
-class _Part:
-    """A run of rows of one format, held as blocks or as panels for the CPU's vectors, not as both."""
-
-    def __init__(self, format: PackedFormat, rows: int, cols: int, blocks: Array) -> None:
-        self.format, self.rows, self.cols = format, rows, cols
-        self.layout = layout_of(format)
-        self._blocks: Array | None = blocks
-        self._panels: tuple[int, Array] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
-    def arrays(self) -> tuple[Array, ...]:
-        panels, blocks = self._panels, self._blocks
-        return (panels[1],) if panels is not None else () if blocks is None else (blocks,)
-
-    def blocks(self) -> Array:
-        panels, blocks = self._panels, self._blocks
-        if blocks is not None:
-            return blocks
-        assert panels is not None
-        if not panels[1].size:
-            return np.empty((self.rows, self.cols // self.format.block * self.format.nbytes), np.uint8)
-        columns = unpack_panels(self.layout, panels[1], self.rows, panels[0])
-        flat: list[Any] = [None if x is None else x.reshape(-1, x.shape[2]) for x in columns]
-        return self.format.join(Fields(*flat)).reshape(self.rows, -1)
-
-    def panels(self, lanes: int) -> Array:
-        panels = self._panels
-        if panels is not None and panels[0] == lanes:
-            return panels[1]
-        with self._lock:
-            if self._panels is None or self._panels[0] != lanes:
-                self._panels = lanes, self.packed(lanes)
-                self._blocks = None
-            return self._panels[1]
-
-    def panels_shape(self, lanes: int) -> tuple[int, int]:
-        return -(-self.rows // lanes), panel_bytes(self.layout, lanes, self.cols)
-
-    def packed(self, lanes: int) -> Array:
-        """Panels, made from blocks some rows at a time: NumPy's copies stay small."""
-        blocks, panels = self.blocks(), np.empty(self.panels_shape(lanes), np.uint8)
-        step = max(1, _PIECE // max(1, self.cols * lanes))
-        for first in range(0, len(panels) if panels.size else 0, step):
-            part = blocks[first * lanes : (first + step) * lanes]
-            fields = self.format.split(part.reshape(-1, self.format.nbytes))
-            shaped: list[Any] = [None if x is None else x.reshape(len(part), -1, x.shape[1]) for x in fields]
-            panels[first : first + step] = pack_panels(self.layout, Columns(*shaped), lanes)
-        return panels
-
-    def decode(self, target: Array, columns: Array | None) -> None:
-        """Write the weights to ``target``; stored column j to its column ``columns[j]``."""
-        if not target.size:
-            return
-        blocks = self.blocks().reshape(-1, self.format.nbytes)
-        weights = target.reshape(-1, self.format.block)
-        step = max(1, _PIECE // self.format.block)
-        for first in range(0, len(blocks), step):
-            part = slice(first, first + step)
-            with np.errstate(all="ignore"):  # a rounded weight may overflow
-                weights[part] = decode(self.format, blocks[part])
-        if columns is not None:
-            step, order = max(1, _PIECE // self.cols), np.argsort(columns)
-            for first in range(0, self.rows, step):
-                target[first : first + step] = target[first : first + step, order]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"format": self.format.name, "rows": self.rows, "cols": self.cols, "blocks": self.blocks()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        restored = _Part(FORMATS[state["format"]], state["rows"], state["cols"], state["blocks"])
-        self.__dict__.update(restored.__dict__)
-
-
 def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
     """Check the form of activations for a weight."""
     mode = one_of(op, "activations", activations, ("native", "int8"))
@@ -443,24 +351,6 @@ def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
             f"{op}: activations='int8' needs codes of integers, and {names} has a table of floats"
         )
     return mode
-
-
-@functools.cache
-def layout_of(format: PackedFormat) -> BlockLayout:
-    """Layout of a format's blocks, for kernels."""
-    fields = format.split(np.zeros((1, format.nbytes), np.uint8))
-    return BlockLayout(
-        format.name,
-        format.block,
-        format.run,
-        format.bits,
-        fields.scale.dtype.itemsize,
-        fields.run_scales is not None,
-        fields.minimum is not None,
-        fields.run_minimums is not None,
-        format.offset,
-        tuple(map(float, format.values)) if format.offset is None and format.bits < 8 else (),
-    )
 
 
 def check_columns(op: str, format: PackedFormat, cols: int) -> None:
@@ -518,7 +408,7 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     check_columns("quantize", fmt, weights.shape[1])
     rows, cols = weights.shape
     blocks = np.empty((rows, cols // fmt.block * fmt.nbytes), np.uint8)
-    step = max(1, _PIECE // max(1, cols))
+    step = max(1, PIECE // max(1, cols))
     for first in range(0, rows, step):
         part = np.asarray(weights[first : first + step], np.float32)
         if not np.isfinite(part).all():

@@ -259,18 +259,18 @@ def _with_scales(layer: QuantizedLayer, options: Mapping[str, Any]) -> Quantized
 def _bitsandbytes(layer: QuantizedLayer, options: Mapping[str, Any]) -> QuantizedLayer | None:
     if layer.has("SCB"):
         return _int8(layer)
-    kind = next(
-        (kind for kind in ("nf4", "fp4") if layer.has(f"weight.quant_state.bitsandbytes__{kind}")), None
+    codes_type = next(
+        (name for name in ("nf4", "fp4") if layer.has(f"weight.quant_state.bitsandbytes__{name}")), None
     )
-    if kind is None:
+    if codes_type is None:
         return None
-    (n, k), format = layer.shape, FORMATS[kind]
-    state = layer.stored(f"weight.quant_state.bitsandbytes__{kind}", ("U8",))
+    (n, k), format = layer.shape, FORMATS[codes_type]
+    state = layer.stored(f"weight.quant_state.bitsandbytes__{codes_type}", ("U8",))
     if len(state.shape) != 1 or state.size > _MOST_STATE:
         raise layer.damaged(f"its quant_state has {state.size} bytes; at most {_MOST_STATE} are read")
     if k % format.block:
         raise layer.unsupported(f"{k} input features: blocks of {format.block} would run across rows")
-    fields = _state(layer, kind)
+    fields = _state(layer, codes_type)
     block, nested = fields["blocksize"], fields.get("nested_blocksize")
     if layer.stored("weight").size != n * k // 2:
         raise layer.damaged(f"weight has {layer.stored('weight').size} bytes; expected {n * k // 2}")
@@ -283,7 +283,7 @@ def _bitsandbytes(layer: QuantizedLayer, options: Mapping[str, Any]) -> Quantize
 
     def make() -> PackedMatrix:
         if not np.array_equal(layer.array("weight.quant_map"), np.array(format.values, np.float32)):
-            raise layer.damaged(f"quant_map has other numbers than {kind}")
+            raise layer.damaged(f"quant_map has other numbers than {codes_type}")
         if nested is None:
             absmax = layer.numbers("weight.absmax")
         else:
@@ -293,7 +293,7 @@ def _bitsandbytes(layer: QuantizedLayer, options: Mapping[str, Any]) -> Quantize
         scale = np.repeat(absmax, block // format.block)[: n * k // format.block]
         codes = layer.array("weight").reshape(-1).view(np.uint8).reshape(len(scale), -1)
         blocks = np.hstack([scale[:, None].astype("<f4").view(np.uint8), codes])
-        return PackedMatrix(blocks.reshape(n, -1), layer.shape, kind)
+        return PackedMatrix(blocks.reshape(n, -1), layer.shape, codes_type)
 
     return layer.made_by(make)
 
@@ -339,7 +339,7 @@ def _group_size(layer: QuantizedLayer, options: Mapping[str, Any]) -> int:
 
 
 def _scale_groups(layer: QuantizedLayer, suffix: str) -> int:
-    """Groups of a row that have scales of their own."""
+    """Number of scales of a row."""
     n, k = layer.shape
     shape = layer.stored(suffix, _FLOATS).shape
     if math.prod(shape) == 1 or shape in ((n,), (n, 1)):
@@ -361,10 +361,10 @@ def _tile(layer: QuantizedLayer, tile: Any) -> tuple[int, int]:
     return height, width
 
 
-def _state(layer: QuantizedLayer, kind: str) -> dict[str, Any]:
+def _state(layer: QuantizedLayer, codes_type: str) -> dict[str, Any]:
     """Entries of bitsandbytes' quant_state, checked."""
     try:
-        state = json.loads(layer.array(f"weight.quant_state.bitsandbytes__{kind}").tobytes())
+        state = json.loads(layer.array(f"weight.quant_state.bitsandbytes__{codes_type}").tobytes())
         block, nested = state["blocksize"], state.get("nested_blocksize")
         if tuple(state["shape"]) != layer.shape:
             raise ValueError(f"shape {state['shape']}, and {layer.shape} by the config")
@@ -375,8 +375,8 @@ def _state(layer: QuantizedLayer, kind: str) -> dict[str, Any]:
             raise ValueError("an offset that is not finite")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise layer.damaged(f"its quant_state is damaged: {error}") from error
-    if block % FORMATS[kind].block:
-        raise layer.unsupported(f"blocks of {block}; multiples of {FORMATS[kind].block} are read")
+    if block % FORMATS[codes_type].block:
+        raise layer.unsupported(f"blocks of {block}; multiples of {FORMATS[codes_type].block} are read")
     return dict(state)
 
 
@@ -427,7 +427,7 @@ def _grouped(
 
 def _packed(
     layer: QuantizedLayer,
-    kind: str,
+    family: str,
     codes: Array,
     scales: Array,
     zeros: Array | None,
@@ -441,7 +441,7 @@ def _packed(
         raise layer.unsupported(
             f"groups of {group} of {k} input features; multiples of {GROUPS[-1]} are read"
         )
-    format = FORMATS[f"{kind}_g{size}"]
+    format = FORMATS[f"{family}_g{size}"]
     of_block = np.arange(k // size) * size // group
 
     def by_block(x: Array) -> Array:

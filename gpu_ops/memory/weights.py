@@ -11,7 +11,8 @@ import numpy as np
 
 from gpu_ops.core.checks import flag, integer, one_of
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.formats.packed_matrix import PackedMatrix, check_columns, layout_of
+from gpu_ops.formats.packed_matrix import PackedMatrix, check_columns
+from gpu_ops.formats.packed_part import layout_of
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, panel_bytes
 from gpu_ops.memory.trace import Trace
 from gpu_ops.models import Llama, LlamaConfig, lora_shapes, with_lora

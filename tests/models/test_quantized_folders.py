@@ -122,13 +122,13 @@ def tensor_fp8(rng, shape):
     }, weight
 
 
-def four_bits(rng, shape, *, kind="nf4", block=64, nested=False, storage=np.uint8):
+def four_bits(rng, shape, *, table="nf4", block=64, nested=False, storage=np.uint8):
     """Layer of bitsandbytes: the codes of the flattened matrix, and the state of its scales."""
-    table = np.array(NF4, np.float32) if kind == "nf4" else np.array(FP4, np.float32) / np.float32(12)
+    table = np.array(NF4, np.float32) if table == "nf4" else np.array(FP4, np.float32) / np.float32(12)
     codes = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1)
     absmax = rng.uniform(0.01, 0.02, len(codes) // block).astype(np.float32)
     data = (codes[::2] << 4 | codes[1::2]).view(storage)[:, None]
-    state = {"quant_type": kind, "blocksize": block, "dtype": "float16", "shape": list(shape)}
+    state = {"quant_type": table, "blocksize": block, "dtype": "float16", "shape": list(shape)}
     tensors = {"weight": data, "weight.absmax": absmax, "weight.quant_map": table}
     if nested:
         scales = rng.integers(0, 256, len(absmax)).astype(np.uint8)
@@ -142,7 +142,7 @@ def four_bits(rng, shape, *, kind="nf4", block=64, nested=False, storage=np.uint
         tensors |= {"weight.absmax": scales, **more}
         state |= {"nested_blocksize": 256, "nested_offset": 0.02, "nested_dtype": "float32"}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = text
+    tensors[f"weight.quant_state.bitsandbytes__{table}"] = text
     return tensors, (table[codes] * np.repeat(absmax, block)).reshape(shape)
 
 
@@ -192,7 +192,7 @@ CASES = {
     "nested nf4": (four_bits, {"nested": True}, with_("bitsandbytes", load_in_4bit=True), "nf4"),
     "fp4 stored as bfloat16": (
         four_bits,
-        {"kind": "fp4", "block": 128, "storage": ml_dtypes.bfloat16},
+        {"table": "fp4", "block": 128, "storage": ml_dtypes.bfloat16},
         with_("bitsandbytes", load_in_4bit=True),
         "fp4",
     ),
@@ -330,8 +330,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("case", FAULTS)
 def test_damaged_folders(case, rng, tmp_path):
-    kind, change, error, match = FAULTS[case]
-    make, options, quantization, _ = CASES[kind]
+    table, change, error, match = FAULTS[case]
+    make, options, quantization, _ = CASES[table]
     where, _ = folder(tmp_path, rng, make, options, quantization)
     write(where, change(read(where)))
     with pytest.raises(error, match=match):

@@ -12,7 +12,7 @@ import pytest
 import gpu_ops
 from gpu_ops import PackedMatrix
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from gpu_ops.formats.packed_matrix import layout_of
+from gpu_ops.formats.packed_part import layout_of
 from gpu_ops.kernels.weights.packed_panels import Columns, pack_panels, unpack_panels
 from gpu_ops.reference.weights import packed as reference
 from gpu_ops.reference.weights.packed_formats import FORMATS, decode

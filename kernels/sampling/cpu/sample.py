@@ -1,6 +1,6 @@
 """Sampling on the CPU: one task is a run of rows. ``reference/sampling/sample.py`` defines weights, order and number.
 
-A row is read by blocks that stay in the first cache: once for a top_k of up to MAX_NEAREST, whose tokens are copied
+A row is read by blocks that stay in the first cache: once for a top_k of up to MAX_COPIED, whose tokens are copied
 and then serve as the row. Otherwise once to find its maximum, three times (float64: six) for each of top_k and top_p,
 and up to twice to draw. Weights are integers, so that sums have no order.
 
@@ -13,197 +13,39 @@ logit the first ones are kept.
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.common.cpu.dtype import (
-    as_float32,
-    as_float64,
-    as_int64,
-    as_uint32,
-    bits,
-    like,
-    load,
-    read_row,
-)
-from gpu_ops.kernels.common.cpu.jit import (
-    Kernel,
-    compute,
-    device_function,
-    exact,
-    generic,
-    inner,
-    kernel,
-    read,
-    types,
-    write,
-)
+from gpu_ops.kernels.common.cpu.dtype import bits, like, read_row
+from gpu_ops.kernels.common.cpu.jit import Kernel, compute, device_function, inner, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.common.cpu.philox import philox4x32
 from gpu_ops.kernels.loss.cpu import cross_entropy
 from gpu_ops.kernels.loss.cpu.cross_entropy import LANES, loss_of_row
-
-# Blocks of a row of logits on the CPU, for sampling: order-preserving keys, and weights that are integers.
-#
-# Operations are rounded as written, none fused with another: weights have the bits of other devices.
-
-LEAST = -64.0  # lower exponents count as this
-
-# Inputs of a row and its penalties. Its maximum, log2(e) / temperature, coefficients of exp2, bits of weights.
-Row = namedtuple("Row", "logits bias counts repetition frequency presence")
-Scale = namedtuple("Scale", "top factor exp2 bits")
-# Scratch of a thread for a block: z, exponents, terms of exp2, weights and keys; and bins.
-Room = namedtuple("Room", "z whole part power weights keys bins")
-# The largest keys of a row so far, in the order of their tokens.
-Nearest = namedtuple("Nearest", "keys tokens bins")
-# Kept are tokens whose key is above, or equal with an index up to ``last``.
-Cut = namedtuple("Cut", "key last")
-
-
-@generic
-def key_of(z):
-    """Key of a number: integers in the order of the numbers, NaN above infinity."""
-    if z == types.float64:
-
-        def of_float64(z):
-            word = as_int64(z)
-            key = word ^ ((word >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
-            return key if z == z else np.int64(0x7FFFFFFFFFFFFFFF)
-
-        return of_float64
-
-    def of_float32(z):
-        word = np.int32(as_uint32(z))
-        key = np.int32(word ^ ((word >> 31) & np.int32(0x7FFFFFFF)))
-        return key if z == z else np.int32(0x7FFFFFFF)
-
-    return of_float32
-
-
-@generic
-def of_key(key, kind):
-    """Number of a key, in the type of ``kind``."""
-    if kind == types.float64:
-        return lambda key, kind: as_float64(key ^ ((key >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
-    return lambda key, kind: as_float32(np.uint32(key ^ ((key >> 63) & np.int64(0x7FFFFFFF))))
-
-
-@generic
-def as_key(number, key):
-    """``number`` in the type of ``key``."""
-    return (
-        (lambda number, key: np.int64(number))
-        if key == types.int64
-        else (lambda number, key: np.int32(number))
-    )
-
-
-@generic
-def nearest(x):
-    """Nearest integer, ties to even; |x| is at most 64."""
-    if x == types.float64:
-        return lambda x: (x + 1.5 * 2.0**52) - 1.5 * 2.0**52
-    return lambda x: (x + np.float32(1.5 * 2.0**23)) - np.float32(1.5 * 2.0**23)
-
-
-@generic
-def power_of_two(n):
-    if n == types.float64:
-        return lambda n: as_float64((np.int64(n) + np.int64(1023)) << np.int64(52))
-    return lambda n: as_float32(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
-
-
-@exact
-def fill(row, start, n, z):
-    """Fill z with n logits with penalties and bias."""
-    logits = row.logits[start : start + n]  # an index that may be negative is not vectorised
-    for j in range(n):
-        z[j] = load(logits, j)
-    if len(row.counts):
-        counts = row.counts[start : start + n]
-        for j in range(n):
-            count, x = counts[j], z[j]
-            x = x * row.repetition if x < 0 else x / row.repetition
-            drawn = (x - row.frequency * like(x, count)) - row.presence
-            z[j] = drawn if count > 0 else x if count < 0 else z[j]  # < 0: in the prompt only
-    if len(row.bias):
-        bias = row.bias[start : start + n]
-        for j in range(n):
-            z[j] += bias[j]
-    for j in range(n):
-        z[j] += like(z[j], 0.0)  # -0 becomes 0
-
-
-@exact
-def weigh(n, scale, room):
-    """Compute weights of n values of z."""
-    whole, part, power = room.whole, room.part, room.power
-    for j in range(n):
-        x = (room.z[j] - scale.top) * scale.factor
-        x = x if x > like(x, LEAST) else like(x, LEAST)
-        whole[j] = nearest(x)
-        part[j] = x - whole[j]
-        power[j] = like(x, 0.0)
-    for coefficient in scale.exp2:
-        for j in range(n):
-            power[j] = power[j] * part[j] + coefficient
-    for j in range(n):
-        room.weights[j] = np.int64(power[j] * power_of_two(whole[j] + like(power[j], scale.bits)))
-
-
-@inner
-def fill_keys(z, n, keys):
-    for j in range(n):
-        keys[j] = key_of(z[j])
-
-
-@inner
-def largest(keys, n):
-    top = keys[0]
-    for j in range(1, n):
-        top = max(top, keys[j])
-    return top
-
-
-@inner
-def count_kept(keys, n, start, cut):
-    count = 0
-    for j in range(n):
-        count += (keys[j] > cut.key) | ((keys[j] == cut.key) & (start + j <= cut.last))
-    return count
-
-
-@inner
-def count_near(keys, start, end, prefix, shift):
-    """Number of keys that begin with these digits."""
-    count = 0
-    for j in range(start, end):
-        count += keys[j] >> shift == prefix
-    return count
-
-
-@inner
-def drop(weights, keys, n, start, cut, least):
-    """Set weights of tokens that are not kept to 0."""
-    for j in range(n):
-        is_kept = (keys[j] > cut.key) | ((keys[j] == cut.key) & (start + j <= cut.last))
-        weights[j] = weights[j] if is_kept & (weights[j] >= least) else 0
-
-
-@inner
-def total_of(weights, n):
-    total = 0
-    for j in range(n):
-        total += weights[j]
-    return total
-
+from gpu_ops.kernels.sampling.cpu.row import (
+    Cut,
+    Kept,
+    Room,
+    Row,
+    Scale,
+    as_key,
+    count_kept,
+    count_near,
+    drop,
+    fill,
+    fill_keys,
+    key_of,
+    largest,
+    of_key,
+    total_of,
+    weigh,
+)
 
 Array = np.ndarray[Any, Any]
 
 BLOCK = 2048  # columns: 64 KB of scratch
-MAX_NEAREST = 1024  # largest top_k whose tokens are copied
+MAX_COPIED = 1024  # largest top_k whose tokens are copied
 GROUP = 64  # keys that are skipped together if none has the known digits
 DIGIT = 11  # bits
 BINS = 1 << DIGIT
@@ -286,7 +128,7 @@ def count_above(keys, start, end, limit):
 
 
 @device_function
-def nearest_tokens(row, need, lowest, room, nearest):
+def copy_largest(row, need, lowest, room, kept):
     """Copy the tokens of the ``need`` largest keys, in order; of equal keys the first. Return their number."""
     vocab, count, limit = len(row.logits), 0, lowest - 1
     for start in range(0, vocab, BLOCK):
@@ -299,34 +141,34 @@ def nearest_tokens(row, need, lowest, room, nearest):
             if count_above(room.keys, group, end, edge) > 0:
                 for j in range(group, end):
                     if room.keys[j] > edge:
-                        nearest.keys[count], nearest.tokens[count] = room.keys[j], start + j
+                        kept.keys[count], kept.tokens[count] = room.keys[j], start + j
                         count += 1
-        if count > len(nearest.keys) - BLOCK:
-            limit = least_of_largest(need, count, 8 * room.z.itemsize, nearest)
-            count = keep_largest(need, limit, count, nearest)
+        if count > len(kept.keys) - BLOCK:
+            limit = least_of_largest(need, count, 8 * room.z.itemsize, kept)
+            count = keep_largest(need, limit, count, kept)
     if count > need:
-        limit = least_of_largest(need, count, 8 * room.z.itemsize, nearest)
-        count = keep_largest(need, limit, count, nearest)
+        limit = least_of_largest(need, count, 8 * room.z.itemsize, kept)
+        count = keep_largest(need, limit, count, kept)
     return count
 
 
 @device_function
-def least_of_largest(need, count, above, nearest):
+def least_of_largest(need, count, above, kept):
     """The ``need``-th largest of keys of ``above`` bits, found digit by digit."""
     prefix, first = np.int64(0), True
     while above > 0:
         shift = max(above - DIGIT, 0)
-        nearest.bins[:] = 0
+        kept.bins[:] = 0
         mask = np.int64((1 << (above - shift)) - 1)
         for j in range(count):
-            key = np.int64(nearest.keys[j])
+            key = np.int64(kept.keys[j])
             if first:
-                nearest.bins[(key >> shift) + BINS // 2] += 1
+                kept.bins[(key >> shift) + BINS // 2] += 1
             elif key >> above == prefix:
-                nearest.bins[(key >> shift) & mask] += 1
+                kept.bins[(key >> shift) & mask] += 1
         digit = BINS - 1
-        while need > nearest.bins[digit]:
-            need -= nearest.bins[digit]
+        while need > kept.bins[digit]:
+            need -= kept.bins[digit]
             digit -= 1
         prefix = np.int64(digit - BINS // 2) if first else prefix << (above - shift) | digit
         above, first = shift, False
@@ -334,19 +176,19 @@ def least_of_largest(need, count, above, nearest):
 
 
 @device_function
-def keep_largest(need, limit, count, nearest):
+def keep_largest(need, limit, count, kept):
     """Move the first ``need`` tokens with keys of at least ``limit`` to the front; larger ones are all among them."""
     larger = 0
     for j in range(count):
-        larger += nearest.keys[j] > limit
-    kept, tied = 0, need - larger
+        larger += kept.keys[j] > limit
+    place, tied = 0, need - larger
     for j in range(count):
-        key = nearest.keys[j]
+        key = kept.keys[j]
         if key > limit or (key == limit and tied > 0):
             tied -= key == limit
-            nearest.keys[kept], nearest.tokens[kept] = key, nearest.tokens[j]
-            kept += 1
-    return kept
+            kept.keys[place], kept.tokens[place] = key, kept.tokens[j]
+            place += 1
+    return place
 
 
 @device_function
@@ -482,10 +324,8 @@ def _kernel() -> Kernel:
         room = Room(line, line.copy(), line.copy(), line.copy(), weights, keys, bins)
         space = cross_entropy.Room(room.z, room.part, np.full(LANES, unit))
         whole = cross_entropy.Options(-1, False, unit, unit - unit, unit, unit - unit, unit - unit)
-        nearest = Nearest(
-            np.full(2 * BLOCK, key_of(unit)), np.empty(2 * BLOCK, np.int64), np.empty(BINS, np.int64)
-        )
-        copied, no_counts = np.full(MAX_NEAREST, unit), np.empty(0, np.int32)
+        kept = Kept(np.full(2 * BLOCK, key_of(unit)), np.empty(2 * BLOCK, np.int64), np.empty(BINS, np.int64))
+        copied, no_counts = np.full(MAX_COPIED, unit), np.empty(0, np.int32)
         words = np.zeros((4, 1), np.uint32)
         lowest, highest = np.int64(key_of(like(unit, -np.inf))), np.int64(key_of(like(unit, np.inf)))
         task = claim(state)
@@ -496,10 +336,10 @@ def _kernel() -> Kernel:
                 factors = like(unit, penalties[0]), like(unit, penalties[1]), like(unit, penalties[2])
                 added, seen = read_row(bias, (place_of(bias, r),)), read_row(counts, (place_of(counts, r),))
                 row = Row(read_row(logits, (r,)), added, seen, *factors)
-                copies, count, place = t > 0 and 0 < k <= MAX_NEAREST and k < vocab, 0, 0
+                copies, count, place = t > 0 and 0 < k <= MAX_COPIED and k < vocab, 0, 0
                 if copies:
-                    count = nearest_tokens(row, np.int64(k), lowest, room, nearest)
-                    top = np.int64(largest(nearest.keys, count))
+                    count = copy_largest(row, np.int64(k), lowest, room, kept)
+                    top = np.int64(largest(kept.keys, count))
                 else:
                     top, place = top_key(row, room)
                 token = -1
@@ -513,9 +353,9 @@ def _kernel() -> Kernel:
                     number = random_number(of_row(seed, r), of_row(step, r), 0 if own else r, words)
                     if copies:
                         for j in range(count):
-                            copied[j] = of_key(np.int64(nearest.keys[j]), unit)
+                            copied[j] = of_key(np.int64(kept.keys[j]), unit)
                         few = Row(copied[:count], copied[:0], no_counts, *factors)
-                        token = nearest.tokens[chosen(few, 0, p, smallest, scale, number, room)]
+                        token = kept.tokens[chosen(few, 0, p, smallest, scale, number, room)]
                     else:
                         token = chosen(row, k if k < vocab else 0, p, smallest, scale, number, room)
                 tokens[r] = token
