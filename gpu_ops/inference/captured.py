@@ -1,4 +1,5 @@
-"""Decoding as CUDA graphs: one launch for a pass of single tokens, instead of one for each kernel.
+"""Decoding as CUDA graphs: one launch for a pass of single tokens, instead of one for each kernel. On the CPU as
+recordings: the launches of a pass, without what Python does between them.
 
 A graph holds addresses. So a pass reads its tokens and tables from the arrays of one :class:`Step`, padded to the
 next power of two of sequences and of pages of the longest, and its ops allocate in an :class:`Arena`. The first pass
@@ -17,17 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.allocator import use_allocator
+from gpu_ops.core.allocator import allocator, use_allocator
+from gpu_ops.core.defaults import default
 from gpu_ops.inference.forward import next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
+from gpu_ops.kernels.attention.cpu.config import decode_parts
+from gpu_ops.kernels.recording import Recording, recorded
 from gpu_ops.memory import Arena, Buffer
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
 
-__all__ = ["Graphs", "Recorder"]
+__all__ = ["Graphs", "Recorder", "Recordings"]
 
 _MOST_GRAPHS = 32  # limit of kept graphs; the oldest are dropped
+_MOST_RECORDED = 8  # sequences of a recorded pass: Python's share of larger ones is small
+_MOST_RECORDINGS = 8  # limit of kept recordings, which hold all arrays of their passes
+_LONGEST_RECORDED = 1 << 15  # tokens: tables of angles are kept up to there
 
 
 class Recorder:
@@ -138,6 +145,88 @@ class Graphs:
             self._enabled, self._kept = False, {}
             cause = error.__context__ or error  # after an error, end_capture raises another one
             warnings.warn(f"gpu_ops: decoding runs without CUDA graphs: {cause}", stacklevel=2)
+
+
+@dataclass
+class _Pass:
+    step: Step
+    recording: Recording | None = None
+    logits: Any = None
+    tokens: Any = None
+    """Tokens of the recorded pass; None once the recording has been compared with a pass that ran as usual."""
+
+
+class Recordings:
+    """Recorded passes of one model over one cache, on the CPU.
+
+    A pass has the bits that it would have without a recording: it is recorded anew where the number of sequences, of
+    pages, of parts of the keys or the table of angles changes. The second pass runs both ways and is compared.
+    """
+
+    def __init__(self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int) -> None:
+        self._model, self._cache, self._max_seqlen = (weights, config), cache, max_seqlen
+        self._enabled, self._reads_tokens = True, False
+        self._kept: dict[tuple[int, ...], _Pass] = {}
+
+    def step_for(self, parts: dict[int, list[int]]) -> Step | None:
+        """Step that ``reserve`` is to fill with these tokens; None if they run as usual."""
+        batch, longest = len(parts), 1 + max(map(self._cache.length, parts))
+        if not self._enabled or batch > _MOST_RECORDED or longest > _LONGEST_RECORDED:
+            return None
+        if any(len(part) != 1 for part in parts.values()) or self._share_pages(parts) or not _runs_on_cpu():
+            return None
+        config, dtype = self._model[1], self._cache.keys[0].dtype
+        width = _padded(-(-longest // self._cache.page_size))
+        splits = decode_parts(batch, config.nheads_kv, longest, dtype)
+        key = batch, width, splits, (longest - 1).bit_length()
+        if key not in self._kept:
+            if len(self._kept) == _MOST_RECORDINGS:
+                del self._kept[next(iter(self._kept))]
+            empty = self._cache.empty_step(tokens=batch, batch=batch, width=width, max_seqlen_q=1)
+            self._kept[key] = _Pass(empty)
+        self._kept[key] = self._kept.pop(key)  # the last one used is the last one dropped
+        return self._kept[key].step
+
+    def logits(self, step: Step, count: int) -> Any:
+        """Logits of a step that ``reserve`` has filled. The next pass overwrites them."""
+        passed = next((p for p in self._kept.values() if p.step is step), None)
+        if passed is None:
+            return self._forward(step)
+        if passed.recording is None:
+            with recorded() as recording:
+                logits = self._forward(step)
+            if not recording.refused:
+                passed.recording, passed.logits, passed.tokens = recording, logits, step.tokens.copy()
+            return logits
+        if passed.tokens is None:
+            passed.recording()
+            return passed.logits
+        if not self._reads_tokens and (passed.tokens == step.tokens).any():
+            return self._forward(step)  # comparing would not tell whether the recording reads tokens anew
+        passed.recording()
+        logits, passed.tokens, self._reads_tokens = self._forward(step), None, True
+        if logits.tobytes() != passed.logits.tobytes():
+            self._enabled, self._kept = False, {}
+            warnings.warn(
+                "gpu_ops: decoding runs without recordings: they do not give the same logits", stacklevel=2
+            )
+        return logits
+
+    def _share_pages(self, parts: dict[int, list[int]]) -> bool:
+        """Whether sequences share pages, which a pass may then read once for all of them."""
+        pages = [page for handle in parts for page in self._cache._sequences.alive[handle].pages]
+        return self._cache.window < 0 and len(set(pages)) < len(pages)
+
+    def _forward(self, step: Step) -> Any:
+        return next_logits(*self._model, self._cache, step, max_seqlen=self._max_seqlen)
+
+
+def _runs_on_cpu() -> bool:
+    """Whether calls with NumPy arrays run compiled kernels, in memory that stays theirs."""
+    device, backend = default("GPU_OPS_DEVICE"), default("GPU_OPS_BACKEND")
+    return (
+        device in (None, "", "auto", "cpu") and backend in (None, "", "auto", "numba") and allocator() is None
+    )
 
 
 def _padded(n: int) -> int:

@@ -12,6 +12,7 @@ from gpu_ops.kernels.common import arguments
 from gpu_ops.kernels.common.arguments import DTYPES, as_line, as_rows, float32, row_stride, rows_of
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.recording import as_int64
 
 __all__ = ["variants"]
 
@@ -27,7 +28,7 @@ def forward_cpu(spec: Spec, builder: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         if views["x"].size:
-            ids = as_line(views["ids"]).astype(np.int64, copy=False)
+            ids = as_int64(as_line(views["ids"]))
             embedding.forward(ids, views["weight"], as_rows(views["x"]), scale=spec["scale"])
 
     builder.call(run, embedding.config(*rows_of(spec, "x").shape))

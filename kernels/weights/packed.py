@@ -25,6 +25,7 @@ from gpu_ops.kernels.gemm.args import Operand, linear, product
 from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.gemm.linear import Multiply
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.recording import as_int64, on_host
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
 
 __all__ = ["unpacked", "variants"]
@@ -46,7 +47,10 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         residual, bias, columns = views.get("residual"), views.get("bias"), views["weight"].columns
         x, out = as_rows(views["x"]), as_rows(views["y"])
-        x = x if columns is None else np.take(x, columns, axis=1)  # an index would change the order in memory
+        if columns is not None:
+            stored = np.empty_like(x)  # an index would change the order in memory
+            on_host(np.take, x, columns, 1, stored)
+            x = stored
         addends = None if residual is None else as_rows(residual), None if bias is None else bias[None]
         kernels.forward(x, views["weight"].panels(LANES), addends, out, mode)
 
@@ -88,7 +92,7 @@ def _embedding_cpu(spec: Spec, builder: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         panels = views["weight"].panels(LANES)
-        ids = as_line(views["ids"]).astype(np.int64, copy=False)
+        ids = as_int64(as_line(views["ids"]))
         kernels.embedding(ids, panels, scale, as_rows(views["x"]))
 
     builder.call(run, "the panels of the rows")

@@ -95,7 +95,8 @@ def test_sizes_of_graphs_are_powers_of_two():
     assert [captured._padded(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
 
 
-def test_a_cpu_captures_nothing():
-    assert engine_of(model())._graphs is None
+def test_a_cpu_records_passes():
+    assert isinstance(engine_of(model())._graphs, captured.Recordings)
+    assert engine_of(model(), capture=False)._graphs is None
     with pytest.raises(OptionError, match="capture must be True or False"):
         engine_of(model(), capture="yes")

@@ -11,7 +11,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import inference, models
-from gpu_ops.inference import PagedKVCache, attend, cache_for, next_logits
+from gpu_ops.inference import PagedKVCache, attend, cache_for, captured, next_logits
 from gpu_ops.inference import step as step_module
 from gpu_ops.reference.attention.forward import attention
 from tests.support.compare import assert_close, random
@@ -226,13 +226,13 @@ def test_an_engine_puts_equal_prompts_side_by_side(monkeypatch):
     monkeypatch.setattr(inference.engine, "MIN_TOKENS", 8)
     arrays = models.initial_weights(CONFIG, std=0.2)
     weights = models.Llama.of(arrays, CONFIG)
-    steps, whole = [], inference.engine.next_logits
+    steps, whole = [], captured.next_logits
 
     def seen(weights, config, cache, step, **options):
         steps.append(step)
         return whole(weights, config, cache, step, **options)
 
-    monkeypatch.setattr(inference.engine, "next_logits", seen)
+    monkeypatch.setattr(captured, "next_logits", seen)
     prompts = [PREFIX[n % 2] + [n] for n in range(8)]
     engine = inference.Engine(weights, CONFIG, cache_for(weights, CONFIG, num_pages=99, page_size=4))
     for prompt in PREFIX:

@@ -14,6 +14,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
 from gpu_ops.core.call import Call, CheckValues
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.recording import as_int64
 from gpu_ops.ops.rope.frequencies import Frequencies
 
 __all__ = [
@@ -137,7 +138,7 @@ def rows_and_bounds(op: str, positions: Array) -> Rows:
     first, last = bounds_of(positions) if positions.size else (0, -1)
     if first < -_EXACT or last > _EXACT:
         raise _beyond(op)
-    return (positions if positions.ndim == 2 else positions[None]).astype(np.int64, copy=False), first, last
+    return as_int64(positions if positions.ndim == 2 else positions[None]), first, last
 
 
 def last_on_device(op: str, positions: Array) -> int:

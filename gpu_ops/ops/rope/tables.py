@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.arrays import Array
+from gpu_ops.kernels.recording import refuse_recording
 
 __all__ = ["RopeTables", "clear_rope_tables"]
 
@@ -68,13 +69,15 @@ class RopeTables:
         if first >= 0 and kept is not None and last < len(kept[0]):
             return *kept, positions
         # 4: a table somewhat longer than needed now is likely to be used later; a far longer one is a waste
-        if first >= 0 and last < 4 * max(positions.size, _BLOCK):
+        if first >= 0 and last < 4 * max(positions.size, _BLOCK, 0 if kept is None else len(kept[0])):
             length = 1 << last.bit_length()  # the next power of two that is > last
             if length * self._row_bytes > _BUDGET:
+                refuse_recording("a table of cos and sin of the positions so far")
                 return *_count_up(last + 1, *self._turn), positions
             table = _count_up(length, *self._turn)
             _keep(self._key, table)
             return *table, positions
+        refuse_recording("a table of cos and sin of these positions")
         distinct, rows = np.unique(positions, return_inverse=True)
         cos, sin = _direct(distinct, *self._turn)
         return cos, sin, rows.reshape(positions.shape).astype(np.int64, copy=False)

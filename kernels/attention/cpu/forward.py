@@ -55,6 +55,7 @@ from gpu_ops.kernels.common.cpu.codegen.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.common.cpu.dtype import aligned_empty, all_bits, bits, like, read_row, store, write_row
 from gpu_ops.kernels.common.cpu.jit import FLOATS, compute, device_function, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim, launcher
+from gpu_ops.kernels.recording import refuse_recording
 
 Array = np.ndarray[Any, Any]
 
@@ -144,6 +145,7 @@ def prepare_ragged(
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
     ) -> None:
+        refuse_recording("long and short sequences in one pass")
         queries = sequences[:, 1]
         is_short = queries <= few
         longest = int(queries.max(initial=0, where=is_short))

@@ -43,6 +43,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
 from gpu_ops.kernels.common.cpu.jit import kernel
 from gpu_ops.kernels.compiler.progress import warn
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
+from gpu_ops.kernels.recording import LOCAL, note
 
 Array = np.ndarray[Any, Any]
 
@@ -109,6 +110,8 @@ def launch_inline(compiled: Callable[..., None], n_tasks: int, *arguments: Any) 
     """Run all tasks on the calling thread."""
     if n_tasks > 0:
         compiled(np.zeros(1, np.int64), n_tasks, *arguments)
+        if LOCAL.recording is not None:
+            note(launch_inline, compiled, n_tasks, *arguments)
 
 
 def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
@@ -148,6 +151,8 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
     for error in errors:
         if error is not None:
             raise error
+    if LOCAL.recording is not None:
+        note(launch, compiled, n_tasks, *arguments)
 
 
 def _wait(helpers: int, withdrawn: list[_Work], errors: _Errors, ends: SimpleQueue[None]) -> None:

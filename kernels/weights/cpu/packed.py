@@ -46,6 +46,7 @@ from gpu_ops.kernels.gemm.cpu import linear as dense
 from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
+from gpu_ops.kernels.recording import on_host
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
@@ -162,7 +163,7 @@ def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
 def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
     if x.dtype == np.float32:
         rows = np.zeros((_padded(len(x)), x.shape[1]), np.float32)
-        rows[: len(x)] = x
+        on_host(np.copyto, rows[: len(x)], x)
         _multiply(_sums_kernel(layout), panels, (rows,), len(x), addends, y, panels.nbytes / 4)
         return
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
