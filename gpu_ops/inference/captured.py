@@ -23,7 +23,7 @@ from gpu_ops.core.defaults import default
 from gpu_ops.inference.forward import next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
-from gpu_ops.kernels.attention.cpu.config import decode_parts
+from gpu_ops.kernels.attention.cpu.config import select_config
 from gpu_ops.kernels.recording import Recording, recorded
 from gpu_ops.memory import Arena, Buffer
 from gpu_ops.models.config import LlamaConfig
@@ -160,13 +160,13 @@ class Recordings:
     """Recorded passes of one model over one cache, on the CPU.
 
     A pass has the bits that it would have without a recording: it is recorded anew where the number of sequences, of
-    pages, of parts of the keys or the table of angles changes. The second pass runs both ways and is compared.
+    pages, the tiles of attention or the table of angles change. The second pass runs both ways and is compared.
     """
 
     def __init__(self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int) -> None:
         self._model, self._cache, self._max_seqlen = (weights, config), cache, max_seqlen
         self._enabled, self._reads_tokens = True, False
-        self._kept: dict[tuple[int, ...], _Pass] = {}
+        self._kept: dict[Any, _Pass] = {}
 
     def step_for(self, parts: dict[int, list[int]]) -> Step | None:
         """Step that ``reserve`` is to fill with these tokens; None if they run as usual."""
@@ -177,8 +177,9 @@ class Recordings:
             return None
         config, dtype = self._model[1], self._cache.keys[0].dtype
         width = _padded(-(-longest // self._cache.page_size))
-        splits = decode_parts(batch, config.nheads_kv, longest, dtype)
-        key = batch, width, splits, (longest - 1).bit_length()
+        heads, dims = (config.nheads, config.nheads_kv), 2 * config.head_dim
+        attention = select_config(batch, *heads, 1, longest, decode=True, dtype=dtype, dims=dims)
+        key = batch, width, attention, (longest - 1).bit_length()
         if key not in self._kept:
             if len(self._kept) == _MOST_RECORDINGS:
                 del self._kept[next(iter(self._kept))]

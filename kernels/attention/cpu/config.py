@@ -97,7 +97,8 @@ def select_config(
     """
     group = nheads // max(nheads_kv, 1)
     if decode and 0 < group * seqlen_q <= DECODE_ROWS:
-        n_splits = num_splits or decode_parts(batch, nheads_kv, seqlen_k, dtype)
+        tasks = _decode_tasks(decode_nanoseconds(batch, nheads_kv, seqlen_k, dtype))
+        n_splits = num_splits or max(1, -(-tasks // max(batch, 1)))
         return Config(group * seqlen_q, 0, group, n_splits, "decode")
     heads = group if seqlen_q < 64 else 1  # few queries: heads that share keys fill the lanes
     rows = max(heads * seqlen_q, 1)
@@ -118,12 +119,6 @@ def select_config(
         parts = -(-wanted // tasks) if tasks < 2 * thread_count() and seqlen_q <= 64 else 1
         n_splits = max(1, min(parts, seqlen_k // (2 * block_n)))
     return Config(block_m, block_n, heads, n_splits)
-
-
-def decode_parts(batch: int, nheads_kv: int, seqlen_k: int, dtype: Any) -> int:
-    """Parts of the keys in the decode kernel."""
-    tasks = _decode_tasks(decode_nanoseconds(batch, nheads_kv, seqlen_k, dtype))
-    return max(1, -(-tasks // max(batch, 1)))
 
 
 def decode_nanoseconds(batch: int, nheads_kv: int, seqlen_k: int, dtype: Any) -> int:
