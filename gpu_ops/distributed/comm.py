@@ -21,6 +21,7 @@ from gpu_ops.distributed.engine import Pending, Transfer, TransferEngine
 from gpu_ops.distributed.transport import DONE, CudaCopies, HostTransport, Transport, as_bytes, cupy_view
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.toolkit import install_command
+from gpu_ops.kernels.recording import refuse_recording
 
 __all__ = ["Comm", "SingleProcess"]
 
@@ -245,6 +246,7 @@ class Comm(TransferEngine):
 
     def movable(self, op: str, x: Any, name: str = "x") -> tuple[Array, str | None]:
         """Return a NumPy or CuPy view of an argument that can be sent, and the library of the array."""
+        refuse_recording(f"{op} with other ranks")
         if on_cuda(x):
             if not self._takes_cuda:
                 raise DeviceError(

@@ -14,6 +14,7 @@ import gpu_ops
 from gpu_ops import RopeScaling, inference, models
 from gpu_ops.core.allocator import use_allocator
 from gpu_ops.core.defaults import use_defaults
+from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.inference import Engine, Sampling, cache_for, captured
 from gpu_ops.inference.forward import next_logits
 from gpu_ops.kernels import recording
@@ -234,6 +235,12 @@ def test_a_pass_that_may_not_be_repeated(rng):
         next_logits(weights, CONFIG, cache, step)
     cache.commit()
     assert "short" in steps.refused
+
+
+def test_a_pass_with_other_ranks_is_not_repeated():
+    with recording.recorded() as steps:
+        SingleProcess().all_reduce(np.ones(3, np.float32))
+    assert steps.refused == "all_reduce with other ranks"
 
 
 def test_generate_takes_them():

@@ -124,12 +124,12 @@ def tensor_fp8(rng, shape):
 
 def four_bits(rng, shape, *, table="nf4", block=64, nested=False, storage=np.uint8):
     """Layer of bitsandbytes: the codes of the flattened matrix, and the state of its scales."""
-    table = np.array(NF4, np.float32) if table == "nf4" else np.array(FP4, np.float32) / np.float32(12)
+    values = np.array(NF4, np.float32) if table == "nf4" else np.array(FP4, np.float32) / np.float32(12)
     codes = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1)
     absmax = rng.uniform(0.01, 0.02, len(codes) // block).astype(np.float32)
     data = (codes[::2] << 4 | codes[1::2]).view(storage)[:, None]
     state = {"quant_type": table, "blocksize": block, "dtype": "float16", "shape": list(shape)}
-    tensors = {"weight": data, "weight.absmax": absmax, "weight.quant_map": table}
+    tensors = {"weight": data, "weight.absmax": absmax, "weight.quant_map": values}
     if nested:
         scales = rng.integers(0, 256, len(absmax)).astype(np.uint8)
         map_, second = (
@@ -143,7 +143,7 @@ def four_bits(rng, shape, *, table="nf4", block=64, nested=False, storage=np.uin
         state |= {"nested_blocksize": 256, "nested_offset": 0.02, "nested_dtype": "float32"}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
     tensors[f"weight.quant_state.bitsandbytes__{table}"] = text
-    return tensors, (table[codes] * np.repeat(absmax, block)).reshape(shape)
+    return tensors, (values[codes] * np.repeat(absmax, block)).reshape(shape)
 
 
 def eight_bits(rng, shape):

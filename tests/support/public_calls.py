@@ -444,6 +444,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "generate.max_new_tokens": lambda p: 1,
     "limit.size": lambda p: 1 << 30,
     "load.path": lambda p: p.model_folder,
+    "export_gguf.folder": lambda p: p.model_folder,
     "load_bert.folder": lambda p: p.folder,
     "load_state.like": lambda p: None,
     "load_state.path": lambda p: p.state_file,
