@@ -23,7 +23,7 @@ class Recording:
     def __init__(self) -> None:
         self.steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.refused = ""
-        """What of the pass holds for its values only, if anything does."""
+        """Why the steps may not be run again; empty if they may."""
 
     def __call__(self) -> None:
         """Run the steps again."""

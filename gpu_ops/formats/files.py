@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gpu_ops.core.arrays import Array
-from gpu_ops.errors import FileError, FormatError, MissingFileError, OptionError
+from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError
 
 __all__ = [
     "check_regular",
@@ -46,6 +47,19 @@ def path_of(op: str, path: Any) -> Path:
     except UnicodeError as error:
         raise OptionError(f"{op}: path {text!r} cannot be encoded for the file system: {error}") from error
     return Path(text)
+
+
+def read_object(op: str, path: Path, limit: int, error: type[GpuOpsError], hint: str = "") -> dict[str, Any]:
+    """Read the JSON object in a file, of which up to ``limit`` bytes are read; ``error`` if there is none."""
+    with opened(op, path) as file:
+        text = file.read(limit)
+    try:
+        contents = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{op}: {path} is no JSON: {cause}") from cause
+    if not isinstance(contents, dict):
+        raise error(f"{op}: {path} holds no JSON object{hint}")
+    return contents
 
 
 def files_in(op: str, path: Path, pattern: str) -> list[Path]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_ops.errors import FormatError, GpuOpsError, OptionError
-from gpu_ops.formats.files import opened
+from gpu_ops.formats.files import opened, read_object
 
 __all__ = ["read_vocabulary"]
 
@@ -70,33 +70,23 @@ def read_vocabulary(op: str, folder: Path, size: int) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     if not path.exists():
         return {}
-    tokenizer = _read(op, path)
-    others = [
-        _read(op, folder / name) if (folder / name).exists() else {}
+    tokenizer = read_object(op, path, _MOST_BYTES, FormatError)
+    tokenizer_config, config, generation = (
+        read_object(op, folder / name, _MOST_BYTES, FormatError) if (folder / name).exists() else {}
         for name in ("tokenizer_config.json", "config.json", "generation_config.json")
-    ]
+    )
     try:
         style = _style(tokenizer)
         vocabulary = _Vocabulary(tokenizer, size, style)
-        entries = vocabulary.entries() | _special_tokens(tokenizer, vocabulary.ids, *others)
+        entries = vocabulary.entries() | _special_tokens(
+            tokenizer, vocabulary.ids, tokenizer_config, config, generation
+        )
     except GpuOpsError as error:
         raise type(error)(f"{op}: {path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise FormatError(f"{op}: {path} is no tokenizer.json that is known: {error!r:.200}") from error
-    template = _chat_template(op, folder, others[0])
+    template = _chat_template(op, folder, tokenizer_config)
     return entries | ({"tokenizer.chat_template": template} if template else {})
-
-
-def _read(op: str, path: Path) -> dict[str, Any]:
-    with opened(op, path) as file:
-        text = file.read(_MOST_BYTES)
-    try:
-        contents = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{op}: {path} is no JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise FormatError(f"{op}: {path} holds no JSON object")
-    return contents
 
 
 # ---- preparation of text -----------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -75,24 +76,56 @@ class _Life:
 
 
 @dataclass
-class _Graph:
+class _Pass:
     step: Step
+    logits: Any = None
+
+
+AnyPass = TypeVar("AnyPass", bound=_Pass)
+
+
+class _Passes(Generic[AnyPass]):
+    """Passes of one model over one cache that are kept by their sizes."""
+
+    def __init__(
+        self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int, limit: int
+    ) -> None:
+        self._model, self._cache, self._max_seqlen, self._limit = (weights, config), cache, max_seqlen, limit
+        self._enabled = True
+        self._kept: dict[Any, AnyPass] = {}
+
+    def _pass_for(self, key: Any, batch: int, width: int, make: Callable[[Step], AnyPass]) -> AnyPass:
+        """The pass of these sizes; beyond the limit the first one kept is dropped."""
+        if key not in self._kept:
+            if len(self._kept) == self._limit:
+                del self._kept[next(iter(self._kept))]
+            empty = self._cache.empty_step(tokens=batch, batch=batch, width=width, max_seqlen_q=1)
+            self._kept[key] = make(empty)
+        return self._kept[key]
+
+    def _pass_of(self, step: Step) -> AnyPass | None:
+        return next((kept for kept in self._kept.values() if kept.step is step), None)
+
+    def _forward(self, step: Step) -> Any:
+        return next_logits(*self._model, self._cache, step, max_seqlen=self._max_seqlen)
+
+
+@dataclass
+class _Graph(_Pass):
     launch: Any = None
     """Function that launches the graph; None before the first pass."""
-    logits: Any = None
     arena: Arena | None = None
 
 
-class Graphs:
+class Graphs(_Passes[_Graph]):
     """Captured passes of one model over one cache."""
 
     def __init__(self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int) -> None:
-        self._model, self._cache, self._max_seqlen = (weights, config), cache, max_seqlen
+        super().__init__(weights, config, cache, max_seqlen, _MOST_GRAPHS)
         # CuPy's arithmetic allocates outside an arena: positions of layers without rotation, a softcap
         self._enabled = not config.logits_softcap and all(
             layer_config.theta is not None for layer_config in config.by_layer
         )
-        self._kept: dict[tuple[int, int], _Graph] = {}
 
     def step_for(self, parts: dict[int, list[int]]) -> Step | None:
         """Step that ``reserve`` is to fill with these tokens; None if they do not run in a graph."""
@@ -100,17 +133,11 @@ class Graphs:
             return None
         longest = 1 + max(map(self._cache.length, parts))
         size = _padded(len(parts)), _padded(-(-longest // self._cache.page_size))
-        if size not in self._kept:
-            if len(self._kept) == _MOST_GRAPHS:
-                del self._kept[next(iter(self._kept))]
-            batch, width = size
-            empty = self._cache.empty_step(tokens=batch, batch=batch, width=width, max_seqlen_q=1)
-            self._kept[size] = _Graph(empty)
-        return self._kept[size].step
+        return self._pass_for(size, *size, _Graph).step
 
     def logits(self, step: Step, count: int) -> Any:
         """Logits of the ``count`` sequences of a step that ``reserve`` has filled. The next pass overwrites them."""
-        graph = next((g for g in self._kept.values() if g.step is step), None)
+        graph = self._pass_of(step)
         if graph is None:
             return self._forward(step)
         if graph.launch is not None:
@@ -122,9 +149,6 @@ class Graphs:
         # the logits stay in the arena, so no later buffer overlaps with them
         self._capture(graph, recorder)
         return logits[:count]
-
-    def _forward(self, step: Step) -> Any:
-        return next_logits(*self._model, self._cache, step, max_seqlen=self._max_seqlen)
 
     def _capture(self, graph: _Graph, recorder: Recorder) -> None:
         """Capture a pass without running it. If that fails, passes run without graphs from now on."""
@@ -148,15 +172,13 @@ class Graphs:
 
 
 @dataclass
-class _Pass:
-    step: Step
+class _RecordedPass(_Pass):
     recording: Recording | None = None
-    logits: Any = None
     tokens: Any = None
     """Tokens of the recorded pass; None once the recording has been compared with a pass that ran as usual."""
 
 
-class Recordings:
+class Recordings(_Passes[_RecordedPass]):
     """Recorded passes of one model over one cache, on the CPU.
 
     A pass has the bits that it would have without a recording: it is recorded anew where the number of sequences, of
@@ -164,9 +186,8 @@ class Recordings:
     """
 
     def __init__(self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int) -> None:
-        self._model, self._cache, self._max_seqlen = (weights, config), cache, max_seqlen
-        self._enabled, self._reads_tokens = True, False
-        self._kept: dict[Any, _Pass] = {}
+        super().__init__(weights, config, cache, max_seqlen, _MOST_RECORDINGS)
+        self._reads_tokens = False
 
     def step_for(self, parts: dict[int, list[int]]) -> Step | None:
         """Step that ``reserve`` is to fill with these tokens; None if they run as usual."""
@@ -180,17 +201,13 @@ class Recordings:
         heads, dims = (config.nheads, config.nheads_kv), 2 * config.head_dim
         attention = select_config(batch, *heads, 1, longest, decode=True, dtype=dtype, dims=dims)
         key = batch, width, attention, (longest - 1).bit_length()
-        if key not in self._kept:
-            if len(self._kept) == _MOST_RECORDINGS:
-                del self._kept[next(iter(self._kept))]
-            empty = self._cache.empty_step(tokens=batch, batch=batch, width=width, max_seqlen_q=1)
-            self._kept[key] = _Pass(empty)
+        passed = self._pass_for(key, batch, width, _RecordedPass)
         self._kept[key] = self._kept.pop(key)  # the last one used is the last one dropped
-        return self._kept[key].step
+        return passed.step
 
     def logits(self, step: Step, count: int) -> Any:
         """Logits of a step that ``reserve`` has filled. The next pass overwrites them."""
-        passed = next((p for p in self._kept.values() if p.step is step), None)
+        passed = self._pass_of(step)
         if passed is None:
             return self._forward(step)
         if passed.recording is None:
@@ -217,9 +234,6 @@ class Recordings:
         """Whether sequences share pages, which a pass may then read once for all of them."""
         pages = [page for handle in parts for page in self._cache._sequences.alive[handle].pages]
         return self._cache.window < 0 and len(set(pages)) < len(pages)
-
-    def _forward(self, step: Step) -> Any:
-        return next_logits(*self._model, self._cache, step, max_seqlen=self._max_seqlen)
 
 
 def _runs_on_cpu() -> bool:

@@ -267,13 +267,12 @@ class FolderSource(ModelSource[LlamaConfig]):
                 config = _tied(config, files, names)
             else:
                 names = replace(names, modules={**names.modules, "embed": names.modules["lm_head"]})
-        self._tensor_files = files
         self.is_quantized = self._entries.get("quantization_config") is not None
         super().__init__(config, files, names)
 
     def packed(self, plan: Mapping[str, list[Part]]) -> Mapping[str, PackedWeight]:
         """Find the weights that are quantised."""
-        return packed_weights(_LOAD, self._where, self._entries, self._tensor_files, plan)
+        return packed_weights(_LOAD, self._where, self._entries, self.files, plan)
 
 
 def _tied(config: LlamaConfig, files: Files, names: Names) -> LlamaConfig:

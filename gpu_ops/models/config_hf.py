@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
-from gpu_ops.formats.files import opened, path_of
+from gpu_ops.formats.files import path_of, read_object
 from gpu_ops.formats.rope_scaling import RopeScaling
 
 __all__ = [
@@ -91,15 +90,7 @@ def options_from_hf(config: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]
 
 def read_config(who: str, path: Path) -> Mapping[str, Any]:
     """Read the object in a ``config.json``."""
-    with opened(who, path) as file:
-        text = file.read(_MOST_BYTES)
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{who}: {path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise OptionError(f"{who}: {path} holds no JSON object, as a model's config is one")
-    return config
+    return read_object(who, path, _MOST_BYTES, OptionError, ", as a model's config is one")
 
 
 def model_type_of(config: Mapping[str, Any]) -> Any:

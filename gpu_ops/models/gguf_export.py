@@ -143,14 +143,14 @@ def _architecture(where: Path, entries: Mapping[str, Any], config: LlamaConfig) 
     architecture = _ARCHITECTURES[model_type]
     plain = LlamaConfig(**{name: getattr(config, name) for name in _SUPPORTED})
     names = [field.name for field in fields(config)]
-    others = [name for name in names if getattr(plain, name) != getattr(config, name)]
-    others += ["layers without theta"] * (config.theta is None)
-    others += ["biases"] * (architecture == "qwen3" and bool(config.biases))
+    extras = [name for name in names if getattr(plain, name) != getattr(config, name)]
+    extras += ["layers without theta"] * (config.theta is None)
+    extras += ["biases"] * (architecture == "qwen3" and bool(config.biases))
     width = config.nheads * config.head_dim
-    others += [f"heads of {width} in all"] * (architecture == "qwen2" and width != config.hidden)
-    if others:
+    extras += [f"heads of {width} in all"] * (architecture == "qwen2" and width != config.hidden)
+    if extras:
         raise OptionError(
-            f"{_OP}: {where}: the architecture {architecture} of llama.cpp has no {' and no '.join(others)}, as this "
+            f"{_OP}: {where}: the architecture {architecture} of llama.cpp has no {' and no '.join(extras)}, as this "
             "model does"
         )
     return architecture

@@ -66,7 +66,6 @@ def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import linear as sums
     from gpu_ops.kernels.loss.cpu.linear_cross_entropy import Chunks, scratch_bytes
     from gpu_ops.kernels.weights.cpu.packed import unpacked
-    from gpu_ops.kernels.weights.cpu.ternary_ir import LANES
 
     parts, options_of = list(chunks(spec, _CPU_BYTES, *_CPU_ROWS)), losses.options_cpu(spec)
     reduction = spec["reduction"]
@@ -80,10 +79,7 @@ def _cpu(spec: Spec, builder: Builder) -> None:
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
         logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
-        weight: Any = views["weight"]
-        if spec["parts"]:
-            weight, columns = unpacked(weight.panels(LANES), weight.shape, x.dtype), weight.columns
-            weight = weight if columns is None else np.take(weight, np.argsort(columns), axis=1)
+        weight = unpacked(views["weight"], x.dtype) if spec["parts"] else views["weight"]
         of = Chunks(weight, views.get("bias"), logits, options_of(views))
         dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
         for c in parts:

@@ -62,7 +62,6 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
 @lowers("packed_linear_backward", "cpu")
 def _backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.cpu import packed as kernels
-    from gpu_ops.kernels.weights.cpu.ternary_ir import LANES
 
     dx = spec.tensor("dx")
     if not dx.size or not spec["rows"]:
@@ -70,14 +69,11 @@ def _backward_cpu(spec: Spec, builder: Builder) -> None:
         return
 
     def run(views: Mapping[str, Any]) -> None:
-        dy, out, columns = as_rows(views["dy"]), as_rows(views["dx"]), views["weight"].columns
-        stored = out if columns is None else np.empty_like(out)
-        kernels.backward_input(dy, views["weight"].panels(LANES), stored)
-        if columns is not None:
-            out[:, columns] = stored
+        kernels.backward_input(as_rows(views["dy"]), views["weight"], as_rows(views["dx"]))
 
     sizes = math.prod(dx.shape[:-1]), spec["rows"], spec["cols"], dx.dtype.name
-    scratch = dx.nbytes * spec["reordered"] + kernels.backward_scratch_bytes(*sizes)
+    copied = spec["rows"] * spec["cols"] * dx.itemsize * spec["reordered"]
+    scratch = copied + kernels.backward_scratch_bytes(*sizes)
     builder.call(run, "one product with the unpacked matrix", scratch)
 
 

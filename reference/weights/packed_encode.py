@@ -375,37 +375,6 @@ def q6_k(weights: Array) -> Fields:
 # ---- groups ------------------------------------------------------------------------------------------------
 
 
-@_in_pieces
-def _int4(weights: Array) -> Fields:
-    return _group(weights, 4)
-
-
-@_in_pieces
-def _int8(weights: Array) -> Fields:
-    return _group(weights, 8)
-
-
-@_in_pieces
-def _uint4(weights: Array) -> Fields:
-    return _group_with_zeros(weights, 4)
-
-
-@_in_pieces
-def _uint8(weights: Array) -> Fields:
-    return _group_with_zeros(weights, 8)
-
-
-@_in_pieces
-def _e4m3(weights: Array) -> Fields:
-    scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(448)
-    codes = _ratio(weights, scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
-    return Fields(codes.view(np.uint8), scale)
-
-
-GROUP_ENCODERS = {"int4": _int4, "uint4": _uint4, "int8": _int8, "uint8": _uint8, "e4m3": _e4m3}
-"""Encoders of formats of groups."""
-
-
 def _group(weights: Array, bits: int) -> Fields:
     """``q = rint(w / s) + 2^(bits - 1)`` with ``s = 2 absmax / (2^bits - 1)``."""
     half = 1 << (bits - 1)
@@ -428,3 +397,20 @@ def _group_with_zeros(weights: Array, bits: int) -> Fields:
 def _ratio(weights: Array, scale: Array) -> Array:
     """``weights / scale``, and 0 for a scale of 0."""
     return np.where(scale == 0, np.float32(0), weights / scale)
+
+
+def _e4m3(weights: Array) -> Fields:
+    """``q = e4m3(w / s)`` with ``s = absmax / 448``."""
+    scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(448)
+    codes = _ratio(weights, scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return Fields(codes.view(np.uint8), scale)
+
+
+GROUP_ENCODERS = {
+    "int4": _in_pieces(functools.partial(_group, bits=4)),
+    "uint4": _in_pieces(functools.partial(_group_with_zeros, bits=4)),
+    "int8": _in_pieces(functools.partial(_group, bits=8)),
+    "uint8": _in_pieces(functools.partial(_group_with_zeros, bits=8)),
+    "e4m3": _in_pieces(_e4m3),
+}
+"""Encoders of formats of groups."""

@@ -130,18 +130,18 @@ def linear(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Ar
         dense.forward(x, weight, None if row is None else row[0], residual, y[:, part])
 
 
-def backward_input(dy: Array, parts: Parts, dx: Array) -> None:
-    """Compute dx = dy weight."""
-    dense.backward_input(dy, unpacked(parts, (dy.shape[1], dx.shape[1]), dy.dtype), dx)
+def backward_input(dy: Array, matrix: Any, dx: Array) -> None:
+    """Compute dx = dy matrix."""
+    dense.backward_input(dy, unpacked(matrix, dy.dtype), dx)
 
 
-def unpacked(parts: Parts, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
-    """The whole matrix, its columns as they are stored."""
-    weight, first = aligned_empty(shape, dtype), 0
-    for layout, rows, panels in parts:
+def unpacked(matrix: Any, dtype: np.dtype[Any]) -> Array:
+    """The weights of a packed matrix, its columns in the order of the input features."""
+    weight, first = aligned_empty(matrix.shape, dtype), 0
+    for layout, rows, panels in matrix.panels(LANES):
         dequantize(layout, panels, weight[first : first + rows])
         first += rows
-    return weight
+    return weight if matrix.columns is None else np.take(weight, np.argsort(matrix.columns), axis=1)
 
 
 def dequantize(layout: BlockLayout, panels: Array, weight: Array) -> None:
