@@ -118,7 +118,7 @@ def test_reordered_columns(dtype, tokens, rng, tmp_path):
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_int8_products(name, dtype, tokens, rng):
+def testint8_products(name, dtype, tokens, rng):
     """Error within the bound of 128 roundings and the products' own; the bits of a token do not depend on others."""
     second = "q8_0" if name == "q6_k" else "q6_k"
     matrix = PackedMatrix.joined(
@@ -127,7 +127,7 @@ def test_int8_products(name, dtype, tokens, rng):
     x = rng.standard_normal((tokens, 1024)).astype(dtype)
     x[0, :256] = 0
     y = gpu_ops.linear(x, matrix, activations="int8")
-    right, bound = _int8_products(matrix, x)
+    right, bound = int8_products(matrix, x)
     step = {np.float32: 2.0**-24, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-11}[dtype]
     bound += step * np.abs(right)
     assert (np.abs(y.astype(np.float64) - right) <= bound).all()
@@ -137,7 +137,7 @@ def test_int8_products(name, dtype, tokens, rng):
     assert (np.abs(expected - right) <= step * np.abs(right) + 1e-12).all()
 
 
-def _int8_products(matrix, x):
+def int8_products(matrix, x):
     """Products with quantised activations, and the bound of their sums: codes and minimums are summed apart."""
     results, bounds = [], []
     for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True):

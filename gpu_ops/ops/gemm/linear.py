@@ -220,14 +220,10 @@ def _bind_packed(
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
     reordered = weight.columns is not None
     call.option(rows=rows, cols=cols, parts=weight.block_layouts, reordered=reordered, activations=mode)
-    unsupported = checks.unsupported(dtype)
-    if mode == "int8":
-        why = "int8 activations of packed weights have CPU kernels only"
-        unsupported = dict.fromkeys(("raw", "cuda numba", "emulator numba"), why)
     return call.bind(
         lowered_as=f"packed_{call.op}",
         problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}, weight {weight}, activations {mode}",
-        unsupported=unsupported,
+        unsupported=checks.unsupported(dtype),
         finish=finish,
     )
 

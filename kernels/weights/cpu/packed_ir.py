@@ -27,7 +27,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir,
 from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
 from gpu_ops.kernels.common.cpu.packing import SUM_STEPS
 from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
-from gpu_ops.kernels.weights.packed_panels import BlockLayout
+from gpu_ops.kernels.weights.packed_panels import BlockLayout, summed_elements
 
 UNIT = 32  # weights of a row that are unpacked at a time: whole vectors of every plane
 
@@ -294,11 +294,6 @@ def _multiplies_magnitudes(layout: BlockLayout) -> bool:
     return not VNNI and (layout.bits == 8 or layout.offset is None)
 
 
-def summed_steps(layout: BlockLayout) -> int:
-    """Steps of K whose products one integer sum holds: activations have their sums too."""
-    return min(layout.run, UNIT)
-
-
 def sum_offset(layout: BlockLayout) -> int:
     """Multiple of the activations' sum that the products contain; negative if they lack it."""
     if _multiplies_magnitudes(layout):
@@ -331,7 +326,7 @@ def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> No
     sums, lows = ([cgutils.alloca_once_value(b, zero_int) for _ in range(tokens)] for _ in range(2))
     for slot in totals:
         b.store(zero, slot)
-    offset, units, summed = sum_offset(layout), layout.block // UNIT, summed_steps(layout)
+    offset, units, summed = sum_offset(layout), layout.block // UNIT, summed_elements(layout)
 
     with cgutils.for_range(b, p["blocks"]) as loop:
         block = _Block(b, layout, b.gep(p["panels"], [b.mul(loop.index, number(layout.row_bytes * LANES))]))
