@@ -223,9 +223,9 @@ class TernaryMatrix:
             raise ShapeError(f"TernaryMatrix.joined: the matrices have shapes {shapes}; K must be the same")
         scales = [matrix._group_scales() for matrix in matrices]
         groups = math.lcm(*(scale.shape[1] for scale in scales))
-        scale = np.concatenate([np.repeat(scale, groups // scale.shape[1], axis=1) for scale in scales])
+        scale: Any = np.concatenate([np.repeat(part, groups // part.shape[1], axis=1) for part in scales])
         if not scale.size:
-            scale = np.float32(1)
+            scale = 1.0
         elif (scale == scale[0, 0]).all():
             scale = scale[0, 0]
         elif (scale == scale[:, :1]).all():
@@ -250,12 +250,16 @@ class TernaryMatrix:
             raise DTypeError(f"{op}: expected a PackedMatrix, got {type(matrix).__name__}")
         names = {name for _, name in matrix.formats}
         if not names <= _BLOCKS or matrix.columns is not None:
-            what = "columns in another order" if names <= _BLOCKS else f"the format {' and '.join(sorted(names))}"
+            what = (
+                "columns in another order"
+                if names <= _BLOCKS
+                else f"the format {' and '.join(sorted(names))}"
+            )
             raise OptionError(f"{op}: the matrix has {what}; expected {' or '.join(sorted(_BLOCKS))}")
-        cols = matrix.shape[1]
+        cols, one = matrix.shape[1], np.ones((), np.float32)
         try:
             parts = [
-                cls(blocks, 1.0, (rows, cols), name)
+                cls(blocks, one, (rows, cols), name)
                 for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True)
             ]
         except FormatError as error:
@@ -265,7 +269,9 @@ class TernaryMatrix:
     def _group_scales(self) -> Array:
         """Scale of each row, (N, 1), or of each group of a row, (N, groups)."""
         scale = self._whole_scale()
-        return np.broadcast_to(scale, (self.shape[0], 1)) if scale.ndim == 0 else scale.reshape(len(scale), -1)
+        return (
+            np.broadcast_to(scale, (self.shape[0], 1)) if scale.ndim == 0 else scale.reshape(len(scale), -1)
+        )
 
     def save(self, path: Any) -> None:
         """Write codes, scale, shape and format to one file. An old file is replaced when the new one is complete.

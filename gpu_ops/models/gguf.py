@@ -102,7 +102,7 @@ class GGUFSource(ModelSource[LlamaConfig]):
         super().__init__(config, dict.fromkeys(self._file.tensors, self._file), NAMES)
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
-        """Read an array of ``dtype``, or packed: a :class:`PackedMatrix`, a :class:`TernaryMatrix` of I2_S projections."""
+        """Read an array of ``dtype``, or a packed matrix: of I2_S projections a :class:`TernaryMatrix`."""
         ternary = all(self._file.tensors[part.name].dtype in TERNARY for part in parts)
         if ternary and name.rpartition(".")[2] in PROJECTIONS:
             return self._ternary(parts)

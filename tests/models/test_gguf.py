@@ -202,9 +202,7 @@ def test_ternary_blocks_are_packed_matrices(format, tmp_path, rng):
     error = models.logits(IDS, fast, config) - plain
     assert 0 < np.sqrt(np.mean(error**2) / np.mean(plain**2)) < 0.03
     everywhere = models.projection.PROJECTIONS
-    per_token = [
-        models.logits(IDS, models.with_int8_input(w, everywhere), config) for w in (weights, right)
-    ]
+    per_token = [models.logits(IDS, models.with_int8_input(w, everywhere), config) for w in (weights, right)]
     np.testing.assert_array_equal(*per_token)
     adapters = models.initial_lora(models.lora_shapes(config, rank=2))
     prompt = [IDS[0, :7].tolist()]

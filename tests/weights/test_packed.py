@@ -270,7 +270,9 @@ def test_quantize(name, rng):
     assert matrix.shape == w.shape
     assert matrix.formats == ((6, name),)
     assert matrix.bits_per_weight == pytest.approx(FORMATS[name].bits_per_weight)
-    limit = {2: 0.9, 4: 0.13, 5: 0.05, 6: 0.025, 8: 0.03 if name.startswith("e4m3") else 0.01}[FORMATS[name].bits]
+    limit = {2: 0.9, 4: 0.13, 5: 0.05, 6: 0.025, 8: 0.03 if name.startswith("e4m3") else 0.01}[
+        FORMATS[name].bits
+    ]
     assert np.sqrt(np.mean((matrix.dequantize() - w) ** 2)) < limit
     assert gpu_ops.quantize(w.astype(np.float16), name).dtype == np.float16
     assert matrix.to(name) is matrix
