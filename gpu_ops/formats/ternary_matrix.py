@@ -256,10 +256,10 @@ class TernaryMatrix:
                 else f"the format {' and '.join(sorted(names))}"
             )
             raise OptionError(f"{op}: the matrix has {what}; expected {' or '.join(sorted(_BLOCKS))}")
-        cols, one = matrix.shape[1], np.ones((), np.float32)
+        cols, scale = matrix.shape[1], np.ones((), np.float32)
         try:
             parts = [
-                cls(blocks, one, (rows, cols), name)
+                cls(blocks, scale, (rows, cols), name)
                 for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True)
             ]
         except FormatError as error:

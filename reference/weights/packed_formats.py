@@ -304,7 +304,7 @@ def _split_tq1_0(data: Array) -> Fields:
 
 
 def _join_tq1_0(f: Fields) -> Array:
-    """Of the bytes with the same digits the lowest, as ggml writes it."""
+    """Lowest of the bytes with the same digits: the one that ggml writes."""
     parts = f.codes[:, :160].reshape(-1, 5, 32), f.codes[:, 160:240].reshape(-1, 5, 16)
     last = np.pad(f.codes[:, 240:].reshape(-1, 4, 4), ((0, 0), (0, 1), (0, 0)))
     digits = np.concatenate([*parts, last], axis=2).astype(np.uint16)
