@@ -14,6 +14,7 @@ import gpu_ops
 from gpu_ops import RopeScaling, inference, models
 from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
 from gpu_ops.models import LlamaConfig
+from gpu_ops.reference.weights.packed_formats import FORMATS
 from tests.formats.test_file_mutations import mutant
 from tests.models.model_files import (
     BIG,
@@ -27,6 +28,7 @@ from tests.models.model_files import (
     same,
     stored,
     ternary_tensors,
+    write,
     write_model,
     written,
 )
@@ -452,6 +454,19 @@ def test_damaged_files_are_refused_or_read_soundly(tmp_path, rng):
     assert tracemalloc.get_traced_memory()[1] < 40 * len(whole)
     tracemalloc.stop()
     assert refused > 100
+
+
+@pytest.mark.parametrize(("name", "type"), [("tq1_0", 34), ("tq2_0", 35)])
+def test_ternary_blocks_of_another_size_are_refused(name, type, gguf, tmp_path):
+    codes = bytes(4 * FORMATS[name].nbytes)
+    cases = [
+        (codes, (4, 255), f"{name.upper()} have a multiple of 256 elements"),
+        (codes[:-64], (4, 256), "should end at byte"),  # less than the padding of tensors
+    ]
+    for data, shape, words in cases:
+        write(gguf, tmp_path / "a", [("w", data, shape, type)])
+        with pytest.raises(FormatError, match=words):
+            models.load(tmp_path / "a")
 
 
 def test_tensors_that_share_bytes_are_refused(tmp_path):
