@@ -54,7 +54,7 @@ EXCUSES = (
            "doubles, 2 per clock and SM, are in the branch of products near a half: rare"),
     Excuse(r"packed_gemv\[DTYPE=b?f16", "sm_80|sm_90", 1.9,
            "a weight takes 5 to 8 instructions to have the bits of the unpacked matrix; int8 activations take 1 to 2"),
-    Excuse(r"packed_gemv\[DTYPE=f32", "sm_80|sm_90|sm_120", 3.7,
+    Excuse(r"packed_gemv\[DTYPE=f32", "sm_80|sm_90|sm_120", 4.6,
            "FMAs of up to 16 tokens; e4m3 has no table, since 256 values would conflict in banks"),
     Excuse(r"packed_int8\[.*TOKENS=8", "sm_80|sm_90", 2.2, "8 tokens take 2 dp4a per weight, read once"),
     Excuse(r"packed_int8\[.*CODES=kTable", "sm_80|sm_90", 1.15, "values are looked up by prmt, 8 weights in 13"),

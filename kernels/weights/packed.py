@@ -33,7 +33,7 @@ from gpu_ops.kernels.gemm.linear import Multiply
 from gpu_ops.kernels.gemm.sum import add_up
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.recording import as_int64, on_host
-from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes, summed_elements
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
 
 __all__ = ["unpacked", "variants"]
 
@@ -132,7 +132,7 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
     if spec["activations"] == "int8" and x.size:
         quantized: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         for first, rows, layout, panels in _parts(spec):
-            key = layout.block, summed_elements(layout)
+            key = layout.block, _summed(layout)
             if key not in quantized:
                 quantized[key] = _quantized(builder, backend, x, _columns(spec), *key)
             _int8(builder, backend, layout, panels, quantized[key], product_of(x, (), first, rows))
@@ -348,6 +348,11 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
     return panels, panels.view(np.float16), panels.view(np.uint32), panels.view(np.float32)
 
 
+def _summed(layout: BlockLayout) -> int:
+    """Elements of x whose sum packed_int8.cu reads: as many products as one integer sum holds."""
+    return min(layout.run, _UNIT)
+
+
 def _values(builder: Builder, layout: BlockLayout) -> Tensor:
     """Table of values of the codes; a zero if they are integers."""
     if layout.is_e4m3:
@@ -438,4 +443,4 @@ def variants(arch: str) -> Iterator[Variant]:
             if layout.has_integers:
                 config = int8_config(tokens, 14336, 4096 // layout.block, limits.sms)
                 yield Variant(_int8_kernel(layout, config, dtype), 32 * config.warps)
-        yield Variant(_tokens_kernel(dtype, layout.block, summed_elements(layout), False), 32 * _WARPS)
+        yield Variant(_tokens_kernel(dtype, layout.block, _summed(layout), False), 32 * _WARPS)

@@ -76,11 +76,6 @@ class Columns(NamedTuple):
     run_minimums: Any
 
 
-def summed_elements(layout: BlockLayout) -> int:
-    """Neighbours in K whose products with int8 activations one integer sum holds: activations have their sums too."""
-    return min(layout.run, 32)
-
-
 def panel_bytes(layout: BlockLayout, lanes: int, cols: int) -> int:
     """Bytes of a panel of a matrix with ``cols`` columns."""
     return cols // layout.block * layout.row_bytes * lanes

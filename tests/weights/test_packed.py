@@ -24,11 +24,17 @@ READ = (*(name for name in FORMATS if "_g" not in name), *GROUPED)  # each rule 
 INTEGERS = tuple(name for name in READ if name not in ("nf4", "fp4", "e4m3_g128"))
 
 
+def random_blocks(format, count, rng):
+    """Random bytes; those that tq1_0's encoder writes."""
+    blocks = rng.integers(0, 256, (count, format.nbytes), np.uint8)
+    return format.join(format.split(blocks)) if format.name == "tq1_0" else blocks
+
+
 def random_matrix(name, rows, cols, rng, *, finite=True):
     """Matrix of random bytes, with scales of about 0.01 if ``finite``."""
     format = FORMATS[name]
     row_bytes = cols // format.block * format.nbytes
-    blocks = rng.integers(0, 256, (rows * cols // format.block, format.nbytes), np.uint8)
+    blocks = random_blocks(format, rows * cols // format.block, rng)
     if finite:
         fields = format.split(blocks)
         if name.startswith("e4m3"):
@@ -43,7 +49,7 @@ def random_matrix(name, rows, cols, rng, *, finite=True):
 @pytest.mark.parametrize("name", FORMATS)
 def test_blocks_and_panels_lose_nothing(name, rng):
     format, layout = FORMATS[name], layout_of(FORMATS[name])
-    blocks = rng.integers(0, 256, (37 * 3, format.nbytes), np.uint8)
+    blocks = random_blocks(format, 37 * 3, rng)
     fields = format.split(blocks)
     np.testing.assert_array_equal(format.join(fields), blocks)
     columns = Columns(*(None if x is None else x.reshape(37, 3, -1) for x in fields))
@@ -54,6 +60,33 @@ def test_blocks_and_panels_lose_nothing(name, rng):
             assert (before is None) == (after is None)
             if before is not None:
                 assert before.tobytes() == after.tobytes()
+
+
+def test_bytes_of_tq1_0_with_the_same_digits():
+    """256 bytes encode 243 groups of five digits, or 81 of four: a repacked matrix has the lowest byte of each."""
+    blocks = np.zeros((256, 54), np.uint8)
+    blocks[:, :52], blocks[:, 53] = np.arange(256)[:, None], 0x3C
+    matrix = PackedMatrix(blocks, (256, 256), "tq1_0")
+    right = matrix.dequantize()
+    assert np.unique(right[:, :160:32], axis=0).shape == (243, 5)
+    assert np.unique(right[:, 240::4], axis=0).shape == (81, 4)
+    np.testing.assert_array_equal(gpu_ops.embedding(np.arange(256), matrix), right)
+    again = matrix.blocks()[0]
+    np.testing.assert_array_equal(PackedMatrix(again, (256, 256), "tq1_0").dequantize(), right)
+    assert (again <= blocks).all()
+    assert [len(np.unique(again[:, i])) for i in (0, 47, 48, 51)] == [243, 243, 81, 81]
+
+
+def test_the_fourth_code_of_tq2_0(rng):
+    """3, which no encoder writes, has the value 2."""
+    blocks = np.full((3, 66), 0xFF, np.uint8)
+    blocks[:, 64:] = np.array([0.5], "<f2").view(np.uint8)
+    matrix = PackedMatrix(blocks, (3, 256), "tq2_0")
+    x = rng.integers(-127, 128, (2, 256)).astype(np.float32)
+    x[:, 7] = 127  # so that int8 activations are exact
+    for mode in ("native", "int8"):
+        y = gpu_ops.linear(x, matrix, activations=mode)
+        np.testing.assert_array_equal(y, np.repeat(x.sum(axis=1, keepdims=True), 3, axis=1))
 
 
 @pytest.mark.parametrize("name", READ)
@@ -237,7 +270,9 @@ def test_quantize(name, rng):
     assert matrix.shape == w.shape
     assert matrix.formats == ((6, name),)
     assert matrix.bits_per_weight == pytest.approx(FORMATS[name].bits_per_weight)
-    limit = {4: 0.13, 5: 0.05, 6: 0.025, 8: 0.03 if name.startswith("e4m3") else 0.01}[FORMATS[name].bits]
+    limit = {2: 0.9, 4: 0.13, 5: 0.05, 6: 0.025, 8: 0.03 if name.startswith("e4m3") else 0.01}[
+        FORMATS[name].bits
+    ]
     assert np.sqrt(np.mean((matrix.dequantize() - w) ** 2)) < limit
     assert gpu_ops.quantize(w.astype(np.float16), name).dtype == np.float16
     assert matrix.to(name) is matrix

@@ -47,9 +47,9 @@ from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.recording import on_host
-from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, sums_of, unpack_of
+from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
-from gpu_ops.kernels.weights.packed_panels import BlockLayout, summed_elements
+from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
 Array = np.ndarray[Any, Any]
 
@@ -105,7 +105,7 @@ def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str
         if activations == "native":
             linear(layout, x, panels, more, out)
             continue
-        key = layout.block, summed_elements(layout)
+        key = layout.block, summed_steps(layout)
         if key not in rounded:
             rounded[key] = quantized(x, *key)
         nanoseconds = panels.nbytes / 8 * max(1, len(x) / 4)
