@@ -53,7 +53,7 @@ EXCUSES = (
     Excuse(r"ternary_(quantize|round)_tokens", "sm_89|sm_120", 2.1,
            "doubles, 2 per clock and SM, are in the branch of products near a half: rare"),
     Excuse(r"packed_gemv\[DTYPE=b?f16", "sm_80|sm_90", 1.9,
-           "a weight takes 5 to 8 instructions to have the bits of the unpacked matrix; int8 activations take 1 to 2"),
+           "a weight takes 5 to 8 instructions for the bits of the unpacked matrix, with int8 activations 1 to 2"),
     Excuse(r"packed_gemv\[DTYPE=f32", "sm_80|sm_90|sm_120", 4.6,
            "FMAs of up to 16 tokens; e4m3 has no table, since 256 values would conflict in banks"),
     Excuse(r"packed_int8\[.*TOKENS=8", "sm_80|sm_90", 2.2, "8 tokens take 2 dp4a per weight, read once"),
@@ -208,7 +208,10 @@ def judged(labels: Iterable[str], every: bool = False) -> set[str]:
     for label in labels:
         if not MEMORY_BOUND.match(label) or TWIN.search(label):
             continue
-        family = label.partition("[")[0], *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT|BLOCK|BITS|CODES)=\w+", label)
+        family = (
+            label.partition("[")[0],
+            *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT|BLOCK|BITS|CODES)=\w+", label),
+        )
         first.setdefault((label,) if every else family, label)
     return set(first.values())
 

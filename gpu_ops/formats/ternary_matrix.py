@@ -235,7 +235,7 @@ class TernaryMatrix:
     @classmethod
     def from_packed(cls, matrix: PackedMatrix) -> TernaryMatrix:
         """Weights of a :class:`PackedMatrix` in tq1_0 or tq2_0, as :func:`gpu_ops.models.load` reads them from GGUF
-        files: for int8 activations per token, and for GPUs, whose kernels multiply by 2-bit codes.
+        files: for int8 activations per token, as BitNet is trained.
 
         OptionError if the matrix has another format, FormatError if a code is not a trit or a scale is not finite.
 

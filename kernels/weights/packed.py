@@ -183,15 +183,15 @@ def _quantized(
     scales = builder.scratch((tokens, cols // block), np.float32, "scales of x")
     sums = builder.scratch((tokens, cols // summed), np.int32, "sums of x")
     order = sums[:0, 0] if columns is None else columns  # not read without columns
+    arrays = x, order, q, scales, sums
     if backend == "raw":
         kernel = _tokens_kernel(dtype, block, summed, columns is not None)
-        args = (x, order, q, scales, sums, np.int64(stride(x)), np.int32(m), np.int32(cols), np.int64(scales.size))
-        builder.launch(kernel, (-(-scales.size // _WARPS), 1, 1), (32 * _WARPS, 1, 1), args)
+        sizes = np.int64(stride(x)), np.int32(m), np.int32(cols), np.int64(scales.size)
+        builder.launch(kernel, (-(-scales.size // _WARPS), 1, 1), (32 * _WARPS, 1, 1), (*arrays, *sizes))
     else:
         from gpu_ops.kernels.weights.numba_cuda import packed as twins
 
-        args = (x, order, q, scales, sums)
-        builder.launch(twins.quantize_tokens(dtype, block, summed), (m, cols // block, 1), (1, 1, 1), args)
+        builder.launch(twins.quantize_tokens(dtype, block, summed), (m, cols // block, 1), (1, 1, 1), arrays)
     return q, scales, sums
 
 
@@ -204,7 +204,9 @@ def _int8(
 
         addends = [out[:0] if more is None else more for more in (g.residual, g.bias)]
         args: tuple[Any, ...] = (*x, *_buffers(panels), _values(builder, layout), *addends, out)
-        builder.launch(twins.int8_products(layout, out.dtype.name), (m, -(-n // _UNIT), 1), (_UNIT, 1, 1), args)
+        builder.launch(
+            twins.int8_products(layout, out.dtype.name), (m, -(-n // _UNIT), 1), (_UNIT, 1, 1), args
+        )
         return
     config = int8_config(m, n, k // layout.block, builder.sms)
     direct = config.splits == 1 and g.epilogue != "kLinear"
@@ -214,7 +216,9 @@ def _int8(
     shape["stride_c"], shape["split_c"] = stride(target), m * n
     kernel = _int8_kernel(layout, config, target.dtype.name)
     grid = (-(-n // GPU_LANES), config.splits, -(-m // config.tokens))
-    builder.launch(kernel, grid, (32 * config.warps, 1, 1), (*x, panels, _values(builder, layout), target, shape[()]))
+    builder.launch(
+        kernel, grid, (32 * config.warps, 1, 1), (*x, panels, _values(builder, layout), target, shape[()])
+    )
     if not direct:
         add_up(builder, target, out, residual=g.residual, bias=g.bias)
 

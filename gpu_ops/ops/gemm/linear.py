@@ -39,7 +39,8 @@ def linear(
     x : array (..., in_features)
         float16, bfloat16, float32 or float64; the other arrays in the same dtype.
     weight : array or PackedMatrix (out_features, in_features)
-        In the layout of checkpoints. Packed weights stay packed; on a GPU a call unpacks them to a workspace.
+        In the layout of checkpoints. Packed weights stay packed. On a GPU, products of more than 16 tokens with
+        native activations unpack them to a workspace.
     bias : array (out_features,), optional
     residual : array (..., out_features), optional
         Added before the result is rounded.

@@ -61,7 +61,9 @@ def _fields_of(layout: BlockLayout) -> _Fields:
 
     @cuda.jit(device=True)
     def run_scale(data, start, k, row):
-        return int32(np.int8(data[start + run_scales + k // run * lanes + row])) if has_run_scales else int32(1)
+        return (
+            int32(np.int8(data[start + run_scales + k // run * lanes + row])) if has_run_scales else int32(1)
+        )
 
     @cuda.jit(device=True)
     def run_minimum(data, start, k, row):
@@ -154,7 +156,7 @@ def embedding(layout: BlockLayout, dtype: str, index: str) -> NumbaKernel:
 
 @cache
 def reorder(dtype: str) -> NumbaKernel:
-    """Kernel: column k of the result is column ``columns[k]`` of x. blockDim = 32 columns; grid = (tokens, groups)."""
+    """Kernel: column k of the result is column ``columns[k]`` of x. blockDim = 32; grid = (tokens, column groups)."""
     element = functions(dtype).element
 
     def packed_reorder(x, columns, result):
