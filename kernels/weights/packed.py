@@ -35,9 +35,9 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.recording import as_int64, on_host
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
 
-__all__ = ["unpacked", "variants"]
+__all__ = ["ROWS", "columns_of", "pieces", "unpacked", "variants"]
 
-_ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
+ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
 
 
 @lowers("packed_linear", "cpu")
@@ -134,15 +134,15 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
         for first, rows, layout, panels in _parts(spec):
             key = layout.block, _summed(layout)
             if key not in quantized:
-                quantized[key] = _quantized(builder, backend, x, _columns(spec), *key)
+                quantized[key] = _quantized(builder, backend, x, columns_of(spec), *key)
             _int8(builder, backend, layout, panels, quantized[key], product_of(x, (), first, rows))
         return
-    x = _reordered(builder, backend, x, _columns(spec))
+    x = _reordered(builder, backend, x, columns_of(spec))
     if backend == "raw" and len(x) <= FEW and x.size:
         for first, rows, layout, panels in _parts(spec):
             _few(builder, layout, panels, product_of(x, (), first, rows))
     else:
-        for first, rows, weight in _pieces(spec, builder, backend, x.dtype):
+        for first, rows, weight in pieces(spec, builder, backend, x.dtype, None):
             multiply(builder, product_of(x, (Operand(weight),), first, rows))
 
 
@@ -179,9 +179,9 @@ def _quantized(
     """x in int8, scales of blocks of its elements, and sums of some of them."""
     (tokens, cols), dtype = x.shape, x.dtype.name
     m, tokens = tokens, _tile(tokens) * -(-tokens // _tile(tokens))
-    q = builder.scratch((tokens, cols), np.int8, "x in int8")
-    scales = builder.scratch((tokens, cols // block), np.float32, "scales of x")
-    sums = builder.scratch((tokens, cols // summed), np.int32, "sums of x")
+    q = builder.scratch((tokens, cols), np.int8, f"x in int8, blocks of {block}")
+    scales = builder.scratch((tokens, cols // block), np.float32, f"scales of x, blocks of {block}")
+    sums = builder.scratch((tokens, cols // summed), np.int32, f"sums of {summed} of x")
     order = sums[:0, 0] if columns is None else columns  # not read without columns
     arrays = x, order, q, scales, sums
     if backend == "raw":
@@ -255,29 +255,29 @@ def _backward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) ->
 
 def unpacked(spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any]) -> Tensor:
     """The whole matrix in a workspace, its columns in the order of the input features."""
-    cols, columns = spec["cols"], _columns(spec)
+    cols, columns = spec["cols"], columns_of(spec)
     weight = builder.scratch((spec["rows"], cols), dtype, "unpacked weight")
     for first, rows, layout, panels in _parts(spec):
         _unpack(builder, backend, layout, panels, weight[first : first + rows], columns)
     return weight
 
 
-def _pieces(
-    spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any]
+def pieces(
+    spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any], columns: Tensor | None
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """First row, number of rows and weights of pieces of one format, of up to _ROWS rows, in one workspace; their
-    columns as they are stored."""
+    """First row, number of rows and weights of pieces of one format, of up to ROWS rows, in one workspace. Their
+    columns are as they are stored, or as ``columns`` says."""
     cols = spec["cols"]
     for start, rows, layout, panels in _parts(spec):
         size = panel_bytes(layout, GPU_LANES, cols)
-        for first in range(0, rows, _ROWS):
-            count = min(_ROWS, rows - first)
+        for first in range(0, rows, ROWS):
+            count = min(ROWS, rows - first)
             weight = builder.scratch((count, cols), dtype, "unpacked weight")
-            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight, None)
+            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight, columns)
             yield start + first, count, weight
 
 
-def _columns(spec: Spec) -> Tensor | None:
+def columns_of(spec: Spec) -> Tensor | None:
     """Input features of the stored columns; None if they are in order."""
     buffer = spec.tensor("weight")
     return buffer[buffer.size - 4 * spec["cols"] :].view(np.int32) if spec["reordered"] else None

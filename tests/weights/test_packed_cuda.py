@@ -53,7 +53,7 @@ def test_reordered_columns(backend, rng):
 def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
     from gpu_ops.kernels.weights import packed
 
-    monkeypatch.setattr(packed, "_ROWS", 64)
+    monkeypatch.setattr(packed, "ROWS", 64)
     matrix = PackedMatrix.joined([random_matrix(name, 96, 64, rng) for name in ("q4_0", "q8_0")])
     x, bias = rng.standard_normal((2, 64)).astype(np.float32), rng.standard_normal(192).astype(np.float32)
     right = gpu_ops.linear(x, matrix.dequantize(), bias, **backend)
