@@ -22,7 +22,7 @@ from gpu_ops.formats.packed_part import PIECE, PackedPart, merged
 from gpu_ops.formats.safetensors import SafetensorsFile, header_of
 from gpu_ops.formats.ternary_checks import matrix_shape
 from gpu_ops.kernels.program import Layout
-from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, PackedShape
 from gpu_ops.reference.weights.packed_formats import FORMATS, PackedFormat, encode
 
 __all__ = ["WRITTEN", "PackedMatrix", "check_activations", "quantize"]
@@ -195,9 +195,10 @@ class PackedMatrix:
         return self._call_key
 
     @property
-    def block_layouts(self) -> tuple[tuple[int, BlockLayout], ...]:
-        """Runs of rows: their number, and the layout of their blocks."""
-        return tuple((part.rows, part.layout) for part in self._parts)
+    def packed_shape(self) -> PackedShape:
+        """Shape and layouts, for programs."""
+        parts = tuple((part.rows, part.layout) for part in self._parts)
+        return PackedShape(*self.shape, parts, self._columns is not None)
 
     @property
     def device_layout(self) -> Layout:

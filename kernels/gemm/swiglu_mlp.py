@@ -37,6 +37,7 @@ from gpu_ops.kernels.gemm.args import (
 )
 from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.weights.packed import packed_weight, unpacked
 
 Multiply: TypeAlias = "Callable[[Builder, Gemm], None]"
 
@@ -57,23 +58,31 @@ _SUMS = ("dw_gate", "dw_up", "dw_down")  # over tokens
 @lowers("swiglu_mlp", "cpu")
 def _forward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.gemm.cpu import swiglu_mlp
+    from gpu_ops.kernels.weights.cpu.packed import unpacked
 
     if _is_zero(spec, builder):
         return
-    x, (ffn, hidden), activation = rows_of(spec, "x"), spec.tensor("w_gate").shape, spec["activation"]
+    x, activation = rows_of(spec, "x"), spec["activation"]
+    packed = [shape for name in _WEIGHTS if (shape := spec[f"packed_{name}"])]
+    (ffn, hidden), (hidden_out, _) = _shape(spec, "w_gate"), _shape(spec, "w_down")
+
+    def weight_of(views: Mapping[str, Any], name: str) -> Any:
+        return unpacked(views[name], x.dtype) if spec[f"packed_{name}"] else views[name]
 
     def run(views: Mapping[str, Any]) -> None:
         gate_up = views.get("gate_up")
         swiglu_mlp.forward(
             as_rows(views["x"]),
-            (views["w_gate"], views["w_up"], views["w_down"]),
+            (weight_of(views, "w_gate"), weight_of(views, "w_up"), weight_of(views, "w_down")),
             as_rows(views["y"]),
             activation=activation,
             gate_up=None if gate_up is None else as_rows(gate_up),
         )
 
-    sizes = hidden, ffn, spec.tensor("w_down").shape[0]
-    scratch = swiglu_mlp.scratch_bytes(len(x), sizes, x.dtype, gradients=False, kept=False)
+    scratch = swiglu_mlp.scratch_bytes(
+        len(x), (hidden, ffn, hidden_out), x.dtype, gradients=False, kept=False
+    )
+    scratch += sum(w.rows * w.cols * x.itemsize * (1 + w.reordered) for w in packed)
     builder.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype), scratch)
 
 
@@ -103,11 +112,15 @@ def _backward_cpu(spec: Spec, builder: Builder) -> None:
     builder.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype, gradients=True), scratch)
 
 
-def _forward(spec: Spec, builder: Builder, multiply: Multiply) -> None:
+def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> None:
     if _is_zero(spec, builder):
         return
     x, y = rows_of(spec, "x"), rows_of(spec, "y")
-    w_gate, w_up, w_down = (Operand(spec.tensor(name)) for name in _WEIGHTS)
+    matrices = ((name, packed_weight(spec, name)) for name in _WEIGHTS)
+    w_gate, w_up, w_down = (
+        Operand(spec.tensor(name) if w is None else unpacked(w, builder, backend, x.dtype, name))
+        for name, w in matrices
+    )
     kept, activation = _kept(spec), spec["activation"]
     chunks = list(_spans(len(x), TOKENS))
     h_chunk = builder.empty((chunks[0].stop, w_gate.rows), x.dtype, "h")
@@ -154,14 +167,21 @@ def _kept(spec: Spec) -> tuple[Tensor, ...]:
     """Gate and up, (tokens, ffn), if they are arrays of the call."""
     if spec.get("gate_up") is None:
         return ()
-    gate_up, ffn = rows_of(spec, "gate_up"), len(spec.tensor("w_gate"))
+    gate_up = rows_of(spec, "gate_up")
+    ffn = gate_up.shape[1] // 2
     return gate_up[:, :ffn], gate_up[:, ffn:]
 
 
-lowers("swiglu_mlp", "raw")(partial(_forward, multiply=launch_raw))
-lowers("swiglu_mlp", "numba")(partial(_forward, multiply=launch_numba))
+lowers("swiglu_mlp", "raw")(partial(_forward, multiply=launch_raw, backend="raw"))
+lowers("swiglu_mlp", "numba")(partial(_forward, multiply=launch_numba, backend="numba"))
 lowers("swiglu_mlp_backward", "raw")(partial(_backward, multiply=launch_raw))
 lowers("swiglu_mlp_backward", "numba")(partial(_backward, multiply=launch_numba))
+
+
+def _shape(spec: Spec, name: str) -> tuple[int, ...]:
+    """Shape of a weight, packed or not."""
+    shape = spec[f"packed_{name}"]
+    return shape[:2] if shape else spec.tensor(name).shape
 
 
 def _is_zero(spec: Spec, builder: Builder) -> bool:

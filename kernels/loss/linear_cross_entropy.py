@@ -22,7 +22,7 @@ from gpu_ops.kernels.gemm.linear import Multiply, SumRows, sum_rows_numba, sum_r
 from gpu_ops.kernels.loss import cross_entropy as losses
 from gpu_ops.kernels.loss.cross_entropy import LossRows, Total
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
-from gpu_ops.kernels.weights.packed import ROWS, columns_of, pieces, unpacked
+from gpu_ops.kernels.weights.packed import ROWS, packed_weight, pieces, unpacked
 
 __all__ = ["chunks"]
 
@@ -68,7 +68,7 @@ def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.loss.cpu.linear_cross_entropy import PIECE, Chunks, scratch_bytes
     from gpu_ops.kernels.weights.cpu.packed import rows_of as unpacked_rows
 
-    limits = _CPU_ROWS if spec["vocab"] <= PIECE or not spec["parts"] else _PACKED_ROWS
+    limits = _CPU_ROWS if spec["vocab"] <= PIECE or not spec["packed_weight"] else _PACKED_ROWS
     parts, options_of = list(chunks(spec, _CPU_BYTES, *limits)), losses.options_cpu(spec)
     reduction = spec["reduction"]
     longest = max((c.stop - c.start for c in parts), default=0)
@@ -76,7 +76,7 @@ def _cpu(spec: Spec, builder: Builder) -> None:
     has_logits = _has_logits(spec, builder)
 
     def weights_of(weight: Any, dtype: np.dtype[Any]) -> Callable[[], Iterable[tuple[slice, Any]]]:
-        if not spec["parts"]:
+        if not spec["packed_weight"]:
             return lambda: [(slice(0, len(weight)), weight)]
         piece = aligned_empty((min(spec["vocab"], PIECE), spec["cols"]), dtype)
         if spec["vocab"] <= PIECE:
@@ -108,9 +108,9 @@ def _cpu(spec: Spec, builder: Builder) -> None:
 
     kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": sum_dtype, "grads": grads}
     scratch = scratch_bytes(longest, spec["rows"], spec["cols"], **kinds)
-    if spec["parts"]:
+    if packed := spec["packed_weight"]:
         scratch += (
-            min(spec["rows"], PIECE) * spec["cols"] * spec.tensor("x").itemsize * (1 + spec["reordered"])
+            min(spec["rows"], PIECE) * spec["cols"] * spec.tensor("x").itemsize * (1 + packed.reordered)
         )
     builder.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
 
@@ -199,11 +199,12 @@ def _weights(
     spec: Spec, builder: Builder, by: _Backend, dtype: np.dtype[Any]
 ) -> Iterator[tuple[slice, Tensor]]:
     """Rows of the vocabulary and their weights: all of an array, or pieces of a packed matrix, which are unpacked."""
-    if not spec["parts"] or spec["vocab"] <= ROWS:
-        weight = unpacked(spec, builder, by.name, dtype) if spec["parts"] else spec.tensor("weight")
-        yield slice(0, spec["vocab"]), weight
+    packed = packed_weight(spec, "weight")
+    if packed is None or spec["vocab"] <= ROWS:
+        whole = spec.tensor("weight") if packed is None else unpacked(packed, builder, by.name, dtype)
+        yield slice(0, spec["vocab"]), whole
         return
-    for first, rows, weight in pieces(spec, builder, by.name, dtype, columns_of(spec)):
+    for first, rows, weight in pieces(packed, builder, by.name, dtype, packed.columns):
         yield slice(first, first + rows), weight
 
 

@@ -33,9 +33,9 @@ from gpu_ops.kernels.gemm.linear import Multiply
 from gpu_ops.kernels.gemm.sum import add_up
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.recording import as_int64, on_host
-from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
+from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, PackedShape, panel_bytes
 
-__all__ = ["ROWS", "columns_of", "pieces", "unpacked", "variants"]
+__all__ = ["ROWS", "PackedWeight", "packed_weight", "pieces", "unpacked", "variants"]
 
 ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
 
@@ -49,7 +49,7 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
     if not y.size:
         return
     tokens = math.prod(y.shape[:-1])
-    mode, dtype, cols = spec["activations"], y.dtype.name, spec["cols"]
+    mode, dtype, shape = spec["activations"], y.dtype.name, spec["packed_weight"]
 
     def run(views: Mapping[str, Any]) -> None:
         residual, bias, columns = views.get("residual"), views.get("bias"), views["weight"].columns
@@ -61,25 +61,25 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
         addends = None if residual is None else as_rows(residual), None if bias is None else bias[None]
         kernels.forward(x, views["weight"].panels(LANES), addends, out, mode)
 
-    text = kernels.config(tokens, dtype, [(rows, layout.name) for rows, layout in spec["parts"]], mode)
-    copied = tokens * cols * y.itemsize * spec["reordered"]
-    builder.call(run, text, copied + kernels.scratch_bytes(tokens, spec["rows"], cols, dtype, mode))
+    text = kernels.config(tokens, dtype, [(rows, layout.name) for rows, layout in shape.parts], mode)
+    copied = tokens * shape.cols * y.itemsize * shape.reordered
+    builder.call(run, text, copied + kernels.scratch_bytes(tokens, shape.rows, shape.cols, dtype, mode))
 
 
 @lowers("packed_linear_backward", "cpu")
 def _backward_cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.weights.cpu import packed as kernels
 
-    dx = spec.tensor("dx")
-    if not dx.size or not spec["rows"]:
+    dx, shape = spec.tensor("dx"), spec["packed_weight"]
+    if not dx.size or not shape.rows:
         builder.zero(dx)
         return
 
     def run(views: Mapping[str, Any]) -> None:
         kernels.backward_input(as_rows(views["dy"]), views["weight"], as_rows(views["dx"]))
 
-    sizes = math.prod(dx.shape[:-1]), spec["rows"], spec["cols"], dx.dtype.name
-    copied = spec["rows"] * spec["cols"] * dx.itemsize * spec["reordered"]
+    sizes = math.prod(dx.shape[:-1]), shape.rows, shape.cols, dx.dtype.name
+    copied = shape.rows * shape.cols * dx.itemsize * shape.reordered
     scratch = copied + kernels.backward_scratch_bytes(*sizes)
     builder.call(run, "one product with the unpacked matrix", scratch)
 
@@ -119,7 +119,7 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
     if not x.size and bias is None and residual is None:
         builder.zero(spec.tensor("y"))
         return
-    more = None if residual is None else rows_of(spec, "residual")
+    more, packed = None if residual is None else rows_of(spec, "residual"), _weight(spec)
 
     def product_of(x: Tensor, weight: tuple[Operand, ...], first: int, rows: int) -> Gemm:
         """Product with some rows of the matrix; ``weight`` is empty if kernels read its panels."""
@@ -131,18 +131,18 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
 
     if spec["activations"] == "int8" and x.size:
         quantized: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        for first, rows, layout, panels in _parts(spec):
+        for first, rows, layout, panels in packed.parts():
             key = layout.block, _summed(layout)
             if key not in quantized:
-                quantized[key] = _quantized(builder, backend, x, columns_of(spec), *key)
+                quantized[key] = _quantized(builder, backend, x, packed.columns, *key)
             _int8(builder, backend, layout, panels, quantized[key], product_of(x, (), first, rows))
         return
-    x = _reordered(builder, backend, x, columns_of(spec))
+    x = _reordered(builder, backend, x, packed.columns)
     if backend == "raw" and len(x) <= FEW and x.size:
-        for first, rows, layout, panels in _parts(spec):
+        for first, rows, layout, panels in packed.parts():
             _few(builder, layout, panels, product_of(x, (), first, rows))
     else:
-        for first, rows, weight in pieces(spec, builder, backend, x.dtype, None):
+        for first, rows, weight in pieces(packed, builder, backend, x.dtype, None):
             multiply(builder, product_of(x, (Operand(weight),), first, rows))
 
 
@@ -249,47 +249,65 @@ def _backward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) ->
     if not dx.size or not dy.size:
         builder.zero(spec.tensor("dx"))
         return
-    weight = unpacked(spec, builder, backend, dy.dtype)
+    weight = unpacked(_weight(spec), builder, backend, dy.dtype)
     multiply(builder, product(Operand(dy), Operand(weight, True), dx))
 
 
-def unpacked(spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any]) -> Tensor:
-    """The whole matrix in a workspace, its columns in the order of the input features."""
-    cols, columns = spec["cols"], columns_of(spec)
-    weight = builder.scratch((spec["rows"], cols), dtype, "unpacked weight")
-    for first, rows, layout, panels in _parts(spec):
-        _unpack(builder, backend, layout, panels, weight[first : first + rows], columns)
-    return weight
+class PackedWeight(NamedTuple):
+    """A packed matrix on a GPU: panels of all runs of rows, and then the columns, in one buffer."""
+
+    buffer: Tensor
+    shape: PackedShape
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Input features of the stored columns; None if they are in order."""
+        if not self.shape.reordered:
+            return None
+        return self.buffer[self.buffer.size - 4 * self.shape.cols :].view(np.int32)
+
+    def parts(self) -> Iterator[tuple[int, int, BlockLayout, Tensor]]:
+        """First row, number of rows, layout and panels of runs of rows."""
+        first, byte = 0, 0
+        for rows, layout in self.shape.parts:
+            size = -(-rows // GPU_LANES) * panel_bytes(layout, GPU_LANES, self.shape.cols)
+            yield first, rows, layout, self.buffer[byte : byte + size]
+            first, byte = first + rows, byte + size
+
+
+def packed_weight(spec: Spec, name: str) -> PackedWeight | None:
+    """A weight of a call; None if it is an array."""
+    shape = spec[f"packed_{name}"]
+    return None if shape is None else PackedWeight(spec.tensor(name), shape)
+
+
+def _weight(spec: Spec) -> PackedWeight:
+    return PackedWeight(spec.tensor("weight"), spec["packed_weight"])
+
+
+def unpacked(
+    weight: PackedWeight, builder: Builder, backend: str, dtype: np.dtype[Any], name: str = "weight"
+) -> Tensor:
+    """The whole matrix in a workspace for ``name``, its columns in the order of the input features."""
+    result = builder.scratch((weight.shape.rows, weight.shape.cols), dtype, f"unpacked {name}")
+    for first, rows, layout, panels in weight.parts():
+        _unpack(builder, backend, layout, panels, result[first : first + rows], weight.columns)
+    return result
 
 
 def pieces(
-    spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any], columns: Tensor | None
+    weight: PackedWeight, builder: Builder, backend: str, dtype: np.dtype[Any], columns: Tensor | None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """First row, number of rows and weights of pieces of one format, of up to ROWS rows, in one workspace. Their
     columns are as they are stored, or as ``columns`` says."""
-    cols = spec["cols"]
-    for start, rows, layout, panels in _parts(spec):
+    cols = weight.shape.cols
+    for start, rows, layout, panels in weight.parts():
         size = panel_bytes(layout, GPU_LANES, cols)
         for first in range(0, rows, ROWS):
             count = min(ROWS, rows - first)
-            weight = builder.scratch((count, cols), dtype, "unpacked weight")
-            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight, columns)
-            yield start + first, count, weight
-
-
-def columns_of(spec: Spec) -> Tensor | None:
-    """Input features of the stored columns; None if they are in order."""
-    buffer = spec.tensor("weight")
-    return buffer[buffer.size - 4 * spec["cols"] :].view(np.int32) if spec["reordered"] else None
-
-
-def _parts(spec: Spec) -> Iterator[tuple[int, int, BlockLayout, Tensor]]:
-    """First row, number of rows, layout and panels of runs of rows."""
-    buffer, first, byte = spec.tensor("weight"), 0, 0
-    for rows, layout in spec["parts"]:
-        size = -(-rows // GPU_LANES) * panel_bytes(layout, GPU_LANES, spec["cols"])
-        yield first, rows, layout, buffer[byte : byte + size]
-        first, byte = first + rows, byte + size
+            piece = builder.scratch((count, cols), dtype, "unpacked weight")
+            _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], piece, columns)
+            yield start + first, count, piece
 
 
 def _unpack(
@@ -321,8 +339,9 @@ def _embedding(spec: Spec, builder: Builder, backend: str) -> None:
     x, ids, scale = rows_of(spec, "x"), spec.tensor("ids").ravel(), spec["scale"]
     if not x.size:
         return
-    (tokens, cols), dtype, total = x.shape, x.dtype.name, np.int64(spec["rows"])
-    for first, rows, layout, panels in _parts(spec):
+    weight, (tokens, cols), dtype = _weight(spec), x.shape, x.dtype.name
+    total = np.int64(weight.shape.rows)
+    for first, rows, layout, panels in weight.parts():
         values, place = _values(builder, layout), (np.int64(first), np.int64(rows), total)
         if backend == "raw":
             grid = (tokens, -(-cols // (_UNIT * 32 * _WARPS)), 1)

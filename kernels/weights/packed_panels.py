@@ -66,6 +66,17 @@ class BlockLayout(NamedTuple):
         return self.scale_bytes + 2 * self.has_minimum + self.runs * per_run + self.block * self.bits // 8
 
 
+class PackedShape(NamedTuple):
+    """Shape of a packed matrix, and its runs of rows: all that programs depend on."""
+
+    rows: int
+    cols: int
+    parts: tuple[tuple[int, BlockLayout], ...]
+    """Rows and layout of each run."""
+    reordered: bool
+    """Whether the matrix stores its columns in another order."""
+
+
 class Columns(NamedTuple):
     """Fields of a matrix (rows, blocks of K, ...), as a format splits them."""
 

@@ -260,7 +260,9 @@ def workspace(op, which, results, inputs):
         name: Layout.contiguous(shape, kinds.get(name, ml_dtypes.bfloat16))
         for name, shape in {**inputs, **results}.items()
     }
-    spec = Spec(op, tuple(arrays.items()), (("activation", "silu"), ("added", ())))
+    options = {f"packed_{name}": None for name in ("w_gate", "w_up", "w_down")}
+    options |= {"activation": "silu", "added": ()}
+    spec = Spec(op, tuple(arrays.items()), tuple(options.items()))
     program, _ = lower(spec, which, EmulatorDevice().limits)
     return sum(w.nbytes for w in program.workspaces)
 

@@ -425,7 +425,7 @@ def program_of(kernels, dtype, rows, hidden, vocab, limits=A100, grads=True, bia
     if grads:
         arrays["dweight"] = Layout.contiguous((vocab, hidden), np.float32)
     options = {"vocab": vocab, "ignore_index": -100, "chunk": chunk, "added": (), "dloss": 1.0}
-    options |= {"rows": vocab, "cols": hidden, "parts": ()}
+    options |= {"rows": vocab, "cols": hidden, "packed_weight": None}
     options |= {
         "label_smoothing": 0.0,
         "z_loss": 0.0,

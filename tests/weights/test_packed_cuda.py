@@ -149,3 +149,28 @@ def test_the_loss_over_a_packed_head_has_the_bits_of_the_unpacked_one(dtype, bac
     results = gpu_ops.linear_cross_entropy(x, matrix, targets, grads=True, only="dx", **backend)
     for result, right in zip(results, expected, strict=True):
         np.testing.assert_array_equal(result, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_the_gated_mlp_has_the_bits_of_unpacked_weights(dtype, tokens, backend, rng):
+    order = rng.permutation(64)
+    gate, up = random_matrix("q4_0", 96, 64, rng), random_matrix("q8_0", 96, 64, rng)
+    up = PackedMatrix(up.blocks()[0], (96, 64), "q8_0", columns=order)
+    down = rng.standard_normal((72, 96)).astype(dtype)
+    x = rng.standard_normal((tokens, 64)).astype(dtype)
+    right = gpu_ops.swiglu_mlp(
+        x, gate.dequantize(dtype), up.dequantize(dtype), down, keep="gate_up", **backend
+    )
+    results = gpu_ops.swiglu_mlp(x, gate, up, down, keep="gate_up", **backend)
+    for result, expected in zip(results, right, strict=True):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_runs_of_rows_that_alternate(backend, rng):
+    """int8 tokens are in blocks of one size, then of another, then of the first again."""
+    parts = [random_matrix(name, 32, 256, rng) for name in ("q4_k", "q8_0", "q6_k", "q4_0", "q5_k")]
+    x = rng.standard_normal((3, 256)).astype(np.float32)
+    y = gpu_ops.linear(x, PackedMatrix.joined(parts), activations="int8", **backend)
+    right = [gpu_ops.linear(x, part, activations="int8", **backend) for part in parts]
+    np.testing.assert_array_equal(y, np.concatenate(right, axis=1))

@@ -219,8 +219,7 @@ def _bind_packed(
     finish: Finish | None = None,
 ) -> Bound:
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
-    reordered = weight.columns is not None
-    call.option(rows=rows, cols=cols, parts=weight.block_layouts, reordered=reordered, activations=mode)
+    call.option(activations=mode)
     return call.bind(
         lowered_as=f"packed_{call.op}",
         problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}, weight {weight}, activations {mode}",

@@ -11,9 +11,10 @@ from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call, Finish
 from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
-from gpu_ops.ops.weights.packed import read_expanded
+from gpu_ops.ops.weights.packed import read_weight
 from gpu_ops.reference.gemm.swiglu import Activation
 
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
@@ -40,9 +41,9 @@ def swiglu_mlp(
     x : array (..., hidden)
         float16, bfloat16, float32 or float64; the weights in the same dtype.
     w_gate, w_up : array or PackedMatrix (ffn, hidden)
-        Packed weights are unpacked in the call.
-    w_down : array (hidden_out, ffn)
-        Weights are (out_features, in_features), the layout of checkpoints.
+    w_down : array or PackedMatrix (hidden_out, ffn)
+        Weights are (out_features, in_features), the layout of checkpoints. Packed ones are unpacked to a workspace;
+        :func:`linear` and :func:`swiglu` read them packed.
     activation : {"silu", "gelu", "gelu_tanh", "relu2"}
         Same as in :func:`swiglu`.
     keep : {"gate_up"}, optional
@@ -83,7 +84,7 @@ def swiglu_mlp(
     call = Call("swiglu_mlp", device, backend, workspace)
     x_ = call.read("x", x, rows=True)
     matrices = zip(_WEIGHTS, (w_gate, w_up, w_down), strict=True)
-    weights = {name: read_expanded(call, name, w, x_.dtype) for name, w in matrices}
+    weights = {name: read_weight(call, name, w) for name, w in matrices}
     dtype = _validate(call, x_, weights)
     call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
     call.write("y", (*x_.shape[:-1], call.axes["hidden_out"]), x_.dtype, out, rows=True, item=0)
@@ -180,10 +181,11 @@ _WEIGHTS = ("w_gate", "w_up", "w_down")
 _SUMS = ("dw_gate", "dw_up", "dw_down")
 
 
-def _validate(call: Call, x: Array, weights: dict[str, Array], **more: Array) -> str:
+def _validate(call: Call, x: Array, weights: dict[str, Any], **more: Array) -> str:
     """Check shapes and dtypes, bind ``call.axes``, and return the dtype's name."""
     name, axes = call.op, call.axes
-    dtype = checks.float_dtype(name, x=x, **weights, **more)
+    arrays = {key: w for key, w in weights.items() if not isinstance(w, PackedMatrix)}
+    dtype = checks.float_dtype(name, x=x, **arrays, **more)
     axes.bind("w_gate", weights["w_gate"], "ffn hidden")
     axes.bind("w_up", weights["w_up"], "ffn hidden")
     axes.bind("w_down", weights["w_down"], "hidden_out ffn")
@@ -218,8 +220,9 @@ def _reference(spec: Spec, builder: Builder) -> None:
     keep: Literal["gate_up"] | None = None if spec.get("gate_up") is None else "gate_up"
 
     def run(views: Mapping[str, Any]) -> None:
-        arrays = [views[name] for name in ("x", *_WEIGHTS)]
-        results = swiglu_mlp(*arrays, activation=spec["activation"], keep=keep)
+        weights = (views[name] for name in _WEIGHTS)
+        arrays = [w.dequantize(views["x"].dtype) if isinstance(w, PackedMatrix) else w for w in weights]
+        results = swiglu_mlp(views["x"], *arrays, activation=spec["activation"], keep=keep)
         store(views, ("y", keep) if keep else ("y",), results)
 
     builder.call(run, "NumPy, float64")

@@ -106,7 +106,7 @@ def linear_cross_entropy(
     2 * rows * hidden * vocab flops, with ``grads`` three times as many, with ``only`` twice. Scratch on the CPU: the
     logits of a chunk, by default at most 16 MiB or 64 rows, 4 * chunk * hidden bytes and 1 MiB (twice that for
     float64). On a GPU the logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among
-    blocks. A packed weight is unpacked 8192 rows at a time, on a GPU 16384, and for each chunk anew: on the CPU chunks
+    blocks. A packed weight is unpacked 8192 rows at a time, on a GPU 16384, for each chunk anew: on the CPU chunks
     of it have at least 512 rows.
 
     For 16-bit dtypes dlogits are rounded to x's dtype for the two products, after the factor dloss / denominator.
@@ -173,8 +173,6 @@ def linear_cross_entropy(
     for name, array in added.items():
         call.write(name, *results[name], array, argument=name, rows=True, added=True)
     call.option(added=tuple(added), rows=vocab, cols=x_.shape[-1])
-    call.option(parts=weight_.block_layouts if is_packed else ())
-    call.option(reordered=is_packed and weight_.columns is not None)
     return call.bind(
         problem=lambda: (
             f"{tokens} rows, hidden {x_.shape[-1]}, vocab {vocab}, {dtype}, reduction {reduction}"
@@ -208,7 +206,7 @@ def _reference(spec: Spec, builder: Builder) -> None:
             options |= {"grads": True, "dloss": views.get("dloss", spec["dloss"])}
             options["only"] = None if "dweight" in names else "dx"
             options |= {name: views[name] for name in spec["added"]}
-        weight = views["weight"].dequantize(views["x"].dtype) if spec["parts"] else views["weight"]
+        weight = views["weight"].dequantize(views["x"].dtype) if spec["packed_weight"] else views["weight"]
         arrays = views["x"], weight, views["targets"]
         store(views, names, linear_cross_entropy(*arrays, **options))
 

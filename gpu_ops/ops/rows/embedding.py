@@ -74,7 +74,6 @@ def embedding(
             raise OptionError(
                 f"{call.op}: the table stores its columns in another order; pass weight.dequantize()"
             )
-        call.option(rows=table.shape[0], cols=table.shape[1], parts=table.block_layouts)
         return _bind(call, dtype, table.shape, "packed_embedding")
     return _bind(call, dtype, table.shape)
 

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.call import Call, Make
-from gpu_ops.core.device import CudaDevice
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Call
 from gpu_ops.formats.packed_matrix import PackedMatrix
-from gpu_ops.kernels.program import Builder, Layout, Spec, lower_module, lowers
+from gpu_ops.kernels.program import Builder, Spec, lower_module, lowers
 
-__all__ = ["read_expanded", "read_weight"]
+__all__ = ["read_weight"]
 
 for _name in ("packed_linear", "packed_linear_backward", "packed_embedding"):
     lower_module(_name, "gpu_ops.kernels.weights.packed")
 
 
 def read_weight(call: Call, name: str, weight: Any, axes: str | None = None) -> Any:
-    """Read a weight: a view of an array, or the packed matrix itself. ``axes`` names its axes."""
+    """Read a weight: a view of an array, or the packed matrix itself. ``axes`` names its axes. The option
+    ``packed_<name>`` is its :class:`PackedShape`, or None."""
     if not isinstance(weight, PackedMatrix):
+        call.option(**{f"packed_{name}": None})
         return call.read(name, weight, axes)
-    _provide(call, name, weight, weight.device_layout, _on)
+    call.option(**{f"packed_{name}": weight.packed_shape})
+    call.provide(name, weight.device_layout, name, _on)
+    for array in weight.call_arrays:
+        call.hold(name, array)
     if axes is not None:
         call.axes.bind(name, weight, axes)  # type: ignore[arg-type]  # it has a shape
     return weight
 
 
-def _provide(call: Call, name: str, weight: PackedMatrix, layout: Layout, make: Make) -> None:
-    call.provide(name, layout, name, make)
-    for array in weight.call_arrays:
-        call.hold(name, array)
-
-
 def _on(weight: PackedMatrix, device: Any) -> Any:
     return weight.on(device)
-
-
-def read_expanded(call: Call, name: str, weight: Any, dtype: np.dtype[Any]) -> Array:
-    """Read a weight for kernels that take arrays: a packed matrix is unpacked in every call. Of that, a stand-in
-    with its shape and ``dtype`` is returned."""
-    if not isinstance(weight, PackedMatrix):
-        return call.read(name, weight)
-    expand = functools.partial(_expanded, dtype=dtype)
-    _provide(call, name, weight, Layout.contiguous(weight.shape, dtype), expand)
-    return np.broadcast_to(np.zeros((), dtype), weight.shape)
-
-
-def _expanded(weight: PackedMatrix, device: Any, *, dtype: np.dtype[Any]) -> Any:
-    array = weight.dequantize(dtype)
-    return device.upload(array) if isinstance(device, CudaDevice) else array
 
 
 @lowers("packed_linear", "reference")
