@@ -115,7 +115,7 @@ def layout_of(format: PackedFormat) -> BlockLayout:
         format.block,
         format.run,
         format.bits,
-        fields.scale.dtype.itemsize,
+        0 if fields.scale is None else fields.scale.dtype.itemsize,
         fields.run_scales is not None,
         fields.minimum is not None,
         fields.run_minimums is not None,

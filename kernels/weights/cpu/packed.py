@@ -1,7 +1,8 @@
 """Products with packed weights on the CPU, read from panels (:mod:`gpu_ops.kernels.weights.packed_panels`).
 
 native    few tokens    the bits of ``linear`` with the unpacked matrix, in the order of linear_few.py: float32 is
-                        unpacked in registers, 16-bit floats 128 steps of K at a time into L1 and rounded there
+                        unpacked in registers, 16-bit floats 128 steps of K at a time into L1 and rounded there, if
+                        they are not stored so
           many tokens   BLOCK rows are unpacked into an array of x's dtype, which ``linear`` multiplies
 int8                    x is quantised per block; sums of a block are exact integers (packed_ir.py)
 """
@@ -57,6 +58,7 @@ _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 BLOCK = 512  # rows that are unpacked at a time for many tokens
 TOKENS = 4  # whose sums are in registers
 MAX_GROUP = 8  # panels of a task
+PANELS_AT_ONCE = 1 if LANES == 16 else 4  # of plain floats: sums of one panel of AVX2 wait for each other
 MIN_ABSMAX = 2.0**-100  # of a block: smaller activations count as zeros, as 127 / absmax may overflow
 
 
@@ -74,7 +76,7 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
             f"int8 activations, {describe()}: {LANES} rows x {1 if tokens == 1 else TOKENS} tokens, {names}"
         )
     if is_few(tokens, dtype) and dtype != "float64":
-        if dtype == "float32":
+        if all(_read_as(name, dtype) for _, name in formats):
             return f"{names} unpacked in registers"
         return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
     return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
@@ -161,10 +163,12 @@ def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
 
 
 def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
-    if x.dtype == np.float32:
-        rows = np.zeros((_padded(len(x)), x.shape[1]), np.float32)
+    step = _read_as(layout.name, x.dtype.name)
+    if step is not None:
+        rows = np.zeros((_padded(len(x)), x.shape[1]), x.dtype if step == "uint32" else step)
         on_host(np.copyto, rows[: len(x)], x)
-        _multiply(_sums_kernel(layout), panels, (rows,), len(x), addends, y, panels.nbytes / 4)
+        tokens = (rows.view(step),)
+        _multiply(_sums_kernel(layout, step), panels, tokens, len(x), addends, y, panels.nbytes / 4)
         return
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
     a, b, y_bits, x_bits = all_bits(*(absent if array is None else array for array in addends), y, x)
@@ -172,6 +176,11 @@ def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Arra
     tasks = -(-y.shape[1] // (group * MAX_LANES))
     run = launcher(panels.nbytes / 4)
     run(_few_kernel(layout)[x.dtype], tasks, group, x_bits, panels, step, (a, b), y_bits)
+
+
+def _read_as(format: str, dtype: str) -> str | None:
+    """Type of the steps of K that products with x of this dtype read from panels; None if weights are rounded."""
+    return packed(dtype) if dtype in ("float32", format) else None
 
 
 def _padded(tokens: int) -> int:
@@ -376,23 +385,28 @@ Micro = Callable[..., None]
 
 
 @cache
-def _sums_kernel(layout: BlockLayout) -> Kernel:
-    def micro(tokens: int) -> Micro:
-        sums = sums_of(layout, tokens)
+def _sums_kernel(layout: BlockLayout, step: str) -> Kernel:
+    per_unit = UNIT // 2 if step == "uint32" else UNIT
+    dtypes = "float32", *((layout.name,) if layout.bits == 16 else ())
+    variants = tuple(dtype for dtype in dtypes if packed(dtype) == step)
+
+    def micro(tokens: int, count: int) -> Micro:
+        sums = sums_of(layout, tokens, count)
 
         @device_function
         def multiply(panels, start, x, t, c, at):
             rows = x[0]
-            sums(panels, start, rows.shape[1] // UNIT, rows, t * rows.shape[1], c, at)
+            sums(panels, start, rows.shape[1] // per_unit, rows, t * rows.shape[1], c, at)
 
         return multiply
 
-    return _products("packed_sums", layout, micro, (read("float32", 2),), ("float32",))
+    at_once = PANELS_AT_ONCE if layout.is_plain else 1
+    return _products(f"packed_sums_{step}", layout, micro, (read(step, 2),), variants, at_once)
 
 
 @cache
 def _int8_kernel(layout: BlockLayout) -> Kernel:
-    def micro(tokens: int) -> Micro:
+    def micro(tokens: int, count: int) -> Micro:
         dot = dot_of(layout, tokens)
 
         @device_function
@@ -411,12 +425,15 @@ def _int8_kernel(layout: BlockLayout) -> Kernel:
 def _products(
     name: str,
     layout: BlockLayout,
-    micro: Callable[[int], Micro],
+    micro: Callable[[int, int], Micro],
     inputs: tuple[types.Type, ...],
     variants: tuple[str, ...],
+    at_once: int = 1,
 ) -> Kernel:
-    """Kernel of products of groups of panels. ``inputs``: types of the tokens' arrays."""
-    one_token, some_tokens = micro(1), micro(TOKENS)
+    """Kernel of products of groups of panels, ``at_once`` of them with one token. ``inputs``: types of the tokens'
+    arrays; ``micro``: of a number of tokens and of panels."""
+    one_token, some_tokens = micro(1, 1), micro(TOKENS, 1)
+    several_panels = one_token if at_once == 1 else micro(1, at_once)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         addends = types.UniTuple(read(t, 2), 2)
@@ -430,11 +447,17 @@ def _products(
             first = task * group
             count, r = min(group, len(panels) - first), first * LANES
             for t in range(0, tokens, 1 if tokens == 1 else TOKENS):
-                for p in range(count):
-                    if tokens == 1:
-                        one_token(panels, (first + p) * stride, x, t, c, p * LANES)
+                p = 0
+                while p < count:
+                    start, done = (first + p) * stride, 1
+                    if tokens > 1:
+                        some_tokens(panels, start, x, t, c, p * LANES)
+                    elif count - p >= at_once:
+                        several_panels(panels, start, x, t, c, p * LANES)
+                        done = at_once
                     else:
-                        some_tokens(panels, (first + p) * stride, x, t, c, p * LANES)
+                        one_token(panels, start, x, t, c, p * LANES)
+                    p += done
                 for i in range(min(TOKENS, tokens - t)):
                     finish_row(c[i], t + i, r, min(count * LANES, n - r), y, c, addends, False, True)
             task = claim(state)
