@@ -435,8 +435,9 @@ def describe_formats() -> str:
         "| format | bits per weight | block | scales every | layout | written |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {f.name} | {f.bits_per_weight:.4g} | {f.block} | {f.run if f.values else '-'} | {f.layout} | {'yes' if f.encode else 'no'} |"
-        for f in FORMATS.values()
-    ]
+    for f in FORMATS.values():
+        scales, written = f.run if f.values else "-", "yes" if f.encode else "no"
+        lines.append(
+            f"| {f.name} | {f.bits_per_weight:.4g} | {f.block} | {scales} | {f.layout} | {written} |"
+        )
     return "\n".join(lines)

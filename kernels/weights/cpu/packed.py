@@ -3,7 +3,8 @@
 native    few tokens    the bits of ``linear`` with the unpacked matrix, in the order of linear_few.py: float32 is
                         unpacked in registers, 16-bit floats 128 steps of K at a time into L1 and rounded there, if
                         they are not stored so
-          many tokens   BLOCK rows are unpacked into an array of x's dtype, which ``linear`` multiplies
+          many tokens   packed_gemm.py; for tile registers and float64 BLOCK rows are unpacked into an array of x's
+                        dtype, which ``linear`` multiplies
 int8                    x is quantised per block; sums of a block are exact integers (packed_ir.py)
 """
 
@@ -21,13 +22,11 @@ from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR
 from gpu_ops.kernels.common.cpu.dtype import (
     aligned_empty,
     all_bits,
-    bfloat16_of_float32,
     bits,
     load,
     magnitude,
     of_magnitude,
     read_row,
-    rounded,
     store,
     write_row,
 )
@@ -35,19 +34,20 @@ from gpu_ops.kernels.common.cpu.jit import (
     FLOATS,
     Kernel,
     device_function,
-    generic,
     kernel,
     read,
     types,
     write,
 )
-from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, elements, pack_a, packed, steps
+from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, in_registers, pack_a, packed, steps
 from gpu_ops.kernels.common.cpu.parallel import TASKS_PER_THREAD, claim, launcher, thread_count
 from gpu_ops.kernels.gemm.cpu import linear as dense
 from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.recording import on_host
+from gpu_ops.kernels.weights.cpu import packed_gemm
+from gpu_ops.kernels.weights.cpu.packed_gemm import named, weights_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
@@ -79,6 +79,8 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
         if all(_read_as(name, dtype) for _, name in formats):
             return f"{names} unpacked in registers"
         return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
+    if _multiplies_panels(dtype):
+        return f"{names} unpacked in L2, {MAX_LANES} rows at a time"
     return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
 
 
@@ -86,6 +88,8 @@ def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str, activations: st
     """Scratch bytes of :func:`forward`."""
     if activations == "int8":
         return 2 * tokens * cols
+    if _multiplies_panels(dtype):
+        return packed_gemm.scratch_bytes(tokens, cols, dtype)
     return (
         min(rows, BLOCK) * cols * _ITEMSIZE[dtype]
         + dense.scratch_bytes(tokens, min(rows, BLOCK), cols, dtype)[0]
@@ -114,6 +118,11 @@ def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str
         _multiply(_int8_kernel(layout), panels, rounded[key], len(x), more, out, nanoseconds)
 
 
+def _multiplies_panels(dtype: str) -> bool:
+    """Whether micro-kernels multiply panels; tile registers need rows, and vectors of float64 are shorter."""
+    return dtype != "float64" and not in_registers(packed(dtype))
+
+
 def _columns(addends: Addends, part: slice) -> Addends:
     residual, row = addends
     return None if residual is None else residual[:, part], None if row is None else row[:, part]
@@ -121,8 +130,12 @@ def _columns(addends: Addends, part: slice) -> Addends:
 
 def linear(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
     """Compute y with the bits of the unpacked matrix."""
-    if is_few(len(x), x.dtype.name) and x.dtype != np.float64:
+    dtype = x.dtype.name
+    if is_few(len(x), dtype) and dtype != "float64":
         _few(layout, x, panels, addends, y)
+        return
+    if _multiplies_panels(dtype):
+        packed_gemm.forward(layout, x, panels, addends, y)
         return
     for first in range(0, y.shape[1], BLOCK):
         part = slice(first, min(first + BLOCK, y.shape[1]))
@@ -207,7 +220,7 @@ def _multiply(
 
 @cache
 def _few_kernel(layout: BlockLayout) -> Kernel:
-    unpack = unpack_of(layout)
+    weights = weights_of(layout)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         addends = types.UniTuple(read(t, 2), 2)
@@ -221,18 +234,13 @@ def _few_kernel(layout: BlockLayout) -> Kernel:
         unpacked = scratch(1, 2 * SUM_STEPS * width, np.float32(0))[0]
         panel = scratch(1, SUM_STEPS * width, step[0, 0])[0]
         c = scratch(MR, width, sum_of(step))
-        ldx, ldp = rows.shape[1], panels.shape[1]
+        ldx = rows.shape[1]
         task = claim(state)
         while task < n_tasks:
             for r in range(task * group * width, min(n, (task + 1) * group * width), width):
                 for kk in range(0, max(1, k_all), SUM_STEPS):
-                    k, first = min(SUM_STEPS, k_all - kk), elements(step, kk)
-                    units = elements(step, k) // UNIT
-                    for lane in range(0, width, LANES):
-                        start = (r + lane) // LANES
-                        if start < len(panels):
-                            unpack(panels, start * ldp, first // UNIT, units, unpacked, lane, width)
-                    factors(panel, unpacked, x, k)
+                    k = min(SUM_STEPS, k_all - kk)
+                    weights(panel, unpacked, panels, x, r, kk, k)
                     if tokens == 1:
                         one_row_in_place(c, 0, width, rows, kk, ldx, panel, 0, 0, 0, panel, 0, k, kk > 0)
                     else:
@@ -241,27 +249,7 @@ def _few_kernel(layout: BlockLayout) -> Kernel:
                     finish_row(c[t], t, r, min(width, n - r), y, c, addends, False, True)
             task = claim(state)
 
-    return _named(packed_few, layout, signature, ("float16", "bfloat16"))
-
-
-@generic
-def factors(panel, unpacked, x, k):
-    """Panel of k steps from float32 weights, rounded to the dtype of x."""
-
-    def pair(panel, unpacked, x, k):
-        width = lanes(panel)
-        for i in range(k):
-            for j in range(width):
-                low = np.uint32(bfloat16_of_float32(unpacked[2 * i * width + j]))
-                high = np.uint32(bfloat16_of_float32(unpacked[(2 * i + 1) * width + j]))
-                panel[i * width + j] = low | high << np.uint32(16)
-
-    def round_each(panel, unpacked, x, k):
-        row = read_row(x, (0,))
-        for i in range(k * lanes(panel)):
-            panel[i] = rounded(row, unpacked[i])
-
-    return pair if panel.dtype == types.uint32 else round_each
+    return named(packed_few, layout, signature, ("float16", "bfloat16"))
 
 
 @cache
@@ -290,7 +278,7 @@ def _rows_kernel(layout: BlockLayout) -> Kernel:
                         store(row, kk + i, transposed[j, i])
             task = claim(state)
 
-    return _named(packed_rows, layout, lambda t: (read("uint8", 2), write(t, 2)))
+    return named(packed_rows, layout, lambda t: (read("uint8", 2), write(t, 2)))
 
 
 @cache
@@ -318,7 +306,7 @@ def _embedding_kernel(layout: BlockLayout) -> Kernel:
                         store(target, kk + i, np.float64(unpacked[i * LANES + r % LANES]) * scale)
             task = claim(state)
 
-    return _named(packed_embedding, layout, signature)
+    return named(packed_embedding, layout, signature)
 
 
 Rounded = tuple[Array, Array, Array]
@@ -463,12 +451,4 @@ def _products(
             task = claim(state)
 
     products.__name__ = name
-    return _named(products, layout, signature, variants)
-
-
-def _named(
-    function: Callable[..., None], layout: BlockLayout, signature: Any, variants: tuple[str, ...] = FLOATS
-) -> Kernel:
-    """Kernel of a layout: its name tells the block_layouts apart in the cache."""
-    function.__name__ = f"{function.__name__}_{layout.name}"
-    return kernel(signature, variants)(function)
+    return named(products, layout, signature, variants)

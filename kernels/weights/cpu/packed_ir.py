@@ -252,9 +252,7 @@ def unpack_of(layout: BlockLayout) -> Any:
     return unpack
 
 
-def _emit_sums(
-    layout: BlockLayout, tokens: int, panels: int, pairs: bool, b: Any, p: dict[str, Any]
-) -> None:
+def _emit_sums(layout: BlockLayout, tokens: int, panels: int, pairs: bool, b: Any, p: dict[str, Any]) -> None:
     """``c[t, lane]`` = the float32 product of row ``lane`` of neighbouring panels and token t.
 
     Sums of SUM_STEPS steps, added up one after the other: the order of the tiles of a matrix product.
