@@ -21,6 +21,7 @@ from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedForm
 __all__ = ["PIECE", "PackedPart", "layout_of", "merged"]
 
 PIECE = 1 << 20  # weights that are encoded or decoded at a time
+_PACKED_AT_ONCE = 1 << 19  # bytes of panels: larger arrays of NumPy's are new memory each time, 5 times as slow
 
 
 class PackedPart:
@@ -68,7 +69,7 @@ class PackedPart:
     def packed(self, lanes: int) -> Array:
         """Panels, made from blocks some rows at a time: NumPy's copies stay small."""
         blocks, panels = self.blocks(), np.empty(self.panels_shape(lanes), np.uint8)
-        step = max(1, PIECE // max(1, self.cols * lanes))
+        step = max(1, _PACKED_AT_ONCE // max(1, panels.shape[1]))
         for first in range(0, len(panels) if panels.size else 0, step):
             part = blocks[first * lanes : (first + step) * lanes]
             fields = self.format.split(part.reshape(-1, self.format.nbytes))

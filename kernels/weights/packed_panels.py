@@ -110,7 +110,7 @@ def pack_panels(layout: BlockLayout, fields: Columns, lanes: int) -> Array:
     codes, shift = _by_lanes(fields.codes, lanes), 0
     for bits in layout.planes:
         if bits:
-            part = _pack_plane(codes >> np.uint8(shift), bits)
+            part = _pack_plane(codes >> np.uint8(shift) if shift else codes, bits)
             result[:, :, start : start + part.shape[2]] = part
             start += part.shape[2]
             shift += bits
@@ -157,6 +157,9 @@ def _by_lanes(field: Array, lanes: int) -> Array:
 def _pack_plane(codes: Array, bits: int) -> Array:
     """Plane of the lowest ``bits`` of codes (panels, blocks, lanes, weights): (panels, blocks, bytes)."""
     panels, blocks, lanes, _ = codes.shape
+    if bits == 8:  # whole lanes
+        words = np.ascontiguousarray(codes).view(np.uint32)
+        return np.ascontiguousarray(words.swapaxes(2, 3)).view(np.uint8).reshape(panels, blocks, -1)
     parts = 8 // bits
     groups = (codes & np.uint8((1 << bits) - 1)).reshape(panels, blocks, lanes, -1, parts, 4)
     shifted = groups << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -166,6 +169,10 @@ def _pack_plane(codes: Array, bits: int) -> Array:
 def _unpack_plane(plane: Array, bits: int, lanes: int) -> Array:
     """Inverse of :func:`_pack_plane`: codes (rows, blocks, weights)."""
     panels, blocks, _ = plane.shape
+    if bits == 8:
+        words = np.ascontiguousarray(plane).view(np.uint32).reshape(panels, blocks, -1, lanes)
+        by_row = np.ascontiguousarray(words.transpose(0, 3, 1, 2)).view(np.uint8)
+        return by_row.reshape(panels * lanes, blocks, -1)
     vectors = plane.reshape(panels, blocks, -1, lanes, 1, 4)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = (vectors >> shifts & np.uint8((1 << bits) - 1)).transpose(0, 3, 1, 2, 4, 5)

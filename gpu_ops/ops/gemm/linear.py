@@ -14,7 +14,7 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix, check_activations
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
-from gpu_ops.ops.weights.packed import read_weight
+from gpu_ops.ops.weights.packed import cpu_only, read_weight
 
 __all__ = ["linear", "linear_backward", "read_shape"]
 
@@ -220,7 +220,7 @@ def _bind_packed(
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
     reordered = weight.columns is not None
     call.option(rows=rows, cols=cols, parts=weight.block_layouts, reordered=reordered, activations=mode)
-    unsupported = checks.unsupported(dtype)
+    unsupported = checks.unsupported(dtype) | cpu_only(weight)
     if mode == "int8":
         why = "int8 activations of packed weights have CPU kernels only"
         unsupported = dict.fromkeys(("raw", "cuda numba", "emulator numba"), why)

@@ -14,7 +14,7 @@ from gpu_ops.core.device import CudaDevice
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Layout, Spec, lower_module, lowers
 
-__all__ = ["read_expanded", "read_weight"]
+__all__ = ["cpu_only", "read_expanded", "read_weight"]
 
 for _name in ("packed_linear", "packed_linear_backward", "packed_embedding"):
     lower_module(_name, "gpu_ops.kernels.weights.packed")
@@ -34,6 +34,14 @@ def _provide(call: Call, name: str, weight: PackedMatrix, layout: Layout, make: 
     call.provide(name, layout, name, make)
     for array in weight.call_arrays:
         call.hold(name, array)
+
+
+def cpu_only(weight: Any) -> dict[str, str]:
+    """Backends without kernels for the weight: those of GPUs, if it has packed floats."""
+    if not (isinstance(weight, PackedMatrix) and weight.is_plain):
+        return {}
+    why = "packed floats have CPU kernels only; pass weight.dequantize(dtype)"
+    return dict.fromkeys(("raw", "cuda numba", "emulator numba"), why)
 
 
 def _on(weight: PackedMatrix, device: Any) -> Any:
