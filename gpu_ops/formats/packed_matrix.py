@@ -1,4 +1,4 @@
-"""A matrix of packed weights: runs of rows, each in a block format of GGUF, bitsandbytes, GPTQ and others, or floats."""
+"""A matrix of packed weights: runs of rows, each in a block format of GGUF, bitsandbytes, GPTQ and others."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PackedMatrix:
     """Weights (N, K) in a block format of 2 to 8 bits, or floats, which products read as they are.
 
     ``describe_formats()`` lists the formats. Immutable. A product on the CPU repacks the blocks into panels the first
-    time, without loss, and frees them; :meth:`blocks` makes them again. Packed floats (bfloat16, float16, float32) are
-    for the CPU: products with few tokens read them faster than an array.
+    time, without loss, and frees them; :meth:`blocks` makes them again. Packed floats are for the CPU, where products
+    with few tokens read them faster than an array.
 
     Parameters
     ----------
@@ -353,9 +353,7 @@ def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
     mode = one_of(op, "activations", activations, ("native", "int8"))
     if mode == "int8" and not weight.has_integers:
         names = ", ".join(dict.fromkeys(name for _, name in weight.formats))
-        raise OptionError(
-            f"{op}: activations='int8' needs codes of integers, and {names} has floats"
-        )
+        raise OptionError(f"{op}: activations='int8' needs codes of integers, and {names} has floats")
     return mode
 
 
@@ -378,8 +376,8 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     format : str
         q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, nf4 or fp4: codes and scales are those of the
         format's own package, llama.cpp (without an importance matrix) or bitsandbytes (blocks of 64). int4, uint4,
-        int8, uint8 or e4m3 in groups, such as int4_g128, are rounded to nearest. bfloat16, float16 and float32 are the
-        weights rounded to that dtype, in the order in which products on the CPU read them.
+        int8, uint8 or e4m3 in groups, such as int4_g128: rounded to nearest. bfloat16, float16 or float32: weights
+        rounded to that dtype, in the order in which products on the CPU read them.
     dtype : dtype, optional
         :attr:`PackedMatrix.dtype` of the result; default that of ``w``.
 

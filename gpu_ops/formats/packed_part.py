@@ -21,7 +21,7 @@ from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedForm
 __all__ = ["PIECE", "PackedPart", "layout_of", "merged"]
 
 PIECE = 1 << 20  # weights that are encoded or decoded at a time
-_PACKED_AT_ONCE = 1 << 19  # bytes of panels: larger arrays of NumPy's are new memory each time, 5 times as slow
+_PACKED_AT_ONCE = 1 << 19  # bytes of panels: NumPy's copies of them stay in a core's caches
 
 
 class PackedPart:

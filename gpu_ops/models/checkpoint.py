@@ -139,7 +139,9 @@ def load(
     if format is not None:
         one_of(_LOAD, "format", format, WRITTEN)
         if format in PLAIN and target == "cuda":
-            raise OptionError(f"{_LOAD}: format={format!r} packs floats for the CPU; on a GPU pass dtype={format!r}")
+            raise OptionError(
+                f"{_LOAD}: format={format!r} packs floats for the CPU; on a GPU pass dtype={format!r}"
+            )
     mode = one_of(_LOAD, "activations", "native" if activations is None else activations, ("native", "int8"))
     packed = target_dtype is None
     with system_errors(_LOAD, where):

@@ -315,7 +315,8 @@ def with_int8_input(weights: Llama, projections: Iterable[str] = ("qkv", "gate_u
 
 
 def with_packed(weights: Llama) -> Llama:
-    """Return the model with its matrices as :class:`gpu_ops.PackedMatrix` of their own dtype, for inference on the CPU.
+    """Return the model with packed floats, :class:`gpu_ops.PackedMatrix` of its matrices' dtype, for inference on the
+    CPU.
 
     Decoding is faster, and results have the same bits. Arrays of float16, bfloat16 and float32 in host memory are
     packed if their rows are multiples of 32; other weights are shared. The first product with a matrix packs it and
