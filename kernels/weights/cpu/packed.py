@@ -47,7 +47,7 @@ from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.recording import on_host
 from gpu_ops.kernels.weights.cpu import packed_gemm
-from gpu_ops.kernels.weights.cpu.packed_gemm import named, weights_of
+from gpu_ops.kernels.weights.cpu.packed_gemm import named, read_as, weights_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
@@ -76,7 +76,7 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
             f"int8 activations, {describe()}: {LANES} rows x {1 if tokens == 1 else TOKENS} tokens, {names}"
         )
     if is_few(tokens, dtype) and dtype != "float64":
-        if all(_read_as(name, dtype) for _, name in formats):
+        if all(read_as(name, dtype) for _, name in formats):
             return f"{names} unpacked in registers"
         return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
     if _multiplies_panels(dtype):
@@ -176,7 +176,7 @@ def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
 
 
 def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
-    step = _read_as(layout.name, x.dtype.name)
+    step = read_as(layout.name, x.dtype.name)
     if step is not None:
         rows = np.zeros((_padded(len(x)), x.shape[1]), x.dtype if step == "uint32" else step)
         on_host(np.copyto, rows[: len(x)], x)
@@ -189,11 +189,6 @@ def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Arra
     tasks = -(-y.shape[1] // (group * MAX_LANES))
     run = launcher(panels.nbytes / 4)
     run(_few_kernel(layout)[x.dtype], tasks, group, x_bits, panels, step, (a, b), y_bits)
-
-
-def _read_as(format: str, dtype: str) -> str | None:
-    """Type of the steps of K that products with x of this dtype read from panels; None if weights are rounded."""
-    return packed(dtype) if dtype in ("float32", format) else None
 
 
 def _padded(tokens: int) -> int:

@@ -52,6 +52,11 @@ def named(
     return kernel(signature, variants)(function)
 
 
+def read_as(format: str, dtype: str) -> str | None:
+    """Type of the steps of K that products with x of this dtype read from panels; None if weights are rounded."""
+    return packed(dtype) if dtype in ("float32", format) else None
+
+
 @cache
 def weights_of(layout: BlockLayout) -> Any:
     """Device function ``(panel, unpacked, panels, x, r, kk, k)``: panel of k steps of K from kk, of MAX_LANES rows
@@ -59,16 +64,27 @@ def weights_of(layout: BlockLayout) -> Any:
     unpack = unpack_of(layout)
 
     @device_function
+    def unpack_rows(panels, r, first, units, target, at, width):
+        for lane in range(0, width, LANES):
+            start = (r + lane) // LANES
+            if start < len(panels):
+                unpack(panels, start * panels.shape[1], first, units, target, at + lane, width)
+
+    @generic
     def weights(panel, unpacked, panels, x, r, kk, k):
-        width, ldp = lanes(panel), panels.shape[1]
-        for i in range(0, k, SUM_STEPS):
-            part = min(SUM_STEPS, k - i)
-            first, units = elements(panel, kk + i) // UNIT, elements(panel, part) // UNIT
-            for lane in range(0, width, LANES):
-                start = (r + lane) // LANES
-                if start < len(panels):
-                    unpack(panels, start * ldp, first, units, unpacked, lane, width)
-            factors(panel[i * width :], unpacked, x, part)
+        def exact(panel, unpacked, panels, x, r, kk, k):
+            unpack_rows(panels, r, kk // UNIT, k // UNIT, panel, 0, lanes(panel))
+
+        def in_parts(panel, unpacked, panels, x, r, kk, k):
+            width = lanes(panel)
+            for i in range(0, k, SUM_STEPS):
+                part = min(SUM_STEPS, k - i)
+                first, units = elements(panel, kk + i) // UNIT, elements(panel, part) // UNIT
+                unpack_rows(panels, r, first, units, unpacked, 0, width)
+                factors(panel[i * width :], unpacked, x, part)
+
+        dtype = {types.float32: "float32", types.uint16: "bfloat16", types.int16: "float16"}[x.dtype]
+        return exact if read_as(layout.name, dtype) == "float32" else in_parts
 
     return weights
 
