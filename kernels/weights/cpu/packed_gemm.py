@@ -35,7 +35,7 @@ from gpu_ops.kernels.common.cpu.packing import (
     steps,
 )
 from gpu_ops.kernels.common.cpu.parallel import claim, launch, thread_count
-from gpu_ops.kernels.gemm.cpu.gemm import COLUMNS, finish, products, region
+from gpu_ops.kernels.gemm.cpu.gemm import COLUMNS, Region, finish, products
 from gpu_ops.kernels.gemm.cpu.linear import spans
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, unpack_of
@@ -149,6 +149,14 @@ def _is_operand(layout: BlockLayout, dtype: str) -> bool:
     return layout.name == dtype and stored and LANES == MAX_LANES
 
 
+@device_function(refcount=True)
+def region(panels, r, k0, k, k_all):
+    """Bytes of k steps of K from k0 of the panels of MAX_LANES rows from r, to prefetch."""
+    index, size = r // LANES, panels.shape[1]
+    rows = max(0, min(MAX_LANES // LANES, len(panels) - index))
+    return Region(panels, index, rows, size * k0 // k_all, size * k // k_all)
+
+
 @cache
 def _kernel(layout: BlockLayout) -> Kernel:
     weights = weights_of(layout)
@@ -165,9 +173,9 @@ def _kernel(layout: BlockLayout) -> Kernel:
         c, total = scratch(width, columns + SKEW, sum_of(x)), np.empty((0, 0), np.float32)
         panel = scratch(1, block * width, x[0, 0])[0]
         unpacked = scratch(1, 2 * SUM_STEPS * width, np.float32(0))[0]
-        ahead = region(panels, x, False, 0, 0, 0, 0)
         task = claim(state)
         while task < n_tasks:
+            following = claim(state)
             r = task * width
             m = min(width, n - r)
             for first in range(0, tokens, columns):
@@ -175,6 +183,10 @@ def _kernel(layout: BlockLayout) -> Kernel:
                 for b in range(blocks):
                     k = min(block, k_all - b * block)
                     at = b * across + first // nr
+                    if b + 1 < blocks:
+                        ahead = region(panels, r, (b + 1) * block, block, k_all)
+                    else:
+                        ahead = region(panels, following * width, 0, block, k_all)
                     if len(words) > 0:
                         start = task * words.shape[1] + b * block * width
                         products(c, words, start, width, True, x, at, m, count, k, b > 0, ahead)
@@ -182,6 +194,6 @@ def _kernel(layout: BlockLayout) -> Kernel:
                         weights(panel, unpacked, panels, y, r, b * block, k)
                         products(c, panel, 0, width, True, x, at, m, count, k, b > 0, ahead)
                 finish(c, r, m, first, count, y, True, total, addends, False, True)
-            task = claim(state)
+            task = following
 
     return named(packed_gemm, layout, signature, ("float32", "float16", "bfloat16"))
