@@ -176,12 +176,12 @@ def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
 
 
 def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
-    step = read_as(layout.name, x.dtype.name)
-    if step is not None:
-        rows = np.zeros((_padded(len(x)), x.shape[1]), x.dtype if step == "uint32" else step)
+    stored = read_as(layout.name, x.dtype.name)
+    if stored is not None:
+        rows = np.zeros((_padded(len(x)), x.shape[1]), x.dtype if stored == "uint32" else stored)
         on_host(np.copyto, rows[: len(x)], x)
-        tokens = (rows.view(step),)
-        _multiply(_sums_kernel(layout, step), panels, tokens, len(x), addends, y, panels.nbytes / 4)
+        tokens = (rows.view(stored),)
+        _multiply(_sums_kernel(layout, stored), panels, tokens, len(x), addends, y, panels.nbytes / 4)
         return
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
     a, b, y_bits, x_bits = all_bits(*(absent if array is None else array for array in addends), y, x)
