@@ -244,9 +244,10 @@ def test_odd_and_empty_shapes(rows, rng):
             dx, gpu_ops.linear_backward(np.ones_like(right), x, matrix.dequantize(), only="dx")
         )
     empty = PackedMatrix(np.zeros((rows, 0), np.uint8), (rows, 0), "q4_0")
-    for mode in ("native", "int8"):
-        y = gpu_ops.linear(np.ones((2, 0), np.float32), empty, np.ones(rows, np.float32), activations=mode)
-        np.testing.assert_array_equal(y, np.ones((2, rows)))
+    for mode, tokens in (("native", 2), ("native", 40), ("int8", 2)):
+        x, bias = np.ones((tokens, 0), np.float32), np.ones(rows, np.float32)
+        y = gpu_ops.linear(x, empty, bias, activations=mode)
+        np.testing.assert_array_equal(y, np.ones((tokens, rows)))
 
 
 def test_other_ops_take_it(rng):

@@ -36,7 +36,7 @@ from gpu_ops.kernels.common.cpu.packing import (
 )
 from gpu_ops.kernels.common.cpu.parallel import claim, launch, thread_count
 from gpu_ops.kernels.gemm.cpu.gemm import COLUMNS, Region, finish, products
-from gpu_ops.kernels.gemm.cpu.linear import spans
+from gpu_ops.kernels.gemm.cpu.linear import TOKENS, spans
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, unpack_of
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
@@ -111,11 +111,11 @@ def factors(panel, unpacked, x, k):
 
 def scratch_bytes(tokens: int, cols: int, dtype: str) -> int:
     """Scratch bytes of :func:`forward`."""
-    step = packed(dtype)
-    block = panel_shape(cols, tokens, step)[1][1] // (2 * MAX_LANES)
-    tile = MAX_LANES * (min(COLUMNS, tokens) + SKEW + MAX_LANES)
+    step, n, nr = packed(dtype), min(tokens, TOKENS), 2 * MAX_LANES
+    block = panel_shape(cols, n, step)[1][1] // nr
+    tile = MAX_LANES * (min(COLUMNS, -(-n // nr) * nr) + SKEW + MAX_LANES)
     of_one = 4 * (tile + MAX_LANES * (block + 2 * SUM_STEPS))
-    return panel_bytes(cols, tokens, step) + thread_count() * of_one
+    return panel_bytes(cols, n, step) + thread_count() * of_one
 
 
 def forward(
@@ -154,7 +154,8 @@ def region(panels, r, k0, k, k_all):
     """Bytes of k steps of K from k0 of the panels of MAX_LANES rows from r, to prefetch."""
     index, size = r // LANES, panels.shape[1]
     rows = max(0, min(MAX_LANES // LANES, len(panels) - index))
-    return Region(panels, index, rows, size * k0 // k_all, size * k // k_all)
+    steps_all = max(1, k_all)
+    return Region(panels, index, rows, size * k0 // steps_all, size * k // steps_all)
 
 
 @cache
