@@ -25,7 +25,7 @@ MEMORY_BOUND = re.compile(
     r"(rms|layer)norm_|norm_dweight|global_norm_blocks|rope|swiglu_|softmax_|dropout|rmsnorm_quant|gemv|gemm_sum"
     r"|column_sums"
     r"|attention_(combine|merge)|attention_backward_(rows|sinks|statistics)|attention_forward\[.*PAGED=1"
-    r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)"
+    r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)|packed_(unpack|quantize|gemv|int8)"
 )
 TWIN = re.compile(r"\[(float|bfloat)\d+")  # Numba kernels, which are written to be read
 
@@ -52,6 +52,13 @@ EXCUSES = (
            "counts a third draw for 8 elements, where the offset is no multiple of 4, and one for the last elements"),
     Excuse(r"ternary_(quantize|round)_tokens", "sm_89|sm_120", 2.1,
            "doubles, 2 per clock and SM, are in the branch of products near a half: rare"),
+    Excuse(r"packed_gemv\[DTYPE=b?f16", "sm_80|sm_90", 1.9,
+           "a weight takes 5 to 8 instructions for the bits of the unpacked matrix, with int8 activations 1 to 2"),
+    Excuse(r"packed_gemv\[DTYPE=f32", "sm_80|sm_90|sm_120", 4.6,
+           "FMAs of up to 16 tokens; e4m3 has no table, since 256 values would conflict in banks"),
+    Excuse(r"packed_int8\[.*TOKENS=8", "sm_80|sm_90", 2.2, "8 tokens take 2 dp4a per weight, read once"),
+    Excuse(r"packed_int8\[.*CODES=kTable", "sm_80|sm_90", 1.15, "values are looked up by prmt, 8 weights in 13"),
+    Excuse(r"packed_quantize", "sm_80", 1.35, "blocks of 32: x has a thousandth of the weights' bytes"),
 )  # fmt: skip
 
 WARP = 32
@@ -201,7 +208,10 @@ def judged(labels: Iterable[str], every: bool = False) -> set[str]:
     for label in labels:
         if not MEMORY_BOUND.match(label) or TWIN.search(label):
             continue
-        family = label.partition("[")[0], *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT)=\w+", label)
+        family = (
+            label.partition("[")[0],
+            *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT|BLOCK|BITS|CODES)=\w+", label),
+        )
         first.setdefault((label,) if every else family, label)
     return set(first.values())
 

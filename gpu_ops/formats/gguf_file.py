@@ -1,4 +1,4 @@
-"""An open GGUF file: single values of its metadata, and its tensors, floats in pieces and ternary ones packed.
+"""An open GGUF file: single values of its metadata, and its tensors, as floats in pieces or packed.
 
 Every tensor of a known type is checked against the file's size, and none may share bytes with another: reading all
 of them takes memory in proportion to the file.
@@ -33,7 +33,8 @@ __all__ = ["FLOATS", "PACKED", "TERNARY", "Blocks", "GGUFFile"]
 _PIECE = 1 << 20  # numbers decoded at a time
 
 
-TERNARY = {"TQ1_0": "tq1_0", "TQ2_0": "tq2_0", "I2_S": "i2_s"}
+TERNARY = {"I2_S": "i2_s"}
+"""Formats of tensors with one scale for all their weights, by type: no blocks of :class:`gpu_ops.PackedMatrix`."""
 
 
 class GGUFFile:

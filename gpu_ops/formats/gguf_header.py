@@ -40,7 +40,7 @@ _TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8
                12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 28: "F64", 30: "BF16", 34: "TQ1_0",
                35: "TQ2_0", 36: "I2_S", 39: "MXFP4"}  # fmt: skip
 PACKED_TYPES = {
-    name.lower(): number for number, name in _TYPE_NAMES.items() if name.startswith(("Q", "IQ", "MXFP"))
+    name.lower(): number for number, name in _TYPE_NAMES.items() if name.startswith(("Q", "IQ", "MXFP", "TQ"))
 }
 """Type numbers of the formats of :class:`gpu_ops.PackedMatrix`."""
 ALIGNMENT = 32  # of tensors, without the key general.alignment

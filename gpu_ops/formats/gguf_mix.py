@@ -65,6 +65,8 @@ class Mix:
     """Layers whose ``attn_v`` is larger."""
     down: Rule = _no_layer
     """Layers whose ``ffn_down`` is larger."""
+    embedding: str = ""
+    """Format of the table of embeddings, if another."""
 
 
 MIXES = {
@@ -82,11 +84,15 @@ MIXES = {
     "q4_1": Mix(3, "q4_1"),
     "q4_0": Mix(2, "q4_0"),
     "iq4_nl": Mix(25, "iq4_nl", "q5_k", _shared_values, _first_eighth),
+    "tq1_0": Mix(36, "tq1_0", embedding="q4_k"),
+    "tq2_0": Mix(37, "tq2_0", embedding="q4_k"),
 }
 _SMALLER_BLOCKS = {
     "q4_k": "q5_0",
     "q5_k": "q5_1",
     "q6_k": "q8_0",
+    "tq1_0": "q4_0",
+    "tq2_0": "q4_0",
 }  # for columns that blocks of 256 do not divide
 _OUTPUT = "q6_k"
 _LAYERS_70B = 80  # of a model whose attn_v is so small that more bits cost nothing
@@ -107,6 +113,8 @@ def tensor_format(mix: Mix, name: str, shape: tuple[int, ...], sizes: ModelSizes
     if name == "output.weight" or (sizes.tied and name == "token_embd.weight"):
         if chosen != "q8_0":
             chosen = "q8_0" if cols % FORMATS[chosen].block else _OUTPUT
+    elif name == "token_embd.weight":
+        chosen = mix.embedding or chosen
     elif name.startswith("blk."):
         _, layer, module, _ = name.split(".")
         rules = {"attn_v": mix.values, "ffn_down": mix.down}

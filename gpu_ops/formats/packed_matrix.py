@@ -47,8 +47,9 @@ class PackedMatrix:
     shape : (int, int)
         ``(N, K)``: output and input features; K is a multiple of the format's block.
     format : str
-        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, nf4 or fp4; int4, uint4,
-        int8, uint8 or e4m3 with groups of 128, 64 or 32 weights, such as int4_g128; bfloat16, float16 or float32.
+        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, tq1_0, tq2_0, nf4 or fp4;
+        int4, uint4, int8, uint8 or e4m3 with groups of 128, 64 or 32 weights, such as int4_g128; bfloat16, float16 or
+        float32.
     columns : int array (K,), optional
         Input feature of each stored column, a permutation: GPTQ's order of activations. Products add up in the
         stored order, with the bits of ``linear(x[:, columns], w.dequantize()[:, columns])``.
@@ -232,7 +233,8 @@ class PackedMatrix:
         return tuple(array for part in self._parts for array in part.arrays())
 
     def blocks(self) -> list[Array]:
-        """Blocks of each run of rows, uint8 (rows, bytes), as in files."""
+        """Blocks of each run of rows, uint8 (rows, bytes), as in files. Bytes of tq1_0 that encode the same digits as
+        its encoder's may be those after a product: the weights are the same."""
         return [part.blocks() for part in self._parts]
 
     def panels(self, lanes: int) -> list[tuple[BlockLayout, int, Array]]:
@@ -374,10 +376,10 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     w : array (N, K)
         float16, bfloat16, float32 or float64, finite unless floats are packed; K is a multiple of the format's block.
     format : str
-        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, nf4 or fp4: codes and scales are those of the
-        format's own package, llama.cpp (without an importance matrix) or bitsandbytes (blocks of 64). int4, uint4,
-        int8, uint8 or e4m3 in groups, such as int4_g128: rounded to nearest. bfloat16, float16 or float32: weights
-        rounded to that dtype, in the order in which products on the CPU read them.
+        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, tq1_0, tq2_0, nf4 or fp4: codes and scales are
+        those of the format's own package, llama.cpp (without an importance matrix) or bitsandbytes (blocks of 64).
+        int4, uint4, int8, uint8 or e4m3 with groups, such as int4_g128. bfloat16, float16 or float32: weights rounded
+        to that dtype, in the order in which products on the CPU read them.
     dtype : dtype, optional
         :attr:`PackedMatrix.dtype` of the result; default that of ``w``.
 
@@ -393,7 +395,8 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     Notes
     -----
     Root mean square error of normal weights, of their standard deviation: q8_0 0.005, q6_k 0.018, q5_k 0.036,
-    q5_0 0.043, q4_k 0.071, iq4_nl 0.076, q4_0 0.086, nf4 0.092, mxfp4 0.114, fp4 0.122.
+    q5_0 0.043, q4_k 0.071, iq4_nl 0.076, q4_0 0.086, nf4 0.092, mxfp4 0.114, fp4 0.122. tq1_0 and tq2_0 are for
+    weights that are ternary already, which they keep exactly; others lose 0.81.
 
     Examples
     --------

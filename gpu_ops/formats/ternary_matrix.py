@@ -7,6 +7,7 @@ without their format here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,8 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import CudaDevice, cuda_device
-from gpu_ops.errors import DTypeError
+from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.ternary_checks import (
     check_scale,
     check_trits,
@@ -36,6 +38,9 @@ from gpu_ops.reference.weights.ternary_formats import FORMATS, TernaryFormat
 from gpu_ops.reference.weights.ternary_layouts import chunk_bitmap, decode
 
 __all__ = ["TernaryMatrix"]
+
+_BLOCKS = {"tq1_0", "tq2_0"}
+"""Formats of :class:`PackedMatrix` whose bytes are codes of the same name here."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,6 +208,70 @@ class TernaryMatrix:
         fmt = FORMATS[format]
         t = check_trits("TernaryMatrix", Call("TernaryMatrix").read("trits", trits))
         return cls._trusted(pack("TernaryMatrix", t, fmt), check_scale(scale, t.shape), t.shape, format)
+
+    @classmethod
+    @typed_memory_errors("TernaryMatrix.joined")
+    def joined(cls, matrices: Sequence[TernaryMatrix]) -> TernaryMatrix:
+        """Matrix of the rows of ``matrices``, one after the other, in w2, the format that kernels read.
+
+        The scale is one number, or one per row or group if they differ.
+        """
+        if not matrices or any(not isinstance(matrix, cls) for matrix in matrices):
+            raise DTypeError("TernaryMatrix.joined: expected a list of TernaryMatrix")
+        if len({matrix.shape[1] for matrix in matrices}) > 1:
+            shapes = ", ".join(str(matrix.shape) for matrix in matrices)
+            raise ShapeError(f"TernaryMatrix.joined: the matrices have shapes {shapes}; K must be the same")
+        scales = [matrix._group_scales() for matrix in matrices]
+        groups = math.lcm(*(scale.shape[1] for scale in scales))
+        scale: Any = np.concatenate([np.repeat(part, groups // part.shape[1], axis=1) for part in scales])
+        if not scale.size:
+            scale = 1.0
+        elif (scale == scale[0, 0]).all():
+            scale = scale[0, 0]
+        elif (scale == scale[:, :1]).all():
+            scale = scale[:, 0]
+        return cls.from_trits(np.concatenate([matrix.trits() for matrix in matrices]), scale)
+
+    @classmethod
+    def from_packed(cls, matrix: PackedMatrix) -> TernaryMatrix:
+        """Weights of a :class:`PackedMatrix` in tq1_0 or tq2_0, as :func:`gpu_ops.models.load` reads them from GGUF
+        files: for int8 activations per token, as BitNet is trained.
+
+        OptionError if the matrix has another format, FormatError if a code is not a trit or a scale is not finite.
+
+        >>> import numpy as np, gpu_ops
+        >>> w = np.tile(np.array([0.5, 0, -0.5, 0.5], np.float32), (2, 64))
+        >>> packed = gpu_ops.quantize(w, "tq2_0")
+        >>> gpu_ops.TernaryMatrix.from_packed(packed)
+        TernaryMatrix((2, 256), format='w2', scale per tensor, 132 bytes)
+        """
+        op = "TernaryMatrix.from_packed"
+        if not isinstance(matrix, PackedMatrix):
+            raise DTypeError(f"{op}: expected a PackedMatrix, got {type(matrix).__name__}")
+        names = {name for _, name in matrix.formats}
+        if not names <= _BLOCKS or matrix.columns is not None:
+            what = (
+                "columns in another order"
+                if names <= _BLOCKS
+                else f"the format {' and '.join(sorted(names))}"
+            )
+            raise OptionError(f"{op}: the matrix has {what}; expected {' or '.join(sorted(_BLOCKS))}")
+        cols, scale = matrix.shape[1], np.ones((), np.float32)
+        try:
+            parts = [
+                cls(blocks, scale, (rows, cols), name)
+                for blocks, (rows, name) in zip(matrix.blocks(), matrix.formats, strict=True)
+            ]
+        except FormatError as error:
+            raise FormatError(f"{op}: {error}") from error
+        return cls.joined(parts)
+
+    def _group_scales(self) -> Array:
+        """Scale of each row, (N, 1), or of each group of a row, (N, groups)."""
+        scale = self._whole_scale()
+        return (
+            np.broadcast_to(scale, (self.shape[0], 1)) if scale.ndim == 0 else scale.reshape(len(scale), -1)
+        )
 
     def save(self, path: Any) -> None:
         """Write codes, scale, shape and format to one file. An old file is replaced when the new one is complete.

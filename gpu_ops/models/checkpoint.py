@@ -89,10 +89,10 @@ def load(
     Returns
     -------
     weights : Llama
-        Ternary projections from BitNet's folders and GGUF files stay packed: each is a
-        :class:`gpu_ops.TernaryMatrix`, with a scale per row or block if ``qkv`` or ``gate_up`` joins tensors of
-        different scales. Other quantised matrices stay packed: each is a :class:`gpu_ops.PackedMatrix`, whose parts
-        keep their formats if tensors are joined. All other weights are arrays.
+        Quantised matrices stay packed: each is a :class:`gpu_ops.PackedMatrix`, whose parts keep their formats if
+        tensors are joined. Ternary projections with one scale per tensor, of BitNet's folders and I2_S, are a
+        :class:`gpu_ops.TernaryMatrix`, with a scale per row if ``qkv`` or ``gate_up`` joins tensors of different
+        scales; :meth:`gpu_ops.TernaryMatrix.from_packed` makes one of TQ1_0 and TQ2_0. All other weights are arrays.
     config : LlamaConfig
 
     Raises

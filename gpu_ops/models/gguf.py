@@ -20,7 +20,7 @@ from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
-from gpu_ops.models.tensors import ModelSource, Names, Part, fill, joined, scale_columns
+from gpu_ops.models.tensors import ModelSource, Names, Part, fill
 
 __all__ = ["NAMES", "GGUFSource"]
 
@@ -102,7 +102,7 @@ class GGUFSource(ModelSource[LlamaConfig]):
         super().__init__(config, dict.fromkeys(self._file.tensors, self._file), NAMES)
 
     def read(self, name: str, parts: list[Part], dtype: np.dtype[Any]) -> Any:
-        """Read an array of ``dtype``. Projections with only ternary parts stay packed: a :class:`TernaryMatrix`."""
+        """Read an array of ``dtype``, or a packed matrix: of I2_S projections a :class:`TernaryMatrix`."""
         ternary = all(self._file.tensors[part.name].dtype in TERNARY for part in parts)
         if ternary and name.rpartition(".")[2] in PROJECTIONS:
             return self._ternary(parts)
@@ -126,8 +126,8 @@ class GGUFSource(ModelSource[LlamaConfig]):
 
     def _ternary(self, parts: list[Part]) -> TernaryMatrix:
         matrices = [(part, self._file.matrix(part.name)) for part in parts]
-        return joined(
-            [(self._ordered(part, w.trits()), self._ordered(part, scale_columns(w))) for part, w in matrices]
+        return TernaryMatrix.joined(
+            [TernaryMatrix.from_trits(self._ordered(part, w.trits()), w.scale) for part, w in matrices]
         )
 
     def _ordered(self, part: Part, rows: Array) -> Array:

@@ -69,9 +69,10 @@ def export_gguf(folder: Any, path: Any, format: str = "q4_k_m") -> dict[str, str
         An old file is replaced when the new one is complete.
     format : str
         q4_k_m, q4_k_s, q5_k_m and q5_k_s, which give the matrices that matter most more bits, by llama.cpp's rules;
-        q4_0, q4_1, q5_0, q5_1, q8_0, q6_k and iq4_nl, whose output layer is q6_k or q8_0; f16, bf16 and f32. Norms
-        and biases are float32. Where a row is no multiple of 256, q4_k becomes q5_0, q5_k q5_1 and q6_k q8_0; where
-        it is no multiple of 32, a matrix is float16.
+        q4_0, q4_1, q5_0, q5_1, q8_0, q6_k and iq4_nl, whose output layer is q6_k or q8_0; tq1_0 and tq2_0 for models
+        whose projections are ternary, whose table of embeddings is q4_k; f16, bf16 and f32. Norms and biases are
+        float32. Where a row is no multiple of 256, q4_k becomes q5_0, q5_k q5_1, q6_k q8_0, tq1_0 and tq2_0 q4_0;
+        where it is no multiple of 32, a matrix is float16.
 
     Returns
     -------

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_ops.core.allocator import new_array
 from gpu_ops.core.checks import integer, one_of
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.models.config import PROJECTIONS, LlamaConfig
@@ -292,7 +292,7 @@ def with_latent(
 
 def with_int8_input(weights: Llama, projections: Iterable[str] = ("qkv", "gate_up")) -> Llama:
     """Return the model with ternary projections that take int8 from the preceding norms, by default all that have
-    one.
+    one. Those in tq1_0 and tq2_0 are converted by :meth:`gpu_ops.TernaryMatrix.from_packed`.
 
     Raises
     ------
@@ -300,18 +300,25 @@ def with_int8_input(weights: Llama, projections: Iterable[str] = ("qkv", "gate_u
         A projection is not a :class:`gpu_ops.TernaryMatrix`; :func:`gpu_ops.ternary_quantize` makes one.
     """
     parts = _checked(projections)
-    for i, layer in enumerate(weights.layers):
-        for part in parts:
-            if not isinstance(weight := getattr(layer, part), TernaryMatrix):
-                raise OptionError(
-                    f"with_int8_input: layers.{i}.{part} is {type(weight).__name__}, not a TernaryMatrix; make one "
-                    "with gpu_ops.ternary_quantize"
-                )
     layers = [
-        replace(layer, **{part: Int8Input(getattr(layer, part)) for part in parts})
-        for layer in weights.layers
+        replace(layer, **{part: Int8Input(_ternary(i, part, getattr(layer, part))) for part in parts})
+        for i, layer in enumerate(weights.layers)
     ]
     return replace(weights, layers=layers)
+
+
+def _ternary(layer: int, part: str, weight: Any) -> TernaryMatrix:
+    what = f"with_int8_input: layers.{layer}.{part}"
+    if isinstance(weight, PackedMatrix):
+        try:
+            return TernaryMatrix.from_packed(weight)
+        except (OptionError, FormatError) as error:
+            raise type(error)(f"{what}: {error}") from error
+    if not isinstance(weight, TernaryMatrix):
+        raise OptionError(
+            f"{what} is {type(weight).__name__}, not a TernaryMatrix; make one with gpu_ops.ternary_quantize"
+        )
+    return weight
 
 
 def with_packed(weights: Llama) -> Llama:

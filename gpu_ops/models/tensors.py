@@ -22,7 +22,6 @@ from gpu_ops.formats.quantized_layers import METHODS, QuantizedLayer, quantized_
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile
 from gpu_ops.formats.ternary_files import read_bitnet
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.formats.ternary_packing import whole_scale
 from gpu_ops.models.config import PROJECTIONS
 
 __all__ = [
@@ -38,13 +37,11 @@ __all__ = [
     "Part",
     "checked_plan",
     "fill",
-    "joined",
     "open_folder",
     "packed_weights",
     "planned",
     "read_all",
     "same_values",
-    "scale_columns",
     "with_post_norms",
     "with_prefix",
     "with_stored_prefix",
@@ -425,7 +422,7 @@ def _read_ternary(
                 raise ShapeError(
                     f"{who}: {where}: {part.name} is {matrix.shape}, and {part.shape} by the config"
                 )
-        weight = joined([(matrix.trits(), scale_columns(matrix)) for matrix in matrices])
+        weight = TernaryMatrix.joined(matrices)
         tensors = {stored for part in parts for stored in (part.name, f"{part.name}_scale")}
         arrays[name] = PackedWeight(tensors, functools.partial(_as_read, weight))
     if packed:
@@ -435,21 +432,3 @@ def _read_ternary(
 
 def _as_read(weight: TernaryMatrix) -> TernaryMatrix:
     return weight
-
-
-def scale_columns(w: TernaryMatrix) -> Array:
-    """Scale of each row, or of each block of a row: (N, 1) or (N, blocks)."""
-    scale = whole_scale(w.codes, w.scale, w.shape, w.format)
-    return np.broadcast_to(scale, (w.shape[0], 1)) if scale.ndim == 0 else scale.reshape(w.shape[0], -1)
-
-
-def joined(parts: Sequence[tuple[Array, Array]]) -> TernaryMatrix:
-    """Join the rows of parts, (trits, :func:`scale_columns`), in the format that the kernels read. The scale is one
-    number, or one per row or block if they differ."""
-    groups = max(scale.shape[1] for _, scale in parts)
-    scale = np.concatenate([np.repeat(x, groups // x.shape[1], axis=1) for _, x in parts])
-    if (scale == scale[:1, :1]).all():
-        scale = scale[0, 0]
-    elif (scale == scale[:, :1]).all():
-        scale = scale[:, 0]
-    return TernaryMatrix.from_trits(np.concatenate([trits for trits, _ in parts]), scale, format="w2")

@@ -205,8 +205,10 @@ def _resident(tile: MatmulTile, shared: int, device: DeviceLimits) -> int:
     return max(1, min(_by_registers(tile), by_shared))
 
 
-def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: DeviceLimits) -> FewConfig:
-    """Configuration for up to ``FEW`` rows.
+def select_few(
+    m: int, n: int, k: int, itemsize: int, gated: bool, device: DeviceLimits, *, least_rows: int = 8
+) -> FewConfig:
+    """Configuration for up to ``FEW`` rows. ``least_rows``: that a block takes; they change no parts of K.
 
     A block reads all of x, from L1 and L2, for ROWS rows of each matrix: x may take half as much as the weights. It
     has 256 threads with up to 128 bytes in flight each; with fewer than four such blocks per SM some SMs would be
@@ -222,4 +224,5 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     blocks = -(-n // rows)
     elements = _FEW_WARPS * unroll * _VECTORS_BYTES // itemsize
     splits = 1 if gated else max(1, min(4 * device.sms // blocks, -(-k // elements), _MAX_SPLITS))
-    return FewConfig(rows, 8 if m <= 8 else 16, unroll, splits, blocks)
+    rows = max(rows, least_rows)
+    return FewConfig(rows, 8 if m <= 8 else 16, unroll, splits, -(-n // rows))

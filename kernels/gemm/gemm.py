@@ -8,8 +8,9 @@ bits.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from gpu_ops.kernels.gemm.config import (
 from gpu_ops.kernels.gemm.sum import add_up
 from gpu_ops.kernels.program import Builder, Layout, Tensor
 
-__all__ = ["launch_numba", "launch_raw", "variants"]
+__all__ = ["launch_few", "launch_numba", "launch_raw", "parts_of", "variants"]
 
 # The kernels' last parameter: GemmShape and GemvShape.
 GEMM_SHAPE = np.dtype(
@@ -120,7 +121,7 @@ def _launch_tiles(builder: Builder, g: Gemm) -> None:
     addends = {"residual": g.residual, "bias": g.bias}
     target, more = (out, g.out[1:]) if g.epilogue != "kLinear" else (out, tuple(addends.values()))
     if config.splits > 1:
-        target, more = _parts(builder, config.splits, m, n), ()
+        target, more = parts_of(builder, config.splits, m, n), ()
         g = replace(g, epilogue="kStore", residual=None, bias=None)
     shape = np.zeros((), GEMM_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
@@ -140,25 +141,38 @@ def _launch_tiles(builder: Builder, g: Gemm) -> None:
 
 
 def _launch_few(builder: Builder, g: Gemm) -> None:
+    arrays = [o.array for o in g.b]
+    launch_few(builder, g, _filled(arrays)[:2], _strides(arrays), functools.partial(_few_kernel, g))
+
+
+def launch_few(
+    builder: Builder,
+    g: Gemm,
+    weights: tuple[Any, ...],
+    strides: tuple[int, int],
+    kernel_of: Callable[[FewConfig, str], CudaKernel],
+    least_rows: int = 8,
+) -> None:
+    """Launch a kernel of ``gemv.cuh``, of a configuration and the dtype of its result. ``weights``: its arguments
+    for g.b; ``strides``: of their rows."""
     x, out, gate = g.a[0], g.out[0], g.epilogue == "kGate"
     (m, n), k = out.shape, x.k
     limits = DeviceLimits(builder.sms, builder.smem_per_block_optin)
-    config = select_few(m, n, k, x.array.dtype.itemsize, gate, limits)
+    config = select_few(m, n, k, x.array.dtype.itemsize, gate, limits, least_rows=least_rows)
     direct = config.splits == 1 and g.epilogue != "kLinear"
-    target = out if direct else _parts(builder, config.splits, m, n)
+    target = out if direct else parts_of(builder, config.splits, m, n)
     shape = np.zeros((), GEMV_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
-    shape["stride_x"], shape["stride_w"] = stride(x.array), _strides(o.array for o in g.b)
+    shape["stride_x"], shape["stride_w"] = stride(x.array), strides
     shape["stride_c"], shape["split_c"] = stride(target), m * n
-    w = _filled(o.array for o in g.b)
-    args = (x.array, *w[:2], target, shape[()])
-    kernel = _few_kernel(g, config, target.dtype.name)
+    args = (x.array, *weights, target, shape[()])
+    kernel = kernel_of(config, target.dtype.name)
     builder.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
     if not direct:
         add_up(builder, target, out, residual=g.residual, bias=g.bias)
 
 
-def _parts(builder: Builder, splits: int, m: int, n: int) -> Tensor:
+def parts_of(builder: Builder, splits: int, m: int, n: int) -> Tensor:
     """Workspace in which the blocks of a divided K leave their sums."""
     return builder.scratch((splits, m, n), np.float32, "parts of sums")
 

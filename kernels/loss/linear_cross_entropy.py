@@ -21,8 +21,8 @@ from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.gemm.linear import Multiply, SumRows, sum_rows_numba, sum_rows_raw
 from gpu_ops.kernels.loss import cross_entropy as losses
 from gpu_ops.kernels.loss.cross_entropy import LossRows, Total
-from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.kernels.weights.packed import unpacked
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.weights.packed import ROWS, columns_of, pieces, unpacked
 
 __all__ = ["chunks"]
 
@@ -138,29 +138,60 @@ def _gpu(spec: Spec, builder: Builder, by: _Backend) -> None:
 def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, parts: list[slice]) -> None:
     bias, dx, dbias = (spec.get(name) for name in ("bias", "dx", "dbias"))
     x, sum_dtype, added = rows.logits, rows.loss.dtype, spec["added"]
-    weight = unpacked(spec, builder, by.name, x.dtype) if spec["parts"] else spec.tensor("weight")
     bias_row = row = None if bias is None else bias[None]
     if bias_row is not None and bias_row.dtype != sum_dtype:  # the sum of one row
         row = builder.empty(bias_row.shape, sum_dtype, "wide bias")
         by.sum_rows(builder, bias_row, row, False)
-    logits = builder.empty((max(c.stop - c.start for c in parts), len(weight)), sum_dtype, "logits")
+    logits = builder.empty((max(c.stop - c.start for c in parts), spec["vocab"]), sum_dtype, "logits")
     dloss, shared = losses.factors(spec, builder, by.losses) if dx is not None else (rows.loss, rows.loss)
     for c in parts:
         loss, z = rows.loss[c], logits[: c.stop - c.start]
         part = LossRows(z, rows.targets[c], loss, loss if rows.lse is rows.loss else rows.lse[c])
-        by.multiply(builder, linear(Operand(x[c]), Operand(weight), z, residual=None, bias=row))
+        for v, weight in _weights(spec, builder, by, x.dtype):
+            bias_part = None if row is None else row[:, v]
+            by.multiply(
+                builder, linear(Operand(x[c]), Operand(weight), z[:, v], residual=None, bias=bias_part)
+            )
         by.losses.forward(spec, builder, part)
         if dx is None:
             continue
-        dz = z if z.dtype == x.dtype else z.view(x.dtype)[:, : len(weight)]
+        dz = z if z.dtype == x.dtype else z.view(x.dtype)[:, : spec["vocab"]]
         by.losses.backward(spec, builder, part, dz, dloss if dloss is shared else dloss[c], shared)
         dweight, later = spec.get("dweight"), c.start > 0
-        by.multiply(builder, product(Operand(dz), Operand(weight, True), rows_of(spec, "dx")[c]))
+        _launch_dx(spec, builder, by, dz, rows_of(spec, "dx")[c])
         if dweight is not None:
             total = dweight if later or "dweight" in added else None
             by.multiply(builder, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
         if dbias is not None:
             by.sum_rows(builder, dz, dbias[None], later or "dbias" in added)
+
+
+def _launch_dx(spec: Spec, builder: Builder, by: _Backend, dz: Tensor, dx: Tensor) -> None:
+    """dx = dz weight, added up over pieces in float32."""
+    total = dx
+    for v, weight in _weights(spec, builder, by, dx.dtype):
+        is_last = v.stop == spec["vocab"]
+        if dx.itemsize == 2 and not (is_last and v.start == 0):
+            total = builder.scratch(dx.shape, np.float32, "dx in float32")
+        g = product(
+            Operand(dz[:, v]),
+            Operand(weight, True),
+            dx if is_last else total,
+            total=total if v.start else None,
+        )
+        by.multiply(builder, g)
+
+
+def _weights(
+    spec: Spec, builder: Builder, by: _Backend, dtype: np.dtype[Any]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the vocabulary and their weights: all of an array, or pieces of a packed matrix, which are unpacked."""
+    if not spec["parts"] or spec["vocab"] <= ROWS:
+        weight = unpacked(spec, builder, by.name, dtype) if spec["parts"] else spec.tensor("weight")
+        yield slice(0, spec["vocab"]), weight
+        return
+    for first, rows, weight in pieces(spec, builder, by.name, dtype, columns_of(spec)):
+        yield slice(first, first + rows), weight
 
 
 for _name, _backend in (

@@ -5,7 +5,11 @@ backward    dx = dy weight, of the unpacked matrix
 embedding   rows of the matrix
 
 On the CPU ``views["weight"]`` has ``panels``, and cpu/packed.py multiplies them. On a GPU "weight" is the panels of
-all runs of rows in one buffer; they are unpacked to a workspace, which the products of :mod:`..gemm` read.
+all runs of rows in one buffer:
+
+int8              packed_int8.cu multiplies them with tokens of packed_tokens.cu, by integer instructions
+few tokens        packed_gemv.cu decodes them in registers, with the bits of gemv.cu
+more, gradients   they are unpacked to a workspace, which the products of :mod:`..gemm` read
 """
 
 from __future__ import annotations
@@ -14,23 +18,26 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from gpu_ops.kernels.common.arguments import DTYPES, as_line, as_rows, float32, row_stride, rows_of
+from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.gemm.args import Operand, linear, product
-from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
+from gpu_ops.kernels.gemm.args import Epilogue, Gemm, Operand, aligned, product, stride
+from gpu_ops.kernels.gemm.config import FEW, DeviceLimits, FewConfig, select_few
+from gpu_ops.kernels.gemm.gemm import launch_few, launch_numba, launch_raw, parts_of
 from gpu_ops.kernels.gemm.linear import Multiply
+from gpu_ops.kernels.gemm.sum import add_up
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.recording import as_int64, on_host
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, panel_bytes
 
-__all__ = ["unpacked", "variants"]
+__all__ = ["ROWS", "columns_of", "pieces", "unpacked", "variants"]
 
-_ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
+ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
 
 
 @lowers("packed_linear", "cpu")
@@ -96,7 +103,12 @@ def _embedding_cpu(spec: Spec, builder: Builder) -> None:
 
 # ---- GPUs --------------------------------------------------------------------------------------------------
 
-_UNIT, _WARPS = 32, 4  # as in packed_unpack.cu
+_UNIT, _WARPS = 32, 4  # as in packed_unpack.cu and packed_tokens.cu
+_FEW_ROWS = 16  # of a block of packed_gemv.cu at least: they fill the A operand of mma
+# Int8Shape of packed_int8.cu.
+_INT8_SHAPE = np.dtype(
+    [("stride_c", "i8"), ("split_c", "i8"), *((name, "i4") for name in ("m", "n", "k", "unused"))], align=True
+)
 
 
 def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> None:
@@ -108,16 +120,128 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
         builder.zero(spec.tensor("y"))
         return
     more = None if residual is None else rows_of(spec, "residual")
-    for first, rows, weight in _unpacked(spec, builder, backend, x.dtype, _ROWS):
+
+    def product_of(x: Tensor, weight: tuple[Operand, ...], first: int, rows: int) -> Gemm:
+        """Product with some rows of the matrix; ``weight`` is empty if kernels read its panels."""
         part = slice(first, first + rows)
-        gemm = linear(
-            Operand(x),
-            Operand(weight),
-            y[:, part],
-            residual=None if more is None else more[:, part],
-            bias=None if bias is None else bias[None, part],
+        residual = None if more is None else more[:, part]
+        row = None if bias is None else bias[None, part]
+        epilogue: Epilogue = "kStore" if row is None and residual is None else "kLinear"
+        return Gemm((Operand(x),), weight, (y[:, part],), epilogue=epilogue, residual=residual, bias=row)
+
+    if spec["activations"] == "int8" and x.size:
+        quantized: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        for first, rows, layout, panels in _parts(spec):
+            key = layout.block, _summed(layout)
+            if key not in quantized:
+                quantized[key] = _quantized(builder, backend, x, columns_of(spec), *key)
+            _int8(builder, backend, layout, panels, quantized[key], product_of(x, (), first, rows))
+        return
+    x = _reordered(builder, backend, x, columns_of(spec))
+    if backend == "raw" and len(x) <= FEW and x.size:
+        for first, rows, layout, panels in _parts(spec):
+            _few(builder, layout, panels, product_of(x, (), first, rows))
+    else:
+        for first, rows, weight in pieces(spec, builder, backend, x.dtype, None):
+            multiply(builder, product_of(x, (Operand(weight),), first, rows))
+
+
+def _few(builder: Builder, layout: BlockLayout, panels: Tensor, g: Gemm) -> None:
+    is_aligned = int(aligned([g.a[0].array]))
+
+    def kernel_of(config: FewConfig, out: str) -> CudaKernel:
+        return _few_kernel(layout, config, len(g.out[0]), g.dtype.name, out, is_aligned)
+
+    launch_few(builder, g, (panels, _values(builder, layout)), (0, 0), kernel_of, _FEW_ROWS)
+
+
+def _reordered(builder: Builder, backend: str, x: Tensor, columns: Tensor | None) -> Tensor:
+    """x with its columns in the order of the weights."""
+    if columns is None:
+        return x
+    result = builder.scratch(x.shape, x.dtype, "x in the order of the weights")
+    if backend == "numba":
+        from gpu_ops.kernels.weights.numba_cuda import packed as twins
+
+        grid = (len(x), -(-x.shape[1] // _UNIT), 1)
+        builder.launch(twins.reorder(x.dtype.name), grid, (_UNIT, 1, 1), (x, columns, result))
+        return result
+    kernel = CudaKernel("weights/packed_tokens", "packed_reorder", (("DTYPE", DTYPES[x.dtype.name]),))
+    grid = (len(x), -(-x.shape[1] // (32 * _WARPS)), 1)
+    args = (x, columns, result, np.int64(stride(x)), np.int32(x.shape[1]))
+    builder.launch(kernel, grid, (32 * _WARPS, 1, 1), args)
+    return result
+
+
+def _quantized(
+    builder: Builder, backend: str, x: Tensor, columns: Tensor | None, block: int, summed: int
+) -> tuple[Tensor, ...]:
+    """x in int8, scales of blocks of its elements, and sums of some of them."""
+    (tokens, cols), dtype = x.shape, x.dtype.name
+    m, tokens = tokens, _tile(tokens) * -(-tokens // _tile(tokens))
+    q = builder.scratch((tokens, cols), np.int8, f"x in int8, blocks of {block}")
+    scales = builder.scratch((tokens, cols // block), np.float32, f"scales of x, blocks of {block}")
+    sums = builder.scratch((tokens, cols // summed), np.int32, f"sums of {summed} of x")
+    order = sums[:0, 0] if columns is None else columns  # not read without columns
+    arrays = x, order, q, scales, sums
+    if backend == "raw":
+        kernel = _tokens_kernel(dtype, block, summed, columns is not None)
+        sizes = np.int64(stride(x)), np.int32(m), np.int32(cols), np.int64(scales.size)
+        builder.launch(kernel, (-(-scales.size // _WARPS), 1, 1), (32 * _WARPS, 1, 1), (*arrays, *sizes))
+    else:
+        from gpu_ops.kernels.weights.numba_cuda import packed as twins
+
+        builder.launch(twins.quantize_tokens(dtype, block, summed), (m, cols // block, 1), (1, 1, 1), arrays)
+    return q, scales, sums
+
+
+def _int8(
+    builder: Builder, backend: str, layout: BlockLayout, panels: Tensor, x: tuple[Tensor, ...], g: Gemm
+) -> None:
+    (m, n), k, out = g.out[0].shape, g.a[0].k, g.out[0]
+    if backend == "numba":
+        from gpu_ops.kernels.weights.numba_cuda import packed as twins
+
+        addends = [out[:0] if more is None else more for more in (g.residual, g.bias)]
+        args: tuple[Any, ...] = (*x, *_buffers(panels), _values(builder, layout), *addends, out)
+        builder.launch(
+            twins.int8_products(layout, out.dtype.name), (m, -(-n // _UNIT), 1), (_UNIT, 1, 1), args
         )
-        multiply(builder, gemm)
+        return
+    config = int8_config(m, n, k // layout.block, builder.sms)
+    direct = config.splits == 1 and g.epilogue != "kLinear"
+    target = out if direct else parts_of(builder, config.splits, m, n)
+    shape = np.zeros((), _INT8_SHAPE)
+    shape["m"], shape["n"], shape["k"] = m, n, k
+    shape["stride_c"], shape["split_c"] = stride(target), m * n
+    kernel = _int8_kernel(layout, config, target.dtype.name)
+    grid = (-(-n // GPU_LANES), config.splits, -(-m // config.tokens))
+    builder.launch(
+        kernel, grid, (32 * config.warps, 1, 1), (*x, panels, _values(builder, layout), target, shape[()])
+    )
+    if not direct:
+        add_up(builder, target, out, residual=g.residual, bias=g.bias)
+
+
+class Int8Config(NamedTuple):
+    """A launch of packed_int8.cu: tokens of a block of threads, its warps, and parts of K."""
+
+    tokens: int
+    warps: int
+    splits: int
+
+
+def int8_config(tokens: int, rows: int, blocks: int, sms: int) -> Int8Config:
+    """Configuration for a matrix whose rows have ``blocks`` blocks. K is divided where there are fewer than two
+    panels per SM, in a way that does not depend on the number of tokens."""
+    warps, panels = 8, -(-rows // GPU_LANES)
+    splits = max(1, min(2 * sms // panels, blocks // warps, 16))
+    return Int8Config(_tile(tokens), warps, splits)
+
+
+def _tile(tokens: int) -> int:
+    """Tokens of a block of threads."""
+    return min(8, 1 << (tokens - 1).bit_length())
 
 
 def _backward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> None:
@@ -130,33 +254,33 @@ def _backward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) ->
 
 
 def unpacked(spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any]) -> Tensor:
-    """The whole matrix in a workspace."""
-    ((_, _, weight),) = _unpacked(spec, builder, backend, dtype, spec["rows"])
+    """The whole matrix in a workspace, its columns in the order of the input features."""
+    cols, columns = spec["cols"], columns_of(spec)
+    weight = builder.scratch((spec["rows"], cols), dtype, "unpacked weight")
+    for first, rows, layout, panels in _parts(spec):
+        _unpack(builder, backend, layout, panels, weight[first : first + rows], columns)
     return weight
 
 
-def _unpacked(
-    spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any], limit: int
+def pieces(
+    spec: Spec, builder: Builder, backend: str, dtype: np.dtype[Any], columns: Tensor | None
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """First row, number of rows and weights of pieces of the matrix of up to ``limit`` rows, in one workspace.
-
-    With a limit of all rows it is one piece; otherwise a piece has one format."""
-    cols, total = spec["cols"], spec["rows"]
-    buffer = spec.tensor("weight")
-    columns = buffer[buffer.size - 4 * cols :].view(np.int32) if spec["reordered"] else None
-    if limit >= total:
-        weight = builder.scratch((total, cols), dtype, "unpacked weight")
-        for first, rows, layout, panels in _parts(spec):
-            _unpack(builder, backend, layout, panels, weight[first : first + rows], columns)
-        yield 0, total, weight
-        return
+    """First row, number of rows and weights of pieces of one format, of up to ROWS rows, in one workspace. Their
+    columns are as they are stored, or as ``columns`` says."""
+    cols = spec["cols"]
     for start, rows, layout, panels in _parts(spec):
         size = panel_bytes(layout, GPU_LANES, cols)
-        for first in range(0, rows, limit):
-            count = min(limit, rows - first)
+        for first in range(0, rows, ROWS):
+            count = min(ROWS, rows - first)
             weight = builder.scratch((count, cols), dtype, "unpacked weight")
             _unpack(builder, backend, layout, panels[first // GPU_LANES * size :], weight, columns)
             yield start + first, count, weight
+
+
+def columns_of(spec: Spec) -> Tensor | None:
+    """Input features of the stored columns; None if they are in order."""
+    buffer = spec.tensor("weight")
+    return buffer[buffer.size - 4 * spec["cols"] :].view(np.int32) if spec["reordered"] else None
 
 
 def _parts(spec: Spec) -> Iterator[tuple[int, int, BlockLayout, Tensor]]:
@@ -228,6 +352,11 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
     return panels, panels.view(np.float16), panels.view(np.uint32), panels.view(np.float32)
 
 
+def _summed(layout: BlockLayout) -> int:
+    """Elements of x whose sum packed_int8.cu reads: as many products as one integer sum holds."""
+    return min(layout.run, _UNIT)
+
+
 def _values(builder: Builder, layout: BlockLayout) -> Tensor:
     """Table of values of the codes; a zero if they are integers."""
     if layout.is_e4m3:
@@ -238,8 +367,41 @@ def _values(builder: Builder, layout: BlockLayout) -> Tensor:
 
 
 def _kernel(which: str, layout: BlockLayout, dtype: str, reordered: bool = False) -> CudaKernel:
+    defines = (("DTYPE", DTYPES[dtype]), *_block_defines(layout), ("REORDERED", int(reordered)))
+    return CudaKernel("weights/packed_unpack", f"packed_{which}", defines)
+
+
+def _few_kernel(
+    layout: BlockLayout, config: FewConfig, tokens: int, dtype: str, out: str, is_aligned: int
+) -> CudaKernel:
+    # mma takes 8 tokens; FMAs of tokens that are not there would take longer than the codes' bytes
+    columns = min(config.tokens, 1 << (tokens - 1).bit_length()) if dtype == "float32" else config.tokens
     defines = (
         ("DTYPE", DTYPES[dtype]),
+        ("OUT", DTYPES[out]),
+        *_block_defines(layout),
+        ("ROWS", config.rows),
+        ("TOKENS", columns),
+        ("ALIGNED", is_aligned),
+        ("WARPS", config.threads // 32),
+        ("UNROLL", config.unroll),
+    )
+    return CudaKernel("weights/packed_gemv", "packed_gemv", defines)
+
+
+def _int8_kernel(layout: BlockLayout, config: Int8Config, out: str) -> CudaKernel:
+    more = ("OUT", DTYPES[out]), ("TOKENS", config.tokens), ("WARPS", config.warps)
+    return CudaKernel("weights/packed_int8", "packed_int8", (*_block_defines(layout), *more))
+
+
+def _tokens_kernel(dtype: str, block: int, summed: int, reordered: bool) -> CudaKernel:
+    sizes = ("BLOCK", block), ("SUMMED", summed), ("REORDERED", int(reordered))
+    return CudaKernel("weights/packed_tokens", "packed_quantize", (("DTYPE", DTYPES[dtype]), *sizes))
+
+
+def _block_defines(layout: BlockLayout) -> tuple[tuple[str, str | int], ...]:
+    """Macros of packed.cuh."""
+    return (
         ("BLOCK", layout.block),
         ("RUN", layout.run),
         ("BITS", layout.bits),
@@ -247,11 +409,9 @@ def _kernel(which: str, layout: BlockLayout, dtype: str, reordered: bool = False
         ("RUN_SCALES", int(layout.has_run_scales)),
         ("MINIMUM", int(layout.has_minimum)),
         ("RUN_MINIMUMS", int(layout.has_run_minimums)),
-        ("TABLE", int(layout.offset is None)),
+        ("CODES", "kE4M3" if layout.is_e4m3 else "kTable" if layout.offset is None else "kIntegers"),
         ("OFFSET", layout.offset or 0),
-        ("REORDERED", int(reordered)),
     )
-    return CudaKernel("weights/packed_unpack", f"packed_{which}", defines)
 
 
 lowers("packed_linear", "raw")(partial(_forward, multiply=launch_raw, backend="raw"))
@@ -264,7 +424,7 @@ lowers("packed_embedding", "numba")(partial(_embedding, backend="numba"))
 
 _EXAMPLES = (
     BlockLayout("q8_0", 32, 32, 8, 2, False, False, False, 128, ()),
-    BlockLayout("mxfp4", 32, 32, 4, 1, False, False, False, None, ()),  # the table is an argument
+    BlockLayout("mxfp4", 32, 32, 4, 1, False, False, False, None, (1.0,) * 16),  # the table is an argument
     BlockLayout("q5_k", 256, 32, 5, 2, True, True, True, 0, ()),
     BlockLayout("q6_k", 256, 16, 6, 2, True, False, False, 32, ()),
     BlockLayout("uint4_g128", 128, 128, 4, 4, False, False, True, 0, ()),
@@ -273,7 +433,18 @@ _EXAMPLES = (
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """Kernels of formats that differ most."""
-    for dtype, layout, which in itertools.product(DTYPES, _EXAMPLES, ("unpack", "embedding")):
-        if dtype != "bfloat16" or int(arch[3:].rstrip("af")) >= 80:
+    """Kernels of formats that differ most, for the matrices of an 8 B model."""
+    for dtype, layout in itertools.product(DTYPES, _EXAMPLES):
+        if dtype == "bfloat16" and int(arch[3:].rstrip("af")) < 80:
+            continue
+        for which in ("unpack", "embedding"):
             yield Variant(_kernel(which, layout, dtype), 32 * _WARPS)
+        limits = DeviceLimits(100, smem_per_block_optin(arch))
+        for tokens in (1, 16):
+            itemsize = 4 if dtype == "float32" else 2
+            few = select_few(tokens, 14336, 4096, itemsize, False, limits, least_rows=_FEW_ROWS)
+            yield Variant(_few_kernel(layout, few, tokens, dtype, dtype, 1), few.threads)
+            if layout.has_integers:
+                config = int8_config(tokens, 14336, 4096 // layout.block, limits.sms)
+                yield Variant(_int8_kernel(layout, config, dtype), 32 * config.warps)
+        yield Variant(_tokens_kernel(dtype, layout.block, _summed(layout), False), 32 * _WARPS)

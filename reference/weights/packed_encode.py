@@ -35,6 +35,7 @@ __all__ = [
     "q5_k",
     "q6_k",
     "q8_0",
+    "ternary",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -118,6 +119,13 @@ def _finite(numbers: Array) -> Array:
 def _codes(numbers: Array, top: int) -> Array:
     """Numbers, truncated, as codes from 0 to ``top``."""
     return np.clip(_finite(numbers), 0, top).astype(np.uint8)
+
+
+def _rounded(numbers: Array) -> Array:
+    """Nearest integers, halves away from zero; 0 for numbers that are not finite."""
+    magnitude = np.abs(numbers)
+    floor = np.floor(magnitude)
+    return _finite(np.copysign(floor + (magnitude - floor >= 0.5), numbers))
 
 
 def _nearest(table: Array, numbers: Array) -> Array:
@@ -204,13 +212,19 @@ def q5_1(weights: Array) -> Fields:
 
 @_in_pieces
 def q8_0(weights: Array) -> Fields:
-    """Codes 128 + the integer nearest to weight / scale; halves are rounded away from zero."""
+    """Codes 128 + the integer nearest to weight / scale."""
     scale = np.abs(weights).max(axis=1, keepdims=True) / 127
-    numbers = weights * _reciprocal(scale)
-    magnitude = np.abs(numbers)
-    floor = np.floor(magnitude)
-    rounded = np.copysign(floor + (magnitude - floor >= 0.5), numbers)
-    return Fields(_codes(_finite(rounded) + 128, 255), scale.astype(np.float16))
+    return Fields(_codes(_rounded(weights * _reciprocal(scale)) + 128, 255), scale.astype(np.float16))
+
+
+@_in_pieces
+def ternary(weights: Array) -> Fields:
+    """Codes 1 + the sign of weights from half of the largest magnitude, which is the scale, on; 1 below it.
+
+    Ternary weights keep their values, if float16 holds the scale. Normal weights lose most of theirs.
+    """
+    scale = np.abs(weights).max(axis=1, keepdims=True)
+    return Fields(_codes(_rounded(weights * _reciprocal(scale)) + 1, 2), scale.astype(np.float16))
 
 
 @_in_pieces

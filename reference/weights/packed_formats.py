@@ -299,6 +299,35 @@ def _join_iq4_xs(f: Fields) -> Array:
     return np.hstack([_bytes(f.scale), high, low[..., 0] | low[..., 1], _nibbles(f.codes, 16)])
 
 
+def _split_tq1_0(data: Array) -> Fields:
+    """Bytes are fractions in base 3: five digits, the last four bytes four. Several bytes have the same digits."""
+    fractions = data[:, None, :52] * _POWERS[::-1, None]  # modulo 1: a byte of 256ths
+    digits = (fractions.astype(np.uint16) * np.uint16(3) >> np.uint16(8)).astype(np.uint8)
+    parts = digits[:, :, :32], digits[:, :, 32:48], digits[:, :4, 48:]
+    codes = np.concatenate([part.reshape(len(data), -1) for part in parts], axis=1)
+    return Fields(codes, _half(data[:, 52:]))
+
+
+def _join_tq1_0(f: Fields) -> Array:
+    """Lowest of the bytes with the same digits: the one that ggml writes."""
+    parts = f.codes[:, :160].reshape(-1, 5, 32), f.codes[:, 160:240].reshape(-1, 5, 16)
+    last = np.pad(f.codes[:, 240:].reshape(-1, 4, 4), ((0, 0), (0, 1), (0, 0)))
+    digits = np.concatenate([*parts, last], axis=2).astype(np.uint16)
+    number = (digits * _POWERS[:, None]).sum(axis=1, dtype=np.uint16)
+    fractions = (number * np.uint16(256) + np.uint16(242)) // np.uint16(243)
+    return np.hstack([fractions.astype(np.uint8), _bytes(f.scale)])
+
+
+def _split_tq2_0(data: Array) -> Fields:
+    codes = _bit_planes(data[:, :64].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    return Fields(codes, _half(data[:, 64:]))
+
+
+def _join_tq2_0(f: Fields) -> Array:
+    codes = _pack_bit_planes(f.codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
+    return np.hstack([codes, _bytes(f.scale)])
+
+
 def _split_nf4(data: Array) -> Fields:
     return Fields(_high_low(data[:, 4:]), np.ascontiguousarray(data[:, :4]).view("<f4"))
 
@@ -333,6 +362,7 @@ def _integers(bits: int, offset: int) -> tuple[float, ...]:
     return tuple(range(-offset, (1 << bits) - offset))
 
 
+_POWERS = np.array([81, 27, 9, 3, 1], np.uint8)
 _TWELFTHS = tuple(float(np.float32(value) / np.float32(12)) for value in FP4)
 _SCALES = "f16 scale"
 _BOTH = "f16 scale and minimum"
@@ -366,6 +396,10 @@ _ROWS = (
      f"{_SCALES}; 16 runs: int8 scale", packed_encode.q6_k),
     ("iq4_xs", 256, 136, 4, 32, IQ4, _split_iq4_xs, _join_iq4_xs,
      f"{_SCALES}; 8 runs: 6-bit scale, nibbles of a table", None),
+    ("tq1_0", 256, 54, 2, 256, (-1, 0, 1), _split_tq1_0, _join_tq1_0,
+     f"{_SCALES}, base-3 digits", packed_encode.ternary),
+    ("tq2_0", 256, 66, 2, 256, _integers(2, 1), _split_tq2_0, _join_tq2_0,
+     f"{_SCALES}, 2-bit fields", packed_encode.ternary),
     ("nf4", 64, 36, 4, 64, NF4, _split_nf4, _join_nf4,
      "f32 scale, nibbles of quantiles", packed_encode.nf4),
     ("fp4", 64, 36, 4, 64, _TWELFTHS, _split_nf4, _join_nf4,

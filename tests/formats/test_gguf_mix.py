@@ -11,7 +11,7 @@ SIZES_80 = ModelSizes(nlayers=80, nheads=64, nheads_kv=8, tied=False)
 MORE_32 = {0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31}
 MORE_80 = {*range(10), *range(12, 70, 3), *range(70, 80)}
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_s": 14, "q4_k_m": 15,
-              "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32}  # fmt: skip
+              "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32, "tq1_0": 36, "tq2_0": 37}  # fmt: skip
 
 
 def layers(mix, module, format, sizes, shape=(1024, 4096)):
@@ -51,6 +51,11 @@ def test_layers_with_more_bits(sizes, more, module):
         ("q4_k_m", "output.weight", 4096, False, "q6_k"),
         ("q4_0", "output.weight", 4096, False, "q6_k"),
         ("q8_0", "output.weight", 4096, False, "q8_0"),
+        ("tq1_0", "blk.0.attn_v.weight", 4096, False, "tq1_0"),
+        ("tq2_0", "blk.31.ffn_down.weight", 4096, False, "tq2_0"),
+        ("tq2_0", "token_embd.weight", 4096, False, "q4_k"),
+        ("tq2_0", "token_embd.weight", 4096, True, "q6_k"),
+        ("tq1_0", "output.weight", 4096, False, "q6_k"),
         # columns that blocks of 256 do not divide
         ("q4_k_m", "blk.5.attn_q.weight", 576, False, "q5_0"),
         ("q5_k_m", "blk.5.attn_q.weight", 576, False, "q5_1"),
@@ -60,9 +65,13 @@ def test_layers_with_more_bits(sizes, more, module):
         ("q4_k_m", "output.weight", 576, False, "q8_0"),
         ("q4_0", "output.weight", 576, False, "q8_0"),
         ("q4_0", "blk.5.attn_q.weight", 576, False, "q4_0"),
+        ("tq1_0", "blk.5.attn_q.weight", 576, False, "q4_0"),
+        ("tq2_0", "token_embd.weight", 576, False, "q5_0"),
+        ("tq2_0", "output.weight", 576, False, "q8_0"),
         # and columns that those of 32 do not
         ("q4_k_m", "blk.5.attn_q.weight", 48, False, "float16"),
         ("q8_0", "output.weight", 48, False, "float16"),
+        ("tq1_0", "blk.5.attn_q.weight", 48, False, "float16"),
         ("bf16", "output.weight", 48, False, "bfloat16"),
         ("f32", "blk.5.attn_q.weight", 4096, False, "float32"),
     ],

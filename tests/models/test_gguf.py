@@ -1,4 +1,4 @@
-"""Models from GGUF files: equal to those from folders, with ternary projections packed."""
+"""Models from GGUF files: equal to those from folders, with quantised matrices packed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import gpu_ops
 from gpu_ops import RopeScaling, inference, models
 from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError, ShapeError
 from gpu_ops.models import LlamaConfig
+from gpu_ops.reference.weights.packed_formats import FORMATS
 from tests.formats.test_file_mutations import mutant
 from tests.models.model_files import (
     BIG,
@@ -27,6 +28,7 @@ from tests.models.model_files import (
     same,
     stored,
     ternary_tensors,
+    write,
     write_model,
     written,
 )
@@ -61,7 +63,7 @@ def test_a_model_is_the_same_as_from_its_folder(case, stored_as, gguf, tmp_path)
 
 
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4",
-          "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # fmt: skip
+          "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")  # fmt: skip
 
 
 @pytest.mark.parametrize("stored_as", BLOCKS)
@@ -163,19 +165,12 @@ BITNET = dataclasses.replace(BIG, sub_norms=True, activation="relu2", tied=True)
 
 
 @pytest.mark.parametrize("one_scale", [True, False])
-@pytest.mark.parametrize(
-    ("format", "arch", "big"),
-    [(x, "llama", BIG) for x in ("tq1_0", "tq2_0", "i2_s")] + [("i2_s", "bitnet-b1.58", BITNET)],
-)
-def test_ternary_projections_stay_packed(format, arch, big, one_scale, gguf, tmp_path, rng):
+@pytest.mark.parametrize(("arch", "big"), [("llama", BIG), ("bitnet-b1.58", BITNET)])
+def test_projections_in_i2_s_stay_packed(arch, big, one_scale, gguf, tmp_path, rng):
     scales = iter([0.5] * 7 if one_scale else [0.25, 0.5, 0.125, 1.0, 0.375, 2.0, 0.75])
-    tensors, right = ternary_tensors(rng, format, scales, big, arch)
+    tensors, right = ternary_tensors(rng, "i2_s", scales, big, arch)
     path = tmp_path / "a.gguf"
-    if format == "i2_s":
-        write_i2_s(gguf, path, tensors, arch, big)
-    else:
-        keys = {"general.architecture": arch, **metadata(big, arch), "answer": [1, 2]}
-        gpu_ops.write_gguf(path, tensors, keys)
+    write_i2_s(gguf, path, tensors, arch, big)
     weights_read, config = models.load(path)
     assert config == big
     for part in models.projection.PROJECTIONS:
@@ -185,6 +180,37 @@ def test_ternary_projections_stay_packed(format, arch, big, one_scale, gguf, tmp
         np.testing.assert_array_equal(w.dequantize(), expected.dequantize())
     np.testing.assert_array_equal(models.logits(IDS, weights_read, config), models.logits(IDS, right, config))
     assert models.load(path, dtype="bfloat16")[0].layers[0].mlp_norm.dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("format", ["tq1_0", "tq2_0"])
+def test_ternary_blocks_are_packed_matrices(format, tmp_path, rng):
+    scales = np.array([0.25, 0.5, 0.125, 1.0, 0.375, 2.0, 0.75]) / 16
+    tensors, right = ternary_tensors(rng, format, iter(scales))
+    path, keys = tmp_path / "a", {"general.architecture": "llama", **metadata(BIG, "llama"), "answer": [1, 2]}
+    gpu_ops.write_gguf(path, tensors, keys)
+    weights, config = models.load(path)
+    assert config == BIG
+    for part in models.projection.PROJECTIONS:
+        w, expected = getattr(weights.layers[0], part), getattr(right.layers[0], part)
+        assert w.formats == ((expected.shape[0], format),)
+        np.testing.assert_array_equal(w.dequantize(), expected.dequantize())
+        ternary = gpu_ops.TernaryMatrix.from_packed(w)
+        np.testing.assert_array_equal(ternary.trits(), expected.trits())
+        assert ternary.scale.ndim == (0 if part in ("o", "down") else 1)
+    whole, _ = models.load(path, dtype="float32")
+    plain = models.logits(IDS, whole, config)
+    np.testing.assert_array_equal(models.logits(IDS, weights, config), plain)
+    fast, _ = models.load(path, activations="int8")
+    error = models.logits(IDS, fast, config) - plain
+    assert 0 < np.sqrt(np.mean(error**2) / np.mean(plain**2)) < 0.03
+    everywhere = models.projection.PROJECTIONS
+    per_token = [models.logits(IDS, models.with_int8_input(w, everywhere), config) for w in (weights, right)]
+    np.testing.assert_array_equal(*per_token)
+    adapters = models.initial_lora(models.lora_shapes(config, rank=2))
+    prompt = [IDS[0, :7].tolist()]
+    expected = inference.generate(whole, config, prompt, max_new_tokens=5)
+    for w in (weights, models.with_lora(weights, adapters)):
+        assert inference.generate(w, config, prompt, max_new_tokens=5) == expected
 
 
 def write_i2_s(gguf, path, tensors, arch, config):
@@ -219,7 +245,7 @@ def test_a_projection_that_is_ternary_in_part_becomes_an_array(tmp_path, rng):
     layer = models.load(path)[0].layers[0]
     for part in ("qkv", "gate_up"):
         np.testing.assert_array_equal(getattr(layer, part), getattr(right.layers[0], part).dequantize())
-    assert isinstance(layer.o, gpu_ops.TernaryMatrix)
+    assert isinstance(layer.o, gpu_ops.PackedMatrix)
 
 
 def test_blocks_with_scales_of_their_own(tmp_path, rng):
@@ -238,7 +264,9 @@ def test_blocks_with_scales_of_their_own(tmp_path, rng):
     qkv = models.load(tmp_path / "a")[0].layers[0].qkv
     right = np.concatenate([ours.dequantize(), ours.dequantize(), trits * np.float32(0.5)])
     np.testing.assert_array_equal(qkv.dequantize(), right)
-    assert qkv.group_size == 256
+    ternary = gpu_ops.TernaryMatrix.from_packed(qkv)
+    np.testing.assert_array_equal(ternary.dequantize(), right)
+    assert ternary.group_size == 256
 
 
 # GGUF files with unknown models or damage: refused, in bounded memory.
@@ -426,6 +454,19 @@ def test_damaged_files_are_refused_or_read_soundly(tmp_path, rng):
     assert tracemalloc.get_traced_memory()[1] < 40 * len(whole)
     tracemalloc.stop()
     assert refused > 100
+
+
+@pytest.mark.parametrize(("name", "type"), [("tq1_0", 34), ("tq2_0", 35)])
+def test_ternary_blocks_of_another_size_are_refused(name, type, gguf, tmp_path):
+    codes = bytes(4 * FORMATS[name].nbytes)
+    cases = [
+        (codes, (4, 255), f"{name.upper()} have a multiple of 256 elements"),
+        (codes[:-64], (4, 256), "should end at byte"),  # less than the padding of tensors
+    ]
+    for data, shape, words in cases:
+        write(gguf, tmp_path / "a", [("w", data, shape, type)])
+        with pytest.raises(FormatError, match=words):
+            models.load(tmp_path / "a")
 
 
 def test_tensors_that_share_bytes_are_refused(tmp_path):

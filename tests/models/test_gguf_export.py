@@ -90,6 +90,28 @@ def test_float32_is_the_model(tmp_path):
     assert same(models.load(tmp_path / "a.gguf")[0], weights)
 
 
+@pytest.mark.parametrize("format", ["tq1_0", "tq2_0"])
+def test_ternary_projections_lose_nothing(format, tmp_path, rng):
+    weights = made(WIDE)
+    for layer in weights.layers:
+        for part in models.projection.PROJECTIONS:
+            shape, scale = getattr(layer, part).shape, np.float32(rng.integers(1, 8) / 64)
+            setattr(layer, part, rng.integers(-1, 2, shape).astype(np.float32) * scale)
+    models.save(tmp_path, weights, WIDE)
+    formats = models.export_gguf(tmp_path, tmp_path / "a.gguf", format)
+    loaded, config = models.load(tmp_path / "a.gguf")
+    assert config == WIDE
+    for layer, right in zip(loaded.layers, weights.layers, strict=True):
+        for part in models.projection.PROJECTIONS:
+            packed, expected = getattr(layer, part), getattr(right, part)
+            assert packed.formats == ((len(expected), format),)
+            np.testing.assert_array_equal(packed.dequantize(), expected)
+    assert formats["token_embd.weight"] == "q6_k"  # the output layer too
+    assert read(tmp_path / "a.gguf")[0]["general.file_type"] == {"tq1_0": 36, "tq2_0": 37}[format]
+    expected = models.load(tmp_path / "a.gguf", dtype="float32")[0]
+    np.testing.assert_array_equal(models.logits(IDS, loaded, WIDE), models.logits(IDS, expected, WIDE))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_dtypes_and_pieces_do_not_show(dtype, tmp_path, monkeypatch):
     """Pieces of two heads, of a folder in two shards, give the file of one piece."""

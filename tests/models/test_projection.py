@@ -305,5 +305,10 @@ def test_int8_input_wants_packed_weights():
     arrays, _ = made()
     with pytest.raises(OptionError, match=r"layers.0.qkv is ndarray, not a TernaryMatrix"):
         models.with_int8_input(models.Llama.of(arrays, CONFIG))
+    arrays["layers.0.qkv"] = gpu_ops.quantize(arrays["layers.0.qkv"], "q4_0")
+    with pytest.raises(
+        OptionError, match=r"layers.0.qkv: TernaryMatrix.from_packed: .* q4_0; expected tq1_0"
+    ):
+        models.with_int8_input(models.Llama.of(arrays, CONFIG))
     with pytest.raises(OptionError, match="gate"):
         models.with_int8_input(ternary_model(np.float32)[0], ("gate",))

@@ -10,7 +10,7 @@ import gpu_ops
 from gpu_ops import PackedMatrix
 from gpu_ops.errors import DeviceError
 from gpu_ops.reference.weights.packed_formats import PLAIN
-from tests.weights.test_packed import READ, random_matrix
+from tests.weights.test_packed import INTEGERS, READ, int8_products, random_matrix
 
 DEVICES = ("emulator", "cuda")
 UNPACKED = [name for name in READ if name not in PLAIN]
@@ -43,8 +43,9 @@ def test_reordered_columns(backend, rng):
     matrix = PackedMatrix(stored.blocks()[0], (40, 128), "uint4_g64", columns=order)
     weight = matrix.dequantize()
     x, dy = (rng.standard_normal((3, n)).astype(np.float32) for n in (128, 40))
-    right = gpu_ops.linear(x, weight, **backend)
-    np.testing.assert_array_equal(gpu_ops.linear(x, matrix, **backend), right)
+    for rows in (x, rng.standard_normal((20, 128)).astype(np.float32)):
+        right = gpu_ops.linear(rows[:, order], weight[:, order], **backend)
+        np.testing.assert_array_equal(gpu_ops.linear(rows, matrix, **backend), right)
     right = gpu_ops.linear_backward(dy, x, weight, only="dx", **backend)
     np.testing.assert_array_equal(gpu_ops.linear_backward(dy, x, matrix, only="dx", **backend), right)
     targets = rng.integers(0, 40, 3)
@@ -55,7 +56,7 @@ def test_reordered_columns(backend, rng):
 def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
     from gpu_ops.kernels.weights import packed
 
-    monkeypatch.setattr(packed, "_ROWS", 64)
+    monkeypatch.setattr(packed, "ROWS", 64)
     matrix = PackedMatrix.joined([random_matrix(name, 96, 64, rng) for name in ("q4_0", "q8_0")])
     x, bias = rng.standard_normal((2, 64)).astype(np.float32), rng.standard_normal(192).astype(np.float32)
     right = gpu_ops.linear(x, matrix.dequantize(), bias, **backend)
@@ -81,10 +82,52 @@ def test_packed_floats_are_refused(backend, rng):
             call()
 
 
-def test_int8_activations_are_refused(backend, rng):
-    matrix = random_matrix("q4_0", 40, 64, rng)
-    with pytest.raises(DeviceError, match="CPU kernels only"):
-        gpu_ops.linear(np.ones((2, 64), np.float32), matrix, activations="int8", **backend)
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_int8_products(name, dtype, tokens, backend, rng):
+    """Error within the bound of the CPU's; the bits of a token do not depend on others; zeros and NaN as they are."""
+    second = "q8_0" if name == "q6_k" else "q6_k"
+    matrix = PackedMatrix.joined([random_matrix(n, rows, 512, rng) for n, rows in ((name, 37), (second, 40))])
+    x = rng.standard_normal((tokens, 512)).astype(dtype)
+    x[0, :256] = 0
+    y = gpu_ops.linear(x, matrix, activations="int8", **backend)
+    right, bound = int8_products(matrix, x)
+    step = {np.float32: 2.0**-24, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-11}[dtype]
+    assert (np.abs(y.astype(np.float64) - right) <= bound + step * np.abs(right)).all()
+    one = gpu_ops.linear(x[-1:], matrix, activations="int8", **backend)
+    np.testing.assert_array_equal(one[0], y[-1])
+    x[0, 300] = np.inf
+    assert np.isnan(gpu_ops.linear(x, matrix, activations="int8", **backend)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_products_with_addends_and_reordered_columns(dtype, backend, rng):
+    order = rng.permutation(128)
+    stored = random_matrix("uint4_g64", 70, 128, rng)
+    matrix = PackedMatrix(stored.blocks()[0], (70, 128), "uint4_g64", columns=order)
+    x = rng.standard_normal((5, 256)).astype(dtype)[:, 64:192]
+    bias, residual = rng.standard_normal(70).astype(dtype), rng.standard_normal((5, 70)).astype(dtype)
+    y = gpu_ops.linear(x, matrix, bias, residual=residual, activations="int8", **backend)
+    right, bound = int8_products(stored, x[:, order])
+    right += bias.astype(np.float64) + residual.astype(np.float64)
+    step = {np.float32: 2.0**-23, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-11}[dtype]
+    assert (np.abs(y.astype(np.float64) - right) <= bound + step * (1 + np.abs(right))).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["q4_0", "q6_k", "uint4_g64"])
+def test_few_tokens_have_the_bits_of_the_unpacked_matrix(name, dtype, tokens, backend, rng):
+    """Also of strided x, of a K that ends within the turns of a block, and with infinite weights."""
+    matrix = random_matrix(name, 45, 1280, rng)
+    blocks = matrix.blocks()[0].copy()
+    blocks[7, -16:] = 255
+    matrix = PackedMatrix(blocks, matrix.shape, name)
+    x = rng.standard_normal((tokens, 2600)).astype(dtype)[:, 3:1283]
+    right = gpu_ops.linear(x, matrix.dequantize(dtype), **backend)
+    y = gpu_ops.linear(x, matrix, **backend)
+    np.testing.assert_array_equal(y.astype(np.float32), right.astype(np.float32))  # NaN equals NaN there
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from gpu_ops.reference.weights.packed_encode import FP4, NF4
 from gpu_ops.reference.weights.packed_formats import FORMATS, PLAIN, decode, encode
 
 WRITTEN = [name for name, format in FORMATS.items() if format.encode and name not in PLAIN]
-GGUF = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4"]
+GGUF = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "tq1_0", "tq2_0"]
 
 # Of ramp(block). Formats of gguf-py: gguf 0.19; the others: ggml_quantize_chunk of ggml.
 BYTES = {
@@ -39,12 +39,20 @@ BYTES = {
         "928d49482527d2968d4968242792929d8949752427d6928959742463d29e8949742523929a8949642427929e59493464"
         "9b96918b848399928d868097918a8984e010"
     ),
+    "tq1_0": (
+        "83999c818889d82e7d9d657fdfd82b999d6d88df832e99816e89d5d82e9c9d818689939dd682d88980769db9d52e868988ded79bc540"
+    ),
+    "tq2_0": (
+        "95195955656596941559515566965419596165669594195561655696945959556565459698155965554696585951656546959859"
+        "556565969695595155658656c540"
+    ),
 }
 
 # RMSE / sigma of Gaussian weights, as measured with ggml, gguf-py and bitsandbytes.
 ERRORS = {
     **{"q4_0": 0.0859, "q4_1": 0.0782, "q5_0": 0.0427, "q5_1": 0.0379, "q8_0": 0.0053, "iq4_nl": 0.0761},
     **{"mxfp4": 0.1141, "q4_k": 0.0713, "q5_k": 0.0361, "q6_k": 0.0178, "nf4": 0.0920, "fp4": 0.1220},
+    **{"tq1_0": 0.8088, "tq2_0": 0.8088},
     # Groups, rounded to nearest: of 4 bits as in compressed-tensors.
     **{"int4_g128": 0.1107, "int4_g64": 0.1028, "int4_g32": 0.0948},
     **{"uint4_g128": 0.1006, "uint4_g64": 0.0911, "uint4_g32": 0.0807},
@@ -161,6 +169,17 @@ def test_error_is_at_most_half_a_step(name):
     rounding = 2.0**-10 * np.abs(weights).max(axis=1, keepdims=True)  # float16 scales and minimums
     highest = (fields.codes == fields.codes.max()) & (name in ("q4_0", "q5_0"))  # the range has no +8 or +16
     assert (error <= np.where(highest, step, step / 2) + 2 * rounding).all()
+
+
+@pytest.mark.parametrize("name", ["tq1_0", "tq2_0"])
+def test_ternary_weights_lose_nothing(name, rng):
+    format = FORMATS[name]
+    scales = rng.uniform(2.0**-14, 60000, (50, 1)).astype(np.float16)
+    weights = rng.integers(-1, 2, (50, 256)).astype(np.float32) * scales.astype(np.float32)
+    np.testing.assert_array_equal(decode(format, encode(format, weights)), weights)
+    tie, below = np.float32(0.5), np.nextafter(np.float32(0.5), np.float32(0))
+    edges = np.tile(np.array([1, tie, -tie, below, -below, 0, -0.0, -1], np.float32), 32)[None]
+    assert format.encode(edges).codes[0, :8].tolist() == [2, 2, 0, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "iq4_nl", "nf4", "fp4"])

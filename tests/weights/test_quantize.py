@@ -237,6 +237,16 @@ W = TernaryMatrix.from_trits(np.ones((3, 8), np.int8))
 DENSE = np.ones((3, 8), np.float32)
 CODES = ternary_pack(np.ones((3, 8), np.int8), "w2")
 BYTE_0 = (np.arange(16) == 0).astype(np.uint8)
+W3 = TernaryMatrix.from_trits(np.ones((3, 3), np.int8))
+Q4 = gpu_ops.quantize(np.ones((3, 32), np.float32), "q4_0")
+
+
+def packed_ones(scale=1.0, code=2, *, order=False):
+    """Packed matrix of one code in each place."""
+    blocks = np.full((3, 66), code * 0b01010101, np.uint8)
+    blocks[:, 64:] = np.array([scale], "<f2").view(np.uint8)
+    columns = np.arange(256)[::-1] if order else None
+    return gpu_ops.PackedMatrix(blocks, (3, 256), "tq2_0", columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +283,14 @@ BYTE_0 = (np.arange(16) == 0).astype(np.uint8)
         (lambda: W.to(["w2"]), OptionError, r"TernaryMatrix.to: format=\['w2'\] is unknown"),
         (lambda: W.to("gguf"), OptionError, "allowed"),
         (lambda: W.to("tq1_0"), ShapeError, "K % 256 == 0, got shape"),
+        (lambda: TernaryMatrix.joined([]), DTypeError, "expected a list"),
+        (lambda: TernaryMatrix.joined([DENSE]), DTypeError, "expected a list"),
+        (lambda: TernaryMatrix.joined([W, W3]), ShapeError, "K must be the same"),
+        (lambda: TernaryMatrix.from_packed(W), DTypeError, "expected a PackedMatrix, got TernaryMatrix"),
+        (lambda: TernaryMatrix.from_packed(Q4), OptionError, "has the format q4_0; expected tq1_0 or tq2_0"),
+        (lambda: TernaryMatrix.from_packed(packed_ones(order=True)), OptionError, "columns in another order"),
+        (lambda: TernaryMatrix.from_packed(packed_ones(code=3)), FormatError, "from_packed: .*tq2_0: code 3"),
+        (lambda: TernaryMatrix.from_packed(packed_ones(np.inf)), FormatError, "from_packed: .*not finite"),
     ],
 )  # fmt: skip
 def test_bad_calls(call, error, match):
@@ -295,6 +313,41 @@ def test_copies_are_immutable_too(copied, rng):
         for array in (matrix.codes, matrix.scale):
             with pytest.raises(ValueError, match="read-only"):
                 array[0] = 0
+
+
+def test_joined(rng):
+    t = [trits(rng, (rows, 12)) for rows in (3, 2, 4)]
+    scales = 0.5, np.array([2, 3], np.float32), rng.uniform(1, 2, (4, 3)).astype(np.float32)
+    matrices = [
+        TernaryMatrix.from_trits(x, scale, format=format)
+        for x, scale, format in zip(t, scales, ("base3", "w2", "planes"), strict=True)
+    ]
+    for count, group in ((1, None), (2, -1), (3, 4)):
+        joined = TernaryMatrix.joined(matrices[:count])
+        expected = np.concatenate([matrix.dequantize() for matrix in matrices[:count]])
+        np.testing.assert_array_equal(joined.dequantize(), expected)
+        assert (joined.format, joined.group_size) == ("w2", group)
+    halves = TernaryMatrix.from_trits(t[0], np.tile(np.array([0.5, 2], np.float32), (3, 1)))
+    joined = TernaryMatrix.joined([matrices[2], halves])  # groups of 4 and of 6
+    np.testing.assert_array_equal(joined.dequantize()[4:], halves.dequantize())
+    assert joined.group_size == 2
+    empty = TernaryMatrix.from_trits(t[0][:0], 0.5)
+    assert TernaryMatrix.joined([empty, empty]).shape == (0, 12)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_from_packed(used, rng):
+    scales = rng.uniform(0.5, 1, (5, 2)).astype(np.float16).astype(np.float32)
+    scales[2] = -scales[2]
+    w = np.repeat(scales, 256, axis=1) * trits(rng, (5, 512))
+    parts = [gpu_ops.quantize(w[rows], name) for name, rows in (("tq1_0", slice(2)), ("tq2_0", slice(2, 5)))]
+    packed = gpu_ops.PackedMatrix.joined(parts)
+    if used:
+        gpu_ops.linear(np.ones((1, 512), np.float32), packed)  # replaces the blocks
+    made = TernaryMatrix.from_packed(packed)
+    np.testing.assert_array_equal(made.dequantize(), w)
+    assert made.group_size == 256
+    assert TernaryMatrix.from_packed(packed_ones()).group_size is None
 
 
 def test_it_is_no_array_to_numpy():

@@ -39,7 +39,8 @@ def linear(
     x : array (..., in_features)
         float16, bfloat16, float32 or float64; the other arrays in the same dtype.
     weight : array or PackedMatrix (out_features, in_features)
-        In the layout of checkpoints. Packed weights stay packed; on a GPU a call unpacks them to a workspace.
+        In the layout of checkpoints. Packed weights stay packed. On a GPU, products of more than 16 tokens with
+        native activations unpack them to a workspace.
     bias : array (out_features,), optional
     residual : array (..., out_features), optional
         Added before the result is rounded.
@@ -220,14 +221,10 @@ def _bind_packed(
     tokens, (rows, cols) = math.prod(x.shape[:-1]), weight.shape
     reordered = weight.columns is not None
     call.option(rows=rows, cols=cols, parts=weight.block_layouts, reordered=reordered, activations=mode)
-    unsupported = checks.unsupported(dtype) | cpu_only(weight)
-    if mode == "int8":
-        why = "int8 activations of packed weights have CPU kernels only"
-        unsupported = dict.fromkeys(("raw", "cuda numba", "emulator numba"), why)
     return call.bind(
         lowered_as=f"packed_{call.op}",
         problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}, weight {weight}, activations {mode}",
-        unsupported=unsupported,
+        unsupported=checks.unsupported(dtype) | cpu_only(weight),
         finish=finish,
     )
 

@@ -11,6 +11,7 @@ or prefetching by instructions, took 1 to 2.2 times as long.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -79,6 +80,14 @@ class _Block:
             if high_bits:
                 codes = b.or_(codes, b.shl(_part(b, high, high_bits, step), every(low_bits)))
             yield codes
+
+    def scaled_codes(self, unit: Any) -> Iterator[Any]:
+        """Codes of a unit where they are in their bytes: 1, 2^bits, ... times the codes, of one plane."""
+        bits = self.layout.bits
+        vectors = self._plane(self.low, bits, unit)
+        for step in range(UNIT // 4):
+            mask = 0x01010101 * ((1 << bits) - 1) << bits * (step % (8 // bits))
+            yield self.b.and_(vectors[step // (8 // bits)], every(mask - (mask >> 31 << 32)))
 
     def _plane(self, start: Any, bits: int, unit: Any) -> list[Any]:
         b = self.b
@@ -331,9 +340,18 @@ def _multiplies_magnitudes(layout: BlockLayout) -> bool:
     return not VNNI and (layout.bits == 8 or layout.offset is None)
 
 
+def _scaled_sums(layout: BlockLayout) -> int:
+    """Sums per token of 1, 2^bits, ... times the products, which spare a shift per vector; 1 if codes are shifted.
+
+    AVX2 adds pairs of products in int16, which 240 * 127 * 2 exceeds. Runs of 32 would spend the shifts on the sums.
+    """
+    few_bits = layout.bits < 8 and not layout.planes[1] and not layout.table
+    return 8 // layout.bits if VNNI and few_bits and summed_steps(layout) > UNIT else 1
+
+
 def summed_steps(layout: BlockLayout) -> int:
     """Steps of K whose products one integer sum holds: activations have their sums too."""
-    return min(layout.run, UNIT)
+    return layout.block if layout.runs == 1 else min(layout.run, UNIT)
 
 
 def sum_offset(layout: BlockLayout) -> int:
@@ -361,14 +379,26 @@ def _signed_by(b: Any, x: Any, signs: Any) -> Any:
     return b.bitcast(b.select(negative, b.sub(build.every(_BYTES, 0), as_bytes), as_bytes), INT)
 
 
+def _unscaled_sum(b: Any, sums: list[Any], bits: int) -> Any:
+    """Sum of ``sums[i] / 2^(bits i)``, which have no remainders."""
+    total = sums[0]
+    for i, part in enumerate(sums[1:], 1):
+        total = b.add(total, b.ashr(part, every(bits * i)))
+    return total
+
+
 def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> None:
     """``c[t, lane]`` = the product of row ``lane`` of a panel and token t, over ``blocks`` blocks."""
     zero, zero_int = build.every(FLOAT, 0.0), every(0)
     totals = [cgutils.alloca_once_value(b, zero) for _ in range(tokens)]
     sums, lows = ([cgutils.alloca_once_value(b, zero_int) for _ in range(tokens)] for _ in range(2))
+    offset, units, summed = sum_offset(layout), layout.block // UNIT, summed_steps(layout)
+    scaled = _scaled_sums(layout)
+    products = [[cgutils.alloca_once(b, INT) for _ in range(scaled)] for _ in range(tokens)]
     for slot in totals:
         b.store(zero, slot)
-    offset, units, summed = sum_offset(layout), layout.block // UNIT, summed_steps(layout)
+    for slot in itertools.chain(*products):
+        b.store(zero_int, slot)
 
     with cgutils.for_range(b, p["blocks"]) as loop:
         block = _Block(b, layout, b.gep(p["panels"], [b.mul(loop.index, number(layout.row_bytes * LANES))]))
@@ -380,16 +410,18 @@ def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> No
                 p[name], [b.add(b.mul(p[f"{name}_stride"], number(t)), b.mul(index, number(per_block)))]
             )
 
-        def end_run(weight: Any, parts: list[Any]) -> None:
-            """Add the sums of ``summed`` weights from ``weight`` on."""
+        def end_run(weight: Any) -> None:
+            """Add the sums of ``summed`` weights from ``weight`` on, and begin others."""
             run, place = b.udiv(weight, number(layout.run)), b.udiv(weight, number(summed))
             scale = block.run_scale(run) if layout.has_run_scales else None
             minimum = block.run_minimum(run) if layout.has_run_minimums else None
             excess = every(offset)
             if layout.has_zeros:
                 excess, minimum = b.add(minimum, excess), None
-            for t, part in enumerate(parts):
-                x_sum = None
+            for t, slots in enumerate(products):
+                part, x_sum = _unscaled_sum(b, [b.load(slot) for slot in slots], layout.bits), None
+                for slot in slots:
+                    b.store(zero_int, slot)
                 if offset or layout.has_minimum or layout.has_zeros:
                     x_sum = splat(b, b.load(b.gep(token("x_sums", t, layout.block // summed), [place])))
                 if offset or layout.has_zeros:
@@ -403,22 +435,24 @@ def _emit_dot(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> No
 
         def unit_sums(unit: Any) -> None:
             first = b.mul(unit, number(UNIT))
-            parts = [zero_int] * tokens
-            for step, codes in enumerate(block.codes(unit)):
+            for step, codes in enumerate(block.scaled_codes(unit) if scaled > 1 else block.codes(unit)):
                 unsigned, signs = _terms(b, layout, codes)
                 for t in range(tokens):
                     place = b.gep(token("x", t, layout.block), [b.add(first, number(4 * step))])
                     x = splat(b, b.load(b.bitcast(place, ir.IntType(32).as_pointer()), align=1))
-                    parts[t] = dot4(b, parts[t], unsigned, x if signs is None else _signed_by(b, x, signs))
+                    x = x if signs is None else _signed_by(b, x, signs)
+                    slot = products[t][step % scaled]
+                    b.store(dot4(b, b.load(slot), unsigned, x), slot)
                 if (step + 1) * 4 % summed == 0:
-                    end_run(b.add(first, number((step + 1) * 4 - summed)), parts)
-                    parts = [zero_int] * tokens
+                    end_run(b.add(first, number((step + 1) * 4 - summed)))
 
         if units > 1:
             with cgutils.for_range(b, number(units)) as inner:
                 unit_sums(inner.index)
         else:
             unit_sums(number(0))
+        if summed > UNIT:
+            end_run(number(0))
         scale, minimum = block.scales(), block.minimums() if layout.has_minimum else None
         for t, slot in enumerate(totals):
             x_scale = splat(b, b.load(token("x_scales", t, 1)))
