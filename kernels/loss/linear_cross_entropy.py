@@ -8,7 +8,7 @@ dweight    (+)= dlogits^T x                  float32, in place; dbias likewise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = ["chunks"]
 _CPU_BYTES, _GPU_BYTES = 16 << 20, 128 << 20
 # Rows: with fewer the products, which read the weight once per chunk, wait for memory; 1024 rows fill a GPU.
 _CPU_ROWS, _GPU_ROWS = (64, 1024), (1024, 1 << 31)
+_PACKED_ROWS = 512, 1024  # on the CPU, where each chunk unpacks the weight anew
 _STEP = 64  # rows
 _MOST_CHUNKS = 256  # a program for a GPU holds the launches of each
 
@@ -64,14 +65,25 @@ def _has_logits(spec: Spec, builder: Builder) -> bool:
 def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.dtype import aligned_empty
     from gpu_ops.kernels.gemm.cpu import linear as sums
-    from gpu_ops.kernels.loss.cpu.linear_cross_entropy import Chunks, scratch_bytes
-    from gpu_ops.kernels.weights.cpu.packed import unpacked
+    from gpu_ops.kernels.loss.cpu.linear_cross_entropy import PIECE, Chunks, scratch_bytes
+    from gpu_ops.kernels.weights.cpu.packed import rows_of as unpacked_rows
 
-    parts, options_of = list(chunks(spec, _CPU_BYTES, *_CPU_ROWS)), losses.options_cpu(spec)
+    limits = _CPU_ROWS if spec["vocab"] <= PIECE or not spec["parts"] else _PACKED_ROWS
+    parts, options_of = list(chunks(spec, _CPU_BYTES, *limits)), losses.options_cpu(spec)
     reduction = spec["reduction"]
     longest = max((c.stop - c.start for c in parts), default=0)
     sum_dtype, grads, added = spec.tensor("loss").dtype, spec.get("dx") is not None, spec["added"]
     has_logits = _has_logits(spec, builder)
+
+    def weights_of(weight: Any, dtype: np.dtype[Any]) -> Callable[[], Iterable[tuple[slice, Any]]]:
+        if not spec["parts"]:
+            return lambda: [(slice(0, len(weight)), weight)]
+        piece = aligned_empty((min(spec["vocab"], PIECE), spec["cols"]), dtype)
+        if spec["vocab"] <= PIECE:
+            whole = unpacked_rows(weight, 0, piece)
+            return lambda: [(slice(0, len(whole)), whole)]
+        pieces = [slice(v, min(v + PIECE, spec["vocab"])) for v in range(0, spec["vocab"], PIECE)]
+        return lambda: ((v, unpacked_rows(weight, v.start, piece[: v.stop - v.start])) for v in pieces)
 
     def run(views: Mapping[str, Any]) -> None:
         x, targets = as_rows(views["x"]), as_line(views["targets"]).astype(np.int64, copy=False)
@@ -79,8 +91,7 @@ def _cpu(spec: Spec, builder: Builder) -> None:
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
         logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
-        weight = unpacked(views["weight"], x.dtype) if spec["parts"] else views["weight"]
-        of = Chunks(weight, views.get("bias"), logits, options_of(views))
+        of = Chunks(weights_of(views["weight"], x.dtype), views.get("bias"), logits, options_of(views))
         dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
         for c in parts:
             if dloss is None or not has_logits:
@@ -98,7 +109,9 @@ def _cpu(spec: Spec, builder: Builder) -> None:
     kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": sum_dtype, "grads": grads}
     scratch = scratch_bytes(longest, spec["rows"], spec["cols"], **kinds)
     if spec["parts"]:
-        scratch += spec["rows"] * spec["cols"] * spec.tensor("x").itemsize * (1 + spec["reordered"])
+        scratch += (
+            min(spec["rows"], PIECE) * spec["cols"] * spec.tensor("x").itemsize * (1 + spec["reordered"])
+        )
     builder.call(run, f"{len(parts)} x {longest} rows", scratch + losses.row_scratch(spec))
 
 

@@ -443,3 +443,16 @@ def test_the_table_of_formats():
     assert len(lines) == 2 + len(FORMATS)
     assert "| q4_k | 4.5 | 256 | 32 |" in lines[2 + list(FORMATS).index("q4_k")]
     assert "| bfloat16 | 16 | 32 | - |" in lines[2 + list(FORMATS).index("bfloat16")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_of_many_pieces_has_the_bits_of_the_unpacked_one(dtype, rng):
+    matrix = PackedMatrix.joined(
+        [random_matrix(name, rows, 64, rng) for name, rows in (("q8_0", 8205), ("q4_0", 900))]
+    )
+    x, targets = rng.standard_normal((600, 64)).astype(dtype), rng.integers(0, 9105, 600)
+    more = {"bias": rng.standard_normal(9105).astype(dtype), "grads": True, "only": "dx"}
+    expected = gpu_ops.linear_cross_entropy(x, matrix.dequantize(dtype), targets, **more)
+    results = gpu_ops.linear_cross_entropy(x, matrix, targets, **more)
+    for result, right in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, right)

@@ -63,6 +63,31 @@ def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
     np.testing.assert_allclose(gpu_ops.linear(x, matrix, bias, **backend), right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_of_many_pieces(dtype, backend, monkeypatch, rng):
+    """The loss has the bits of the unpacked head; dx is added up in float32, in another order."""
+    from gpu_ops.kernels.loss import linear_cross_entropy as loss
+    from gpu_ops.kernels.weights import packed
+
+    matrix = PackedMatrix.joined([random_matrix(name, 96, 64, rng) for name in ("q4_0", "q8_0")])
+    x, targets = rng.standard_normal((70, 64)).astype(dtype), rng.integers(0, 192, 70)
+    more = {
+        "bias": rng.standard_normal(192).astype(dtype),
+        "grads": True,
+        "only": "dx",
+        "chunk": 40,
+        **backend,
+    }
+    right, right_dx = gpu_ops.linear_cross_entropy(x, matrix.dequantize(dtype), targets, **more)
+    for module in (loss, packed):
+        monkeypatch.setattr(module, "ROWS", 64)
+    value, dx = gpu_ops.linear_cross_entropy(x, matrix, targets, **more)
+    assert value == right
+    step = {np.float32: 2.0**-20, ml_dtypes.bfloat16: 2.0**-7, np.float16: 2.0**-10}[dtype]
+    largest = np.abs(right_dx.astype(np.float32)).max()
+    assert np.abs(dx.astype(np.float32) - right_dx.astype(np.float32)).max() <= step * largest
+
+
 def test_a_scaled_table_and_ids_outside_it(backend, rng):
     matrix = random_matrix("q4_k", 40, 256, rng)
     rows = gpu_ops.embedding(np.array([3, 39]), matrix, scale=np.sqrt(256.0), **backend)

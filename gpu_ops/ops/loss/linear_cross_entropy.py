@@ -58,7 +58,7 @@ def linear_cross_entropy(
     x : array (..., hidden)
         float16, bfloat16, float32 or float64; weight and bias in the same dtype.
     weight : array or PackedMatrix (vocab, hidden)
-        In the layout of checkpoints. A packed weight is unpacked in the call, and frozen: with ``grads``, pass
+        In the layout of checkpoints. A packed weight is unpacked by pieces, and frozen: with ``grads``, pass
         ``only="dx"``.
     targets : int32 or int64 array (...)
         The class of each row, in [0, vocab), or ``ignore_index``.
@@ -106,7 +106,8 @@ def linear_cross_entropy(
     2 * rows * hidden * vocab flops, with ``grads`` three times as many, with ``only`` twice. Scratch on the CPU: the
     logits of a chunk, by default at most 16 MiB or 64 rows, 4 * chunk * hidden bytes and 1 MiB (twice that for
     float64). On a GPU the logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among
-    blocks. A packed weight takes its unpacked bytes in addition.
+    blocks. A packed weight is unpacked 8192 rows at a time, on a GPU 16384, and for each chunk anew: on the CPU chunks
+    of it have at least 512 rows.
 
     For 16-bit dtypes dlogits are rounded to x's dtype for the two products, after the factor dloss / denominator.
     dweight and dbias are summed in float32, in a fixed order: the same bits for any number of threads. On the CPU

@@ -9,6 +9,8 @@ dweight    dlogits^T x, added up in place
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ Array = np.ndarray[Any, Any]
 
 # of dlogits, packed at a time for dx: 1 MiB of float32. Half of either is up to 10 % slower, all at once as fast
 ROWS, CLASSES = 512, 512
+PIECE = 16 * CLASSES  # classes of a packed weight that are unpacked at a time
 
 
 def scratch_bytes(
@@ -37,16 +40,22 @@ def scratch_bytes(
         return logits + of_x
     part, classes, element = min(rows, ROWS), min(vocab, CLASSES), packed(dtype.name)
     of_dx = panel_bytes(classes, part, element) + private_bytes(hidden, part, classes, element, trans_a=True)
-    of_dx += part * hidden * wide.itemsize if dtype != wide else 0
+    of_dx += rows * hidden * wide.itemsize if dtype != wide else 0
     return logits + max(of_x, of_dx, of_dweight)
+
+
+Weights = Callable[[], Iterable[tuple[slice, Array]]]
+"""Classes and their weights, all of them in order. A piece is valid until the next one."""
 
 
 class Chunks:
     """Loss, lse and gradients of runs of rows, which share the memory of their logits."""
 
-    def __init__(self, weight: Array, bias: Array | None, logits: Array, options: tuple[Array, Any]) -> None:
+    def __init__(
+        self, weights: Weights, bias: Array | None, logits: Array, options: tuple[Array, Any]
+    ) -> None:
         """logits (rows of a chunk, vocab); options: class weights and numbers for the kernels of the losses."""
-        self.weight, self.logits, self.options = weight, logits, options
+        self.weights, self.logits, self.options = weights, logits, options
         self.bias = None if bias is None else bias.astype(logits.dtype)
 
     def forward(self, x: Array, targets: Array, loss: Array, lse: Array) -> None:
@@ -62,18 +71,19 @@ class Chunks:
 
     def _logits_of(self, x: Array) -> Array:
         logits = self.logits[: len(x)]
-        linear.forward(x, self.weight, self.bias, None, logits)
+        for v, weight in self.weights():
+            bias = None if self.bias is None else self.bias[v]
+            linear.forward(x, weight, bias, None, logits[:, v])
         return logits
 
     def backward_input(self, dlogits: Array, dx: Array) -> None:
         """Compute dx by blocks of a fixed size, so that the bits are the same for any chunk."""
-        element, vocab = packed(dx.dtype.name), len(self.weight)
-        for r in spans(len(dx), ROWS):
-            part = dx[r]
-            total = part if dx.dtype == self.logits.dtype else np.empty(part.shape, self.logits.dtype)
-            for v in spans(vocab, CLASSES):
+        element, vocab = packed(dx.dtype.name), dlogits.shape[1]
+        total = dx if dx.dtype == self.logits.dtype else np.empty(dx.shape, self.logits.dtype)
+        for classes, weight in self.weights():
+            for r, part in itertools.product(spans(len(dx), ROWS), spans(len(weight), CLASSES)):
+                v = slice(classes.start + part.start, classes.start + part.stop)
                 panels = pack(dlogits[r, v], element, trans=True)
                 ends = {"first": v.start == 0, "last": v.stop == vocab}
-                matmul(self.weight[v], panels, part, trans_a=True, trans_out=True, total=total, **ends)
+                matmul(weight[part], panels, dx[r], trans_a=True, trans_out=True, total=total[r], **ends)
                 del panels  # before the next panels are made
-            del total

@@ -152,9 +152,24 @@ def backward_input(dy: Array, matrix: Any, dx: Array) -> None:
 
 def unpacked(matrix: Any, dtype: np.dtype[Any]) -> Array:
     """The weights of a packed matrix, its columns in the order of the input features."""
-    weight, first = aligned_empty(matrix.shape, dtype), 0
+    weight = aligned_empty(matrix.shape, dtype)
+    return rows_of(matrix, 0, weight)
+
+
+def rows_of(matrix: Any, start: int, weight: Array) -> Array:
+    """The weights of rows from ``start`` on, in ``weight``, or in another array if columns change their places."""
+    end, first = start + len(weight), 0
     for layout, rows, panels in matrix.panels(LANES):
-        dequantize(layout, panels, weight[first : first + rows])
+        begin, stop = max(start, first), min(end, first + rows)
+        if begin < stop:
+            panel, skipped = divmod(begin - first, LANES)
+            target = weight[begin - start : stop - start]
+            if skipped:  # rows before the first one, in its panel
+                more = aligned_empty((skipped + len(target), weight.shape[1]), weight.dtype)
+                dequantize(layout, panels[panel:], more)
+                target[...] = more[skipped:]
+            else:
+                dequantize(layout, panels[panel:], target)
         first += rows
     return weight if matrix.columns is None else np.take(weight, np.argsort(matrix.columns), axis=1)
 
