@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpu_ops.formats.gguf_header import PACKED_TYPES
 from gpu_ops.reference.weights.packed_formats import FORMATS
 
 __all__ = ["MIXES", "Mix", "ModelSizes", "tensor_format"]
@@ -106,7 +107,7 @@ def tensor_format(mix: Mix, name: str, shape: tuple[int, ...], sizes: ModelSizes
     """
     if len(shape) < 2:
         return "float32"
-    if mix.format not in FORMATS:
+    if mix.format not in PACKED_TYPES:
         return mix.format
     chosen, cols = mix.format, shape[1]
     if name == "output.weight" or (sizes.tied and name == "token_embd.weight"):

@@ -34,6 +34,7 @@ __all__ = ["WrittenTensor", "write_gguf", "write_tensors"]
 
 _OP = "write_gguf"
 _VERSION = 3
+_MATRIX_TYPES = PACKED_TYPES | FLOAT_TYPES
 _TYPE_OF = {np.dtype(dtype): type for type, dtype in NUMBER_TYPES.items()}
 _INTEGERS = ("u4", "i4", "u8", "i8")  # types of a Python int: the first that holds it
 _LONGEST_KEY = (1 << 16) - 1  # in bytes
@@ -159,13 +160,13 @@ def _written(name: Any, given: Any) -> WrittenTensor:
             return packed.reshape(-1)
     elif isinstance(given, PackedMatrix):
         names = {name for _, name in given.formats}
-        if len(names) > 1 or not names <= PACKED_TYPES.keys():
+        if len(names) > 1 or not names <= _MATRIX_TYPES.keys():
             raise FormatError(
                 f"{what} is a PackedMatrix of {' and '.join(sorted(names))}; a tensor of GGUF has one of "
-                f"{', '.join(PACKED_TYPES)}: convert it, say, .to('q8_0')"
+                f"{', '.join(_MATRIX_TYPES)}: convert it, say, .to('q8_0')"
             )
         (name_,), shape, size = names, given.shape, given.file_nbytes
-        type = PACKED_TYPES[name_]
+        type = _MATRIX_TYPES[name_]
 
         def data() -> Array:
             return np.concatenate([blocks.reshape(-1) for blocks in given.blocks()])

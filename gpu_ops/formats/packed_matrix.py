@@ -23,7 +23,7 @@ from gpu_ops.formats.safetensors import SafetensorsFile, header_of
 from gpu_ops.formats.ternary_checks import matrix_shape
 from gpu_ops.kernels.program import Layout
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, PackedShape
-from gpu_ops.reference.weights.packed_formats import FORMATS, PackedFormat, encode
+from gpu_ops.reference.weights.packed_formats import FORMATS, PLAIN, PackedFormat, encode
 
 __all__ = ["WRITTEN", "PackedMatrix", "check_activations", "quantize"]
 
@@ -34,10 +34,11 @@ _KIND = "PackedMatrix 1"  # of files, with the version of their layout
 
 
 class PackedMatrix:
-    """Weights (N, K) in a block format of 2 to 8 bits, which products read as they are.
+    """Weights (N, K) in a block format of 2 to 8 bits, or floats, which products read as they are.
 
     ``describe_formats()`` lists the formats. Immutable. A product on the CPU repacks the blocks into panels the first
-    time, without loss, and frees them; :meth:`blocks` makes them again.
+    time, without loss, and frees them; :meth:`blocks` makes them again. Packed floats are for the CPU, where products
+    with few tokens read them faster than an array.
 
     Parameters
     ----------
@@ -47,7 +48,8 @@ class PackedMatrix:
         ``(N, K)``: output and input features; K is a multiple of the format's block.
     format : str
         q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, tq1_0, tq2_0, nf4 or fp4;
-        int4, uint4, int8, uint8 or e4m3 with groups of 128, 64 or 32 weights, such as int4_g128.
+        int4, uint4, int8, uint8 or e4m3 with groups of 128, 64 or 32 weights, such as int4_g128; bfloat16, float16 or
+        float32.
     columns : int array (K,), optional
         Input feature of each stored column, a permutation: GPTQ's order of activations. Products add up in the
         stored order, with the bits of ``linear(x[:, columns], w.dequantize()[:, columns])``.
@@ -183,6 +185,11 @@ class PackedMatrix:
     def has_integers(self) -> bool:
         """Whether all values of codes are int8, as int8 activations need."""
         return all(part.layout.has_integers for part in self._parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether some rows are floats."""
+        return any(part.layout.is_plain for part in self._parts)
 
     @property
     def activation_blocks(self) -> tuple[tuple[int, int], ...]:
@@ -349,9 +356,7 @@ def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
     mode = one_of(op, "activations", activations, ("native", "int8"))
     if mode == "int8" and not weight.has_integers:
         names = ", ".join(dict.fromkeys(name for _, name in weight.formats))
-        raise OptionError(
-            f"{op}: activations='int8' needs codes of integers, and {names} has a table of floats"
-        )
+        raise OptionError(f"{op}: activations='int8' needs codes of integers, and {names} has floats")
     return mode
 
 
@@ -365,16 +370,17 @@ def check_columns(op: str, format: PackedFormat, cols: int) -> None:
 
 @typed_memory_errors("quantize")
 def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> PackedMatrix:
-    """Quantise a matrix (N, K) of floats to a packed format.
+    """Quantise a matrix (N, K) of floats to a packed format, or pack the floats.
 
     Parameters
     ----------
     w : array (N, K)
-        float16, bfloat16, float32 or float64, finite; K is a multiple of the format's block.
+        float16, bfloat16, float32 or float64, finite unless floats are packed; K is a multiple of the format's block.
     format : str
         q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, tq1_0, tq2_0, nf4 or fp4: codes and scales are
         those of the format's own package, llama.cpp (without an importance matrix) or bitsandbytes (blocks of 64).
-        int4, uint4, int8, uint8 or e4m3 with groups, such as int4_g128.
+        int4, uint4, int8, uint8 or e4m3 with groups, such as int4_g128. bfloat16, float16 or float32: weights rounded
+        to that dtype, in the order in which products on the CPU read them.
     dtype : dtype, optional
         :attr:`PackedMatrix.dtype` of the result; default that of ``w``.
 
@@ -415,7 +421,7 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     step = max(1, PIECE // max(1, cols))
     for first in range(0, rows, step):
         part = np.asarray(weights[first : first + step], np.float32)
-        if not np.isfinite(part).all():
+        if format not in PLAIN and not np.isfinite(part).all():
             raise OptionError("quantize: w holds NaN or infinity, which no code can carry on")
         blocks[first : first + step] = encode(fmt, part.reshape(-1, fmt.block)).reshape(len(part), -1)
     return PackedMatrix(blocks, (rows, cols), format, dtype=weights.dtype if dtype is None else dtype)

@@ -21,6 +21,7 @@ from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedForm
 __all__ = ["PIECE", "PackedPart", "layout_of", "merged"]
 
 PIECE = 1 << 20  # weights that are encoded or decoded at a time
+_PACKED_AT_ONCE = 1 << 19  # bytes of panels: NumPy's copies of them stay in a core's caches
 
 
 class PackedPart:
@@ -68,7 +69,7 @@ class PackedPart:
     def packed(self, lanes: int) -> Array:
         """Panels, made from blocks some rows at a time: NumPy's copies stay small."""
         blocks, panels = self.blocks(), np.empty(self.panels_shape(lanes), np.uint8)
-        step = max(1, PIECE // max(1, self.cols * lanes))
+        step = max(1, _PACKED_AT_ONCE // max(1, panels.shape[1]))
         for first in range(0, len(panels) if panels.size else 0, step):
             part = blocks[first * lanes : (first + step) * lanes]
             fields = self.format.split(part.reshape(-1, self.format.nbytes))
@@ -115,7 +116,7 @@ def layout_of(format: PackedFormat) -> BlockLayout:
         format.block,
         format.run,
         format.bits,
-        fields.scale.dtype.itemsize,
+        0 if fields.scale is None else fields.scale.dtype.itemsize,
         fields.run_scales is not None,
         fields.minimum is not None,
         fields.run_minimums is not None,

@@ -30,7 +30,7 @@ from gpu_ops.memory import Arena, Buffer
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
 
-__all__ = ["Graphs", "Recorder", "Recordings"]
+__all__ = ["Graphs", "Recorder", "Recordings", "runs_on_cpu"]
 
 _MOST_GRAPHS = 32  # limit of kept graphs; the oldest are dropped
 _MOST_RECORDED = 8  # sequences of a recorded pass: Python's share of larger ones is small
@@ -194,7 +194,7 @@ class Recordings(_Passes[_RecordedPass]):
         batch, longest = len(parts), 1 + max(map(self._cache.length, parts))
         if not self._enabled or batch > _MOST_RECORDED or longest > _LONGEST_RECORDED:
             return None
-        if any(len(part) != 1 for part in parts.values()) or self._share_pages(parts) or not _runs_on_cpu():
+        if any(len(part) != 1 for part in parts.values()) or self._share_pages(parts) or not runs_on_cpu():
             return None
         config, dtype = self._model[1], self._cache.keys[0].dtype
         width = _padded(-(-longest // self._cache.page_size))
@@ -236,7 +236,7 @@ class Recordings(_Passes[_RecordedPass]):
         return self._cache.window < 0 and len(set(pages)) < len(pages)
 
 
-def _runs_on_cpu() -> bool:
+def runs_on_cpu() -> bool:
     """Whether calls with NumPy arrays run compiled kernels, in memory that stays theirs."""
     device, backend = default("GPU_OPS_DEVICE"), default("GPU_OPS_BACKEND")
     return (

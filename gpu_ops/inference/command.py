@@ -12,11 +12,12 @@ from gpu_ops.core.checks import integer
 from gpu_ops.errors import GpuOpsError, MissingFileError, OptionError
 from gpu_ops.formats.files import opened, system_errors
 from gpu_ops.formats.gguf_file import GGUFFile
+from gpu_ops.inference.captured import runs_on_cpu
 from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.text import TextStream
-from gpu_ops.models import load
+from gpu_ops.models import load, with_packed
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.training.tokenizer import load_tokenizer
 
@@ -39,6 +40,7 @@ def _generate(options: argparse.Namespace) -> None:
     tokenizer = _tokenizer(model, options.tokenizer)
     packing = {"format": options.format, "activations": options.activations}
     weights, config = load(model, dtype=options.dtype, device=options.device, **packing)
+    weights = with_packed(weights) if runs_on_cpu() else weights
     try:
         texts = [sys.stdin.read() if text == "-" else text for text in options.prompt]
     except UnicodeDecodeError as error:

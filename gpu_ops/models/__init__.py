@@ -19,6 +19,7 @@ from gpu_ops.models.projection import (
     with_int8_input,
     with_latent,
     with_lora,
+    with_packed,
 )
 from gpu_ops.models.weights import Block, Llama, initial_weights
 
@@ -57,6 +58,7 @@ __all__ = [
     "with_int8_input",
     "with_latent",
     "with_lora",
+    "with_packed",
 ]
 
 publish(globals())

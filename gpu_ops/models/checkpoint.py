@@ -46,6 +46,7 @@ from gpu_ops.models.tensors import (
     with_stored_prefix,
 )
 from gpu_ops.models.weights import Llama, check_models
+from gpu_ops.reference.weights.packed_formats import PLAIN
 
 __all__ = ["FolderSource", "load", "save"]
 
@@ -80,6 +81,7 @@ def load(
     format : str, optional
         Format of :func:`gpu_ops.quantize`, such as "nf4", in which projections that are arrays are packed as they
         are read: for a base of LoRA adapters, or a model that memory would not hold. Tables and norms stay arrays.
+        "bfloat16", "float16" and "float32" are for the CPU; :func:`with_packed` packs the tables of a model too.
     activations : {"native", "int8"}, optional
         Form in which products with packed matrices take activations: see :func:`gpu_ops.linear`. Default "native",
         the results of the unpacked model bit for bit; "int8" is 1.5 to 3 times as fast, on the CPU.
@@ -136,6 +138,10 @@ def load(
     target_dtype = None if dtype is None else named_dtype(_LOAD, "dtype", dtype)
     if format is not None:
         one_of(_LOAD, "format", format, WRITTEN)
+        if format in PLAIN and target == "cuda":
+            raise OptionError(
+                f"{_LOAD}: format={format!r} packs floats for the CPU; on a GPU pass dtype={format!r}"
+            )
     mode = one_of(_LOAD, "activations", "native" if activations is None else activations, ("native", "int8"))
     packed = target_dtype is None
     with system_errors(_LOAD, where):

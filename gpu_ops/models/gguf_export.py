@@ -235,7 +235,7 @@ class _Tensor:
                 yield from pool.map(self._encoded, rows)
             advance()
 
-        if self.format in FORMATS:
+        if self.format in PACKED_TYPES:
             packed = FORMATS[self.format]
             size, type = math.prod(self.shape) // packed.block * packed.nbytes, PACKED_TYPES[self.format]
         else:
@@ -245,7 +245,7 @@ class _Tensor:
 
     def _encoded(self, rows: Array) -> Array:
         """Bytes of some rows."""
-        if self.format in FORMATS:
+        if self.format in PACKED_TYPES:
             try:
                 return quantize(rows, self.format).blocks()[0].reshape(-1)
             except OptionError as error:

@@ -6,7 +6,7 @@
 A code of up to 8 bits is split into a low and a high plane of 8, 4, 2 or 1 bits. A plane of p bits is a sequence of
 vectors of 32-bit lanes, one lane per row; bits p g and up of byte i of vector j are of weight 4 (8 / p) j + 4 g + i.
 So four neighbours in K are the four bytes of a lane after one shift and one mask: the operand of a 4 x int8 dot
-product.
+product. The codes of plain floats are their bytes: a lane holds one float32, or two neighbours of 16 bits.
 """
 
 from __future__ import annotations
@@ -26,23 +26,35 @@ class BlockLayout(NamedTuple):
     name: str
     block: int  # weights
     run: int  # weights that share a scale
-    bits: int  # of a code
-    scale_bytes: int  # 1: exponent of a power of two, 2: float16, 4: float32
+    bits: int  # of a weight
+    scale_bytes: int  # 0: no scale, 1: exponent of a power of two, 2: float16, 4: float32
     has_run_scales: bool
     has_minimum: bool
     has_run_minimums: bool
     offset: int | None  # subtracted from a code that is an integer
-    table: tuple[float, ...]  # values of the codes, if they are not; empty for e4m3
+    table: tuple[float, ...]  # values of the codes, if they are not; empty for floats
 
     @property
     def has_integers(self) -> bool:
         """Whether all values are int8, so that int8 activations give exact sums."""
-        return not self.is_e4m3 and all(value == int(value) and -128 <= value <= 127 for value in self.table)
+        if not self.table:
+            return self.offset is not None
+        return all(value == int(value) and -128 <= value <= 127 for value in self.table)
 
     @property
     def is_e4m3(self) -> bool:
         """Whether codes are float8 e4m3fn."""
-        return self.offset is None and not self.table
+        return self.offset is None and not self.table and self.bits == 8
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are floats of the dtype :attr:`name`."""
+        return self.bits > 8
+
+    @property
+    def codes(self) -> int:
+        """Codes of a block."""
+        return self.block * self.bits // 8 if self.is_plain else self.block
 
     @property
     def has_zeros(self) -> bool:
@@ -52,6 +64,8 @@ class BlockLayout(NamedTuple):
     @property
     def planes(self) -> tuple[int, int]:
         """Bits of the low and of the high plane."""
+        if self.is_plain:
+            return 8, 0
         low = 1 << (self.bits.bit_length() - 1)
         return low, self.bits - low
 
@@ -81,8 +95,8 @@ class Columns(NamedTuple):
     """Fields of a matrix (rows, blocks of K, ...), as a format splits them."""
 
     codes: Array
-    scale: Array
-    run_scales: Any  # array or None
+    scale: Any  # array or None
+    run_scales: Any
     minimum: Any
     run_minimums: Any
 
@@ -107,7 +121,7 @@ def pack_panels(layout: BlockLayout, fields: Columns, lanes: int) -> Array:
     codes, shift = _by_lanes(fields.codes, lanes), 0
     for bits in layout.planes:
         if bits:
-            part = _pack_plane(codes >> np.uint8(shift), bits)
+            part = _pack_plane(codes >> np.uint8(shift) if shift else codes, bits)
             result[:, :, start : start + part.shape[2]] = part
             start += part.shape[2]
             shift += bits
@@ -128,14 +142,15 @@ def unpack_panels(layout: BlockLayout, panels: Array, rows: int, lanes: int) -> 
         by_row = part.reshape(count, -1, columns, lanes).transpose(0, 3, 1, 2)
         return np.asarray(by_row.reshape(count * lanes, -1, columns)[:rows])
 
-    scale = field(1, {1: np.uint8, 2: np.float16, 4: np.float32}[layout.scale_bytes])
+    scale_dtypes = {1: np.uint8, 2: np.float16, 4: np.float32}
+    scale = field(1, scale_dtypes[layout.scale_bytes]) if layout.scale_bytes else None
     minimum = field(1, np.float16) if layout.has_minimum else None
     run_scales = field(layout.runs, np.int8) if layout.has_run_scales else None
     run_minimums = field(layout.runs, np.uint8) if layout.has_run_minimums else None
-    codes, shift = np.zeros((rows, data.shape[1], layout.block), np.uint8), 0
+    codes, shift = np.zeros((rows, data.shape[1], layout.codes), np.uint8), 0
     for bits in layout.planes:
         if bits:
-            size = layout.block * bits // 8 * lanes
+            size = layout.codes * bits // 8 * lanes
             codes |= _unpack_plane(data[:, :, start : start + size], bits, lanes)[:rows] << np.uint8(shift)
             start += size
             shift += bits
@@ -153,6 +168,9 @@ def _by_lanes(field: Array, lanes: int) -> Array:
 def _pack_plane(codes: Array, bits: int) -> Array:
     """Plane of the lowest ``bits`` of codes (panels, blocks, lanes, weights): (panels, blocks, bytes)."""
     panels, blocks, lanes, _ = codes.shape
+    if bits == 8:  # whole lanes
+        words = np.ascontiguousarray(codes).view(np.uint32)
+        return np.ascontiguousarray(words.swapaxes(2, 3)).view(np.uint8).reshape(panels, blocks, -1)
     parts = 8 // bits
     groups = (codes & np.uint8((1 << bits) - 1)).reshape(panels, blocks, lanes, -1, parts, 4)
     shifted = groups << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -162,6 +180,10 @@ def _pack_plane(codes: Array, bits: int) -> Array:
 def _unpack_plane(plane: Array, bits: int, lanes: int) -> Array:
     """Inverse of :func:`_pack_plane`: codes (rows, blocks, weights)."""
     panels, blocks, _ = plane.shape
+    if bits == 8:
+        words = np.ascontiguousarray(plane).view(np.uint32).reshape(panels, blocks, -1, lanes)
+        by_row = np.ascontiguousarray(words.transpose(0, 3, 1, 2)).view(np.uint8)
+        return by_row.reshape(panels * lanes, blocks, -1)
     vectors = plane.reshape(panels, blocks, -1, lanes, 1, 4)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = (vectors >> shifts & np.uint8((1 << bits) - 1)).transpose(0, 3, 1, 2, 4, 5)

@@ -21,6 +21,7 @@ __all__ = [
     "GROUP_ENCODERS",
     "IQ4",
     "NF4",
+    "PLAIN_ENCODERS",
     "Fields",
     "fp4",
     "iq4_nl",
@@ -74,8 +75,8 @@ PIECE = 1 << 17
 class Fields(NamedTuple):
     """Fields of blocks, one row per block."""
 
-    codes: Array  # (blocks, block) uint8
-    scale: Array  # (blocks, 1), as stored: float16, float32, or uint8 for an exponent
+    codes: Array  # (blocks, block) uint8; of plain floats their bytes
+    scale: Any  # (blocks, 1), as stored: float16, float32, or uint8 for an exponent; None for plain floats
     run_scales: Any = None  # (blocks, runs) int8
     minimum: Any = None  # (blocks, 1) float16, subtracted
     run_minimums: Any = None  # (blocks, runs) uint8; without a minimum, zero points of the codes
@@ -384,6 +385,19 @@ def q6_k(weights: Array) -> Fields:
     numbers = np.where(step == 0, codes.T.reshape(-1, 16, 16), numbers)
     numbers = np.where(silent[:, :, None], np.float32(0), numbers)
     return Fields(_codes(numbers, 63).reshape(weights.shape), scale, run_scales)
+
+
+# ---- floats ------------------------------------------------------------------------------------------------
+
+
+def _plain(weights: Array, dtype: str) -> Fields:
+    return Fields(weights.astype(dtype).view(np.uint8), None)
+
+
+PLAIN_ENCODERS = {
+    name: _in_pieces(functools.partial(_plain, dtype=name)) for name in ("bfloat16", "float16", "float32")
+}
+"""Encoders of formats of floats."""
 
 
 # ---- groups ------------------------------------------------------------------------------------------------

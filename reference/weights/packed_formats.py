@@ -7,6 +7,7 @@ A row of a matrix is a sequence of blocks. Every format stores the same fields, 
 ``run_scale`` and ``run_minimum`` are small integers for a run of a block's weights; formats without runs
 have one scale per block. The products and the difference are rounded to float32 in this order, as in ggml, gguf-py
 and bitsandbytes. Formats with zero points, those of GPTQ and AWQ, store no minimum: ``scale * (code - run_minimum)``.
+Plain formats have neither scales nor a table: their codes are the bytes of floats.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from gpu_ops.reference.weights import packed_encode
 from gpu_ops.reference.weights.packed_encode import E2M1, E4M3, FP4, IQ4, NF4, Fields
 
-__all__ = ["FORMATS", "GROUPS", "Fields", "PackedFormat", "decode", "describe_formats", "encode"]
+__all__ = ["FORMATS", "GROUPS", "PLAIN", "Fields", "PackedFormat", "decode", "describe_formats", "encode"]
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +37,7 @@ class PackedFormat:
     nbytes: int
     bits: int
     run: int
-    values: tuple[float, ...]  # of the codes, exact in float32
+    values: tuple[float, ...]  # of the codes, exact in float32; empty for plain floats
     split: Callable[[Array], Fields]  # of (blocks, nbytes) uint8
     join: Callable[[Fields], Array]
     layout: str
@@ -48,7 +49,9 @@ class PackedFormat:
 
     @property
     def offset(self) -> int | None:
-        """Integer that is subtracted from a code; None if a table maps codes to values."""
+        """Integer that is subtracted from a code; None if a table maps codes to values, or codes are floats."""
+        if not self.values:
+            return None
         offset = -int(self.values[0])
         return offset if self.values == tuple(range(-offset, len(self.values) - offset)) else None
 
@@ -56,6 +59,8 @@ class PackedFormat:
 def decode(format: PackedFormat, blocks: Array) -> Array:
     """Weights of ``blocks`` (blocks, nbytes), float32 (blocks, block)."""
     fields = format.split(blocks)
+    if fields.scale is None:
+        return np.asarray(fields.codes.view(format.name).astype(np.float32))
     values = np.array(format.values, np.float32)[fields.codes]
     with np.errstate(all="ignore"):  # infinite and NaN scales
         scale = numbers(fields.scale)
@@ -345,6 +350,14 @@ def _join_group(f: Fields, *, bits: int) -> Array:
     return np.hstack([*head, f.codes if bits == 8 else _nibbles(f.codes, 16)])
 
 
+def _split_plain(data: Array) -> Fields:
+    return Fields(np.ascontiguousarray(data), None)
+
+
+def _join_plain(f: Fields) -> Array:
+    return f.codes
+
+
 def _integers(bits: int, offset: int) -> tuple[float, ...]:
     return tuple(range(-offset, (1 << bits) - offset))
 
@@ -423,8 +436,31 @@ def _group_formats() -> Iterator[PackedFormat]:
         )
 
 
+# A block of floats is a part of a row: packed, they are in the order in which kernels read them.
+PLAIN = tuple(packed_encode.PLAIN_ENCODERS)
+"""Formats of floats, which keep weights of that dtype as they are."""
+_PLAIN_BLOCK = 32
+
+
+def _plain_formats() -> Iterator[PackedFormat]:
+    for name, encoder in packed_encode.PLAIN_ENCODERS.items():
+        itemsize = np.dtype(name).itemsize
+        yield PackedFormat(
+            name=name,
+            block=_PLAIN_BLOCK,
+            nbytes=_PLAIN_BLOCK * itemsize,
+            bits=8 * itemsize,
+            run=_PLAIN_BLOCK,
+            values=(),
+            split=_split_plain,
+            join=_join_plain,
+            layout="floats",
+            encode=encoder,
+        )
+
+
 FORMATS = {row[0]: PackedFormat(*row) for row in _ROWS}
-FORMATS |= {format.name: format for format in _group_formats()}
+FORMATS |= {format.name: format for format in (*_group_formats(), *_plain_formats())}
 
 
 def describe_formats() -> str:
@@ -433,8 +469,9 @@ def describe_formats() -> str:
         "| format | bits per weight | block | scales every | layout | written |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {f.name} | {f.bits_per_weight:.4g} | {f.block} | {f.run} | {f.layout} | {'yes' if f.encode else 'no'} |"
-        for f in FORMATS.values()
-    ]
+    for f in FORMATS.values():
+        scales, written = f.run if f.values else "-", "yes" if f.encode else "no"
+        lines.append(
+            f"| {f.name} | {f.bits_per_weight:.4g} | {f.block} | {scales} | {f.layout} | {written} |"
+        )
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import pytest
 import gpu_ops
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.formats.gguf_file import GGUFFile
-from gpu_ops.formats.gguf_header import NUMBER_TYPES, PACKED_TYPES
+from gpu_ops.formats.gguf_header import FLOAT_TYPES, NUMBER_TYPES, PACKED_TYPES
 from gpu_ops.reference.weights.packed_formats import FORMATS
 from tests.models.model_files import INSTALL, trits
 
@@ -95,6 +95,16 @@ def test_packed_matrices_are_read_back_by_the_package(name, gguf, tmp_path, rng)
     (read,) = gguf.GGUFReader(tmp_path / "a.gguf").tensors
     assert read.tensor_type.name == name.upper()
     np.testing.assert_array_equal(gguf.quants.dequantize(read.data, read.tensor_type), w.dequantize())
+
+
+@pytest.mark.parametrize("name", FLOAT_TYPES)
+def test_packed_floats_are_written_as_the_array(name, tmp_path, rng):
+    w = rng.standard_normal((5, 64)).astype(name)
+    packed = gpu_ops.quantize(w, name)
+    gpu_ops.linear(np.ones((1, 64), np.float32), packed)
+    gpu_ops.write_gguf(tmp_path / "a.gguf", {"w": packed})
+    gpu_ops.write_gguf(tmp_path / "b.gguf", {"w": w})
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
 def test_packed_matrices_that_gguf_lacks_are_refused(tmp_path):

@@ -54,6 +54,15 @@ def test_generate(folder, capsys):
     assert printed.err.startswith("3 prompt tokens, first token after ")
 
 
+def test_generate_packs_floats(folder, monkeypatch):
+    packed = []
+    monkeypatch.setattr(
+        command, "with_packed", lambda weights: packed.append(models.with_packed(weights)) or packed[-1]
+    )
+    assert main(["generate", "--model", str(folder), "--prompt", "abc", "--max-new-tokens", "3"]) == 0
+    assert isinstance(packed[0].embed, gpu_ops.PackedMatrix)
+
+
 def test_generate_passes_on_how_weights_are_packed(folder, capsys, monkeypatch):
     config = models.LlamaConfig(vocab=256, hidden=32, ffn=64, nlayers=1, nheads=4)
     models.save(folder, models.Llama.of(models.initial_weights(config, std=0.2), config), config)

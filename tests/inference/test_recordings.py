@@ -54,6 +54,7 @@ CASES = {
     "float32": (CONFIG, lambda: model(), {}),
     "bfloat16": (CONFIG, lambda: model(dtype=ml_dtypes.bfloat16), {}),
     "float64": (CONFIG, lambda: model(dtype=np.float64), {}),
+    "packed floats": (CONFIG, lambda: models.with_packed(model(dtype=ml_dtypes.bfloat16)), {}),
     "biases, norms of heads": (
         replace(CONFIG, biases=("qkv", "o"), qk_norm=True),
         lambda: model(replace(CONFIG, biases=("qkv", "o"), qk_norm=True)),

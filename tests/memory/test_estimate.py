@@ -113,6 +113,13 @@ def test_formats_with_smaller_scales_take_the_bytes_of_their_panels():
     assert plan.parts["weights"] == packed // 256 * 148 + 4 * (config.parameters - packed)
 
 
+def test_packed_floats_take_the_bytes_of_arrays():
+    config = models.LlamaConfig(vocab=512, hidden=256, ffn=512, nlayers=2, nheads=4)
+    sizes = {"batch": 1, "seqlen": 8, "dtype": "bfloat16", "device": "cpu"}
+    plan = memory.estimate_inference(config, **sizes, weights=memory.Weights("bfloat16", True))
+    assert plan.parts["weights"] == memory.estimate_inference(config, **sizes).parts["weights"]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [

@@ -486,3 +486,6 @@ def test_projections_are_packed_as_they_are_read(dtype, tmp_path):
             models.load(tmp_path, **options)
     with pytest.raises(OptionError, match="with format="):
         models.load(tmp_path, activations="int8")
+    floats, _ = models.load(tmp_path, dtype=dtype, format="bfloat16")
+    assert floats.layers[0].qkv.formats == ((192, "bfloat16"),)
+    assert floats.layers[0].qkv.dtype == plain.embed.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +53,41 @@ def test_lora_over_a_packed_base(format):
     for name, right in results[1].items():
         np.testing.assert_array_equal(results[0][name], right, name)
         assert np.any(right)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_packed_floats_decode_with_the_same_bits(dtype, tied):
+    config = models.LlamaConfig(vocab=96, hidden=64, ffn=80, nlayers=2, nheads=4, tied=tied)
+    arrays = {name: a.astype(dtype) for name, a in models.initial_weights(config).items()}
+    weights = models.Llama.of(arrays, config)
+    packed = models.with_packed(weights)
+    assert packed.layers[0].down is weights.layers[0].down  # rows of 80, no multiple of 32
+    assert packed.layers[0].gate_up.formats == ((160, dtype),)
+    assert (packed.lm_head is packed.embed) == tied
+    results = []
+    for model in (weights, packed):
+        cache = inference.cache_for(model, config, num_pages=8)
+        text = cache.add()
+        prompt = inference.next_logits(model, config, cache, cache.reserve({text: [5, 6, 7] * 5}))
+        cache.commit()
+        step = cache.reserve({text: [9]})
+        results.append((prompt, inference.next_logits(model, config, cache, step)))
+    for mine, right in zip(results[1], results[0], strict=True):
+        np.testing.assert_array_equal(mine, right)
+    assert models.with_packed(packed).layers[0].qkv is packed.layers[0].qkv
+
+
+def test_packing_a_model_holds_its_floats_once():
+    config = models.LlamaConfig(vocab=96, hidden=64, ffn=96, nlayers=1, nheads=4, tied=True)
+    weights = models.Llama.of(models.initial_weights(config), config)
+    array = weakref.ref(weights.layers[0].down)
+    packed = models.with_packed(weights).layers[0].down
+    assert np.shares_memory(packed.blocks()[0], array())
+    del weights
+    gpu_ops.linear(np.ones((1, 96), np.float32), packed)
+    assert array() is None
+    assert packed.nbytes == 64 * 96 * 4
 
 
 def test_adapters_start_as_their_base():

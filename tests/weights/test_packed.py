@@ -15,13 +15,13 @@ from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.formats.packed_part import layout_of
 from gpu_ops.kernels.weights.packed_panels import Columns, pack_panels, unpack_panels
 from gpu_ops.reference.weights import packed as reference
-from gpu_ops.reference.weights.packed_formats import FORMATS, decode
+from gpu_ops.reference.weights.packed_formats import FORMATS, PLAIN, decode
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
 WRITTEN = tuple(name for name, format in FORMATS.items() if format.encode is not None)
 GROUPED = ("int4_g128", "uint4_g64", "int8_g32", "uint8_g128", "e4m3_g128")
 READ = (*(name for name in FORMATS if "_g" not in name), *GROUPED)  # each rule of blocks, some group sizes
-INTEGERS = tuple(name for name in READ if name not in ("nf4", "fp4", "e4m3_g128"))
+INTEGERS = tuple(name for name in READ if name not in ("nf4", "fp4", "e4m3_g128", *PLAIN))
 
 
 def random_blocks(format, count, rng):
@@ -35,7 +35,9 @@ def random_matrix(name, rows, cols, rng, *, finite=True):
     format = FORMATS[name]
     row_bytes = cols // format.block * format.nbytes
     blocks = random_blocks(format, rows * cols // format.block, rng)
-    if finite:
+    if finite and name in PLAIN:
+        blocks = rng.standard_normal((rows, cols)).astype(name).view(np.uint8)
+    elif finite:
         fields = format.split(blocks)
         if name.startswith("e4m3"):
             fields = fields._replace(codes=np.where(fields.codes & 127 == 127, 126, fields.codes))
@@ -114,6 +116,41 @@ def test_native_products_have_the_bits_of_the_unpacked_matrix(name, dtype, token
     np.testing.assert_array_equal(y, gpu_ops.linear(x, weight, bias, residual=residual))
     dx = gpu_ops.linear_backward(dy, x, matrix, only="dx")
     np.testing.assert_array_equal(dx, gpu_ops.linear_backward(dy, x, weight, only="dx"))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 9, 40, 600])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("name", [*PLAIN, "q4_0"])
+def test_bits_do_not_depend_on_the_number_of_tokens(name, dtype, tokens, rng):
+    """Rows of several groups of panels and of none, K of several sums and blocks: all edges of the kernels."""
+    matrix = random_matrix(name, 149, 1056, rng)
+    x = rng.standard_normal((tokens, 1056)).astype(dtype)
+    y = gpu_ops.linear(x, matrix)
+    np.testing.assert_array_equal(y, gpu_ops.linear(x, matrix.dequantize(dtype)))
+    np.testing.assert_array_equal(y[-1:], gpu_ops.linear(x[-1:], matrix))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_packed_floats_are_those_of_the_array(name, rng):
+    w = rng.standard_normal((20, 64)).astype(name)
+    w[0, :4] = np.inf, -np.inf, np.nan, 0
+    matrix = gpu_ops.quantize(w, name)
+    assert matrix.dtype == w.dtype
+    assert matrix.nbytes == w.nbytes
+    blocks = matrix.blocks()[0].copy()
+    np.testing.assert_array_equal(blocks, w.view(np.uint8))
+    before = w.copy()
+    w[:] = 0
+    x = np.ones((1, 64), w.dtype)
+    y, right = (gpu_ops.linear(x, weight).astype(np.float32) for weight in (matrix, before))
+    np.testing.assert_array_equal(y, right)
+    np.testing.assert_array_equal(matrix.blocks()[0], blocks)
+    np.testing.assert_array_equal(matrix.dequantize(name).view(np.uint8), before.view(np.uint8))
+
+
+def test_a_float_beyond_the_range_becomes_infinite():
+    w = np.full((1, 32), 1e6, np.float32)
+    assert np.isinf(gpu_ops.quantize(w, "float16").dequantize()).all()
 
 
 @pytest.mark.parametrize("tokens", [2, 40])
@@ -240,9 +277,10 @@ def test_odd_and_empty_shapes(rows, rng):
             dx, gpu_ops.linear_backward(np.ones_like(right), x, matrix.dequantize(), only="dx")
         )
     empty = PackedMatrix(np.zeros((rows, 0), np.uint8), (rows, 0), "q4_0")
-    for mode in ("native", "int8"):
-        y = gpu_ops.linear(np.ones((2, 0), np.float32), empty, np.ones(rows, np.float32), activations=mode)
-        np.testing.assert_array_equal(y, np.ones((2, rows)))
+    for mode, tokens in (("native", 2), ("native", 40), ("int8", 2)):
+        x, bias = np.ones((tokens, 0), np.float32), np.ones(rows, np.float32)
+        y = gpu_ops.linear(x, empty, bias, activations=mode)
+        np.testing.assert_array_equal(y, np.ones((tokens, rows)))
 
 
 def test_other_ops_take_it(rng):
@@ -270,9 +308,8 @@ def test_quantize(name, rng):
     assert matrix.shape == w.shape
     assert matrix.formats == ((6, name),)
     assert matrix.bits_per_weight == pytest.approx(FORMATS[name].bits_per_weight)
-    limit = {2: 0.9, 4: 0.13, 5: 0.05, 6: 0.025, 8: 0.03 if name.startswith("e4m3") else 0.01}[
-        FORMATS[name].bits
-    ]
+    of_bytes = 0.03 if name.startswith("e4m3") else 0.01
+    limit = {2: 0.9, 4: 0.13, 5: 0.05, 6: 0.025, 8: of_bytes, 16: 0.003, 32: 1e-9}[FORMATS[name].bits]
     assert np.sqrt(np.mean((matrix.dequantize() - w) ** 2)) < limit
     assert gpu_ops.quantize(w.astype(np.float16), name).dtype == np.float16
     assert matrix.to(name) is matrix
@@ -308,6 +345,18 @@ def test_copies_and_files(used, rng, tmp_path):
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(FormatError):
             PackedMatrix.load(tmp_path / "damaged")
+
+
+def test_copies_and_files_of_packed_floats(rng, tmp_path):
+    matrix = PackedMatrix.joined(
+        [random_matrix(name, 9, 64, rng) for name in ("bfloat16", "q8_0", "float32")]
+    )
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    right = gpu_ops.linear(x, matrix)
+    matrix.save(tmp_path / "w")
+    for other in (pickle.loads(pickle.dumps(matrix)), PackedMatrix.load(tmp_path / "w")):
+        assert other.formats == ((9, "bfloat16"), (9, "q8_0"), (9, "float32"))
+        np.testing.assert_array_equal(gpu_ops.linear(x, other), right)
 
 
 def test_a_file_without_activations_has_native_ones(rng, tmp_path):
@@ -367,8 +416,14 @@ W = np.ones((4, 64), np.float32)
         (lambda: gpu_ops.quantize(W * np.nan, "q4_0"), OptionError, "NaN"),
         (lambda: gpu_ops.quantize(W[0], "q4_0"), ShapeError, r"\(N, K\)"),
         (lambda: gpu_ops.quantize(W.astype(np.int8), "q4_0"), DTypeError, "int8"),
-        (lambda: gpu_ops.quantize(W, "nf4").with_activations("int8"), OptionError, "table of floats"),
-        (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "fp4"), activations="int8"), OptionError, "table"),
+        (lambda: gpu_ops.quantize(W, "nf4").with_activations("int8"), OptionError, "nf4 has floats"),
+        (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "fp4"), activations="int8"), OptionError, "floats"),
+        (
+            lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "float16"), activations="int8"),
+            OptionError,
+            "floats",
+        ),
+        (lambda: gpu_ops.quantize(W[:, :48], "bfloat16"), ShapeError, "multiple of 32"),
         (lambda: gpu_ops.linear(X, W, activations="int8"), OptionError, "array"),
         (lambda: gpu_ops.linear(X, gpu_ops.quantize(W, "q4_0"), activations="int4"), OptionError, "int8"),
         (lambda: gpu_ops.linear(X[:, :32], gpu_ops.quantize(W, "q4_0")), ShapeError, "in_features=64"),
@@ -387,6 +442,7 @@ def test_the_table_of_formats():
     lines = PackedMatrix.describe_formats().splitlines()
     assert len(lines) == 2 + len(FORMATS)
     assert "| q4_k | 4.5 | 256 | 32 |" in lines[2 + list(FORMATS).index("q4_k")]
+    assert "| bfloat16 | 16 | 32 | - |" in lines[2 + list(FORMATS).index("bfloat16")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

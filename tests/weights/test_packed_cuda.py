@@ -8,13 +8,16 @@ import pytest
 
 import gpu_ops
 from gpu_ops import PackedMatrix
+from gpu_ops.errors import DeviceError
+from gpu_ops.reference.weights.packed_formats import PLAIN
 from tests.weights.test_packed import INTEGERS, READ, int8_products, random_matrix
 
 DEVICES = ("emulator", "cuda")
+UNPACKED = [name for name in READ if name not in PLAIN]
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", UNPACKED)
 def test_rows_are_unpacked_exactly(name, backend, rng):
     matrix = PackedMatrix.joined([random_matrix(name, rows, 512, rng, finite=False) for rows in (37, 40)])
     ids = np.array([[0, 36, 37], [76, 40, 1]], np.int32)
@@ -22,7 +25,7 @@ def test_rows_are_unpacked_exactly(name, backend, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", UNPACKED)
 def test_products_have_the_bits_of_the_unpacked_matrix(name, dtype, backend, rng):
     matrix = PackedMatrix.joined([random_matrix(name, rows, 256, rng) for rows in (40, 64)])
     weight = matrix.dequantize(dtype)
@@ -89,6 +92,19 @@ def test_a_scaled_table_and_ids_outside_it(backend, rng):
     matrix = random_matrix("q4_k", 40, 256, rng)
     rows = gpu_ops.embedding(np.array([3, 39]), matrix, scale=np.sqrt(256.0), **backend)
     np.testing.assert_array_equal(rows, 16 * matrix.dequantize()[[3, 39]])
+
+
+def test_packed_floats_are_refused(backend, rng):
+    matrix = PackedMatrix.joined([random_matrix(name, 40, 64, rng) for name in ("q4_0", "bfloat16")])
+    x, ids = np.ones((2, 64), np.float32), np.array([1, 2])
+    for call in (
+        lambda: gpu_ops.linear(x, matrix, **backend),
+        lambda: gpu_ops.linear_backward(np.ones((2, 80), np.float32), x, matrix, only="dx", **backend),
+        lambda: gpu_ops.embedding(ids, matrix, **backend),
+        lambda: gpu_ops.linear_cross_entropy(x, matrix, ids, **backend),
+    ):
+        with pytest.raises(DeviceError, match="dequantize"):
+            call()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])

@@ -14,7 +14,7 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix, check_activations
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
-from gpu_ops.ops.weights.packed import read_weight
+from gpu_ops.ops.weights.packed import cpu_only, read_weight
 
 __all__ = ["linear", "linear_backward", "read_shape"]
 
@@ -223,7 +223,7 @@ def _bind_packed(
     return call.bind(
         lowered_as=f"packed_{call.op}",
         problem=lambda: f"{tokens} tokens, {cols} to {rows}, {dtype}, weight {weight}, activations {mode}",
-        unsupported=checks.unsupported(dtype),
+        unsupported=checks.unsupported(dtype) | cpu_only(weight),
         finish=finish,
     )
 

@@ -14,7 +14,7 @@ from gpu_ops.errors import ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
-from gpu_ops.ops.weights.packed import read_weight
+from gpu_ops.ops.weights.packed import cpu_only, read_weight
 from gpu_ops.reference.gemm.swiglu import Activation
 
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
@@ -91,7 +91,7 @@ def swiglu_mlp(
     if keep is not None:
         checks.one_of(call.op, "keep", keep, ("gate_up",))
         call.write("gate_up", (*x_.shape[:-1], 2 * call.axes["ffn"]), x_.dtype, out, rows=True, item=1)
-    return _bind(call, x_, dtype, activation, flops=2.0)
+    return _bind(call, x_, dtype, activation, weights, flops=2.0)
 
 
 @op(cuda=True, kernels="gemm.swiglu_mlp", written=("dw_gate", "dw_up", "dw_down"))
@@ -174,7 +174,8 @@ def swiglu_mlp_backward(
     arrays = dict(zip(_SUMS, (dw_gate, dw_up, dw_down), strict=True))
     sums = {f"d{name}": (w.shape, arrays[f"d{name}"]) for name, w in weights.items()}
     finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out)
-    return _bind(call, x_, dtype, activation, flops=16 / 3 if gate_up is None else 4.0, finish=finish)
+    flops = 16 / 3 if gate_up is None else 4.0
+    return _bind(call, x_, dtype, activation, weights, flops=flops, finish=finish)
 
 
 _WEIGHTS = ("w_gate", "w_up", "w_down")
@@ -198,7 +199,14 @@ def _validate(call: Call, x: Array, weights: dict[str, Any], **more: Array) -> s
 
 
 def _bind(
-    call: Call, x: Array, dtype: str, activation: str, flops: float, finish: Finish | None = None
+    call: Call,
+    x: Array,
+    dtype: str,
+    activation: str,
+    weights: dict[str, Any],
+    *,
+    flops: float,
+    finish: Finish | None = None,
 ) -> Bound:
     """Bind the call. ``flops``: per token and element of the weights."""
     axes, tokens = call.axes, math.prod(x.shape[:-1])
@@ -207,7 +215,7 @@ def _bind(
         problem=lambda: (
             f"{tokens} tokens, hidden {hidden}, ffn {ffn}, hidden_out {hidden_out}, {dtype}, {activation}"
         ),
-        unsupported=checks.unsupported(dtype),
+        unsupported=checks.unsupported(dtype) | cpu_only(*weights.values()),
         finish=finish,
         flops=flops * tokens * ffn * (2 * hidden + hidden_out),
     )

@@ -16,7 +16,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gemm.linear import read_shape
 from gpu_ops.ops.gradients import named_results
 from gpu_ops.ops.loss.cross_entropy import LossOptions, as_loss, is_number, of_reference
-from gpu_ops.ops.weights.packed import read_weight
+from gpu_ops.ops.weights.packed import cpu_only, read_weight
 
 __all__ = ["linear_cross_entropy"]
 
@@ -178,7 +178,7 @@ def linear_cross_entropy(
             f"{tokens} rows, hidden {x_.shape[-1]}, vocab {vocab}, {dtype}, reduction {reduction}"
             + (", with gradients" if "dweight" in results else ", with dx" if differentiates else "")
         ),
-        unsupported=checks.unsupported(dtype),
+        unsupported=checks.unsupported(dtype) | cpu_only(weight_),
         finish=named_results(*results) if added else None,
         check_values=options.check_values(call, vocab, "x"),
         flops=(2.0 + 2.0 * ("dx" in results) + 2.0 * ("dweight" in results)) * x_.size * vocab,

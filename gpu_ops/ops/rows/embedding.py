@@ -13,7 +13,7 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.indices import check_indices, read_indices
-from gpu_ops.ops.weights.packed import read_weight
+from gpu_ops.ops.weights.packed import cpu_only, read_weight
 
 __all__ = ["embedding", "embedding_backward"]
 
@@ -74,7 +74,7 @@ def embedding(
             raise OptionError(
                 f"{call.op}: the table stores its columns in another order; pass weight.dequantize()"
             )
-        return _bind(call, dtype, table.shape, "packed_embedding")
+        return _bind(call, dtype, table.shape, "packed_embedding", cpu_only(table))
     return _bind(call, dtype, table.shape)
 
 
@@ -151,12 +151,13 @@ def _bind(
     dtype: str,
     table: tuple[int, ...],
     lowered_as: str = "",
+    unsupported: Mapping[str, str] | None = None,
 ) -> Bound:
     ids: Array = call.views["ids"]
     return call.bind(
         lowered_as=lowered_as,
         problem=lambda: f"{ids.size} rows of {table[0]} x {table[1]} {dtype}",
-        unsupported=checks.unsupported(dtype),
+        unsupported={**checks.unsupported(dtype), **(unsupported or {})},
         check_values=None if call.on_cuda else check_indices(call.op, "ids", table[0]),
         flops=float(ids.size * table[1]),
     )

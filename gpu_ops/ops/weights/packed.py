@@ -10,7 +10,7 @@ from gpu_ops.core.call import Call
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.kernels.program import Builder, Spec, lower_module, lowers
 
-__all__ = ["read_weight"]
+__all__ = ["cpu_only", "read_weight"]
 
 for _name in ("packed_linear", "packed_linear_backward", "packed_embedding"):
     lower_module(_name, "gpu_ops.kernels.weights.packed")
@@ -29,6 +29,14 @@ def read_weight(call: Call, name: str, weight: Any, axes: str | None = None) -> 
     if axes is not None:
         call.axes.bind(name, weight, axes)  # type: ignore[arg-type]  # it has a shape
     return weight
+
+
+def cpu_only(*weights: Any) -> dict[str, str]:
+    """Backends without kernels for the weights: those of GPUs, if one has packed floats."""
+    if not any(isinstance(weight, PackedMatrix) and weight.is_plain for weight in weights):
+        return {}
+    why = "packed floats have CPU kernels only; pass weight.dequantize(dtype)"
+    return dict.fromkeys(("raw", "cuda numba", "emulator numba"), why)
 
 
 def _on(weight: PackedMatrix, device: Any) -> Any:

@@ -1,8 +1,10 @@
 """Products with packed weights on the CPU, read from panels (:mod:`gpu_ops.kernels.weights.packed_panels`).
 
 native    few tokens    the bits of ``linear`` with the unpacked matrix, in the order of linear_few.py: float32 is
-                        unpacked in registers, 16-bit floats 128 steps of K at a time into L1 and rounded there
-          many tokens   BLOCK rows are unpacked into an array of x's dtype, which ``linear`` multiplies
+                        unpacked in registers, 16-bit floats 128 steps of K at a time into L1 and rounded there, if
+                        they are not stored so
+          many tokens   packed_gemm.py; for tile registers and float64 BLOCK rows are unpacked into an array of x's
+                        dtype, which ``linear`` multiplies
 int8                    x is quantised per block; sums of a block are exact integers (packed_ir.py)
 """
 
@@ -20,13 +22,11 @@ from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR
 from gpu_ops.kernels.common.cpu.dtype import (
     aligned_empty,
     all_bits,
-    bfloat16_of_float32,
     bits,
     load,
     magnitude,
     of_magnitude,
     read_row,
-    rounded,
     store,
     write_row,
 )
@@ -34,19 +34,20 @@ from gpu_ops.kernels.common.cpu.jit import (
     FLOATS,
     Kernel,
     device_function,
-    generic,
     kernel,
     read,
     types,
     write,
 )
-from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, elements, pack_a, packed, steps
+from gpu_ops.kernels.common.cpu.packing import SUM_STEPS, in_registers, pack_a, packed, steps
 from gpu_ops.kernels.common.cpu.parallel import TASKS_PER_THREAD, claim, launcher, thread_count
 from gpu_ops.kernels.gemm.cpu import linear as dense
 from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.recording import on_host
+from gpu_ops.kernels.weights.cpu import packed_gemm
+from gpu_ops.kernels.weights.cpu.packed_gemm import named, read_as, weights_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
@@ -57,6 +58,7 @@ _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 BLOCK = 512  # rows that are unpacked at a time for many tokens
 TOKENS = 4  # whose sums are in registers
 MAX_GROUP = 8  # panels of a task
+PANELS_AT_ONCE = 1 if LANES == 16 else 4  # of plain floats: sums of one panel of AVX2 wait for each other
 MIN_ABSMAX = 2.0**-100  # of a block: smaller activations count as zeros, as 127 / absmax may overflow
 
 
@@ -74,9 +76,11 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
             f"int8 activations, {describe()}: {LANES} rows x {1 if tokens == 1 else TOKENS} tokens, {names}"
         )
     if is_few(tokens, dtype) and dtype != "float64":
-        if dtype == "float32":
+        if all(read_as(name, dtype) for _, name in formats):
             return f"{names} unpacked in registers"
         return f"{names} unpacked in L1, {SUM_STEPS} steps of K at a time"
+    if _multiplies_panels(dtype):
+        return f"{names} unpacked in L2, {MAX_LANES} rows at a time"
     return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
 
 
@@ -84,6 +88,8 @@ def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str, activations: st
     """Scratch bytes of :func:`forward`."""
     if activations == "int8":
         return 2 * tokens * cols
+    if _multiplies_panels(dtype):
+        return packed_gemm.scratch_bytes(tokens, cols, dtype)
     return (
         min(rows, BLOCK) * cols * _ITEMSIZE[dtype]
         + dense.scratch_bytes(tokens, min(rows, BLOCK), cols, dtype)[0]
@@ -112,6 +118,11 @@ def forward(x: Array, parts: Parts, addends: Addends, y: Array, activations: str
         _multiply(_int8_kernel(layout), panels, rounded[key], len(x), more, out, nanoseconds)
 
 
+def _multiplies_panels(dtype: str) -> bool:
+    """Whether micro-kernels multiply panels; tile registers need rows, and vectors of float64 are shorter."""
+    return dtype != "float64" and not in_registers(packed(dtype))
+
+
 def _columns(addends: Addends, part: slice) -> Addends:
     residual, row = addends
     return None if residual is None else residual[:, part], None if row is None else row[:, part]
@@ -119,8 +130,12 @@ def _columns(addends: Addends, part: slice) -> Addends:
 
 def linear(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
     """Compute y with the bits of the unpacked matrix."""
-    if is_few(len(x), x.dtype.name) and x.dtype != np.float64:
+    dtype = x.dtype.name
+    if is_few(len(x), dtype) and dtype != "float64":
         _few(layout, x, panels, addends, y)
+        return
+    if _multiplies_panels(dtype):
+        packed_gemm.forward(layout, x, panels, addends, y)
         return
     for first in range(0, y.shape[1], BLOCK):
         part = slice(first, min(first + BLOCK, y.shape[1]))
@@ -176,10 +191,12 @@ def embedding(ids: Array, parts: Parts, scale: float, x: Array) -> None:
 
 
 def _few(layout: BlockLayout, x: Array, panels: Array, addends: Addends, y: Array) -> None:
-    if x.dtype == np.float32:
-        rows = np.zeros((_padded(len(x)), x.shape[1]), np.float32)
+    stored = read_as(layout.name, x.dtype.name)
+    if stored is not None:
+        rows = np.zeros((_padded(len(x)), x.shape[1]), x.dtype if stored == "uint32" else stored)
         on_host(np.copyto, rows[: len(x)], x)
-        _multiply(_sums_kernel(layout), panels, (rows,), len(x), addends, y, panels.nbytes / 4)
+        tokens = (rows.view(stored),)
+        _multiply(_sums_kernel(layout, stored), panels, tokens, len(x), addends, y, panels.nbytes / 4)
         return
     absent, step = np.empty((0, 0), y.dtype), np.zeros((1, 1), packed(x.dtype.name))
     a, b, y_bits, x_bits = all_bits(*(absent if array is None else array for array in addends), y, x)
@@ -213,7 +230,7 @@ def _multiply(
 
 @cache
 def _few_kernel(layout: BlockLayout) -> Kernel:
-    unpack = unpack_of(layout)
+    weights = weights_of(layout)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         addends = types.UniTuple(read(t, 2), 2)
@@ -227,18 +244,13 @@ def _few_kernel(layout: BlockLayout) -> Kernel:
         unpacked = scratch(1, 2 * SUM_STEPS * width, np.float32(0))[0]
         panel = scratch(1, SUM_STEPS * width, step[0, 0])[0]
         c = scratch(MR, width, sum_of(step))
-        ldx, ldp = rows.shape[1], panels.shape[1]
+        ldx = rows.shape[1]
         task = claim(state)
         while task < n_tasks:
             for r in range(task * group * width, min(n, (task + 1) * group * width), width):
                 for kk in range(0, max(1, k_all), SUM_STEPS):
-                    k, first = min(SUM_STEPS, k_all - kk), elements(step, kk)
-                    units = elements(step, k) // UNIT
-                    for lane in range(0, width, LANES):
-                        start = (r + lane) // LANES
-                        if start < len(panels):
-                            unpack(panels, start * ldp, first // UNIT, units, unpacked, lane, width)
-                    factors(panel, unpacked, x, k)
+                    k = min(SUM_STEPS, k_all - kk)
+                    weights(panel, unpacked, panels, x, r, kk, k)
                     if tokens == 1:
                         one_row_in_place(c, 0, width, rows, kk, ldx, panel, 0, 0, 0, panel, 0, k, kk > 0)
                     else:
@@ -247,27 +259,7 @@ def _few_kernel(layout: BlockLayout) -> Kernel:
                     finish_row(c[t], t, r, min(width, n - r), y, c, addends, False, True)
             task = claim(state)
 
-    return _named(packed_few, layout, signature, ("float16", "bfloat16"))
-
-
-@generic
-def factors(panel, unpacked, x, k):
-    """Panel of k steps from float32 weights, rounded to the dtype of x."""
-
-    def pair(panel, unpacked, x, k):
-        width = lanes(panel)
-        for i in range(k):
-            for j in range(width):
-                low = np.uint32(bfloat16_of_float32(unpacked[2 * i * width + j]))
-                high = np.uint32(bfloat16_of_float32(unpacked[(2 * i + 1) * width + j]))
-                panel[i * width + j] = low | high << np.uint32(16)
-
-    def round_each(panel, unpacked, x, k):
-        row = read_row(x, (0,))
-        for i in range(k * lanes(panel)):
-            panel[i] = rounded(row, unpacked[i])
-
-    return pair if panel.dtype == types.uint32 else round_each
+    return named(packed_few, layout, signature, ("float16", "bfloat16"))
 
 
 @cache
@@ -296,7 +288,7 @@ def _rows_kernel(layout: BlockLayout) -> Kernel:
                         store(row, kk + i, transposed[j, i])
             task = claim(state)
 
-    return _named(packed_rows, layout, lambda t: (read("uint8", 2), write(t, 2)))
+    return named(packed_rows, layout, lambda t: (read("uint8", 2), write(t, 2)))
 
 
 @cache
@@ -324,7 +316,7 @@ def _embedding_kernel(layout: BlockLayout) -> Kernel:
                         store(target, kk + i, np.float64(unpacked[i * LANES + r % LANES]) * scale)
             task = claim(state)
 
-    return _named(packed_embedding, layout, signature)
+    return named(packed_embedding, layout, signature)
 
 
 Rounded = tuple[Array, Array, Array]
@@ -391,23 +383,28 @@ Micro = Callable[..., None]
 
 
 @cache
-def _sums_kernel(layout: BlockLayout) -> Kernel:
-    def micro(tokens: int) -> Micro:
-        sums = sums_of(layout, tokens)
+def _sums_kernel(layout: BlockLayout, step: str) -> Kernel:
+    per_unit = UNIT // 2 if step == "uint32" else UNIT
+    dtypes = "float32", *((layout.name,) if layout.bits == 16 else ())
+    variants = tuple(dtype for dtype in dtypes if packed(dtype) == step)
+
+    def micro(tokens: int, count: int) -> Micro:
+        sums = sums_of(layout, tokens, count)
 
         @device_function
         def multiply(panels, start, x, t, c, at):
             rows = x[0]
-            sums(panels, start, rows.shape[1] // UNIT, rows, t * rows.shape[1], c, at)
+            sums(panels, start, rows.shape[1] // per_unit, rows, t * rows.shape[1], c, at)
 
         return multiply
 
-    return _products("packed_sums", layout, micro, (read("float32", 2),), ("float32",))
+    at_once = PANELS_AT_ONCE if layout.is_plain else 1
+    return _products(f"packed_sums_{step}", layout, micro, (read(step, 2),), variants, at_once)
 
 
 @cache
 def _int8_kernel(layout: BlockLayout) -> Kernel:
-    def micro(tokens: int) -> Micro:
+    def micro(tokens: int, count: int) -> Micro:
         dot = dot_of(layout, tokens)
 
         @device_function
@@ -426,12 +423,15 @@ def _int8_kernel(layout: BlockLayout) -> Kernel:
 def _products(
     name: str,
     layout: BlockLayout,
-    micro: Callable[[int], Micro],
+    micro: Callable[[int, int], Micro],
     inputs: tuple[types.Type, ...],
     variants: tuple[str, ...],
+    at_once: int = 1,
 ) -> Kernel:
-    """Kernel of products of groups of panels. ``inputs``: types of the tokens' arrays."""
-    one_token, some_tokens = micro(1), micro(TOKENS)
+    """Kernel of products of groups of panels, ``at_once`` of them with one token. ``inputs``: types of the tokens'
+    arrays; ``micro``: of a number of tokens and of panels."""
+    one_token, some_tokens = micro(1, 1), micro(TOKENS, 1)
+    several_panels = one_token if at_once == 1 else micro(1, at_once)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         addends = types.UniTuple(read(t, 2), 2)
@@ -445,22 +445,20 @@ def _products(
             first = task * group
             count, r = min(group, len(panels) - first), first * LANES
             for t in range(0, tokens, 1 if tokens == 1 else TOKENS):
-                for p in range(count):
-                    if tokens == 1:
-                        one_token(panels, (first + p) * stride, x, t, c, p * LANES)
+                p = 0
+                while p < count:
+                    start, done = (first + p) * stride, 1
+                    if tokens > 1:
+                        some_tokens(panels, start, x, t, c, p * LANES)
+                    elif count - p >= at_once:
+                        several_panels(panels, start, x, t, c, p * LANES)
+                        done = at_once
                     else:
-                        some_tokens(panels, (first + p) * stride, x, t, c, p * LANES)
+                        one_token(panels, start, x, t, c, p * LANES)
+                    p += done
                 for i in range(min(TOKENS, tokens - t)):
                     finish_row(c[i], t + i, r, min(count * LANES, n - r), y, c, addends, False, True)
             task = claim(state)
 
     products.__name__ = name
-    return _named(products, layout, signature, variants)
-
-
-def _named(
-    function: Callable[..., None], layout: BlockLayout, signature: Any, variants: tuple[str, ...] = FLOATS
-) -> Kernel:
-    """Kernel of a layout: its name tells the block_layouts apart in the cache."""
-    function.__name__ = f"{function.__name__}_{layout.name}"
-    return kernel(signature, variants)(function)
+    return named(products, layout, signature, variants)

@@ -1,6 +1,7 @@
 """Vector code for panels of packed weights (:mod:`gpu_ops.kernels.weights.packed_panels`), per layout of block.
 
     unpack      32 weights of LANES rows as float32, one vector per step of K: the operands of float products
+    sums        float32 sums over all of K of these, or of pairs of bfloat16, in the order of K
     dot         float32 sums over all of K with int8 activations: integer sums per block, then their scales
 
 A vector lane is a row, so that every row adds up in the order of K, and its bits do not depend on the CPU. Panels are
@@ -19,6 +20,7 @@ from gpu_ops.kernels.common.cpu.codegen import build
 from gpu_ops.kernels.common.cpu.codegen.build import (
     address,
     call,
+    dot_bfloat16,
     fma,
     load_vector,
     number,
@@ -104,9 +106,14 @@ def _part(b: Any, vectors: list[Any], bits: int, step: int) -> Any:
 
 def _half(b: Any, pointer: Any) -> Any:
     """float16 in memory as float32."""
+    return _half_values(b, b.zext(load_vector(b, pointer, ir.VectorType(_I16, LANES)), INT))
+
+
+def _half_values(b: Any, bits: Any) -> Any:
+    """float16 in 32-bit lanes as float32."""
     if CONVERTS_FLOAT16:
-        return b.fpext(load_vector(b, pointer, ir.VectorType(ir.HalfType(), LANES)), FLOAT)
-    bits = b.zext(load_vector(b, pointer, ir.VectorType(_I16, LANES)), INT)
+        half = ir.VectorType(ir.HalfType(), LANES)
+        return b.fpext(b.bitcast(b.trunc(bits, ir.VectorType(_I16, LANES)), half), FLOAT)
     magnitude = b.shl(b.and_(bits, every(0x7FFF)), every(13))
     # the exponent's bias grows by 112, of denormal numbers too; infinity and NaN keep the largest exponent
     scaled = b.bitcast(b.fmul(b.bitcast(magnitude, FLOAT), build.every(FLOAT, 2.0**112)), INT)
@@ -124,6 +131,15 @@ def _power_of_two(b: Any, pointer: Any) -> Any:
 
 
 # ---- values of codes ---------------------------------------------------------------------------------------
+
+
+def _plain_values(b: Any, layout: BlockLayout, lanes: Any) -> list[Any]:
+    """Floats in 32-bit lanes, one or two of each, as float32."""
+    if layout.bits == 32:
+        return [b.bitcast(lanes, FLOAT)]
+    if layout.name == "bfloat16":
+        return [b.bitcast(part, FLOAT) for part in (b.shl(lanes, every(16)), b.and_(lanes, every(-1 << 16)))]
+    return [_half_values(b, part) for part in (b.and_(lanes, every(0xFFFF)), b.lshr(lanes, every(16)))]
 
 
 def _float_values(b: Any, layout: BlockLayout, code: Any) -> Any:
@@ -183,6 +199,10 @@ def _select(b: Any, index: Any, code: Callable[[int], Any], values: list[Any]) -
 
 def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterator[Any]:
     """Weights of unit ``index`` of a panel as float32, a vector of rows for each step of K."""
+    if layout.is_plain:
+        for lanes in _plain_lanes(b, layout, start, index):
+            yield from _plain_values(b, layout, lanes)
+        return
     per_block = layout.block // UNIT
     block_index, unit = b.udiv(index, number(per_block)), b.urem(index, number(per_block))
     block = _Block(b, layout, b.gep(start, [b.mul(block_index, number(layout.row_bytes * LANES))]))
@@ -204,6 +224,13 @@ def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterat
             code = code if zero is None else b.sub(code, zero)
             weight = b.fmul(scale, _float_values(b, layout, code))
             yield weight if minimum is None else b.fsub(weight, minimum)
+
+
+def _plain_lanes(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterator[Any]:
+    """Unit ``index`` of a panel of floats: one or two steps of K in each 32-bit lane."""
+    first = b.gep(start, [b.mul(index, number(UNIT * layout.bits // 8 * LANES))])
+    for i in range(UNIT * layout.bits // 32):
+        yield load_vector(b, b.gep(first, [number(4 * LANES * i)]), INT)
 
 
 def _emit_unpack(
@@ -234,53 +261,63 @@ def unpack_of(layout: BlockLayout) -> Any:
     return unpack
 
 
-def _emit_sums(layout: BlockLayout, tokens: int, b: Any, p: dict[str, Any]) -> None:
-    """``c[t, lane]`` = the float32 product of row ``lane`` of a panel and token t.
+def _emit_sums(layout: BlockLayout, tokens: int, panels: int, pairs: bool, b: Any, p: dict[str, Any]) -> None:
+    """``c[t, lane]`` = the float32 product of row ``lane`` of neighbouring panels and token t.
 
     Sums of SUM_STEPS steps, added up one after the other: the order of the tiles of a matrix product.
+    ``pairs``: a step is a pair of bfloat16.
     """
-    totals, sums = ([cgutils.alloca_once(b, FLOAT) for _ in range(tokens)] for _ in range(2))
+    count = panels * tokens
+    totals, sums = ([cgutils.alloca_once(b, FLOAT) for _ in range(count)] for _ in range(2))
     for slot in totals:
         b.store(build.every(FLOAT, -0.0), slot)  # adding to it changes no bit
-    per_sum = SUM_STEPS // UNIT
+    starts = [b.gep(p["panels"], [b.mul(p["panels_stride"], number(i))]) for i in range(panels)]
+    unit_steps, multiply_add = (UNIT // 2, dot_bfloat16) if pairs else (UNIT, fma)
+    weights_of = _plain_lanes if pairs else _unit_weights
+    per_sum = SUM_STEPS // unit_steps
     chunks = b.udiv(b.add(p["units"], number(per_sum - 1)), number(per_sum))
     with cgutils.for_range(b, chunks) as chunk:
         for slot in sums:
             b.store(build.every(FLOAT, 0.0), slot)
         first = b.mul(chunk.index, number(per_sum))
         remaining = b.sub(p["units"], first)
-        count = b.select(b.icmp_signed("<", remaining, number(per_sum)), remaining, number(per_sum))
-        with cgutils.for_range(b, count) as loop:
+        units = b.select(b.icmp_signed("<", remaining, number(per_sum)), remaining, number(per_sum))
+        with cgutils.for_range(b, units) as loop:
             unit = b.add(first, loop.index)
-            start = b.mul(unit, number(UNIT))
+            start = b.mul(unit, number(unit_steps))
             rows = [b.gep(p["x"], [b.add(b.mul(p["x_stride"], number(t)), start)]) for t in range(tokens)]
-            for k, weight in enumerate(_unit_weights(b, layout, p["panels"], unit)):
-                for row, slot in zip(rows, sums, strict=True):
+            steps = zip(*(weights_of(b, layout, panel, unit) for panel in starts), strict=True)
+            for k, weights in enumerate(steps):
+                for t, row in enumerate(rows):
                     x = splat(b, b.load(b.gep(row, [number(k)])))
-                    b.store(fma(b, weight, x, b.load(slot)), slot)
+                    for weight, slot in zip(weights, sums[t::tokens], strict=True):
+                        b.store(multiply_add(b, weight, x, b.load(slot)), slot)
         for slot, part in zip(totals, sums, strict=True):
             b.store(b.fadd(b.load(slot), b.load(part)), slot)
-    _store_totals(b, totals, p)
+    for i in range(panels):
+        _store_totals(b, totals[i * tokens : (i + 1) * tokens], p, i * LANES)
 
 
-def _store_totals(b: Any, totals: list[Any], p: dict[str, Any]) -> None:
+def _store_totals(b: Any, totals: list[Any], p: dict[str, Any], first: int = 0) -> None:
     for t, slot in enumerate(totals):
-        store_vector(b, b.load(slot), b.gep(p["c"], [b.mul(p["c_stride"], number(t))]))
+        place = b.add(b.mul(p["c_stride"], number(t)), number(first))
+        store_vector(b, b.load(slot), b.gep(p["c"], [place]))
 
 
 @cache
-def sums_of(layout: BlockLayout, tokens: int) -> Any:
-    """Intrinsic: float32 products of a panel and ``tokens`` tokens."""
+def sums_of(layout: BlockLayout, tokens: int, panels: int) -> Any:
+    """Intrinsic: float32 products of neighbouring panels and ``tokens`` tokens, float32 or pairs of bfloat16."""
     i = types.int64
 
     @intrinsic
-    def sums(typingctx, panels, start, units, x, x0, c, c0):
+    def sums(typingctx, data, start, units, x, x0, c, c0):
         def codegen(context, b, sig, args):
             p = _pointers(context, b, sig, args, {"panels": 0, "x": 3, "c": 5})
-            _emit_sums(layout, tokens, b, {**p, "units": args[2]})
+            pairs = sig.args[3].dtype == types.uint32
+            _emit_sums(layout, tokens, panels, pairs, b, {**p, "units": args[2]})
             return context.get_dummy_value()
 
-        return signature(types.void, panels, i, i, x, i, c, i), codegen
+        return signature(types.void, data, i, i, x, i, c, i), codegen
 
     return sums
 
