@@ -20,7 +20,6 @@ from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES, MR
 from gpu_ops.kernels.common.cpu.dtype import (
     aligned_empty,
     all_bits,
-    bfloat16_of_float32,
     bits,
     load,
     magnitude,
@@ -47,7 +46,15 @@ from gpu_ops.kernels.gemm.cpu.gemm import finish_row
 from gpu_ops.kernels.gemm.cpu.linear_few import is_few
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
 from gpu_ops.kernels.recording import on_host
-from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
+from gpu_ops.kernels.weights.cpu.packed_ir import (
+    LANES,
+    UNIT,
+    dot_of,
+    store_pairs,
+    summed_steps,
+    sums_of,
+    unpack_of,
+)
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
@@ -242,10 +249,7 @@ def factors(panel, unpacked, x, k):
     def pair(panel, unpacked, x, k):
         width = lanes(panel)
         for i in range(k):
-            for j in range(width):
-                low = np.uint32(bfloat16_of_float32(unpacked[2 * i * width + j]))
-                high = np.uint32(bfloat16_of_float32(unpacked[(2 * i + 1) * width + j]))
-                panel[i * width + j] = low | high << np.uint32(16)
+            store_pairs(panel, i * width, unpacked, 2 * i * width, (2 * i + 1) * width)
 
     def round_each(panel, unpacked, x, k):
         row = read_row(x, (0,))
