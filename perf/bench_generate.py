@@ -1,4 +1,5 @@
-"""A forward pass over a paged cache, against transformers: reading a prompt, and one token for each of several texts.
+"""A forward pass over a paged cache, against transformers, or against llama.cpp with the same GGUF file: reading a
+prompt, and one token for each of several texts.
 
 ``python perf/bench_generate.py --device cpu --dtype bfloat16 --seqlen 512`` (seqlen: tokens of the prompt, or in the
 cache)
@@ -13,6 +14,7 @@ if not __package__:  # run as a file: import perf from the repository root
 
 import os
 import tempfile
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,18 +23,23 @@ import numpy as np
 import gpu_ops
 from gpu_ops import inference, models
 from gpu_ops.core.state_arrays import to_device
-from gpu_ops.inference.captured import Graphs
+from gpu_ops.inference.captured import Graphs, Recordings
 from gpu_ops.models.projection import PROJECTIONS
 from gpu_ops.reference.precision import Precision
 from perf.case import DTYPES, Call, Case, Inputs, RunOptions, device_of
+from perf.gguf_peer import gguf_file, llama_cpp_peers, load
 
 CONFIG = models.LlamaConfig(vocab=32000, hidden=768, ffn=2048, nlayers=12, nheads=12, nheads_kv=4, tied=True)
 SMALL = models.LlamaConfig(vocab=40, hidden=32, ffn=48, nlayers=2, nheads=2, nheads_kv=1, tied=True)
+SMALL_PACKED = replace(SMALL, ffn=64)  # rows that are whole blocks
+PACKED = {"q8_0": (8.5, 8.5), "q4_0": (4.5, 6.5625), "q4_k_m": (4.79, 6.5625)}
+"""Bits per weight of the matrices and of the output layer in files of these formats."""
 
 
 def cases(config: RunOptions) -> list[Case]:
     """Cases. ``ternary``: projections have 2-bit weights; embedding and output layer are unchanged. ``ternary int8``:
-    projections after a norm take its int8 output.
+    projections after a norm take its int8 output. ``q8_0`` and so on: all matrices are those of a GGUF file, with
+    int8 activations.
     """
     result = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
@@ -43,6 +50,13 @@ def cases(config: RunOptions) -> list[Case]:
                 result += [
                     forward(length, 1, 1, dtype, weights=weights) for weights in ("ternary", "ternary int8")
                 ]
+    if config.device == "cpu" and "float32" in (config.dtypes or ("float32",)):
+        for length in config.seqlens or (512,):
+            for weights in ("q4_0",) if config.quick else PACKED:
+                result += [
+                    forward(*sizes, "float32", weights=weights) for sizes in ((0, length, 1), (length, 1, 1))
+                ]
+                result += [] if config.quick else [forward(length, 1, 16, "float32", weights=weights)]
     return result
 
 
@@ -54,18 +68,21 @@ def forward(context: int, new: int, batch: int, dtype: str, *, weights: str = ""
     itemsize = DTYPES[dtype].itemsize
     cached = 2 * c.nlayers * c.nheads_kv * c.head_dim * itemsize * batch * (context + new)
     what = "prefill" if not context else "decode"
+    bits, head_bits = PACKED.get(weights, (2 if weights else 8 * itemsize, 8 * itemsize))
+    small = SMALL_PACKED if weights in PACKED else SMALL
     return Case(
         op="generate",
         name=f"{what}, {weights}" if weights else what,
         shape=f"{c.parameters / 1e6:.0f}M parameters, {batch} x {new} tokens, {context} in the cache",
         dtype=dtype,
         flops=2.0 * (matrices * new + head) * batch + 4.0 * pairs * c.nheads * c.head_dim * c.nlayers,
-        bytes=(matrices / 4 if weights else matrices * itemsize) + head * itemsize + cached,
+        bytes=(matrices * bits + head * head_bits) / 8 + cached,
         make=lambda rng: data(rng, c, batch, context, new, dtype, weights),
-        make_small=lambda rng: data(rng, SMALL, 2, 3 if context else 0, 1 if context else 5, dtype, weights),
+        make_small=lambda rng: data(rng, small, 2, 3 if context else 0, 1 if context else 5, dtype, weights),
         ours=ours,
         reference=last_logits,
         torch=None if weights else torch_forward,
+        cpu_peers=llama_cpp_peers() if weights in PACKED else {},
         tokens=batch * new,
     )
 
@@ -81,6 +98,10 @@ def data(
 ) -> Inputs:
     weights = models.initial_weights(config, seed=int(rng.integers(1 << 30)), std=0.05)
     arrays: Inputs = {"ids": rng.integers(0, config.vocab, (batch, context + new)), "new": new}
+    if kind in PACKED:
+        # the error is that of native activations: int8 codes of float32 and float64 sums differ here and there
+        mode = "native" if config is SMALL_PACKED else "int8"
+        return arrays | {"kind": kind, "file": gguf_file(weights, config, kind), "activations": mode}
     arrays["weights"] = {name: x.astype(DTYPES[dtype]) for name, x in weights.items()}
     return arrays | {"kind": kind}
 
@@ -97,7 +118,10 @@ def model_of(x: Inputs, arrays: dict[str, Any]) -> tuple[models.Llama, models.Ll
 
 def ours(x: Inputs, **how: Any) -> Call:
     """Forward pass of the last tokens; the others are in the cache."""
-    weights, config = model_of(x, {n: to_device(w, device_of(x)) for n, w in x["weights"].items()})
+    if x["kind"] in PACKED:
+        weights, config = load(x["file"], activations=x["activations"])
+    else:
+        weights, config = model_of(x, {n: to_device(w, device_of(x)) for n, w in x["weights"].items()})
     ids, new = x["ids"].tolist(), x["new"]
     cache = inference.cache_for(weights, config, lengths=[len(text) for text in ids])
     handles = [cache.add() for _ in ids]
@@ -105,29 +129,31 @@ def ours(x: Inputs, **how: Any) -> Call:
         before = {h: text[:-new] for h, text in zip(handles, ids, strict=True)}
         inference.next_logits(weights, config, cache, cache.reserve(before))
         cache.commit()
-    last = {h: text[-new:] for h, text in zip(handles, ids, strict=True)}
-    graphs = (
-        Graphs(weights, config, cache, cache.length(handles[0]) + new) if cache.device == "cuda" else None
-    )
+    kept = Graphs if cache.device == "cuda" else Recordings
+    passes = kept(weights, config, cache, cache.length(handles[0]) + new)
 
-    def run() -> Any:
-        """Run a pass as an engine does: on a GPU a pass of single tokens replays a graph."""
-        into = graphs and graphs.step_for(last)
-        step = cache.reserve(last, out=into)
-        logits = (
-            graphs.logits(step, len(last)) if into else inference.next_logits(weights, config, cache, step)
-        )
+    def run(shift: int = 0) -> Any:
+        """Run a pass as an engine does: a pass of single tokens replays a graph, or a recording."""
+        last = {
+            h: [(i + shift) % config.vocab for i in text[-new:]] for h, text in zip(handles, ids, strict=True)
+        }
+        step = cache.reserve(last, out=passes.step_for(last))
+        logits = passes.logits(step, len(last))
         cache.rollback()
         return logits
 
+    run(1)  # a recording is compared with a pass of other tokens before it counts
     return run
 
 
 def last_logits(x: Inputs, precision: Precision) -> Any:
     """Logits by the references of the ops, without a cache, and with floats between a norm and its projections."""
-    dtype = np.float64 if precision == "float64" else x["weights"]["embed"].dtype
-    weights, config = model_of(x, {name: w.astype(dtype) for name, w in x["weights"].items()})
     with mock.patch.dict(os.environ, GPU_OPS_DEVICE="cpu", GPU_OPS_BACKEND="reference"):
+        if x["kind"] in PACKED:
+            weights, config = load(x["file"], dtype=np.float64 if precision == "float64" else np.float32)
+        else:
+            dtype = np.float64 if precision == "float64" else x["weights"]["embed"].dtype
+            weights, config = model_of(x, {name: w.astype(dtype) for name, w in x["weights"].items()})
         return models.logits(x["ids"], weights, config)[:, -1]
 
 

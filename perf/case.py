@@ -72,6 +72,8 @@ class Case:
     """On a GPU, where ``ours`` is CUDA C++: the same call with the Numba kernels."""
     peers: Mapping[str, Prepare] = field(default_factory=dict)
     """More contenders by name, on CUDA only."""
+    cpu_peers: Mapping[str, Prepare] = field(default_factory=dict)
+    """The same on the CPU only, where they are installed."""
     by_bytes: bool = False
     """Show GB/s whatever the arithmetic. Decoding, for example, is bound by reading the cache."""
     bandwidth: Literal["copy", "read"] = "copy"
@@ -96,8 +98,9 @@ class Case:
         return self.flops > 16 * self.bytes and not self.by_bytes
 
     def contender(self, name: str) -> Prepare:
-        """``ours``, ``naive``, ``torch``, ``numba`` or one of ``peers``."""
-        prepare: Prepare = self.peers[name] if name in self.peers else getattr(self, name)
+        """``ours``, ``naive``, ``torch``, ``numba`` or one of ``peers`` and ``cpu_peers``."""
+        peers = {**self.peers, **self.cpu_peers}
+        prepare: Prepare = peers[name] if name in peers else getattr(self, name)
         return prepare
 
 

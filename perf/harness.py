@@ -200,6 +200,8 @@ def prepare_contenders(
     if case.torch is not None and config.use_torch and have_torch():
         wanted.append(("torch", case.torch, case.dense_bytes or case.bytes))
         wanted += [(name, prepare, case.bytes) for name, prepare in case.peers.items() if on_cuda]
+    if not on_cuda:
+        wanted += [(name, prepare, case.bytes) for name, prepare in case.cpu_peers.items()]
     counts = {name: copies_needed(case, size, cold_bytes) for name, _, size in wanted}
     sets = [inputs]
     while len(sets) < max(counts.values()):

@@ -33,8 +33,10 @@ from gpu_ops.models.weights import Llama
 __all__ = ["Graphs", "Recorder", "Recordings", "runs_on_cpu"]
 
 _MOST_GRAPHS = 32  # limit of kept graphs; the oldest are dropped
-_MOST_RECORDED = 8  # sequences of a recorded pass: Python's share of larger ones is small
-_MOST_RECORDINGS = 8  # limit of kept recordings, which hold all arrays of their passes
+# Sequences of a recorded pass. Python's share of a pass of 16, of 100 M parameters, is an eighth. With more it is
+# less, and lost again where sequences end one after the other, as each size is recorded and compared.
+_MOST_RECORDED = 16
+_MOST_SEQUENCES = 64  # of all kept recordings, which hold all arrays of their passes
 _LONGEST_RECORDED = 1 << 15  # tokens: tables of angles are kept up to there
 
 
@@ -79,13 +81,14 @@ class _Life:
 class _Pass:
     step: Step
     logits: Any = None
+    cost: int = 1
 
 
 AnyPass = TypeVar("AnyPass", bound=_Pass)
 
 
 class _Passes(Generic[AnyPass]):
-    """Passes of one model over one cache that are kept by their sizes."""
+    """Passes of one model over one cache that are kept by their sizes, up to a limit on the sum of their costs."""
 
     def __init__(
         self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int, limit: int
@@ -94,13 +97,16 @@ class _Passes(Generic[AnyPass]):
         self._enabled = True
         self._kept: dict[Any, AnyPass] = {}
 
-    def _pass_for(self, key: Any, batch: int, width: int, make: Callable[[Step], AnyPass]) -> AnyPass:
-        """The pass of these sizes; beyond the limit the first one kept is dropped."""
+    def _pass_for(
+        self, key: Any, batch: int, width: int, make: Callable[[Step], AnyPass], cost: int = 1
+    ) -> AnyPass:
+        """The pass of these sizes; beyond the limit the first ones kept are dropped."""
         if key not in self._kept:
-            if len(self._kept) == self._limit:
+            while sum(kept.cost for kept in self._kept.values()) + cost > self._limit:
                 del self._kept[next(iter(self._kept))]
             empty = self._cache.empty_step(tokens=batch, batch=batch, width=width, max_seqlen_q=1)
             self._kept[key] = make(empty)
+            self._kept[key].cost = cost
         return self._kept[key]
 
     def _pass_of(self, step: Step) -> AnyPass | None:
@@ -186,7 +192,7 @@ class Recordings(_Passes[_RecordedPass]):
     """
 
     def __init__(self, weights: Llama, config: LlamaConfig, cache: PagedKVCache, max_seqlen: int) -> None:
-        super().__init__(weights, config, cache, max_seqlen, _MOST_RECORDINGS)
+        super().__init__(weights, config, cache, max_seqlen, _MOST_SEQUENCES)
         self._reads_tokens = False
 
     def step_for(self, parts: dict[int, list[int]]) -> Step | None:
@@ -201,7 +207,7 @@ class Recordings(_Passes[_RecordedPass]):
         heads, dims = (config.nheads, config.nheads_kv), 2 * config.head_dim
         attention = select_config(batch, *heads, 1, longest, decode=True, dtype=dtype, dims=dims)
         key = batch, width, attention, (longest - 1).bit_length()
-        passed = self._pass_for(key, batch, width, _RecordedPass)
+        passed = self._pass_for(key, batch, width, _RecordedPass, cost=batch)
         self._kept[key] = self._kept.pop(key)  # the last one used is the last one dropped
         return passed.step
 

@@ -138,6 +138,18 @@ def test_logits_have_the_same_bits(case):
         assert repeated(engine) >= 1
 
 
+def test_logits_of_many_texts_have_the_same_bits():
+    prompts, limits = [[i + 1, i] for i in range(13)], [9] * 11 + [4, 6]
+    weights = model(of=packed("q8_0", "int8"))
+    right, tokens, _ = passes(weights, CONFIG, prompts, limits, capture=False)
+    logits, ours, engine = passes(weights, CONFIG, prompts, limits)
+    assert ours == tokens
+    assert same(logits, right)
+    assert any(
+        p.recording is not None and p.tokens is None and p.cost == 11 for p in engine._graphs._kept.values()
+    )
+
+
 def test_a_pass_is_the_recorded_launches(monkeypatch):
     """After two passes of a size, a pass calls no op."""
     weights = model()
@@ -163,19 +175,19 @@ def test_what_is_not_recorded_is_noticed(monkeypatch):
 
 
 def test_passes_that_are_not_recorded():
-    """Texts that share pages, more than 8 texts, other backends and allocators run as usual."""
+    """Texts that share pages, more than 16 texts, other backends and allocators run as usual."""
     weights = model()
     cache = cache_for(weights, CONFIG, num_pages=64, page_size=4)
     recordings = captured.Recordings(weights, CONFIG, cache, 256)
     first = cache.add()
     cache.reserve({first: [1, 2, 3, 4, 5]})
     cache.commit()
-    second, others = cache.fork(first), [cache.add() for _ in range(9)]
+    second, others = cache.fork(first), [cache.add() for _ in range(17)]
     assert recordings.step_for({first: [1]}) is not None
     assert recordings.step_for({first: [1], second: [2]}) is None
     assert recordings.step_for({first: [1, 2]}) is None
     assert recordings.step_for({handle: [1] for handle in others}) is None
-    assert recordings.step_for({handle: [1] for handle in others[:8]}) is not None
+    assert recordings.step_for({handle: [1] for handle in others[:16]}) is not None
     with use_defaults({"GPU_OPS_BACKEND": "reference"}):
         assert recordings.step_for({first: [1]}) is None
     with use_allocator(Trace("cpu")):
@@ -186,10 +198,12 @@ def test_recordings_are_dropped():
     weights = model()
     cache = cache_for(weights, CONFIG, num_pages=64, page_size=4)
     recordings = captured.Recordings(weights, CONFIG, cache, 256)
-    handles = [cache.add() for _ in range(8)]
-    for count, length in itertools.product(range(1, 9), (1, 9)):
+    handles = [cache.add() for _ in range(16)]
+    for count, length in itertools.product(range(1, 17), (1, 9)):
         assert recordings.step_for({handle: [1] for handle in handles[:count]}) is not None
-        assert len(recordings._kept) <= 8
+        sequences = sum(len(p.step.tokens) for p in recordings._kept.values())
+        assert sequences <= 64
+        assert sequences > 64 - count or count < 12
         cache.reserve({handles[0]: [3] * length})
         cache.rollback()
 

@@ -7,7 +7,8 @@ import copy
 import numpy as np
 import pytest
 
-from perf import case, cli, harness, runs
+from gpu_ops.inference import captured
+from perf import bench_generate, case, cli, harness, runs
 from perf.case import RunOptions
 from tests.perf.case import FAST, LIMITS
 from tests.support.processes import python
@@ -94,6 +95,38 @@ def test_the_baselines_compute_the_same(op, dtype, who):
             assert np.abs(align(have, expected.shape) - expected).max() <= allowed * np.abs(expected).max(), (
                 entry.key
             )
+
+
+PACKED_MODELS = [
+    entry
+    for entry in cli.bench("generate").cases(RunOptions(seqlens=(20,), dtypes=("float32",)))
+    if entry.name.partition(", ")[2] in bench_generate.PACKED
+]
+
+
+@pytest.mark.parametrize("entry", PACKED_MODELS, ids=lambda entry: f"{entry.name}, {entry.shape[20:30]}")
+def test_llama_cpp_computes_the_same(entry):
+    """llama.cpp rounds attention to float16 and quantises activations by other ties."""
+    pytest.importorskip("llama_cpp", reason="the peer needs llama.cpp: pip install llama-cpp-python")
+    inputs = entry.make_small(np.random.default_rng(3)) | {"activations": "int8"}
+    have = entry.cpu_peers["llama.cpp"](inputs)()
+    ours = entry.ours(inputs)()
+    assert np.abs(have - ours).max() < 0.1 * ours.std()
+
+
+def test_decoding_is_timed_as_an_engine_runs_it(monkeypatch):
+    """After the first passes Python's part of a pass is left out; a prompt runs as usual."""
+    passes = []
+    forward = captured.next_logits
+    monkeypatch.setattr(
+        captured, "next_logits", lambda *args, **how: passes.append(1) or forward(*args, **how)
+    )
+    for entry, runs_as_usual in ((PACKED_MODELS[1], False), (PACKED_MODELS[0], True)):
+        call = entry.ours(entry.make_small(np.random.default_rng(0)))
+        first = np.array(call())
+        passes.clear()
+        assert np.array_equal(call(), first)
+        assert bool(passes) == runs_as_usual
 
 
 def to_array(result) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_ops.kernels.common.cpu.codegen.memory import SKEW, lanes, scratch
 from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES
-from gpu_ops.kernels.common.cpu.dtype import all_bits, bfloat16_of_float32, read_row, rounded
+from gpu_ops.kernels.common.cpu.dtype import all_bits, read_row, rounded
 from gpu_ops.kernels.common.cpu.jit import (
     FLOATS,
     Kernel,
@@ -38,7 +38,7 @@ from gpu_ops.kernels.common.cpu.parallel import claim, launch, thread_count
 from gpu_ops.kernels.gemm.cpu.gemm import COLUMNS, Region, finish, products
 from gpu_ops.kernels.gemm.cpu.linear import TOKENS, spans
 from gpu_ops.kernels.gemm.cpu.swiglu_mlp_tile import sum_of
-from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, unpack_of
+from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, store_pairs, unpack_of
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
 Array = np.ndarray[Any, Any]
@@ -96,10 +96,7 @@ def factors(panel, unpacked, x, k):
     def pair(panel, unpacked, x, k):
         width = lanes(panel)
         for i in range(k):
-            for j in range(width):
-                low = np.uint32(bfloat16_of_float32(unpacked[2 * i * width + j]))
-                high = np.uint32(bfloat16_of_float32(unpacked[(2 * i + 1) * width + j]))
-                panel[i * width + j] = low | high << np.uint32(16)
+            store_pairs(panel, i * width, unpacked, 2 * i * width, (2 * i + 1) * width)
 
     def round_each(panel, unpacked, x, k):
         row = read_row(x, (0,))

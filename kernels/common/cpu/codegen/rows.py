@@ -55,10 +55,15 @@ def _bfloat16(b: Any, even: Any, odd: Any) -> Any:
     if DOT_BFLOAT16:
         both = b.bitcast(round_bfloat16(b, even, odd), ir.VectorType(_I16, 2 * n))
         return shuffle(b, both, both, [i // 2 + i % 2 * n for i in range(2 * n)])
-    words = ir.VectorType(_I32, n)
+    return bfloat16_pairs(b, even, odd)
+
+
+def bfloat16_pairs(b: Any, even: Any, odd: Any) -> Any:
+    """Words of two bfloat16, by integers, which keep denormal numbers: ``even`` in the low halves."""
+    words = ir.VectorType(_I32, even.type.count)
 
     def every(value: int) -> Any:
-        return ir.Constant(words, [value] * n)
+        return ir.Constant(words, [value] * words.count)
 
     def rounded(x: Any) -> Any:
         u = b.bitcast(x, words)
