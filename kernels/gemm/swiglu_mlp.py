@@ -66,14 +66,14 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
     packed = [shape for name in _WEIGHTS if (shape := spec[f"packed_{name}"])]
     (ffn, hidden), (hidden_out, _) = _shape(spec, "w_gate"), _shape(spec, "w_down")
 
-    def weight_of(views: Mapping[str, Any], name: str) -> Any:
-        return unpacked(views[name], x.dtype) if spec[f"packed_{name}"] else views[name]
-
     def run(views: Mapping[str, Any]) -> None:
-        gate_up = views.get("gate_up")
+        gate_up, weights = views.get("gate_up"), [views["w_gate"], views["w_up"], views["w_down"]]
+        if packed:
+            is_packed = (spec[f"packed_{name}"] is not None for name in _WEIGHTS)
+            weights = [unpacked(w, x.dtype) if p else w for w, p in zip(weights, is_packed, strict=True)]
         swiglu_mlp.forward(
             as_rows(views["x"]),
-            (weight_of(views, "w_gate"), weight_of(views, "w_up"), weight_of(views, "w_down")),
+            tuple(weights),
             as_rows(views["y"]),
             activation=activation,
             gate_up=None if gate_up is None else as_rows(gate_up),

@@ -8,7 +8,7 @@ dweight    (+)= dlogits^T x                  float32, in place; dbias likewise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -65,25 +65,15 @@ def _has_logits(spec: Spec, builder: Builder) -> bool:
 def _cpu(spec: Spec, builder: Builder) -> None:
     from gpu_ops.kernels.common.cpu.dtype import aligned_empty
     from gpu_ops.kernels.gemm.cpu import linear as sums
-    from gpu_ops.kernels.loss.cpu.linear_cross_entropy import PIECE, Chunks, scratch_bytes
-    from gpu_ops.kernels.weights.cpu.packed import rows_of as unpacked_rows
+    from gpu_ops.kernels.loss.cpu.linear_cross_entropy import PIECE, Chunks, PackedWeights, scratch_bytes
 
-    limits = _CPU_ROWS if spec["vocab"] <= PIECE or not spec["packed_weight"] else _PACKED_ROWS
+    is_packed = spec["packed_weight"] is not None
+    limits = _PACKED_ROWS if is_packed and spec["vocab"] > PIECE else _CPU_ROWS
     parts, options_of = list(chunks(spec, _CPU_BYTES, *limits)), losses.options_cpu(spec)
     reduction = spec["reduction"]
     longest = max((c.stop - c.start for c in parts), default=0)
     sum_dtype, grads, added = spec.tensor("loss").dtype, spec.get("dx") is not None, spec["added"]
     has_logits = _has_logits(spec, builder)
-
-    def weights_of(weight: Any, dtype: np.dtype[Any]) -> Callable[[], Iterable[tuple[slice, Any]]]:
-        if not spec["packed_weight"]:
-            return lambda: [(slice(0, len(weight)), weight)]
-        piece = aligned_empty((min(spec["vocab"], PIECE), spec["cols"]), dtype)
-        if spec["vocab"] <= PIECE:
-            whole = unpacked_rows(weight, 0, piece)
-            return lambda: [(slice(0, len(whole)), whole)]
-        pieces = [slice(v, min(v + PIECE, spec["vocab"])) for v in range(0, spec["vocab"], PIECE)]
-        return lambda: ((v, unpacked_rows(weight, v.start, piece[: v.stop - v.start])) for v in pieces)
 
     def run(views: Mapping[str, Any]) -> None:
         x, targets = as_rows(views["x"]), as_line(views["targets"]).astype(np.int64, copy=False)
@@ -91,7 +81,12 @@ def _cpu(spec: Spec, builder: Builder) -> None:
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
         logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
-        of = Chunks(weights_of(views["weight"], x.dtype), views.get("bias"), logits, options_of(views))
+        weight = views["weight"]
+        if is_packed:
+            weights: Iterable[tuple[slice, Any]] = PackedWeights(weight, spec["vocab"], x.dtype)
+        else:
+            weights = [(slice(0, spec["vocab"]), weight)]
+        of = Chunks(weights, views.get("bias"), logits, options_of(views))
         dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
         for c in parts:
             if dloss is None or not has_logits:

@@ -188,7 +188,7 @@ def test_reordered_columns(dtype, tokens, rng, tmp_path):
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("name", INTEGERS)
-def testint8_products(name, dtype, tokens, rng):
+def test_int8_products(name, dtype, tokens, rng):
     """Error within the bound of 128 roundings and the products' own; the bits of a token do not depend on others."""
     second = "q8_0" if name == "q6_k" else "q6_k"
     matrix = PackedMatrix.joined(

@@ -10,16 +10,18 @@ dweight    dlogits^T x, added up in place
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.common.cpu.dtype import aligned_empty
 from gpu_ops.kernels.common.cpu.packing import pack, packed, panel_bytes
 from gpu_ops.kernels.gemm.cpu import linear
 from gpu_ops.kernels.gemm.cpu.gemm import matmul, private_bytes
 from gpu_ops.kernels.gemm.cpu.linear import spans
 from gpu_ops.kernels.loss.cpu import cross_entropy
+from gpu_ops.kernels.weights.cpu.packed import rows_of
 
 Array = np.ndarray[Any, Any]
 
@@ -44,8 +46,24 @@ def scratch_bytes(
     return logits + max(of_x, of_dx, of_dweight)
 
 
-Weights = Callable[[], Iterable[tuple[slice, Array]]]
-"""Classes and their weights, all of them in order. A piece is valid until the next one."""
+Weights = Iterable[tuple[slice, Array]]
+"""Classes and their weights, all of them in order, each time anew. A piece is valid until the next one."""
+
+
+class PackedWeights:
+    """Rows of a packed matrix, unpacked PIECE at a time; once, if there are no more."""
+
+    def __init__(self, matrix: Any, vocab: int, dtype: np.dtype[Any]) -> None:
+        self.matrix, self.vocab = matrix, vocab
+        self.piece = aligned_empty((min(vocab, PIECE), matrix.shape[1]), dtype)
+        self.whole = rows_of(matrix, 0, self.piece) if vocab <= PIECE else None
+
+    def __iter__(self) -> Iterator[tuple[slice, Array]]:
+        if self.whole is not None:
+            yield slice(0, self.vocab), self.whole
+            return
+        for v in spans(self.vocab, PIECE):
+            yield v, rows_of(self.matrix, v.start, self.piece[: v.stop - v.start])
 
 
 class Chunks:
@@ -71,7 +89,7 @@ class Chunks:
 
     def _logits_of(self, x: Array) -> Array:
         logits = self.logits[: len(x)]
-        for v, weight in self.weights():
+        for v, weight in self.weights:
             bias = None if self.bias is None else self.bias[v]
             linear.forward(x, weight, bias, None, logits[:, v])
         return logits
@@ -80,7 +98,7 @@ class Chunks:
         """Compute dx by blocks of a fixed size, so that the bits are the same for any chunk."""
         element, vocab = packed(dx.dtype.name), dlogits.shape[1]
         total = dx if dx.dtype == self.logits.dtype else np.empty(dx.shape, self.logits.dtype)
-        for classes, weight in self.weights():
+        for classes, weight in self.weights:
             for r, part in itertools.product(spans(len(dx), ROWS), spans(len(weight), CLASSES)):
                 v = slice(classes.start + part.start, classes.start + part.stop)
                 panels = pack(dlogits[r, v], element, trans=True)
