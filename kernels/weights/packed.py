@@ -181,7 +181,7 @@ def _quantized(
     m, tokens = tokens, _tile(tokens) * -(-tokens // _tile(tokens))
     q = builder.scratch((tokens, cols), np.int8, f"x in int8, blocks of {block}")
     scales = builder.scratch((tokens, cols // block), np.float32, f"scales of x, blocks of {block}")
-    sums = builder.scratch((tokens, cols // summed), np.int32, f"sums of {summed} of x")
+    sums = builder.scratch((tokens, cols // summed), np.int32, f"sums of {summed} of x, blocks of {block}")
     order = sums[:0, 0] if columns is None else columns  # not read without columns
     arrays = x, order, q, scales, sums
     if backend == "raw":
