@@ -129,7 +129,8 @@ class PackedMatrix:
         if any(not _same_order(columns, matrix._columns) for matrix in matrices):
             raise OptionError("PackedMatrix.joined: the matrices store their columns in different orders")
         result = object.__new__(cls)
-        parts = (part for matrix in matrices for part in matrix._parts)
+        parts = [part for matrix in matrices for part in matrix._parts]
+        parts = [part for part in parts if part.rows] or parts[:1]
         runs = (list(run) for _, run in itertools.groupby(parts, lambda part: part.format.name))
         joined = tuple(run[0] if len(run) == 1 else merged(run) for run in runs)
         result._set(joined, matrices[0]._dtype, matrices[0]._activations, columns)
