@@ -372,7 +372,7 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
 
 
 def _summed(layout: BlockLayout) -> int:
-    """Elements of x whose sum packed_int8.cu reads: as many products as one integer sum holds."""
+    """Elements of x in each of the sums that packed_int8.cu reads: the products of one integer sum."""
     return min(layout.run, _UNIT)
 
 
@@ -393,7 +393,7 @@ def _kernel(which: str, layout: BlockLayout, dtype: str, reordered: bool = False
 def _few_kernel(
     layout: BlockLayout, config: FewConfig, tokens: int, dtype: str, out: str, is_aligned: int
 ) -> CudaKernel:
-    # mma takes 8 tokens; FMAs of tokens that are not there would take longer than the codes' bytes
+    # mma always takes 8 tokens; FMAs with padding would take longer than the codes take to arrive
     columns = min(config.tokens, 1 << (tokens - 1).bit_length()) if dtype == "float32" else config.tokens
     defines = (
         ("DTYPE", DTYPES[dtype]),
