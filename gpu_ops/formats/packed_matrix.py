@@ -421,7 +421,8 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     blocks = np.empty((rows, cols // fmt.block * fmt.nbytes), np.uint8)
     step = max(1, PIECE // max(1, cols))
     for first in range(0, rows, step):
-        part = np.asarray(weights[first : first + step], np.float32)
+        with np.errstate(over="ignore"):  # float64
+            part = np.asarray(weights[first : first + step], np.float32)
         if format not in PLAIN and not np.isfinite(part).all():
             raise OptionError("quantize: w holds NaN or infinity, which no code can carry on")
         blocks[first : first + step] = encode(fmt, part.reshape(-1, fmt.block)).reshape(len(part), -1)

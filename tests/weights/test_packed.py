@@ -149,8 +149,10 @@ def test_packed_floats_are_those_of_the_array(name, rng):
 
 
 def test_a_float_beyond_the_range_becomes_infinite():
-    w = np.full((1, 32), 1e6, np.float32)
-    assert np.isinf(gpu_ops.quantize(w, "float16").dequantize()).all()
+    for format, w in (("float16", np.float32(1e6)), *((name, 1e300) for name in PLAIN)):
+        assert np.isinf(gpu_ops.quantize(np.full((1, 32), w), format).dequantize()).all()
+    with pytest.raises(OptionError, match="infinity"):
+        gpu_ops.quantize(np.full((1, 32), 1e300), "q8_0")
 
 
 @pytest.mark.parametrize("tokens", [2, 40])
