@@ -129,7 +129,8 @@ class PackedMatrix:
         if any(not _same_order(columns, matrix._columns) for matrix in matrices):
             raise OptionError("PackedMatrix.joined: the matrices store their columns in different orders")
         result = object.__new__(cls)
-        parts = (part for matrix in matrices for part in matrix._parts)
+        parts = [part for matrix in matrices for part in matrix._parts]
+        parts = [part for part in parts if part.rows] or parts[:1]
         runs = (list(run) for _, run in itertools.groupby(parts, lambda part: part.format.name))
         joined = tuple(run[0] if len(run) == 1 else merged(run) for run in runs)
         result._set(joined, matrices[0]._dtype, matrices[0]._activations, columns)
@@ -420,7 +421,8 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     blocks = np.empty((rows, cols // fmt.block * fmt.nbytes), np.uint8)
     step = max(1, PIECE // max(1, cols))
     for first in range(0, rows, step):
-        part = np.asarray(weights[first : first + step], np.float32)
+        with np.errstate(over="ignore"):  # float64
+            part = np.asarray(weights[first : first + step], np.float32)
         if format not in PLAIN and not np.isfinite(part).all():
             raise OptionError("quantize: w holds NaN or infinity, which no code can carry on")
         blocks[first : first + step] = encode(fmt, part.reshape(-1, fmt.block)).reshape(len(part), -1)

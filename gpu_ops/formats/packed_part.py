@@ -39,11 +39,11 @@ class PackedPart:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> tuple[Array, ...]:
-        panels, blocks = self._panels, self._blocks
+        blocks, panels = self._blocks, self._panels  # in this order: a thread that repacks sets panels first
         return (panels[1],) if panels is not None else () if blocks is None else (blocks,)
 
     def blocks(self) -> Array:
-        panels, blocks = self._panels, self._blocks
+        blocks, panels = self._blocks, self._panels
         if blocks is not None:
             return blocks
         assert panels is not None

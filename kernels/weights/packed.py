@@ -104,6 +104,7 @@ def _embedding_cpu(spec: Spec, builder: Builder) -> None:
 # ---- GPUs --------------------------------------------------------------------------------------------------
 
 _UNIT, _WARPS = 32, 4  # as in packed_unpack.cu and packed_tokens.cu
+_INT8_TOKENS = 1024  # of a launch of packed_int8.cu whose sums are in a workspace
 _FEW_ROWS = 16  # of a block of packed_gemv.cu at least: they fill the A operand of mma
 # Int8Shape of packed_int8.cu.
 _INT8_SHAPE = np.dtype(
@@ -210,17 +211,20 @@ def _int8(
         return
     config = int8_config(m, n, k // layout.block, builder.sms)
     direct = config.splits == 1 and g.epilogue != "kLinear"
-    target = out if direct else parts_of(builder, config.splits, m, n)
-    shape = np.zeros((), _INT8_SHAPE)
-    shape["m"], shape["n"], shape["k"] = m, n, k
-    shape["stride_c"], shape["split_c"] = stride(target), m * n
-    kernel = _int8_kernel(layout, config, target.dtype.name)
-    grid = (-(-n // GPU_LANES), config.splits, -(-m // config.tokens))
-    builder.launch(
-        kernel, grid, (32 * config.warps, 1, 1), (*x, panels, _values(builder, layout), target, shape[()])
-    )
-    if not direct:
-        add_up(builder, target, out, residual=g.residual, bias=g.bias)
+    values, step = _values(builder, layout), m if direct else _INT8_TOKENS
+    for first in range(0, m, step):
+        part, count = slice(first, first + step), min(step, m - first)
+        target = out if direct else parts_of(builder, config.splits, count, n)
+        shape = np.zeros((), _INT8_SHAPE)
+        shape["m"], shape["n"], shape["k"] = count, n, k
+        shape["stride_c"], shape["split_c"] = stride(target), count * n
+        kernel = _int8_kernel(layout, config, target.dtype.name)
+        grid = (-(-n // GPU_LANES), config.splits, -(-count // config.tokens))
+        tokens = (array[first:] for array in x)  # with those that fill up the last tile
+        builder.launch(kernel, grid, (32 * config.warps, 1, 1), (*tokens, panels, values, target, shape[()]))
+        if not direct:
+            residual = None if g.residual is None else g.residual[part]
+            add_up(builder, target, out[part], residual=residual, bias=g.bias)
 
 
 class Int8Config(NamedTuple):
@@ -372,7 +376,7 @@ def _buffers(panels: Tensor) -> tuple[Tensor, ...]:
 
 
 def _summed(layout: BlockLayout) -> int:
-    """Elements of x whose sum packed_int8.cu reads: as many products as one integer sum holds."""
+    """Elements of x in each of the sums that packed_int8.cu reads: the products of one integer sum."""
     return min(layout.run, _UNIT)
 
 
@@ -393,7 +397,7 @@ def _kernel(which: str, layout: BlockLayout, dtype: str, reordered: bool = False
 def _few_kernel(
     layout: BlockLayout, config: FewConfig, tokens: int, dtype: str, out: str, is_aligned: int
 ) -> CudaKernel:
-    # mma takes 8 tokens; FMAs of tokens that are not there would take longer than the codes' bytes
+    # mma always takes 8 tokens; FMAs with padding would take longer than the codes take to arrive
     columns = min(config.tokens, 1 << (tokens - 1).bit_length()) if dtype == "float32" else config.tokens
     defines = (
         ("DTYPE", DTYPES[dtype]),

@@ -7,8 +7,8 @@
 // of threads share a panel: blocks of k in turn, kAhead units of 32 weights at a time; their sums are added in shared
 // memory. The order depends on k and the splits alone: the same bits in any batch.
 //
-// Macros: those of packed.cuh (kE4M3 and tables of other than int8 have none); OUT f16, bf16, f32; TOKENS of a block of
-// threads: 1, 2, 4 or 8; WARPS
+// Macros: those of packed.cuh, except kE4M3 and tables with values other than int8; OUT f16, bf16, f32; TOKENS of a
+// block of threads: 1, 2, 4 or 8; WARPS
 //
 //   packed_int8(q, scales, sums, panels, values, c, shape)    q, scales, sums of packed_quantize, for
 //       whole tiles of TOKENS; c (m, n)

@@ -5,7 +5,7 @@
 //   q = rint(x * 127 / absmax)       of each block of BLOCK elements; zeros where absmax < 2^-100
 //   scale = absmax / 127             NaN where a value is not finite
 //   sums                             of q over SUMMED elements
-//   q (tokens, k), scales (tokens, k / BLOCK), sums (tokens, k / SUMMED), contiguous; from token m on like m - 1
+//   q (tokens, k), scales (tokens, k / BLOCK), sums (tokens, k / SUMMED), contiguous; tokens from m on repeat token m - 1
 //
 // packed_reorder     out[t, k] = x[t, columns[k]]         grid (m, groups of 32 kWarps columns)
 //

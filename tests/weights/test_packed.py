@@ -12,7 +12,7 @@ import pytest
 import gpu_ops
 from gpu_ops import PackedMatrix
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from gpu_ops.formats.packed_part import layout_of
+from gpu_ops.formats.packed_part import PackedPart, layout_of
 from gpu_ops.kernels.weights.packed_panels import Columns, pack_panels, unpack_panels
 from gpu_ops.reference.weights import packed as reference
 from gpu_ops.reference.weights.packed_formats import FORMATS, PLAIN, decode
@@ -149,8 +149,10 @@ def test_packed_floats_are_those_of_the_array(name, rng):
 
 
 def test_a_float_beyond_the_range_becomes_infinite():
-    w = np.full((1, 32), 1e6, np.float32)
-    assert np.isinf(gpu_ops.quantize(w, "float16").dequantize()).all()
+    for format, w in (("float16", np.float32(1e6)), *((name, 1e300) for name in PLAIN)):
+        assert np.isinf(gpu_ops.quantize(np.full((1, 32), w), format).dequantize()).all()
+    with pytest.raises(OptionError, match="infinity"):
+        gpu_ops.quantize(np.full((1, 32), 1e300), "q8_0")
 
 
 @pytest.mark.parametrize("tokens", [2, 40])
@@ -448,7 +450,7 @@ def test_the_table_of_formats():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_head_of_many_pieces_has_the_bits_of_the_unpacked_one(dtype, rng):
     matrix = PackedMatrix.joined(
-        [random_matrix(name, rows, 64, rng) for name, rows in (("q8_0", 8205), ("q4_0", 900))]
+        [random_matrix(name, rows, 64, rng) for name, rows in (("q4_0", 900), ("q8_0", 8205))]
     )
     x, targets = rng.standard_normal((600, 64)).astype(dtype), rng.integers(0, 9105, 600)
     more = {"bias": rng.standard_normal(9105).astype(dtype), "grads": True, "only": "dx"}
@@ -456,3 +458,26 @@ def test_a_head_of_many_pieces_has_the_bits_of_the_unpacked_one(dtype, rng):
     results = gpu_ops.linear_cross_entropy(x, matrix, targets, **more)
     for result, right in zip(results, expected, strict=True):
         np.testing.assert_array_equal(result, right)
+
+
+def test_blocks_while_another_thread_repacks_them(rng):
+    """It may run between any two reads of the fields."""
+
+    class Repacked(PackedPart):
+        after = ""
+
+        def __getattribute__(self, name):
+            value = super().__getattribute__(name)
+            if name == Repacked.after:
+                Repacked.after = ""
+                self.panels(16)
+            return value
+
+    blocks = random_matrix("q4_0", 20, 64, rng).blocks()[0]
+    for field in ("_blocks", "_panels"):
+        part = Repacked(FORMATS["q4_0"], 20, 64, blocks)
+        Repacked.after = field
+        np.testing.assert_array_equal(part.blocks(), blocks)
+        part = Repacked(FORMATS["q4_0"], 20, 64, blocks)
+        Repacked.after = field
+        assert len(part.arrays()) == 1

@@ -190,3 +190,30 @@ def test_runs_of_rows_that_alternate(backend, rng):
     y = gpu_ops.linear(x, PackedMatrix.joined(parts), activations="int8", **backend)
     right = [gpu_ops.linear(x, part, activations="int8", **backend) for part in parts]
     np.testing.assert_array_equal(y, np.concatenate(right, axis=1))
+
+
+@pytest.mark.parametrize("mode", ["native", "int8"])
+def test_runs_without_rows(mode, backend, rng):
+    """They launch no kernels, before rows of another format or alone."""
+    empty, some = (random_matrix(name, rows, 256, rng) for name, rows in (("q8_0", 0), ("q4_k", 32)))
+    matrix = PackedMatrix.joined([empty, some, empty])
+    assert matrix.formats == ((32, "q4_k"),)
+    x = rng.standard_normal((2, 256)).astype(np.float32)
+    y, right = (gpu_ops.linear(x, weight, activations=mode, **backend) for weight in (matrix, some))
+    np.testing.assert_array_equal(y, right)
+    alone = PackedMatrix.joined([empty, empty])
+    assert gpu_ops.linear(x, alone, activations=mode, **backend).shape == (2, 0)
+
+
+def test_many_int8_tokens_take_a_workspace_of_some(backend, monkeypatch, rng):
+    from gpu_ops.kernels.weights import packed
+
+    monkeypatch.setattr(packed, "_INT8_TOKENS", 8)
+    matrix = random_matrix("q5_1", 40, 512, rng)  # K is divided
+    x, bias = rng.standard_normal((19, 512)).astype(np.float32), rng.standard_normal(40).astype(np.float32)
+    residual = rng.standard_normal((19, 40)).astype(np.float32)
+    y = gpu_ops.linear(x, matrix, bias, residual=residual, activations="int8", **backend)
+    for t in (0, 7, 8, 18):
+        one = slice(t, t + 1)
+        right = gpu_ops.linear(x[one], matrix, bias, residual=residual[one], activations="int8", **backend)
+        np.testing.assert_array_equal(y[one], right)

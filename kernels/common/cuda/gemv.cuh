@@ -61,8 +61,8 @@ struct Parts {
     }
 };
 
-// A warp's sums. add(w, x_of) adds one chunk of k: w holds weights by group; x_of(row) returns a lane's part of row i of
-// the kRows rows of x that it reads, token(i). Tokens past the last are like the last; their sums are not stored.
+// A warp's sums. add(w, x_of) adds one chunk of k: w holds weights by group; x_of(i) returns a lane's part of row i of
+// the kRows rows of x that it reads, which is token(i). Tokens past the last repeat it; their sums are not stored.
 template <bool kHalf = sizeof(scalar) == 2> struct Sums {
     static constexpr int kRows = kTokenTiles;
     Accumulator sum[kSlabs][kTokenTiles] = {};

@@ -165,11 +165,11 @@ def rows_of(matrix: Any, start: int, weight: Array) -> Array:
             panel, skipped = divmod(begin - first, LANES)
             target = weight[begin - start : stop - start]
             if skipped:  # rows before the first one, in its panel
-                more = aligned_empty((skipped + len(target), weight.shape[1]), weight.dtype)
-                dequantize(layout, panels[panel:], more)
-                target[...] = more[skipped:]
-            else:
-                dequantize(layout, panels[panel:], target)
+                head = aligned_empty((min(LANES, skipped + len(target)), weight.shape[1]), weight.dtype)
+                dequantize(layout, panels[panel:], head)
+                count, panel = len(head) - skipped, panel + 1
+                target[:count], target = head[skipped:], target[count:]
+            dequantize(layout, panels[panel:], target)
         first += rows
     return weight if matrix.columns is None else np.take(weight, np.argsort(matrix.columns), axis=1)
 

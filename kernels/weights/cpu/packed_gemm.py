@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 def named(
     function: Callable[..., None], layout: BlockLayout, signature: Any, variants: tuple[str, ...] = FLOATS
 ) -> Kernel:
-    """Kernel of a layout: its name tells the block_layouts apart in the cache."""
+    """Kernel of a layout: its name tells the layouts apart in the cache."""
     function.__name__ = f"{function.__name__}_{layout.name}"
     return kernel(signature, variants)(function)
 

@@ -170,7 +170,7 @@ def reorder(dtype: str) -> NumbaKernel:
 
 @cache
 def quantize_tokens(dtype: str, block: int, summed: int) -> NumbaKernel:
-    """Kernel: q, scales and sums as of packed_tokens.cu. blockDim = 1; grid = (tokens, blocks of K)."""
+    """Kernel: q, scales and sums as in packed_tokens.cu. blockDim = 1; grid = (tokens, blocks of K)."""
     load, _, _, element, _ = functions(dtype)
 
     def packed_quantize(x, columns, q, scales, sums):
