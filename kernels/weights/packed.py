@@ -63,7 +63,7 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
 
     text = kernels.config(tokens, dtype, [(rows, layout.name) for rows, layout in shape.parts], mode)
     copied = tokens * shape.cols * y.itemsize * shape.reordered
-    builder.call(run, text, copied + kernels.scratch_bytes(tokens, shape.rows, shape.cols, dtype, mode))
+    builder.call(run, text, copied + kernels.scratch_bytes(tokens, shape, dtype, mode))
 
 
 @lowers("packed_linear_backward", "cpu")

@@ -50,7 +50,7 @@ from gpu_ops.kernels.weights.cpu import packed_gemm
 from gpu_ops.kernels.weights.cpu.packed_gemm import named, read_as, weights_of
 from gpu_ops.kernels.weights.cpu.packed_ir import LANES, UNIT, dot_of, summed_steps, sums_of, unpack_of
 from gpu_ops.kernels.weights.cpu.ternary_ir import describe
-from gpu_ops.kernels.weights.packed_panels import BlockLayout
+from gpu_ops.kernels.weights.packed_panels import BlockLayout, PackedShape
 
 Array = np.ndarray[Any, Any]
 
@@ -84,10 +84,12 @@ def config(tokens: int, dtype: str, formats: Sequence[tuple[int, str]], activati
     return f"{names} unpacked {BLOCK} rows at a time, one matrix product each"
 
 
-def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str, activations: str) -> int:
+def scratch_bytes(tokens: int, shape: PackedShape, dtype: str, activations: str) -> int:
     """Scratch bytes of :func:`forward`."""
+    rows, cols, parts, _ = shape
     if activations == "int8":
-        return 2 * tokens * cols
+        kinds = {(layout.block, summed_steps(layout)) for _, layout in parts}
+        return sum(_padded(tokens) * (cols + 4 * (cols // n) + 4 * (cols // s)) for n, s in kinds)
     if _multiplies_panels(dtype):
         return packed_gemm.scratch_bytes(tokens, cols, dtype)
     return (
