@@ -266,7 +266,10 @@ class PackedMatrix:
         return quantize(self.dequantize(), format, dtype=self._dtype)
 
     def rows(self, order: Array) -> PackedMatrix:
-        """Rows in another order, of a matrix of one format: ``order`` are their indices."""
+        """Rows in another order: ``order`` are their indices. OptionError if the matrix has several formats."""
+        if len(self._parts) > 1:
+            names = " and ".join(name for _, name in self.formats)
+            raise OptionError(f"PackedMatrix.rows: the rows are {names}; reorder a matrix of one format")
         (part,) = self._parts
         return PackedMatrix(
             part.blocks()[order],

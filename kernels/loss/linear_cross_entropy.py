@@ -8,7 +8,7 @@ dweight    (+)= dlogits^T x                  float32, in place; dbias likewise
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -120,6 +120,10 @@ def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: An
 # ---- GPUs --------------------------------------------------------------------------------------------------
 
 
+Weights = Callable[[], Iterable[tuple[slice, Tensor]]]
+"""Rows of the vocabulary and their weights, all of them in order. A piece is valid until the next one."""
+
+
 @dataclass(frozen=True)
 class _Backend:
     name: str
@@ -146,6 +150,7 @@ def _gpu(spec: Spec, builder: Builder, by: _Backend) -> None:
 def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, parts: list[slice]) -> None:
     bias, dx, dbias = (spec.get(name) for name in ("bias", "dx", "dbias"))
     x, sum_dtype, added = rows.logits, rows.loss.dtype, spec["added"]
+    weights = _weights(spec, builder, by, x.dtype)
     bias_row = row = None if bias is None else bias[None]
     if bias_row is not None and bias_row.dtype != sum_dtype:  # the sum of one row
         row = builder.empty(bias_row.shape, sum_dtype, "wide bias")
@@ -155,7 +160,7 @@ def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, p
     for c in parts:
         loss, z = rows.loss[c], logits[: c.stop - c.start]
         part = LossRows(z, rows.targets[c], loss, loss if rows.lse is rows.loss else rows.lse[c])
-        for v, weight in _weights(spec, builder, by, x.dtype):
+        for v, weight in weights():
             bias_part = None if row is None else row[:, v]
             by.multiply(
                 builder, linear(Operand(x[c]), Operand(weight), z[:, v], residual=None, bias=bias_part)
@@ -166,7 +171,7 @@ def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, p
         dz = z if z.dtype == x.dtype else z.view(x.dtype)[:, : spec["vocab"]]
         by.losses.backward(spec, builder, part, dz, dloss if dloss is shared else dloss[c], shared)
         dweight, later = spec.get("dweight"), c.start > 0
-        _launch_dx(spec, builder, by, dz, rows_of(spec, "dx")[c])
+        _launch_dx(builder, by, weights, dz, rows_of(spec, "dx")[c])
         if dweight is not None:
             total = dweight if later or "dweight" in added else None
             by.multiply(builder, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
@@ -174,11 +179,11 @@ def _launch_chunks(spec: Spec, builder: Builder, by: _Backend, rows: LossRows, p
             by.sum_rows(builder, dz, dbias[None], later or "dbias" in added)
 
 
-def _launch_dx(spec: Spec, builder: Builder, by: _Backend, dz: Tensor, dx: Tensor) -> None:
+def _launch_dx(builder: Builder, by: _Backend, weights: Weights, dz: Tensor, dx: Tensor) -> None:
     """dx = dz weight, added up over pieces in float32."""
     total = dx
-    for v, weight in _weights(spec, builder, by, dx.dtype):
-        is_last = v.stop == spec["vocab"]
+    for v, weight in weights():
+        is_last = v.stop == dz.shape[1]
         if dx.itemsize == 2 and not (is_last and v.start == 0):
             total = builder.scratch(dx.shape, np.float32, "dx in float32")
         g = product(
@@ -190,17 +195,18 @@ def _launch_dx(spec: Spec, builder: Builder, by: _Backend, dz: Tensor, dx: Tenso
         by.multiply(builder, g)
 
 
-def _weights(
-    spec: Spec, builder: Builder, by: _Backend, dtype: np.dtype[Any]
-) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of the vocabulary and their weights: all of an array, or pieces of a packed matrix, which are unpacked."""
+def _weights(spec: Spec, builder: Builder, by: _Backend, dtype: np.dtype[Any]) -> Weights:
+    """The weights of an array, or of a packed matrix: unpacked once, or by pieces each time."""
     packed = packed_weight(spec, "weight")
     if packed is None or spec["vocab"] <= ROWS:
         whole = spec.tensor("weight") if packed is None else unpacked(packed, builder, by.name, dtype)
-        yield slice(0, spec["vocab"]), whole
-        return
-    for first, rows, weight in pieces(packed, builder, by.name, dtype, packed.columns):
-        yield slice(first, first + rows), weight
+        return lambda: [(slice(0, spec["vocab"]), whole)]
+
+    def unpack() -> Iterator[tuple[slice, Tensor]]:
+        for first, rows, weight in pieces(packed, builder, by.name, dtype, packed.columns):
+            yield slice(first, first + rows), weight
+
+    return unpack
 
 
 for _name, _backend in (

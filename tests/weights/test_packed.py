@@ -481,3 +481,9 @@ def test_blocks_while_another_thread_repacks_them(rng):
         part = Repacked(FORMATS["q4_0"], 20, 64, blocks)
         Repacked.after = field
         assert len(part.arrays()) == 1
+
+
+def test_rows_of_several_formats_are_not_reordered(rng):
+    matrix = PackedMatrix.joined([random_matrix(name, 4, 64, rng) for name in ("q8_0", "q4_0")])
+    with pytest.raises(OptionError, match="q8_0 and q4_0"):
+        matrix.rows(np.array([1, 0]))
