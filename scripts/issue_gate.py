@@ -52,6 +52,8 @@ EXCUSES = (
            "counts a third draw for 8 elements, where the offset is no multiple of 4, and one for the last elements"),
     Excuse(r"ternary_(quantize|round)_tokens", "sm_89|sm_120", 2.1,
            "doubles, 2 per clock and SM, are in the branch of products near a half: rare"),
+    Excuse(r"ternary_gemv\[.*TOKENS=4", "sm_80|sm_90", 1.2, "4 tokens take one dp4a per weight, read once"),
+    Excuse(r"gemv\[DTYPE=f32.*TOKENS=16", "sm_80|sm_90", 1.1, "16 tokens take 16 FMAs per weight, read once"),
     Excuse(r"packed_gemv\[DTYPE=b?f16", "sm_80|sm_90", 1.9,
            "a weight takes 5 to 8 instructions for the bits of the unpacked matrix, with int8 activations 1 to 2"),
     Excuse(r"packed_gemv\[DTYPE=f32", "sm_80|sm_90|sm_120", 4.6,
@@ -210,7 +212,7 @@ def judged(labels: Iterable[str], every: bool = False) -> set[str]:
             continue
         family = (
             label.partition("[")[0],
-            *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT|BLOCK|BITS|CODES)=\w+", label),
+            *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT|BLOCK|BITS|CODES|TOKENS)=\w+", label),
         )
         first.setdefault((label,) if every else family, label)
     return set(first.values())

@@ -3,7 +3,7 @@
 //   weight = (scale * run_scale) * value[code] - (minimum * run_minimum), each operation rounded to float;
 //   with RUN_MINIMUMS and no MINIMUM these are zero points: weight = scale * (code - run_minimum)
 //
-// Macros: BLOCK, RUN weights; BITS of a code; SCALE_BYTES (1: 2^(byte - 128), 2: half, 4: float); RUN_SCALES, MINIMUM,
+// Macros: BLOCK, RUN weights; BITS of a code; SCALE (1: 2^(byte - 128), 2: half, 4: float); RUN_SCALES, MINIMUM,
 // RUN_MINIMUMS: whether blocks have them; CODES: kIntegers, from which OFFSET is subtracted, kTable: indices of
 // `values` (2^BITS), or kE4M3.
 #pragma once
@@ -15,11 +15,11 @@ enum Code { kIntegers, kTable, kE4M3 };
 constexpr int kRows = 32, kUnit = 32, kTableSize = CODES == kTable ? 1 << BITS : 1;
 constexpr int kRuns = BLOCK / RUN, kUnits = BLOCK / kUnit;
 constexpr int kLow = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, kHigh = BITS - kLow;  // bits of the two planes
-constexpr int kRowBytes = SCALE_BYTES + 2 * MINIMUM + kRuns * (RUN_SCALES + RUN_MINIMUMS) + BLOCK * BITS / 8;
+constexpr int kRowBytes = SCALE + 2 * MINIMUM + kRuns * (RUN_SCALES + RUN_MINIMUMS) + BLOCK * BITS / 8;
 constexpr int kBlockBytes = kRowBytes * kRows;
 constexpr bool kZeros = RUN_MINIMUMS && !MINIMUM;
 // Whether scale * value has no rounding: 11 bits of a half, 8 of a run's scale, and the code.
-constexpr bool kExactProducts = SCALE_BYTES == 2 && CODES == kIntegers && 11 + 8 * RUN_SCALES + BITS <= 24;
+constexpr bool kExactProducts = SCALE == 2 && CODES == kIntegers && 11 + 8 * RUN_SCALES + BITS <= 24;
 
 // The values of codes, in shared memory: lanes read different ones.
 __device__ __forceinline__ void copy_table(float (&table)[kTableSize], const float* values) {
@@ -60,7 +60,7 @@ public:
     __device__ __forceinline__ void read(const unsigned char* block, unsigned first, unsigned more, unsigned row) {
         const unsigned char* at = block;
         scale_ = __ldg(reinterpret_cast<const Scale*>(at) + row);
-        at += SCALE_BYTES * kRows;
+        at += SCALE * kRows;
         if (MINIMUM) minimum_ = __ldg(reinterpret_cast<const unsigned short*>(at) + row);
         at += 2 * MINIMUM * kRows;
         #pragma unroll
@@ -117,8 +117,8 @@ public:
     }
 
 private:
-    typedef typename ChooseType<SCALE_BYTES == 2, unsigned short, unsigned char>::type SmallScale;
-    typedef typename ChooseType<SCALE_BYTES == 4, float, SmallScale>::type Scale;
+    typedef typename ChooseType<SCALE == 2, unsigned short, unsigned char>::type SmallScale;
+    typedef typename ChooseType<SCALE == 4, float, SmallScale>::type Scale;
 
     template <int kBits> static constexpr Cache kReads = kCount * kBits < 32 ? Cache::kConstant : Cache::kOnce;
     static constexpr int kCovered = kCount < RUN ? 1 : kCount / RUN;

@@ -428,7 +428,7 @@ def _block_defines(layout: BlockLayout) -> tuple[tuple[str, str | int], ...]:
         ("BLOCK", layout.block),
         ("RUN", layout.run),
         ("BITS", layout.bits),
-        ("SCALE_BYTES", layout.scale_bytes),
+        ("SCALE", layout.scale_bytes),
         ("RUN_SCALES", int(layout.has_run_scales)),
         ("MINIMUM", int(layout.has_minimum)),
         ("RUN_MINIMUMS", int(layout.has_run_minimums)),

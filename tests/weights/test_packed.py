@@ -322,7 +322,7 @@ def test_quantize(name, rng):
 
 @pytest.mark.parametrize("used", [False, True])
 def test_copies_and_files(used, rng, tmp_path):
-    parts = [random_matrix(name, 9, 256, rng) for name in ("q4_k", "q6_k")]
+    parts = [random_matrix(format, 9, 256, rng) for format in ("q4_k", "q6_k")]
     matrix = PackedMatrix.joined(parts).with_activations("int8")
     x = rng.standard_normal((2, 256)).astype(np.float32)
     right = gpu_ops.linear(x, matrix.dequantize())
@@ -351,7 +351,7 @@ def test_copies_and_files(used, rng, tmp_path):
 
 def test_copies_and_files_of_packed_floats(rng, tmp_path):
     matrix = PackedMatrix.joined(
-        [random_matrix(name, 9, 64, rng) for name in ("bfloat16", "q8_0", "float32")]
+        [random_matrix(format, 9, 64, rng) for format in ("bfloat16", "q8_0", "float32")]
     )
     x = rng.standard_normal((2, 64)).astype(np.float32)
     right = gpu_ops.linear(x, matrix)
@@ -450,7 +450,7 @@ def test_the_table_of_formats():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_head_of_many_pieces_has_the_bits_of_the_unpacked_one(dtype, rng):
     matrix = PackedMatrix.joined(
-        [random_matrix(name, rows, 64, rng) for name, rows in (("q4_0", 900), ("q8_0", 8205))]
+        [random_matrix(format, rows, 64, rng) for format, rows in (("q4_0", 900), ("q8_0", 8205))]
     )
     x, targets = rng.standard_normal((600, 64)).astype(dtype), rng.integers(0, 9105, 600)
     more = {"bias": rng.standard_normal(9105).astype(dtype), "grads": True, "only": "dx"}
@@ -484,6 +484,6 @@ def test_blocks_while_another_thread_repacks_them(rng):
 
 
 def test_rows_of_several_formats_are_not_reordered(rng):
-    matrix = PackedMatrix.joined([random_matrix(name, 4, 64, rng) for name in ("q8_0", "q4_0")])
+    matrix = PackedMatrix.joined([random_matrix(format, 4, 64, rng) for format in ("q8_0", "q4_0")])
     with pytest.raises(OptionError, match="q8_0 and q4_0"):
         matrix.rows(np.array([1, 0]))

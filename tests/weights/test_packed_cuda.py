@@ -57,7 +57,7 @@ def test_pieces_of_a_large_matrix(backend, monkeypatch, rng):
     from gpu_ops.kernels.weights import packed
 
     monkeypatch.setattr(packed, "ROWS", 64)
-    matrix = PackedMatrix.joined([random_matrix(name, 96, 64, rng) for name in ("q4_0", "q8_0")])
+    matrix = PackedMatrix.joined([random_matrix(format, 96, 64, rng) for format in ("q4_0", "q8_0")])
     x, bias = rng.standard_normal((2, 64)).astype(np.float32), rng.standard_normal(192).astype(np.float32)
     right = gpu_ops.linear(x, matrix.dequantize(), bias, **backend)
     np.testing.assert_allclose(gpu_ops.linear(x, matrix, bias, **backend), right, rtol=1e-5, atol=1e-5)
@@ -69,7 +69,7 @@ def test_a_head_of_many_pieces(dtype, backend, monkeypatch, rng):
     from gpu_ops.kernels.loss import linear_cross_entropy as loss
     from gpu_ops.kernels.weights import packed
 
-    matrix = PackedMatrix.joined([random_matrix(name, 96, 64, rng) for name in ("q4_0", "q8_0")])
+    matrix = PackedMatrix.joined([random_matrix(format, 96, 64, rng) for format in ("q4_0", "q8_0")])
     x, targets = rng.standard_normal((70, 64)).astype(dtype), rng.integers(0, 192, 70)
     more = {
         "bias": rng.standard_normal(192).astype(dtype),
@@ -95,7 +95,7 @@ def test_a_scaled_table_and_ids_outside_it(backend, rng):
 
 
 def test_packed_floats_are_refused(backend, rng):
-    matrix = PackedMatrix.joined([random_matrix(name, 40, 64, rng) for name in ("q4_0", "bfloat16")])
+    matrix = PackedMatrix.joined([random_matrix(format, 40, 64, rng) for format in ("q4_0", "bfloat16")])
     x, ids = np.ones((2, 64), np.float32), np.array([1, 2])
     for call in (
         lambda: gpu_ops.linear(x, matrix, **backend),
@@ -120,8 +120,8 @@ def test_int8_products(name, dtype, tokens, backend, rng):
     right, bound = int8_products(matrix, x)
     step = {np.float32: 2.0**-24, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-11}[dtype]
     assert (np.abs(y.astype(np.float64) - right) <= bound + step * np.abs(right)).all()
-    one = gpu_ops.linear(x[-1:], matrix, activations="int8", **backend)
-    np.testing.assert_array_equal(one[0], y[-1])
+    alone = gpu_ops.linear(x[-1:], matrix, activations="int8", **backend)
+    np.testing.assert_array_equal(alone[0], y[-1])
     x[0, 300] = np.inf
     assert np.isnan(gpu_ops.linear(x, matrix, activations="int8", **backend)[0]).all()
 
@@ -157,7 +157,7 @@ def test_few_tokens_have_the_bits_of_the_unpacked_matrix(name, dtype, tokens, ba
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loss_over_a_packed_head_has_the_bits_of_the_unpacked_one(dtype, backend, rng):
-    matrix = PackedMatrix.joined([random_matrix(name, 48, 256, rng) for name in ("nf4", "q6_k")])
+    matrix = PackedMatrix.joined([random_matrix(format, 48, 256, rng) for format in ("nf4", "q6_k")])
     x, targets = rng.standard_normal((5, 256)).astype(dtype), rng.integers(0, 96, 5)
     expected = gpu_ops.linear_cross_entropy(
         x, matrix.dequantize(dtype), targets, grads=True, only="dx", **backend
@@ -185,7 +185,7 @@ def test_the_gated_mlp_has_the_bits_of_unpacked_weights(dtype, tokens, backend, 
 
 def test_runs_of_rows_that_alternate(backend, rng):
     """int8 tokens are in blocks of one size, then of another, then of the first again."""
-    parts = [random_matrix(name, 32, 256, rng) for name in ("q4_k", "q8_0", "q6_k", "q4_0", "q5_k")]
+    parts = [random_matrix(format, 32, 256, rng) for format in ("q4_k", "q8_0", "q6_k", "q4_0", "q5_k")]
     x = rng.standard_normal((3, 256)).astype(np.float32)
     y = gpu_ops.linear(x, PackedMatrix.joined(parts), activations="int8", **backend)
     right = [gpu_ops.linear(x, part, activations="int8", **backend) for part in parts]
@@ -195,7 +195,7 @@ def test_runs_of_rows_that_alternate(backend, rng):
 @pytest.mark.parametrize("mode", ["native", "int8"])
 def test_runs_without_rows(mode, backend, rng):
     """They launch no kernels, before rows of another format or alone."""
-    empty, some = (random_matrix(name, rows, 256, rng) for name, rows in (("q8_0", 0), ("q4_k", 32)))
+    empty, some = (random_matrix(format, rows, 256, rng) for format, rows in (("q8_0", 0), ("q4_k", 32)))
     matrix = PackedMatrix.joined([empty, some, empty])
     assert matrix.formats == ((32, "q4_k"),)
     x = rng.standard_normal((2, 256)).astype(np.float32)
@@ -214,6 +214,8 @@ def test_many_int8_tokens_take_a_workspace_of_some(backend, monkeypatch, rng):
     residual = rng.standard_normal((19, 40)).astype(np.float32)
     y = gpu_ops.linear(x, matrix, bias, residual=residual, activations="int8", **backend)
     for t in (0, 7, 8, 18):
-        one = slice(t, t + 1)
-        right = gpu_ops.linear(x[one], matrix, bias, residual=residual[one], activations="int8", **backend)
-        np.testing.assert_array_equal(y[one], right)
+        alone = slice(t, t + 1)
+        right = gpu_ops.linear(
+            x[alone], matrix, bias, residual=residual[alone], activations="int8", **backend
+        )
+        np.testing.assert_array_equal(y[alone], right)

@@ -28,8 +28,7 @@ from gpu_ops.kernels.common.cpu.codegen.build import (
     store_vector,
 )
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.common.cpu.codegen.rows import bfloat16_pairs
-from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16, MAX_LANES
+from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
 from gpu_ops.kernels.common.cpu.packing import SUM_STEPS
 from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
@@ -273,25 +272,6 @@ def unpack_of(layout: BlockLayout) -> Any:
         return signature(types.void, panels, i, i, i, target, i, i), codegen
 
     return unpack
-
-
-@intrinsic
-def store_pairs(typingctx, panel, at, weights, first, second):
-    """``MAX_LANES`` words of two bfloat16: float32 weights from ``first`` on, and in the high halves from ``second``
-    on. A loop over elements took six times as long."""
-
-    def codegen(context, b, sig, args):
-        rows = [
-            load_vector(
-                b, address(context, b, weights, args[2], start), ir.VectorType(ir.FloatType(), MAX_LANES)
-            )
-            for start in args[3:]
-        ]
-        store_vector(b, bfloat16_pairs(b, *rows), address(context, b, panel, args[0], args[1]))
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(panel, i, weights, i, i), codegen
 
 
 def _emit_sums(layout: BlockLayout, tokens: int, panels: int, pairs: bool, b: Any, p: dict[str, Any]) -> None:
