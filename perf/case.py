@@ -73,7 +73,7 @@ class Case:
     peers: Mapping[str, Prepare] = field(default_factory=dict)
     """More contenders by name, on CUDA only."""
     cpu_peers: Mapping[str, Prepare] = field(default_factory=dict)
-    """The same on the CPU only, where they are installed."""
+    """Contenders by name that run on the CPU only."""
     by_bytes: bool = False
     """Show GB/s whatever the arithmetic. Decoding, for example, is bound by reading the cache."""
     bandwidth: Literal["copy", "read"] = "copy"

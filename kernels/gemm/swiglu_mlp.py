@@ -37,7 +37,7 @@ from gpu_ops.kernels.gemm.args import (
 )
 from gpu_ops.kernels.gemm.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
-from gpu_ops.kernels.weights.packed import packed_weight, unpacked
+from gpu_ops.kernels.weights.packed import weight_array
 
 Multiply: TypeAlias = "Callable[[Builder, Gemm], None]"
 
@@ -63,14 +63,15 @@ def _forward_cpu(spec: Spec, builder: Builder) -> None:
     if _is_zero(spec, builder):
         return
     x, activation = rows_of(spec, "x"), spec["activation"]
-    packed = [shape for name in _WEIGHTS if (shape := spec[f"packed_{name}"])]
+    shapes = [spec[f"packed_{name}"] for name in _WEIGHTS]
+    packed = [shape for shape in shapes if shape]
     (ffn, hidden), (hidden_out, _) = _shape(spec, "w_gate"), _shape(spec, "w_down")
 
     def run(views: Mapping[str, Any]) -> None:
         gate_up, weights = views.get("gate_up"), [views["w_gate"], views["w_up"], views["w_down"]]
         if packed:
-            is_packed = (spec[f"packed_{name}"] is not None for name in _WEIGHTS)
-            weights = [unpacked(w, x.dtype) if p else w for w, p in zip(weights, is_packed, strict=True)]
+            pairs = zip(weights, shapes, strict=True)
+            weights = [unpacked(weight, x.dtype) if shape else weight for weight, shape in pairs]
         swiglu_mlp.forward(
             as_rows(views["x"]),
             tuple(weights),
@@ -116,11 +117,8 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
     if _is_zero(spec, builder):
         return
     x, y = rows_of(spec, "x"), rows_of(spec, "y")
-    matrices = ((name, packed_weight(spec, name)) for name in _WEIGHTS)
-    w_gate, w_up, w_down = (
-        Operand(spec.tensor(name) if w is None else unpacked(w, builder, backend, x.dtype, name))
-        for name, w in matrices
-    )
+    arrays = (weight_array(spec, name, builder, backend, x.dtype) for name in _WEIGHTS)
+    w_gate, w_up, w_down = map(Operand, arrays)
     kept, activation = _kept(spec), spec["activation"]
     chunks = list(_spans(len(x), TOKENS))
     h_chunk = builder.empty((chunks[0].stop, w_gate.rows), x.dtype, "h")

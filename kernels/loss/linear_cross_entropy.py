@@ -22,7 +22,7 @@ from gpu_ops.kernels.gemm.linear import Multiply, SumRows, sum_rows_numba, sum_r
 from gpu_ops.kernels.loss import cross_entropy as losses
 from gpu_ops.kernels.loss.cross_entropy import LossRows, Total
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
-from gpu_ops.kernels.weights.packed import ROWS, packed_weight, pieces, unpacked
+from gpu_ops.kernels.weights.packed import ROWS, packed_weight, pieces, weight_array
 
 __all__ = ["chunks"]
 
@@ -81,11 +81,9 @@ def _cpu(spec: Spec, builder: Builder) -> None:
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(x), sum_dtype)
         factor = losses.factor_cpu(spec, views, targets)
         logits = aligned_empty((longest, spec["vocab"]), sum_dtype)
-        weight = views["weight"]
+        weights: Iterable[tuple[slice, Any]] = [(slice(0, spec["vocab"]), views["weight"])]
         if is_packed:
-            weights: Iterable[tuple[slice, Any]] = PackedWeights(weight, spec["vocab"], x.dtype)
-        else:
-            weights = [(slice(0, spec["vocab"]), weight)]
+            weights = PackedWeights(views["weight"], spec["vocab"], x.dtype)
         of = Chunks(weights, views.get("bias"), logits, options_of(views))
         dloss = _dloss_of_rows(spec, views, factor, lse) if grads else None
         for c in parts:
@@ -199,8 +197,8 @@ def _weights(spec: Spec, builder: Builder, by: _Backend, dtype: np.dtype[Any]) -
     """The weights of an array, or of a packed matrix: unpacked once, or by pieces each time."""
     packed = packed_weight(spec, "weight")
     if packed is None or spec["vocab"] <= ROWS:
-        whole = spec.tensor("weight") if packed is None else unpacked(packed, builder, by.name, dtype)
-        return lambda: [(slice(0, spec["vocab"]), whole)]
+        weight = weight_array(spec, "weight", builder, by.name, dtype)
+        return lambda: [(slice(0, spec["vocab"]), weight)]
 
     def unpack() -> Iterator[tuple[slice, Tensor]]:
         for first, rows, weight in pieces(packed, builder, by.name, dtype, packed.columns):

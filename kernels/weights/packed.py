@@ -35,7 +35,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.recording import as_int64, on_host
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, PackedShape, panel_bytes
 
-__all__ = ["ROWS", "PackedWeight", "packed_weight", "pieces", "unpacked", "variants"]
+__all__ = ["ROWS", "PackedWeight", "packed_weight", "pieces", "variants", "weight_array"]
 
 ROWS = 1 << 14  # of a matrix that are unpacked at a time on a GPU
 
@@ -204,7 +204,8 @@ def _int8(
         from gpu_ops.kernels.weights.numba_cuda import packed as twins
 
         addends = [out[:0] if more is None else more for more in (g.residual, g.bias)]
-        args: tuple[Any, ...] = (*x, *_buffers(panels), _values(builder, layout), *addends, out)
+        q, scales, _ = x
+        args: tuple[Any, ...] = (q, scales, *_buffers(panels), _values(builder, layout), *addends, out)
         builder.launch(
             twins.int8_products(layout, out.dtype.name), (m, -(-n // _UNIT), 1), (_UNIT, 1, 1), args
         )
@@ -287,6 +288,12 @@ def packed_weight(spec: Spec, name: str) -> PackedWeight | None:
 
 def _weight(spec: Spec) -> PackedWeight:
     return PackedWeight(spec.tensor("weight"), spec["packed_weight"])
+
+
+def weight_array(spec: Spec, name: str, builder: Builder, backend: str, dtype: np.dtype[Any]) -> Tensor:
+    """A weight of a call as an array: its own, or the unpacked matrix."""
+    packed = packed_weight(spec, name)
+    return spec.tensor(name) if packed is None else unpacked(packed, builder, backend, dtype, name)
 
 
 def unpacked(

@@ -103,22 +103,22 @@ def test_a_quantised_model_stays_packed(gguf, tmp_path):
     tensors, keys = stored(weights, config, "llama"), metadata(config, "llama")
     write_model(gguf, tmp_path / "a.gguf", "llama", keys, tensors, mixed_types(config))
     packed, _ = models.load(tmp_path / "a.gguf")
-    whole, _ = models.load(tmp_path / "a.gguf", dtype="float32")
+    floats, _ = models.load(tmp_path / "a.gguf", dtype="float32")
     rows = config.nheads_kv * config.head_dim
     assert packed.layers[0].qkv.formats[-1] == (rows, "q8_0")
     assert {name for _, name in packed.layers[0].qkv.formats} == {"q4_0", "q8_0"}
     for name, matrix in packed.arrays().items():
         if isinstance(matrix, gpu_ops.PackedMatrix):
-            np.testing.assert_array_equal(matrix.dequantize(), whole.arrays()[name], name)
-    right = models.logits(IDS, whole, config)
+            np.testing.assert_array_equal(matrix.dequantize(), floats.arrays()[name], name)
+    right = models.logits(IDS, floats, config)
     np.testing.assert_array_equal(models.logits(IDS, packed, config), right)
     targets = np.roll(IDS, -1, axis=1)
-    assert models.loss(IDS, targets, packed, config) == models.loss(IDS, targets, whole, config)
+    assert models.loss(IDS, targets, packed, config) == models.loss(IDS, targets, floats, config)
     fast, _ = models.load(tmp_path / "a.gguf", activations="int8")
     error = models.logits(IDS, fast, config) - right
     assert 0 < np.sqrt(np.mean(error**2) / np.mean(right**2)) < 0.03
     prompt = [IDS[0, :7].tolist()]
-    generated = [inference.generate(w, config, prompt, max_new_tokens=5) for w in (packed, whole)]
+    generated = [inference.generate(w, config, prompt, max_new_tokens=5) for w in (packed, floats)]
     assert generated[0] == generated[1]
     with pytest.raises(OptionError, match="dequantize"):
         models.save(tmp_path / "folder", packed, config)
@@ -197,8 +197,8 @@ def test_ternary_blocks_are_packed_matrices(format, tmp_path, rng):
         ternary = gpu_ops.TernaryMatrix.from_packed(w)
         np.testing.assert_array_equal(ternary.trits(), expected.trits())
         assert ternary.scale.ndim == (0 if part in ("o", "down") else 1)
-    whole, _ = models.load(path, dtype="float32")
-    plain = models.logits(IDS, whole, config)
+    floats, _ = models.load(path, dtype="float32")
+    plain = models.logits(IDS, floats, config)
     np.testing.assert_array_equal(models.logits(IDS, weights, config), plain)
     fast, _ = models.load(path, activations="int8")
     error = models.logits(IDS, fast, config) - plain
@@ -208,7 +208,7 @@ def test_ternary_blocks_are_packed_matrices(format, tmp_path, rng):
     np.testing.assert_array_equal(*per_token)
     adapters = models.initial_lora(models.lora_shapes(config, rank=2))
     prompt = [IDS[0, :7].tolist()]
-    expected = inference.generate(whole, config, prompt, max_new_tokens=5)
+    expected = inference.generate(floats, config, prompt, max_new_tokens=5)
     for w in (weights, models.with_lora(weights, adapters)):
         assert inference.generate(w, config, prompt, max_new_tokens=5) == expected
 

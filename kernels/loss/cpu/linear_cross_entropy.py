@@ -56,11 +56,11 @@ class PackedWeights:
     def __init__(self, matrix: Any, vocab: int, dtype: np.dtype[Any]) -> None:
         self.matrix, self.vocab = matrix, vocab
         self.piece = aligned_empty((min(vocab, PIECE), matrix.shape[1]), dtype)
-        self.whole = rows_of(matrix, 0, self.piece) if vocab <= PIECE else None
+        self.weights = rows_of(matrix, 0, self.piece) if vocab <= PIECE else None
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
-        if self.whole is not None:
-            yield slice(0, self.vocab), self.whole
+        if self.weights is not None:
+            yield slice(0, self.vocab), self.weights
             return
         for v in spans(self.vocab, PIECE):
             yield v, rows_of(self.matrix, v.start, self.piece[: v.stop - v.start])

@@ -206,7 +206,7 @@ def int8_products(layout: BlockLayout, dtype: str) -> NumbaKernel:
     lanes, block, block_bytes = GPU_LANES, layout.block, layout.row_bytes * GPU_LANES
     has_minimum = layout.has_minimum
 
-    def packed_int8(q, scales, sums, data, halves, words, floats, values, residual, bias, y):
+    def packed_int8(q, scales, data, halves, words, floats, values, residual, bias, y):
         token, panel, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
         row = panel * lanes + lane
         if row >= y.shape[1]:
@@ -235,5 +235,5 @@ def int8_products(layout: BlockLayout, dtype: str) -> NumbaKernel:
         y[token, row] = store(result)
 
     rows = f"{element}[:, :]"
-    signature = f"void(int8[:, :], float32[:, :], int32[:, :], {_BUFFERS}, {rows}, {rows}, {rows})"
+    signature = f"void(int8[:, :], float32[:, :], {_BUFFERS}, {rows}, {rows}, {rows})"
     return NumbaKernel(packed_int8, signature, f"packed_int8_{layout.name}_{dtype}")
