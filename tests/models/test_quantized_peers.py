@@ -68,6 +68,8 @@ def test_bitsandbytes(table, options, torch, tmp_path):
         plain(torch, tmp_path / "plain"), quantization_config=config, device_map="cpu", dtype=torch.float32
     )
     model.save_pretrained(tmp_path / "packed")
+    # Its packed product rounds to bfloat16 on a CPU with AVX512_BF16, even for float32.
+    model = model.dequantize()
     assert check(torch, model, tmp_path / "packed").formats == ((256, table),)
 
 
