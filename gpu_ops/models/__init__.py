@@ -1,6 +1,7 @@
 """Models as plain functions on arrays: a Llama, its blocks, forward and backward; and BERT, forward."""
 
 from gpu_ops.core.declared import publish
+from gpu_ops.models.adapters import load_adapters, save_adapters
 from gpu_ops.models.bert import Bert, BertBlock, BertConfig, bert_states, load_bert, sentence_embeddings
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.checkpoint import load, save
@@ -46,6 +47,7 @@ __all__ = [
     "initial_lora",
     "initial_weights",
     "load",
+    "load_adapters",
     "load_bert",
     "logits",
     "lora_grads",
@@ -54,6 +56,7 @@ __all__ = [
     "loss_and_grads",
     "merged",
     "save",
+    "save_adapters",
     "sentence_embeddings",
     "with_int8_input",
     "with_latent",

@@ -261,6 +261,11 @@ class Parts:
         models.save(self.folder / "model", self.llama, self.config)
         return self.folder / "model"
 
+    @cached_property
+    def adapters_folder(self) -> Path:
+        models.save_adapters(self.folder / "adapters", self.adapters, self.config)
+        return self.folder / "adapters"
+
 
 class Letters:
     def decode(self, ids):
@@ -445,6 +450,8 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "limit.size": lambda p: 1 << 30,
     "load.path": lambda p: p.model_folder,
     "export_gguf.folder": lambda p: p.model_folder,
+    "load_adapters.folder": lambda p: p.adapters_folder,
+    "load_adapters.dtype": lambda p: None,
     "load_bert.folder": lambda p: p.folder,
     "load_state.like": lambda p: None,
     "load_state.path": lambda p: p.state_file,
