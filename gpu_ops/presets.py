@@ -219,6 +219,11 @@ _DRIVER_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _NOT_THE_CARD = ("LAPTOP", "MAX-Q", "MIG", "NVL", "4090 D", "5090 D", "5080 D", "GB200", "GH200")
 
 
+def _letters(name: str) -> str:
+    """Letters and digits of a name."""
+    return "".join(filter(str.isalnum, name.casefold()))
+
+
 def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
     """Select the preset of a device.
 
@@ -236,8 +241,8 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
 
     Examples
     --------
-    >>> select_preset("RTX 3090 Ti").sms
-    84
+    >>> select_preset("RTX 3090 Ti").sms, select_preset("rtx-3090ti").sms
+    (84, 84)
     >>> select_preset("sm_90").arch.smem_per_block_optin
     232448
     >>> select_preset("NVIDIA A100-SXM4-80GB").memory_gbps
@@ -259,7 +264,7 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
         )
     wanted = device.strip()
     for name, preset in PRESETS.items():
-        if name.casefold() == wanted.casefold():
+        if _letters(name) == _letters(wanted):
             return preset
     version = wanted.casefold().removeprefix("sm_").rstrip("af")
     major, dot, minor = version.partition(".")

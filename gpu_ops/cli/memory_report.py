@@ -1,32 +1,36 @@
-"""Command ``python -m gpu_ops memory``: the memory of a model, and the cards with room for it."""
+"""Command ``gpu-ops memory``: the memory of a model, and the cards with room for it."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpu_ops.cli.terminal import print_table, waiting
+from gpu_ops.cli.terminal import make_console, print_json, print_table, waiting
 from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.dispatch import unavailable
-from gpu_ops.errors import DeviceError, DTypeError, OptionError
+from gpu_ops.errors import DeviceError, DTypeError, GpuOpsError, OptionError
+from gpu_ops.kernels.compiler.progress import several
 from gpu_ops.kernels.compiler.toolkit import install_command
 from gpu_ops.memory import Estimate, Weights, estimate, estimate_inference
+from gpu_ops.models import POLICIES, LlamaConfig
 from gpu_ops.models import PRESETS as MODELS
 from gpu_ops.models.config import PROJECTIONS
 from gpu_ops.models.presets import find_config
 from gpu_ops.ops.attention.options import QUANTIZED
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 
-__all__ = ["Question", "show_memory"]
+__all__ = ["Question", "run"]
 
 _WHO = "memory"
 _MOST_DIGITS = 18
+_LARGEST = max((p for p in PRESETS.values() if not p.generic), key=lambda p: p.memory_gb).name
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _TERMS = ("weights", "adapters", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
@@ -56,46 +60,60 @@ class Question:
         names = PROJECTIONS if self.projections is None else tuple(self.projections.split(","))
         return Weights(self.format, self.pack_tables, rank, names)
 
+    def dtypes(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+        """Dtypes of the weights and of the KV cache."""
+        dtype = _dtype("dtype", self.dtype, FLOAT_DTYPES)
+        if self.kv_dtype is None:
+            return dtype, dtype
+        if self.train:
+            raise OptionError(f"{_WHO}: kv-dtype is of inference; omit it, or train")
+        return dtype, _dtype("kv-dtype", self.kv_dtype, FLOAT_DTYPES | QUANTIZED)
+
 
 def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
     return known[one_of(_WHO, name, _SHORT.get(value, value), (*known, *_SHORT))]
 
 
-def show_memory(asked: Question, console: Console) -> int:
-    """Print the terms and the cards; return 1 if no card has room. Invalid arguments raise typed errors."""
-    if not asked.model:
+def run(options: argparse.Namespace) -> int:
+    """Print the terms, cheaper ways to train, and the cards; return 1 if no card has room."""
+    question = Question(**{f.name: getattr(options, f.name) for f in fields(Question)})
+    console = make_console()
+    if not question.model:
         raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
-    config = find_config(_WHO, asked.model)
-    batch, seqlen = _count("batch", asked.batch), _count("seqlen", asked.seqlen)
+    config = find_config(_WHO, question.model)
     names = [p.name for p in PRESETS.values() if not p.generic]
-    cards = [select_preset(asked.card)] if asked.card else [PRESETS[name] for name in names]
-    dtype = _dtype("dtype", asked.dtype, FLOAT_DTYPES)
-    kv_dtype = dtype
-    if asked.kv_dtype is not None:
-        kv_dtype = _dtype("kv-dtype", asked.kv_dtype, FLOAT_DTYPES | QUANTIZED)
-        if asked.train:
-            raise OptionError(f"{_WHO}: kv-dtype is of inference; omit it, or train")
-
-    weights = asked.weights()
-    sizes: dict[str, Any] = {"batch": batch, "seqlen": seqlen, "dtype": dtype, "weights": weights}
-
-    def plan(device: str) -> Estimate:
-        if asked.train:
-            return estimate(config, **sizes, policy=asked.policy, device=device)
-        return estimate_inference(config, **sizes, cache_dtype=kv_dtype, device=device)
-
-    planned = unavailable("emulator", "raw") is None
-    home = cards[0].name if asked.card and planned else "cpu"
-    terms = _terms(plan(home))
-    task = f"training step, policy {asked.policy}" if asked.train else "inference"
-    form = ", ".join(filter(None, (str(dtype), str(weights))))
-    title = f"{asked.model}, {task}: {form}, batch {batch} x {seqlen} tokens, planned for {home}"
-    console.print(title, style="bold", markup=False, highlight=False)
+    cards = [select_preset(question.card)] if question.card else [PRESETS[name] for name in names]
+    can_plan = unavailable("emulator", "raw") is None
+    plan = _planner(question, config)
+    home = (cards[0].name if question.card else _LARGEST) if can_plan else "cpu"
+    try:
+        estimate = plan(home, question)
+    except (DeviceError, DTypeError):  # no kernels for cards
+        if question.card:
+            raise
+        home = "cpu"
+        estimate = plan(home, question)
+    with waiting(console, f"planning for {several(len(cards), 'card')}", options.json):
+        terms, others = _terms(estimate), _cheaper(question, plan, home)
+        rows = [_card(card, partial(plan, card.name if can_plan else "cpu", question)) for card in cards]
+    room = any(row.get("fits", False) for row in rows)
+    if options.json:
+        sizes = {"model": question.model, "device": home, "terms": terms, "peak": estimate.peak}
+        print_json({**sizes, "other_ways": others, "cards": rows})
+        return 0 if room else 1
+    task = f"training step, policy {question.policy}" if question.train else "inference"
+    form = ", ".join(filter(None, (str(question.dtypes()[0]), str(question.weights()))))
+    batch = f"batch {question.batch} x {question.seqlen} tokens"
+    console.print(f"{question.model}, {task}: {form}, {batch}", style="bold", markup=False, highlight=False)
+    console.print(f"planned for {home}; 1 GiB = 1.07 GB", style="dim", highlight=False)
     print_table(console, _of_terms(terms))
-    with waiting(console, f"planning for {len(cards)} {'card' if len(cards) == 1 else 'cards'}"):
-        table, room = _of_cards(cards, plan if planned else lambda _: plan("cpu"))
-    print_table(console, table)
-    if not planned:
+    if others:
+        table = Table("other ways to train", "GiB", "GB", box=None)
+        for name, peak in others.items():
+            table.add_row(name, *_sizes(peak))
+        print_table(console, _right(table))
+    print_table(console, _of_cards(rows))
+    if not can_plan:
         console.print(
             f"planned with the CPU's workspaces; {install_command('emulator')} plans with a card's",
             markup=False,
@@ -103,40 +121,93 @@ def show_memory(asked: Question, console: Console) -> int:
     return 0 if room else 1
 
 
+def _planner(question: Question, config: LlamaConfig) -> Callable[[str, Question], Estimate]:
+    """Function that estimates for a device and a form of the question, whose sizes are checked here."""
+    batch, seqlen = _count("batch", question.batch), _count("seqlen", question.seqlen)
+    dtype, kv_dtype = question.dtypes()
+
+    def plan(device: str, form: Question) -> Estimate:
+        sizes: dict[str, Any] = {"batch": batch, "seqlen": seqlen, "dtype": dtype, "weights": form.weights()}
+        if form.train:
+            return estimate(config, **sizes, policy=form.policy, device=device)
+        return estimate_inference(config, **sizes, cache_dtype=kv_dtype, device=device)
+
+    return plan
+
+
+def _cheaper(question: Question, plan: Callable[[str, Question], Estimate], device: str) -> dict[str, int]:
+    """Peaks of cheaper ways to train than a step of all weights."""
+    if not question.train or question.rank is not None:
+        return {}
+    ways = {
+        f"policy {policy}": replace(question, policy=policy)
+        for policy in POLICIES
+        if policy != question.policy
+    }
+    ways["LoRA of rank 16, policy layer"] = replace(question, rank="16", policy="layer")
+    ways["the same on nf4"] = replace(question, rank="16", policy="layer", format="nf4")
+    peaks = {}
+    for name, form in ways.items():
+        try:
+            peaks[name] = plan(device, form).peak
+        except GpuOpsError:  # rows that no block of nf4 divides
+            continue
+    return peaks
+
+
 def _of_terms(terms: dict[str, int]) -> Table:
-    table = Table("term", "bytes", "", "share", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    total = sum(terms.values())
+    table, total = Table("term", "bytes", "GiB", "GB", "share", box=None), sum(terms.values())
     for name, n in terms.items():
-        table.add_row(name, f"{n:,}", _size(n), f"{n / total:.1%}")
-    table.add_row("peak", f"{total:,}", _size(total), "", style="bold")
+        table.add_row(name, f"{n:,}", *_sizes(n), f"{n / total:.1%}")
+    table.add_row("peak", f"{total:,}", *_sizes(total), "", style="bold")
+    return _right(table)
+
+
+def _card(card: DevicePreset, plan: Callable[[], Estimate]) -> dict[str, Any]:
+    """Entries of a card: its memory, and what the model takes of it or why it cannot run it."""
+    memory = int(card.memory_gb * 1e9)
+    entries: dict[str, Any] = {"card": card.name, "bytes": memory}
+    try:
+        takes = plan().peak
+    except (DeviceError, DTypeError) as error:
+        return {**entries, "problem": str(error)}
+    return {**entries, "takes": takes, "fits": takes <= memory}
+
+
+def _of_cards(rows: list[dict[str, Any]]) -> Table:
+    table = Table("card", "GB", "takes GB", "fits", box=None)
+    for row in rows:
+        memory = f"{row['bytes'] / 1e9:g}"
+        if "problem" in row:
+            table.add_row(escape(row["card"]), memory, "", f"[yellow]no[/]: {escape(row['problem'])}")
+            continue
+        rest = f"{abs(row['bytes'] - row['takes']) / 1e9:.2f} GB"
+        answer = f"[green]yes[/], {rest} left" if row["fits"] else f"[red]no[/], {rest} short"
+        table.add_row(escape(row["card"]), memory, f"{row['takes'] / 1e9:.2f}", answer)
+    table.columns[1].justify = table.columns[2].justify = "right"
     return table
 
 
-def _of_cards(cards: list[DevicePreset], plan: Callable[[str], Estimate]) -> tuple[Table, bool]:
-    """Table of the cards, and whether one of them has room."""
-    table, room = Table("card", "memory", "takes", "fits", box=None), False
-    for card in cards:
-        memory = int(card.memory_gb * 1e9)
-        try:
-            takes = plan(card.name).peak
-        except (DeviceError, DTypeError) as error:
-            table.add_row(
-                escape(card.name), f"{card.memory_gb:g} GB", "", f"[yellow]no[/]: {escape(str(error))}"
-            )
-            continue
-        fits, rest = takes <= memory, _size(abs(memory - takes))
-        room = room or fits
-        said = f"[green]yes[/], {rest} left" if fits else f"[red]no[/], {rest} short"
-        table.add_row(escape(card.name), f"{card.memory_gb:g} GB", _size(takes), said)
-    return table, room
+def _right(table: Table) -> Table:
+    """Align all columns but the first to the right."""
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
 
 
-def _terms(found: Estimate) -> dict[str, int]:
+def _sizes(nbytes: int) -> tuple[str, str]:
+    """Sizes in GiB and GB.
+
+    >>> _sizes(3 << 30)
+    ('3.00', '3.22')
+    """
+    return f"{nbytes / 2**30:.2f}", f"{nbytes / 1e9:.2f}"
+
+
+def _terms(plan: Estimate) -> dict[str, int]:
     """Bytes by term, with workspaces separate from the activations."""
-    parts = {**found.parts, "workspaces": found.workspaces}
-    parts["activations"] -= found.workspaces
+    parts = {**plan.parts, "workspaces": plan.workspaces}
+    parts["activations"] -= plan.workspaces
     return {name: parts[name] for name in _TERMS if name in parts}
 
 
@@ -147,11 +218,3 @@ def _count(name: str, text: str) -> int:
     if len(digits) > _MOST_DIGITS:  # also more than Python can read
         raise OptionError(f"{_WHO}: --{name} has {len(digits)} digits, more than any memory holds")
     return int(digits)
-
-
-def _size(nbytes: int) -> str:
-    """
-    >>> _size(3 << 30), _size(5 << 20)
-    ('3.00 GiB', '5.0 MiB')
-    """
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

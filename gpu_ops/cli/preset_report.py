@@ -1,7 +1,8 @@
-"""Command ``python -m gpu_ops presets``: the cards, and the resources of each kernel on one of them."""
+"""Command ``gpu-ops presets``: the cards, and the resources of each kernel on one of them."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpu_ops.cli.terminal import print_table
+from gpu_ops.cli.terminal import make_console, print_json, print_table
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.program import Launch, Limits, lower
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 
-__all__ = ["card_limits", "kernel_rows", "show_card", "show_cards"]
+__all__ = ["card_limits", "kernel_rows", "run"]
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _HEAD_DIMS = (64, 128, 256)
@@ -30,20 +31,44 @@ def card_limits(preset: DevicePreset) -> Limits:
     return Limits(arch.name, preset.sms, arch.smem_per_block_optin, "", preset.name)
 
 
-def show_cards(console: Console) -> None:
-    """Print one line per preset."""
-    table = Table("preset", "arch", "SMs", "shared/block", "L2", "GB/s", "GB", "TFLOPS 16-bit", box=None)
+def run(options: argparse.Namespace) -> int:
+    """Print all presets, or one with the kernels that typical calls would launch."""
+    presets = [select_preset(options.card)] if options.card else list(PRESETS.values())
+    if options.json:
+        print_json([_entries(preset) for preset in presets])
+    elif options.card:
+        _show_card(presets[0], make_console())
+    else:
+        _show_cards(make_console())
+    return 0
+
+
+def _entries(preset: DevicePreset) -> dict[str, Any]:
+    return {
+        "name": preset.name,
+        "arch": preset.arch.name,
+        "sms": preset.sms,
+        "shared_bytes_per_block": preset.arch.smem_per_block_optin,
+        "l2_bytes": preset.l2_bytes,
+        "memory_gbps": preset.memory_gbps,
+        "memory_gb": preset.memory_gb,
+        "tflops": {"float16": preset.peaks.float16, "float32": preset.peaks.float32},
+        "source": preset.source,
+    }
+
+
+def _show_cards(console: Console) -> None:
+    table = Table("preset", "arch", "SMs", "KiB", "L2 MiB", "GB/s", "GB", "TFLOPS", box=None)
     for p in PRESETS.values():
-        shared, l2 = f"{p.arch.smem_per_block_optin >> 10} KiB", f"{p.l2_bytes >> 20} MiB"
+        shared, l2 = f"{p.arch.smem_per_block_optin >> 10}", f"{p.l2_bytes >> 20}"
         like = f" (as {p.like})" if p.like else ""
         row = (f"{p.memory_gbps:g}", f"{p.memory_gb:g}", f"{p.peaks.float16:g}")
         table.add_row(escape(p.name + like), p.arch.name, str(p.sms), shared, l2, *row)
     print_table(console, table)
+    console.print("KiB: shared memory of a block; TFLOPS: in 16 bits, dense", style="dim", highlight=False)
 
 
-def show_card(name: str, console: Console) -> None:
-    """Print a preset, and the kernels that typical calls would launch on it."""
-    preset = select_preset(name)
+def _show_card(preset: DevicePreset, console: Console) -> None:
     limits, peaks = card_limits(preset), preset.peaks
     console.print(
         f"{escape(preset.name)}: {limits.arch}, {preset.sms} SMs, {limits.smem_per_block_optin >> 10} KiB shared "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,15 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-__all__ = ["fixed_console", "make_console", "print_table", "run_command", "waiting"]
+__all__ = [
+    "fixed_console",
+    "make_console",
+    "plain_table",
+    "print_json",
+    "print_table",
+    "run_command",
+    "waiting",
+]
 
 UNLIMITED_WIDTH = 10_000  # wider than any table
 
@@ -29,6 +38,17 @@ def make_console(file: TextIO | None = None) -> Console:
 def fixed_console(width: int, file: IO[str] | None = None, **options: Any) -> Console:
     """Make a console of this width on any terminal: without a height, rich assumes 80 columns for a dumb one."""
     return Console(width=width, height=25, file=file, **options)
+
+
+def plain_table(title: str) -> Table:
+    """Make a table with a title and without a header."""
+    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2)}
+    return Table(title=title, show_header=False, **look)
+
+
+def print_json(contents: Any) -> None:
+    """Print the answer of a command for programs."""
+    print(json.dumps(contents, indent=2))
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -67,8 +87,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 @contextmanager
-def waiting(console: Console, what: str) -> Iterator[None]:
-    """Show a message while waiting: a spinner on a terminal, a line in a pipe."""
+def waiting(console: Console, what: str, is_quiet: bool = False) -> Iterator[None]:
+    """Show a message while waiting, unless ``is_quiet``: a spinner on a terminal, a line in a pipe."""
+    if is_quiet:
+        yield
+        return
     if console.is_terminal:
         with console.status(what):
             yield

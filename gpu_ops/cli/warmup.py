@@ -1,10 +1,8 @@
-"""Compilation of the CPU kernels ahead of use: the list of variants, and one variant at a time.
-
-This is a separate module because worker processes import functions by name, and cannot import ``__main__``.
-"""
+"""Command ``gpu-ops warmup``: compiles the CPU kernels ahead of use, one variant per process at a time."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import multiprocessing
 import os
@@ -12,11 +10,77 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["compile_variant", "end_with_parent", "in_processes", "variants"]
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from gpu_ops.cli.terminal import make_console, waiting
+from gpu_ops.environment import cache_folder, environment
+from gpu_ops.errors import DeviceError
+from gpu_ops.kernels.compiler.kernel import short_label
+from gpu_ops.kernels.compiler.progress import several
+
+__all__ = ["compile_variant", "end_with_parent", "in_processes", "run", "variants"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile the chosen variants in parallel processes, with a line for each; return 1 if one fails."""
+    console, kernels, dtypes = make_console(), options.kernel or [], options.dtype or []
+    try:
+        with waiting(console, "looking for kernels"):
+            listed = variants()
+    except DeviceError as error:  # Numba's compiler is turned off
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False)
+        return 1
+    labels = [
+        label
+        for label, parts in listed.items()
+        if (not kernels or any(word in label for word in kernels))
+        and (not dtypes or any(word in parts for word in dtypes))
+    ]
+    if not labels:
+        console.print("no kernel matches; without --kernel and --dtype all are compiled")
+        return 1
+    folder = cache_folder()
+    if folder is None:
+        console.print("[red]no cache folder is writable[/]: set GPU_OPS_CACHE_DIR to one that is")
+        return 1
+    start = time.perf_counter()
+    workers = min(options.jobs or environment().cpu.threads, len(labels))
+    console.print(
+        f"compiling {several(len(labels), 'kernel')}, {workers} at a time; each takes up to half a minute"
+    )
+    console.file.flush()
+    failed = _compile_all(labels, workers, console)
+    seconds = time.perf_counter() - start
+    console.print(
+        f"{len(labels) - failed} of {several(len(labels), 'kernel')} ready in {seconds:.0f} s: {folder}"
+    )
+    return 1 if failed else 0
+
+
+def _compile_all(labels: list[str], workers: int, console: Console) -> int:
+    """Print a line for each compiled kernel, and on a terminal a bar; return the number of failures."""
+    failed = 0
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with in_processes(workers, compile_variant, [(label,) for label in labels]) as futures, bar:
+        task = bar.add_task("", total=len(labels))
+        running = dict(zip(futures, map(short_label, labels), strict=True))
+        for count, done in enumerate(as_completed(running), 1):
+            error = done.exception()
+            failed += error is not None
+            came = f"{done.result():.1f} s" if error is None else f"FAILED, {type(error).__name__}: {error}"
+            style = None if error is None else "red"
+            line = f"{count:{len(str(len(labels)))}} of {len(labels)}  {running[done]}: {came}"
+            console.print(line, style=style, markup=False, highlight=False)
+            console.file.flush()
+            bar.advance(task)
+    return failed
 
 
 def variants() -> dict[str, tuple[str, ...]]:

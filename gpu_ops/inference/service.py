@@ -50,6 +50,8 @@ class Reply:
 
     def cancel(self) -> None:
         """Return the request's pages, and end the loops over its tokens; do nothing if it has ended."""
+        if self._ended:
+            return
         with contextlib.suppress(StateError):  # closed: all requests have ended
             self._service.between_passes(lambda: self._service._cancel(self.number))
 

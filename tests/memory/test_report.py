@@ -90,12 +90,13 @@ def test_adapters_on_a_packed_base(folder, capsys):
     matrices = sum(rows * cols for name, (rows, *more) in config.shapes().items() for cols in more)
     norms = config.parameters - matrices
     assert plan.parts["weights"] == matrices // 32 * 18 + 2 * norms
-    assert "bfloat16, q4_0 with tables, LoRA of rank 4, batch 3 x 40 tokens" in " ".join(lines[0])
+    assert "bfloat16, q4_0 with tables, LoRA of rank 4, batch 3 x 40 tokens" in " ".join(lines[1])
 
 
 def test_every_card_is_judged(capsys):
     rows, lines = shown(capsys, "--model", "llama-3-8b", "--batch", "8", "--dtype", "bfloat16")
-    assert "llama-3-8b, inference: bfloat16, batch 8 x 4096 tokens, planned for cpu" in map(" ".join, lines)
+    assert "llama-3-8b, inference: bfloat16, batch 8 x 4096 tokens" in map(" ".join, lines)
+    assert rows["planned"][:3] == ["planned", "for", "B200;"]
     assert rows["KV"][2] == f"{4 << 30:,}"
     names = {preset.name.split()[0] for preset in PRESETS.values() if not preset.generic}
     assert names <= set(rows)
@@ -182,3 +183,25 @@ def test_it_is_plain_text_in_a_pipe(folder):
     )
     assert "\x1b" not in printed
     assert any(line.split()[:2] == ["H200", "141"] for line in printed.splitlines())
+
+
+def test_cheaper_ways_to_train(folder, capsys):
+    _, lines = shown(capsys, "--model", str(folder), "--seqlen", "40", "--train", "--card", "h200")
+    config, sizes = models.LlamaConfig.from_hf(folder), {"batch": 1, "seqlen": 40, "dtype": "bfloat16"}
+    layer = memory.estimate(config, **sizes, policy="layer", device="H200").peak
+    assert ["policy", "layer", f"{layer / 2**30:.2f}", f"{layer / 1e9:.2f}"] in lines
+    lora = memory.Weights(rank=16)
+    peak = memory.estimate(config, **sizes, policy="layer", device="H200", weights=lora).peak
+    words = ["LoRA", "of", "rank", "16,", "policy", "layer"]
+    assert [*words, f"{peak / 2**30:.2f}", f"{peak / 1e9:.2f}"] in lines
+
+
+def test_json(folder, capsys):
+    arguments = ["memory", "--model", str(folder), "--seqlen", "40", "--train", "--json"]
+    assert cli.main(arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    config = models.LlamaConfig.from_hf(folder)
+    plan = memory.estimate(config, batch=1, seqlen=40, dtype="bfloat16", device="B200")
+    assert (answer["device"], answer["peak"]) == ("B200", plan.peak)
+    assert sum(answer["terms"].values()) == plan.peak
+    assert {row["card"] for row in answer["cards"] if row["fits"]} > {"H200", "RTX 4090"}

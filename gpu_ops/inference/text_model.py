@@ -1,0 +1,145 @@
+"""A model together with its tokenizer, chat template and end tokens, as the commands use them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.core.checks import integer
+from gpu_ops.errors import MissingFileError, OptionError
+from gpu_ops.formats.files import opened, path_of, system_errors
+from gpu_ops.formats.gguf_file import GGUFFile
+from gpu_ops.inference.captured import runs_on_cpu
+from gpu_ops.inference.chat import ChatTemplate, template_in
+from gpu_ops.models import load, load_adapters, with_lora, with_packed
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.config_hf import read_config
+from gpu_ops.models.weights import Llama
+from gpu_ops.training.tokenizer import BytePairEncoding, load_tokenizer
+
+__all__ = ["BYTE_PAIRS", "TextModel", "open_model", "open_tokenizer"]
+
+BYTE_PAIRS = "byte_pairs.json"  # file of a BytePairEncoding beside a model
+_WHO = "model"
+
+
+@dataclass
+class TextModel:
+    """A model and what it takes to read and write text with it."""
+
+    name: str
+    weights: Llama
+    config: LlamaConfig
+    tokenizer: Any
+    """object with ``encode(text)`` and ``decode(ids)``"""
+    ends: list[int] = field(default_factory=list)
+    """Tokens that end a text."""
+    longest: int | None = None
+    """Tokens that the model has been trained for, prompt and text together; None if its files do not say."""
+    template: ChatTemplate | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with those that begin one."""
+        return _ids(self.tokenizer.encode(text))
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a chat up to the assistant's next message. OptionError if the model has no chat template."""
+        if self.template is None:
+            raise OptionError(f"{self.name} has no chat template; complete a text instead")
+        return _ids(self.tokenizer.encode(self.template.render(messages), add_special_tokens=False))
+
+
+def _ids(encoding: Any) -> list[int]:
+    return [int(i) for i in getattr(encoding, "ids", encoding)]
+
+
+def open_model(
+    path: Any,
+    *,
+    tokenizer: str | None = None,
+    adapters: str | None = None,
+    chat: bool = False,
+    **options: Any,
+) -> TextModel:
+    """Open a model's folder or GGUF file. What can be wrong with it is found before its weights are read.
+
+    ``options`` are those of :func:`gpu_ops.models.load`. ``adapters``: a folder of LoRA adapters. ``chat``: whether
+    the chat template is read. On a CPU, arrays are packed (:func:`gpu_ops.models.with_packed`).
+    """
+    model = path_of(_WHO, path)
+    with system_errors(_WHO, model):
+        if not model.exists():
+            raise MissingFileError(errno.ENOENT, "there is no such folder or GGUF file", str(model))
+        is_file = model.is_file()
+    ends, longest, source = _from_gguf(model) if is_file else _from_folder(model)
+    codec = open_tokenizer(model, tokenizer)
+    template = None
+    if chat and not is_file:
+        template = template_in(model)
+    elif chat and source is not None:
+        text, ids = source
+        template = ChatTemplate(text, {name: codec.id_to_token(i) for name, i in ids.items()})
+    weights, config = load(model, **options)
+    if adapters is not None:
+        weights = with_lora(weights, load_adapters(adapters, config, str(weights.embed.dtype)))
+    if runs_on_cpu():
+        weights = with_packed(weights)
+    name = model.stem if is_file else model.resolve().name
+    return TextModel(name, weights, config, codec, ends, longest, template)
+
+
+def _from_folder(model: Path) -> tuple[list[int], int | None, None]:
+    """End tokens, from ``generation_config.json`` or else ``config.json``, and the longest text."""
+    config = read_config(_WHO, model / "config.json")
+    LlamaConfig.from_hf(config)
+    ends = config.get("eos_token_id")
+    with contextlib.suppress(MissingFileError):
+        entries = read_config(_WHO, model / "generation_config.json")
+        ends = ends if entries.get("eos_token_id") is None else entries["eos_token_id"]
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    longest = config.get("max_position_embeddings")
+    return (
+        [integer(_WHO, "eos_token_id", end, low=0) for end in listed],
+        None if longest is None else integer(_WHO, "max_position_embeddings", longest, low=1),
+        None,
+    )
+
+
+def _from_gguf(model: Path) -> tuple[list[int], int | None, tuple[str, dict[str, int]] | None]:
+    """End tokens, the longest text, and the chat template with ids of the tokens in it."""
+    with opened(_WHO, model) as file:
+        metadata = GGUFFile(_WHO, model, file)
+        names = ("bos", "eos", "eot", "eom")
+        ids = {name: metadata.value(f"tokenizer.ggml.{name}_token_id") for name in names}
+        architecture = metadata.value("general.architecture")
+        longest = metadata.value(f"{architecture}.context_length")
+        template = metadata.value("tokenizer.chat_template")
+    present = {name: integer(_WHO, f"{name}_token_id", i, low=0) for name, i in ids.items() if i is not None}
+    ends = [i for name, i in present.items() if name != "bos"]
+    longest = None if longest is None else integer(_WHO, "context_length", longest, low=1)
+    if not isinstance(template, str):
+        return ends, longest, None
+    return ends, longest, (template, {f"{n}_token": i for n, i in present.items() if n in ("bos", "eos")})
+
+
+def open_tokenizer(model: Path, given: str | None = None) -> Any:
+    """Load a tokenizer: the ``given`` file, or that in the model's folder, or in the folder of its file."""
+    if given is not None:
+        return load_tokenizer(given)
+    with system_errors("load_tokenizer", model):
+        is_file = model.is_file()
+    folder = model.parent if is_file else model
+    if (folder / BYTE_PAIRS).exists():
+        return BytePairEncoding.load(folder / BYTE_PAIRS)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        reason = "the vocabulary within a GGUF file is not read" if is_file else "the folder has no tokenizer"
+        raise OptionError(
+            f"there is no {path}, and {reason}: pass --tokenizer FILE, the tokenizer.json of the model that it was "
+            "made from"
+        )
+    return load_tokenizer(path)
