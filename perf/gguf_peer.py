@@ -29,7 +29,7 @@ _TOKENIZER = {  # llama.cpp loads no file without one; the other rows of the tab
 
 
 def gguf_file(weights: Mapping[str, Any], config: models.LlamaConfig, format: str) -> np.ndarray:
-    """Bytes of the file that ``python -m gpu_ops quantize`` makes of a model."""
+    """Bytes of the file that ``gpu-ops quantize`` makes of a model."""
     with tempfile.TemporaryDirectory() as folder:
         length = {"max_position_embeddings": 8192}  # llama.cpp requires one
         models.save(folder, models.Llama.of(weights, config), config, entries=length)

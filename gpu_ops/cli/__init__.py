@@ -1,1 +1,1 @@
-"""The commands of ``python -m gpu_ops``: tables, reports, compiling ahead, terminals."""
+"""Commands of ``gpu-ops``, one per module, and what they print with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_ops import models, training
+from gpu_ops import models
 from tests.support.compilers import needs_nvrtc
 from tests.support.processes import python
 
@@ -163,49 +163,6 @@ def test_memory_optimization_notices_another_loss(example, monkeypatch, capsys):
     monkeypatch.setattr(module, "make_step", wrong)
     assert module.main(["--tiny", "--batch", "2", "--seqlen", "32"]) == 1
     assert "the losses differ" in capsys.readouterr().err
-
-
-def test_finetuning_goes_on_where_it_stopped(example, monkeypatch, capsys, tmp_path):
-    module, curves = example("finetuning"), []
-    monkeypatch.setattr(module, "plot", lambda path, losses: curves.append(list(losses.values())))
-
-    def run(folder, steps):
-        sizes = ["--lora-steps", "3", "--batch", "2", "--seqlen", "32", "--vocab", "300"]
-        folder = tmp_path / folder
-        assert (
-            module.main(["--tiny", "--steps", str(steps), *sizes, "--folder", str(folder), "--plot", "x"])
-            == 0
-        )
-        assert training.Checkpoints(folder).steps()[-1] == steps
-        return curves[-1]
-
-    whole, adapters = run("whole", 6)
-    assert (len(whole), len(adapters)) == (6, 3)
-    first, _ = run("parts", 4)
-    capsys.readouterr()
-    second, again = run("parts", 6)
-    assert "goes on after step 4" in capsys.readouterr().out
-    assert first + second == whole
-    assert again == adapters
-
-
-def test_finetuning_adapts_a_packed_base(example, monkeypatch):
-    module, curves = example("finetuning"), []
-    monkeypatch.setattr(module, "plot", lambda path, losses: curves.append(list(losses.values())))
-    sizes = ["--steps", "3", "--lora-steps", "3", "--batch", "2", "--seqlen", "32", "--vocab", "300"]
-    for form in ([], ["--format", "nf4"]):
-        assert module.main(["--tiny", *sizes, *form, "--plot", "x"]) == 0
-    (base, adapted), (same_base, over_packed) = curves
-    assert base == same_base
-    assert adapted != over_packed
-    np.testing.assert_allclose(over_packed, adapted, rtol=0.01)
-
-
-def test_finetuning_draws_its_losses(example, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "curve.svg"
-    example("finetuning").plot(str(path), {"a": [2.0, 1.0], "b": [1.5]})
-    assert "<svg" in path.read_text()
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
