@@ -112,6 +112,7 @@ def show(model: str, found: Found, console: Console) -> int:
         f"{job.tokens:,} tokens\n{job.cluster}"
     )
     console.print(title, style="bold", markup=False, highlight=False)
+    console.print(error_range(), style="dim", markup=False, highlight=False)
     if not found.plans:
         least = least_memory(job)
         parts = {"state": sum(least.memory[name] for name in ("weights", "gradients", "optimizer"))}
@@ -192,6 +193,11 @@ class Anchor:
         )
         return ClusterPlan.of(job, self.layout)
 
+    @property
+    def error(self) -> float:
+        """Error of the model's TFLOPS, relative to the published ones."""
+        return self.plan().tflops / self.tflops - 1
+
 
 # VP of Llama 3's runs is not published: one layer per chunk. Gradients were reduced in float32, once per step.
 ANCHORS = (
@@ -215,6 +221,18 @@ ANCHORS = (
 )  # fmt: skip
 
 
+def error_range() -> str:
+    """Line that says how far the model is from published runs: those it describes, and those with a note."""
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for anchor in ANCHORS:
+        errors[anchor.note in (MEMORY_BOUND, OTHER_CARD)].append(anchor.error)
+    plain, other = errors[False], errors[True]
+    return (
+        f"TFLOPS of {len(plain)} published runs are {min(plain):+.0%} to {max(plain):+.0%} off; of {len(other)} with "
+        f"slower cards or memory-bound models {min(other):+.0%} to {max(other):+.0%} (--plan anchors)"
+    )
+
+
 def table() -> Table:
     labels = ("model", "cluster", "dtype", "TP CP PP VP DP", "seqlen")
     title = "published runs: TFLOPS per GPU, and the model's"
@@ -225,7 +243,7 @@ def table() -> Table:
         sizes = f"{lo.tp} {lo.cp} {lo.pp} {lo.vp} {lo.dp}"
         grid.add_row(
             *(anchor.model, anchor.cluster, anchor.dtype, sizes, f"{anchor.seqlen:,}"),
-            *(f"{anchor.tflops:.0f}", f"{plan.tflops:.0f}", f"{plan.tflops / anchor.tflops - 1:+.1%}"),
+            *(f"{anchor.tflops:.0f}", f"{plan.tflops:.0f}", f"{anchor.error:+.1%}"),
             *(f"{plan.nbytes / 1e9:.0f}", f"{plan.job.cluster.card.memory_gb:g}"),
             "; ".join(filter(None, (anchor.source, anchor.note))),
         )

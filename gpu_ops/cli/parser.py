@@ -1,4 +1,4 @@
-"""Arguments of the commands of ``gpu-ops``. The commands themselves are the modules beside this one."""
+"""Arguments of the commands of ``gpu-ops``. Each command is another module of this folder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--adapters", metavar="DIR", help="LoRA adapters on it: of gpu-ops train, or of PEFT")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that beside the model"
+        "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that in the model's folder"
     )
     parser.add_argument("--dtype", help="such as bfloat16; default: that of the files")
     parser.add_argument("--format", help="pack the projections as they are read, such as q8_0, q4_k or nf4")
@@ -129,7 +129,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="DIR", help="the model to fine-tune; default: a new small one")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that beside the model"
+        "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that in the model's folder"
     )
     parser.add_argument("--lora", action="store_true", help="train adapters only; the model does not change")
     parser.add_argument("--rank", type=_positive, default=16, help="of the adapters (default 16)")

@@ -58,7 +58,7 @@ _FIXED_NEW = ("vocab", "hidden", "layers", "heads")
 
 @dataclass
 class _Job:
-    """What is trained, and on which tokens."""
+    """Weights that are trained, and the batches of tokens to train them on."""
 
     flat: FlatParams
     model: TextModel

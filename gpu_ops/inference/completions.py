@@ -64,8 +64,8 @@ class RequestError(Exception):
 
     def entries(self) -> dict[str, Any]:
         """Entries of the answer's ``error``."""
-        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        blame = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        return {"message": str(self), "type": blame, "param": self.param, "code": self.code}
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class _Reader:
             list: "a list",
             dict: "an object",
         }
-        kinds = " or ".join(words.get(kind, "a number") for kind in expected)
-        raise RequestError(f"{name} must be {kinds}", param=name, code="invalid_type")
+        allowed = " or ".join(words.get(cls, "a number") for cls in expected)
+        raise RequestError(f"{name} must be {allowed}", param=name, code="invalid_type")
 
 
 def _sampling(get: Callable[..., Any], values: Mapping[str, Any]) -> Sampling:

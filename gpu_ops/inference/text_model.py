@@ -23,7 +23,7 @@ from gpu_ops.training.tokenizer import BytePairEncoding, load_tokenizer
 
 __all__ = ["BYTE_PAIRS", "TextModel", "open_model", "open_tokenizer"]
 
-BYTE_PAIRS = "byte_pairs.json"  # file of a BytePairEncoding beside a model
+BYTE_PAIRS = "byte_pairs.json"  # file of a BytePairEncoding in a model's folder
 _WHO = "model"
 
 
@@ -126,20 +126,20 @@ def _from_gguf(model: Path) -> tuple[list[int], int | None, tuple[str, dict[str,
     return ends, longest, (template, {f"{n}_token": i for n, i in present.items() if n in ("bos", "eos")})
 
 
-def open_tokenizer(model: Path, given: str | None = None) -> Any:
-    """Load a tokenizer: the ``given`` file, or that in the model's folder, or in the folder of its file."""
-    if given is not None:
-        return load_tokenizer(given)
+def open_tokenizer(model: Path, path: str | None = None) -> Any:
+    """Load a tokenizer: the file ``path``, or that in the model's folder, or in the folder of its file."""
+    if path is not None:
+        return load_tokenizer(path)
     with system_errors("load_tokenizer", model):
         is_file = model.is_file()
     folder = model.parent if is_file else model
     if (folder / BYTE_PAIRS).exists():
         return BytePairEncoding.load(folder / BYTE_PAIRS)
-    path = folder / "tokenizer.json"
-    if not path.exists():
+    usual = folder / "tokenizer.json"
+    if not usual.exists():
         reason = "the vocabulary within a GGUF file is not read" if is_file else "the folder has no tokenizer"
         raise OptionError(
-            f"there is no {path}, and {reason}: pass --tokenizer FILE, the tokenizer.json of the model that it was "
+            f"there is no {usual}, and {reason}: pass --tokenizer FILE, the tokenizer.json of the model that it was "
             "made from"
         )
-    return load_tokenizer(path)
+    return load_tokenizer(usual)

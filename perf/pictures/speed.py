@@ -25,6 +25,15 @@ from perf.runs import Row
 
 SLOW = ("torch_efficient", "torch_math")
 """Backends that torch does not choose itself where it has a faster one: not in the overview."""
+SIX = (
+    "attention forward",
+    "attention decode",
+    "rmsnorm forward",
+    "rope half-split",
+    "swiglu forward",
+    "sample top_k",
+)
+"""Cases of the picture of a page's first screen: the first whose op and name begin so."""
 ABOVE = "above 100 %: a cache holds a part of the data, or products of integers replace those of the limit"
 
 
@@ -33,6 +42,8 @@ def pictures(machine: Machine) -> Iterator[tuple[str, Canvas]]:
     rows = machine.rows()
     if chosen := headline(rows):
         yield "speed", bars.draw(speed(machine, chosen, leave_out=SLOW))
+        if six := faster(machine, chosen):
+            yield "faster", bars.draw(six)
     for dtype in dtypes(rows):
         selected = [row for row in rows if row["dtype"] == dtype]
         yield f"speed_{dtype}", bars.draw(speed(machine, selected))
@@ -69,6 +80,32 @@ def speed(
         contenders=[(name, machine.contender(name)) for name in names],
         percent=True,
         line=(1.0, "limit"),
+    )
+
+
+def faster(machine: Machine, rows: Sequence[Row]) -> bars.Picture | None:
+    """Six cases compared with torch alone; None without torch."""
+    compared = [row for row in rows if row.get("torch_median") and row.get("ours_median")]
+    groups = []
+    for start in SIX:
+        row = next((row for row in compared if f"{row['op']} {row['name']}".startswith(start)), None)
+        if row is None:
+            continue
+        ratio = row["torch_median"] / row["ours_median"]
+        text = f"{ratio:.2g} times as fast{'' if ratio >= 1 else ': slower'}"
+        groups.append(
+            bars.Group("", f"{row['op']}, {row['name']}", row["shape"], [bars.Bar("ours", ratio, text)])
+        )
+    if not groups:
+        return None
+    return bars.Picture(
+        title=f"gpu_ops and torch in {dtypes(compared)[0]}: {machine.name}",
+        subtitle="longer is faster · time of torch divided by time of gpu_ops, for the same call",
+        caption=(machine.origin,),
+        axis="times as fast as torch",
+        groups=groups,
+        contenders=[("ours", machine.contender("ours"))],
+        line=(1.0, "torch"),
     )
 
 

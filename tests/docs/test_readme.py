@@ -26,9 +26,9 @@ def test_each_example_runs_alone(block, capsys):
         assert [line for line in lines if line not in printed] == []
 
 
-def test_the_first_example_computes_gradients(capsys):
+def test_an_example_computes_gradients(capsys):
     namespace = {"__name__": "readme"}
-    exec(compile(PYTHON[0], "README.md", "exec"), namespace)
+    exec(compile(PYTHON[1], "README.md", "exec"), namespace)
     assert "of the float32 size" in capsys.readouterr().out
     assert namespace["out"].shape == namespace["q"].shape
     assert namespace["dk"].shape == namespace["k"].shape
@@ -36,7 +36,7 @@ def test_the_first_example_computes_gradients(capsys):
 
 def test_there_are_examples():
     assert len(PYTHON) >= 4
-    assert len(OUTPUT) >= 2
+    assert OUTPUT
     assert "import gpu_ops" in PYTHON[0]
 
 

@@ -197,7 +197,7 @@ SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
             "kernels",
             {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER | SHARED,
         ),
-        # CuPy and Numba inside functions only, for their arrays; tokenizers only in its function;
+        # CuPy and Numba inside functions only, for their arrays; tokenizers, jinja2, argcomplete, matplotlib too;
         # mpi4py and nccl in the modules that several ranks import.
         (
             "gpu_ops",
@@ -209,6 +209,9 @@ SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
                 "cupy",
                 "numba",
                 "tokenizers",
+                "jinja2",
+                "argcomplete",
+                "matplotlib",
                 "mpi4py",
                 "nccl",
                 "gpu_ops",

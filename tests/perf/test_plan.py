@@ -197,7 +197,8 @@ def test_published_runs(anchor):
     plan = anchor.plan()
     lo, job = anchor.layout, plan.job
     assert lo.tp * lo.cp * lo.pp * lo.dp == job.cluster.count
-    error = plan.tflops / anchor.tflops - 1
+    error = anchor.error
+    assert plan.tflops == pytest.approx(anchor.tflops * (1 + error))
     assert abs(error) < (0.005 if anchor.note == "fitted" else 0.15) or anchor.note in (
         plan_command.MEMORY_BOUND,
         plan_command.OTHER_CARD,

@@ -137,6 +137,8 @@ def test_the_command(capsys):
         == 0
     )
     text = capsys.readouterr().out
+    errors = [anchor.error for anchor in plan_command.ANCHORS]
+    assert f"to {max(errors):+.0%} (--plan anchors)" in text
     assert "batch 128 x 8,192 = 1,048,576 tokens" in text
     assert "64 x H100 SXM, 8 to a node: NVLink4 315 GB/s, between nodes NDR 400G 45 GB/s" in text
     assert "50% of what CP, PP and DP could hide is hidden" in text
