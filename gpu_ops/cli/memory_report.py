@@ -37,7 +37,7 @@ _TERMS = ("weights", "adapters", "gradients", "optimizer", "KV cache", "activati
 
 @dataclass(frozen=True)
 class Question:
-    """Arguments of the command, as text."""
+    """Arguments of the command, most of them as text."""
 
     model: str | None
     batch: str = "1"
@@ -51,6 +51,7 @@ class Question:
     pack_tables: bool = False
     rank: str | None = None
     projections: str | None = None
+    moment_bits: int = 32
 
     def weights(self) -> Weights:
         """Form of the weights."""
@@ -129,7 +130,7 @@ def _planner(question: Question, config: LlamaConfig) -> Callable[[str, Question
     def plan(device: str, form: Question) -> Estimate:
         sizes: dict[str, Any] = {"batch": batch, "seqlen": seqlen, "dtype": dtype, "weights": form.weights()}
         if form.train:
-            return estimate(config, **sizes, policy=form.policy, device=device)
+            return estimate(config, **sizes, policy=form.policy, moment_bits=form.moment_bits, device=device)
         return estimate_inference(config, **sizes, cache_dtype=kv_dtype, device=device)
 
     return plan
@@ -146,6 +147,7 @@ def _cheaper(question: Question, plan: Callable[[str, Question], Estimate], devi
     }
     ways["LoRA of rank 16, policy layer"] = replace(question, rank="16", policy="layer")
     ways["the same on nf4"] = replace(question, rank="16", policy="layer", format="nf4")
+    ways["the same, moments in 8 bits"] = replace(ways["the same on nf4"], moment_bits=8)
     peaks = {}
     for name, form in ways.items():
         try:

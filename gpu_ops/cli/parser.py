@@ -144,6 +144,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", help="float32, bfloat16; default: that of the model, or float32")
     parser.add_argument("--policy", default="none", help="what layers keep: none (default), ..., layer")
+    parser.add_argument(
+        "--moment-bits", type=int, choices=(8, 32), default=32, help="of AdamW's moments (default 32)"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=_positive, default=100, metavar="N", help="steps (default 100)")
@@ -190,6 +193,9 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", help="of LoRA adapters: only these are trained")
     parser.add_argument(
         "--projections", help="with adapters: qkv,o,gate_up,down (the default) or some of them"
+    )
+    parser.add_argument(
+        "--moment-bits", type=int, choices=(8, 32), default=32, help="of AdamW's moments (default 32)"
     )
     parser.add_argument("--card", help='only this one, such as H200 or "RTX 4090"')
     _add_json(parser, "terms and cards as JSON")

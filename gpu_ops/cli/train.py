@@ -52,7 +52,7 @@ _LINES = 30  # of progress in a pipe
 _STEPS_OF_SPEED = 20
 _SAMPLE = 48  # tokens
 # Options that decide what a step computes: a run goes on only with the same ones.
-_FIXED = ("model", "lora", "rank", "base_format", "batch", "seqlen", "lr", "dtype", "seed")
+_FIXED = ("model", "lora", "rank", "base_format", "batch", "seqlen", "lr", "dtype", "moment_bits", "seed")
 _FIXED_NEW = ("vocab", "hidden", "layers", "heads")
 
 
@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
         seqlen=options.seqlen,
         dtype=job.flat.buffers["params"].dtype,
         policy=options.policy,
+        moment_bits=options.moment_bits,
         weights=form,
     )
     trained = sum(x.size for x in job.flat.params.values())
@@ -185,7 +186,9 @@ def _new(options: argparse.Namespace, text: str) -> _Job:
         nheads_kv=heads // 2 if heads % 2 == 0 else heads,
     )
     dtype = named_dtype("train", "--dtype", options.dtype or "float32")
-    flat = FlatParams.from_shapes(config.shapes(), dtype=dtype, device=options.device)
+    flat = FlatParams.from_shapes(
+        config.shapes(), dtype=dtype, moment_bits=options.moment_bits, device=options.device
+    )
     flat.assign(models.initial_weights(config, seed=options.seed))
     weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
 
@@ -205,7 +208,9 @@ def _tuned(options: argparse.Namespace, text: str) -> _Job:
     dtype = base.embed.dtype
     if options.lora:
         shapes = models.lora_shapes(config, options.rank)
-        flat = FlatParams.from_shapes(shapes, dtype=dtype, device=options.device)
+        flat = FlatParams.from_shapes(
+            shapes, dtype=dtype, moment_bits=options.moment_bits, device=options.device
+        )
         flat.assign(models.initial_lora(shapes, seed=options.seed))
         weights, grads = models.with_lora(base, flat.params), models.lora_grads(base, flat.grads)
     else:
@@ -214,7 +219,9 @@ def _tuned(options: argparse.Namespace, text: str) -> _Job:
             raise OptionError(
                 f"{packed[0]} of the model is packed, and packed weights are not trained; add --lora"
             )
-        flat = FlatParams.from_shapes(config.shapes(), dtype=dtype, device=options.device)
+        flat = FlatParams.from_shapes(
+            config.shapes(), dtype=dtype, moment_bits=options.moment_bits, device=options.device
+        )
         flat.assign({name: x for name, x in base.arrays().items() if name in flat.params})
         weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
 

@@ -27,6 +27,7 @@ __all__ = ["Estimate", "choose_policies", "estimate", "estimate_call", "read_dty
 
 _WHO = "memory.estimate"
 _ARRAYS = Weights()
+_MOMENT_BLOCK = 256  # moments in 8 bits with one scale
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def estimate(
     dtype: npt.DTypeLike = np.float32,
     policy: str | Sequence[str] = "none",
     optimizer: str | None = "adamw",
+    moment_bits: int = 32,
     device: str | None = None,
     chunk: int = 0,
     weights: Weights = _ARRAYS,
@@ -90,7 +92,9 @@ def estimate(
     policy : str, or one for each layer
         See :func:`gpu_ops.models.block_forward`.
     optimizer : str or None
-        ``"adamw"``: two float32 states per weight. None: no states.
+        ``"adamw"``: two states per weight. None: no states.
+    moment_bits : int
+        Bits of a state, 32 or 8, as in :meth:`gpu_ops.training.FlatParams.from_shapes`.
     device : str, optional
         ``"cpu"``, ``"cuda"`` (the installed card) or a card of the presets, such as ``"H100 SXM"``.
     chunk : int
@@ -111,6 +115,8 @@ def estimate(
     one_of(_WHO, "optimizer", optimizer or "adamw", ("adamw",))
     weight_dtype = np.dtype(dtype)
     state_dtype = computing_dtype(weight_dtype.name)
+    if integer(_WHO, "moment_bits", moment_bits) not in (8, 32):
+        raise OptionError(f"{_WHO}: moment_bits must be 8 or 32, got {moment_bits}")
     batch = integer(_WHO, "batch", batch, low=1, high=MOST_SEQUENCES)
     seqlen = integer(_WHO, "seqlen", seqlen, low=1, high=MOST_TOKENS)
     instance(_WHO, "weights", weights, Weights)
@@ -130,7 +136,10 @@ def estimate(
         global_norm(list(grads.values()))
     numbers = sum(map(math.prod, shapes.values()))
     masters = numbers * state_dtype.itemsize if weight_dtype != state_dtype else 0
-    states = 2 * numbers * state_dtype.itemsize if optimizer else 0
+    moment = numbers * state_dtype.itemsize
+    if moment_bits == 8:
+        moment = numbers + state_dtype.itemsize * -(-numbers // _MOMENT_BLOCK)
+    states = 2 * moment if optimizer else 0
     parts |= {
         "gradients": numbers * state_dtype.itemsize,
         "optimizer": masters + states,

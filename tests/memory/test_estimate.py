@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import memory, models
+from gpu_ops import memory, models, training
 from gpu_ops.errors import DTypeError, OptionError, OutOfMemoryError, ShapeError, UnknownOptionError
 
 CONFIG = models.LlamaConfig(vocab=512, hidden=128, ffn=344, nlayers=8, nheads=4, nheads_kv=2)
@@ -87,6 +87,17 @@ def test_adapters_on_a_packed_base_of_8b_fit_16_gb():
     whole = memory.estimate(LLAMA, **SIZES, weights=memory.Weights(rank=16))
     assert whole.peak - plan.state - activations == 2 * packed - packed // 64 * 36
     assert whole.peak > 16e9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_in_8_bits(dtype):
+    config = models.LlamaConfig(vocab=512, hidden=256, ffn=704, nlayers=2, nheads=4)
+    plan = memory.estimate(config, batch=1, seqlen=32, dtype=dtype, moment_bits=8)
+    flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype, moment_bits=8)
+    states = sum(n for name, n in flat.nbytes.items() if name not in ("params", "grads"))
+    assert plan.parts["optimizer"] == pytest.approx(states, rel=0.01)
+    with pytest.raises(OptionError, match="moment_bits must be 8 or 32"):
+        memory.estimate(config, batch=1, seqlen=32, moment_bits=16)
 
 
 def test_the_largest_unpacked_matrix_is_planned():

@@ -1,0 +1,62 @@
+"""Console script, exit codes and JSON of the commands that need no model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gpu_ops.__main__ import main
+from gpu_ops.cli.parser import COMMANDS, make_parser
+from gpu_ops.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_console_script_is_the_module():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["gpu-ops"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("/bin/gpu-ops", "gpu-ops"), ("x/__main__.py", "python -m gpu_ops")]
+)
+def test_help_names_the_command_as_it_was_called(script, name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script])
+    assert make_parser().format_usage().startswith(f"usage: {name} ")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name])
+def test_each_command_has_help_and_a_module(command, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([command, "--help"])
+    assert done.value.code == 0
+    assert f" {command} [-h]" in capsys.readouterr().out
+    assert callable(importlib.import_module(f"gpu_ops.cli.{COMMANDS[command]}").run)
+
+
+def test_presets_as_json_and_as_a_table(capsys, monkeypatch):
+    assert main(["presets", "--json"]) == 0
+    assert [card["name"] for card in json.loads(capsys.readouterr().out)] == [
+        p.name for p in PRESETS.values()
+    ]
+    assert main(["presets", "rtx4090", "--json"]) == 0
+    (card,) = json.loads(capsys.readouterr().out)
+    assert (card["name"], card["sms"]) == ("RTX 4090", 128)
+    assert main(["presets", "RTX 1"]) == 2
+    assert capsys.readouterr().err.startswith("presets: ")
+    assert main(["presets"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_the_cache_as_json(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
+    assert main(["cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == 0
+    assert main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]
