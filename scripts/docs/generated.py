@@ -245,6 +245,7 @@ def pictures(*words: str) -> str:
 PAGES = Path(__file__).resolve().parent / "pages"
 
 MODULES = (
+    "gpu_ops.compat",
     "gpu_ops.models",
     "gpu_ops.inference",
     "gpu_ops.training",
