@@ -41,6 +41,7 @@ from gpu_ops.ops.weights.ternary_model import quantize_model
 from gpu_ops.ops.weights.ternary_pack import ternary_pack, ternary_unpack
 
 if TYPE_CHECKING:  # with a __getattr__, a type checker would accept every name
+    from gpu_ops import compat as compat
     from gpu_ops import distributed as distributed
     from gpu_ops import emulator as emulator
     from gpu_ops import formats as formats
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # with a __getattr__, a type checker would accept every name
     from gpu_ops import models as models
     from gpu_ops import training as training
 else:
-    _PACKAGES = ("distributed", "emulator", "formats", "inference", "memory", "models", "training")
+    _PACKAGES = ("compat", "distributed", "emulator", "formats", "inference", "memory", "models", "training")
 
     def __getattr__(name: str) -> object:
         """Load a subpackage such as ``gpu_ops.models`` on first access."""

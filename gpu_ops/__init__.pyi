@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from gpu_ops import compat as compat
 from gpu_ops import distributed as distributed
 from gpu_ops import emulator as emulator
 from gpu_ops import errors as errors

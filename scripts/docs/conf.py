@@ -10,8 +10,19 @@ project = "gpu_ops"
 copyright = "gpu_ops contributors"
 version = release = gpu_ops.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "scripts.docs.extension"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "scripts.docs.extension",
+]
 html_math_renderer = "mathml"
+copybutton_prompt_text = (
+    ">>> |\\.\\.\\. "  # of the examples in docstrings: copied without prompts and results
+)
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.output) > div.highlight > pre"
 exclude_patterns: list[str] = []
 
 myst_enable_extensions = ["dollarmath", "deflist"]

@@ -29,6 +29,7 @@ LANGUAGES = {
     ".sh": "bash",
     ".toml": "toml",
     ".md": "markdown",
+    ".ipynb": "json",
 }
 logger = logging.getLogger(__name__)
 

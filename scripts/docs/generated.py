@@ -18,6 +18,7 @@ from gpu_ops import memory, models
 from gpu_ops.cli.preset_report import card_limits
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
+from gpu_ops.environment import VARIABLES
 from gpu_ops.errors import OutOfMemoryError
 from gpu_ops.kernels.compiler import jit
 from gpu_ops.kernels.compiler.kernel import CudaKernel, short_label
@@ -245,6 +246,7 @@ def pictures(*words: str) -> str:
 PAGES = Path(__file__).resolve().parent / "pages"
 
 MODULES = (
+    "gpu_ops.compat",
     "gpu_ops.models",
     "gpu_ops.inference",
     "gpu_ops.training",
@@ -421,6 +423,12 @@ def modules() -> str:
     return "\n".join(rows) + "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```"
 
 
+def variables() -> str:
+    """Environment variables and their effects."""
+    rows = [f"| `{name}` | {effect} |" for name, effect in VARIABLES.items()]
+    return "\n".join(["| variable | effect |", "|---|---|", *rows])
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "api": api,
     "where": where,
@@ -433,5 +441,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "tuning": tuning,
     "results": results,
     "pictures": pictures,
+    "variables": variables,
 }
 compile_kernels = compile_all_kernels

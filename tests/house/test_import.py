@@ -10,7 +10,7 @@ import gpu_ops
 from tests.support.calls import OPS
 from tests.support.processes import ROOT, python
 
-PACKAGES = ("distributed", "emulator", "formats", "inference", "memory", "models", "training")
+PACKAGES = ("compat", "distributed", "emulator", "formats", "inference", "memory", "models", "training")
 HEAVY = {"numba", "llvmlite", "cupy", "cuda", "rich", "torch", "jax", "pynvml", "scipy", "multiprocessing"}
 
 

@@ -16,7 +16,7 @@ import gpu_ops
 from gpu_ops import distributed, inference, memory, models, training
 from gpu_ops.distributed.comm import SingleProcess
 
-PACKAGES = ("distributed", "inference", "memory", "models", "training")
+PACKAGES = ("compat", "distributed", "inference", "memory", "models", "training")
 # Records that calls return, and what only the packages themselves make.
 RECORDS = {"Buffer", "CacheStats", "Estimate", "Saved", "ScheduleStep", "Step", "Token", "UlyssesSaved"}
 INTERNAL = {
@@ -317,6 +317,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "ids": lambda p: IDS,
     "k": lambda p: KV,
     "label": lambda p: "x",
+    "key": lambda p: KV,
     "length": lambda p: 2,
     "lr": lambda p: 1e-3,
     "max_norm": lambda p: 1.0,
@@ -336,6 +337,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "prompt": lambda p: [1, 2],
     "prompts": lambda p: [[1, 2]],
     "q": lambda p: Q,
+    "query": lambda p: Q,
     "rank": lambda p: 0,
     "sampling": lambda p: p.sampling,
     "seqlen": lambda p: 4,
@@ -353,6 +355,7 @@ VALUES: dict[str, Callable[[Parts], Any]] = {
     "tokens": lambda p: np.arange(16),
     "trace": lambda p: p.trace,
     "v": lambda p: KV,
+    "value": lambda p: KV,
     "values": lambda p: p.arrays,
     "vocab": lambda p: 32,
     "weight": lambda p: _x(16, 16),

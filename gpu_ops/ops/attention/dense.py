@@ -15,6 +15,7 @@ from gpu_ops.ops.attention.options import (
     backward_raw_unsupported,
     describe,
     forward_flops,
+    layout_hint,
     raw_unsupported,
     read_inputs,
     read_options,
@@ -172,7 +173,7 @@ def attention(
     return_lse = checks.flag(call.op, "return_lse", return_lse)
     write_forward(call, dtype, (shapes[0], shapes[1]), out, return_lse, out_dtype, lse_dtype)
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, options),
+        problem=lambda: _describe(call, layout, dtype, seqlens, options),
         unsupported=raw_unsupported,
         flops=forward_flops(call, call.axes["batch"] * visible_pairs(seqlens, **places)),
     )
@@ -267,7 +268,7 @@ def attention_backward(
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     finish = write_gradients(call, dtype, grads, accumulate=accumulate, return_extra=return_extra)
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, words),
+        problem=lambda: _describe(call, layout, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
         finish=finish,
         flops=backward_flops(call, call.axes["batch"] * visible_pairs(seqlens, **options)),
@@ -280,12 +281,19 @@ def _read_inputs(call: Call, layout: str, q: Any, k: Any, v: Any) -> str:
         queries, keys = ("nheads seqlen_q", "nheads_kv seqlen_k")
     dtype = read_inputs(
         call,
+        layout=layout,
         q=(q, f"batch {queries} head_dim"),
         k=(k, f"batch {keys} head_dim"),
         v=(v, f"batch {keys} head_dim_v"),
     )
     call.option(layout=layout, max_seqlen_q=call.axes["seqlen_q"], max_seqlen_k=call.axes["seqlen_k"])
     return dtype
+
+
+def _describe(call: Call, layout: str, dtype: str, seqlens: tuple[int, int], options: str) -> str:
+    """Description of the problem, with a line about the layout if it looks swapped."""
+    hint = layout_hint(call, layout)
+    return describe(call, dtype, seqlens, options) + (f"\n  layout    {hint}" if hint else "")
 
 
 def _result_shapes(call: Call, layout: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:

@@ -29,6 +29,7 @@ __all__ = [
     "check_scales",
     "describe",
     "forward_flops",
+    "layout_hint",
     "raw_unsupported",
     "read_inputs",
     "read_options",
@@ -93,11 +94,16 @@ def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callabl
 
 
 def read_inputs(
-    call: Call, scales: tuple[Any, Any] | None = None, *, paged: bool = False, **inputs: tuple[Any, str]
+    call: Call,
+    scales: tuple[Any, Any] | None = None,
+    *,
+    paged: bool = False,
+    layout: str = "",
+    **inputs: tuple[Any, str],
 ) -> str:
     """Read q, k and v, each with the names of its axes; return their dtype's name, or q's over quantized pages.
 
-    ``scales``: those of k and v, from functions that take quantized pages.
+    ``scales``: those of k and v, from functions that take quantized pages. ``layout``: of functions with that option.
     """
     views = {name: call.read(name, x) for name, (x, _) in inputs.items()}
     for name, (_, axes) in inputs.items():
@@ -106,6 +112,7 @@ def read_inputs(
     if heads_kv == 0 or heads == 0 or heads % heads_kv:
         raise ShapeError(
             f"{call.op}: nheads={heads} of q must be a positive multiple of nheads_kv={heads_kv} of k and v"
+            + (f" (layout {hint})" if layout and (hint := layout_hint(call, layout)) else "")
         )
     for name in ("head_dim", "head_dim_v"):
         if call.axes[name] == 0:
@@ -114,6 +121,19 @@ def read_inputs(
     _, k, v = inputs
     quantized = scales is not None and read_scales(call, k, v, *scales, paged=paged)
     return dtype if quantized else checks.float_dtype(call.op, **views)
+
+
+def layout_hint(call: Call, layout: str) -> str:
+    """Hint at attention's other layout, if there are more heads than keys and it fits too; else an empty string."""
+    axes = call.axes
+    seqlen_q, seqlen_k = axes["seqlen_q"], axes["seqlen_k"]
+    if axes["nheads_kv"] <= seqlen_k or not seqlen_k or seqlen_q % seqlen_k:
+        return ""
+    other, names = ("bhsd", "heads, seqlen") if layout == "bshd" else ("bshd", "seqlen, heads")
+    return (
+        f"{layout}: {axes['nheads']} heads of {seqlen_q} queries, {axes['nheads_kv']} heads of {seqlen_k} keys; "
+        f"for arrays (batch, {names}, head_dim) pass layout={other!r}"
+    )
 
 
 def read_options(
