@@ -129,7 +129,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--format", choices=("nf4", "q4_0", "q8_0"), help="pack the base of the adapters")
+    parser.add_argument(
+        "--format", choices=("nf4", "nf4_nested", "q4_0", "q8_0"), help="pack the base of the adapters"
+    )
     parser.add_argument("--policy", choices=models.POLICIES, default="none")
     parser.add_argument("--folder", help="keeps the last two states here")
     parser.add_argument("--plot", help="an SVG or PNG of the losses")
