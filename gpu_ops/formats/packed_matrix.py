@@ -426,16 +426,17 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
         raise ShapeError(f"quantize: w has shape {weights.shape}; expected (N, K)")
     check_columns("quantize", fmt, weights.shape[1])
     rows, cols = weights.shape
-    nested, fmt = fmt.for_columns(cols), FORMATS[fmt.nests or format]
-    blocks = np.empty((rows, cols // fmt.block * fmt.nbytes), np.uint8)
+    flat = FORMATS[fmt.nests or format]  # scales are nested when all of them are known
+    blocks = np.empty((rows, cols // flat.block * flat.nbytes), np.uint8)
     step = max(1, PIECE // max(1, cols))
     for first in range(0, rows, step):
         with np.errstate(over="ignore"):  # float64
             part = np.asarray(weights[first : first + step], np.float32)
         if format not in PLAIN and not np.isfinite(part).all():
             raise OptionError("quantize: w holds NaN or infinity, which no code can carry on")
-        blocks[first : first + step] = encode(fmt, part.reshape(-1, fmt.block)).reshape(len(part), -1)
-    if nested.nests:
-        blocks = packed_bitsandbytes.nested(nested.block, blocks.reshape(-1, fmt.nbytes))
-        blocks = blocks.reshape(rows, cols // nested.block * nested.nbytes)
+        blocks[first : first + step] = encode(flat, part.reshape(-1, flat.block)).reshape(len(part), -1)
+    if fmt.nests:
+        fmt = fmt.for_columns(cols)
+        blocks = packed_bitsandbytes.nested(fmt.block, blocks.reshape(-1, flat.nbytes))
+        blocks = blocks.reshape(rows, cols // fmt.block * fmt.nbytes)
     return PackedMatrix(blocks, (rows, cols), format, dtype=weights.dtype if dtype is None else dtype)

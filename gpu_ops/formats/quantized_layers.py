@@ -292,12 +292,13 @@ def _bitsandbytes(layer: QuantizedLayer, options: Mapping[str, Any]) -> Quantize
         else:
             factors, offset = layer.numbers("weight.nested_absmax"), np.float32(fields["nested_offset"])
             values, steps = layer.numbers("weight.nested_quant_map"), layer.array("weight.absmax")
-            periods, odd = divmod(nested * repeats, PERIOD)
-            if not odd and np.array_equal(values, DYNAMIC):
+            periods, rest = divmod(nested * repeats, PERIOD)
+            if not rest and np.array_equal(values, DYNAMIC):
                 nest_format = FORMATS[f"{codes_type}_nested"].for_columns(k)
                 factors, steps = np.repeat(factors, periods), np.repeat(steps, repeats)[:size]
                 nested_blocks = nest(nest_format.block, codes, steps, factors, offset)
                 return PackedMatrix(nested_blocks.reshape(n, -1), layer.shape, nest_format.name)
+            # by another map, or factors of fewer scales: multiplied out
             absmax = values[steps] * np.repeat(factors, nested)[:count] + offset
         scale = np.repeat(absmax, repeats)[:size]
         blocks = np.hstack([scale[:, None].astype("<f4").view(np.uint8), codes])
@@ -379,8 +380,8 @@ def _state(layer: QuantizedLayer, codes_type: str) -> dict[str, Any]:
         for size in (block, nested):
             if size is not None and not (isinstance(size, int) and 0 < size <= 1 << 20):
                 raise ValueError(f"blocks of {size!r:.80}")
-        if nested is not None and not math.isfinite(state["nested_offset"]):
-            raise ValueError("an offset that is not finite")
+        if nested is not None and not abs(state["nested_offset"]) <= float(np.finfo(np.float32).max):
+            raise ValueError("an offset that is not a finite float32")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise layer.damaged(f"its quant_state is damaged: {error}") from error
     if block % FORMATS[codes_type].block:

@@ -333,7 +333,20 @@ FAULTS = {
         "nested nf4",
         state_with(nested_offset=float("inf")),
         FormatError,
-        "not finite",
+        "not a finite",
+    ),
+    "an offset beyond float32": ("nested nf4", state_with(nested_offset=1e39), FormatError, "not a finite"),
+    "a factor that is not finite": (
+        "nested nf4",
+        replaced("weight.nested_absmax", lambda x: x * np.float32(np.nan)),
+        FormatError,
+        "NaN",
+    ),
+    "nested scales cut short": (
+        "nested nf4",
+        replaced("weight.absmax", lambda x: x[:-1]),
+        ShapeError,
+        "expected",
     ),
     "scales of tiles": (
         "fp8 of tiles",
