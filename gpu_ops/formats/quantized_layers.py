@@ -293,12 +293,13 @@ def _bitsandbytes(layer: QuantizedLayer, options: Mapping[str, Any]) -> Quantize
             factors, offset = layer.numbers("weight.nested_absmax"), np.float32(fields["nested_offset"])
             values, steps = layer.numbers("weight.nested_quant_map"), layer.array("weight.absmax")
             periods, rest = divmod(nested * repeats, PERIOD)
-            if not rest and np.array_equal(values, DYNAMIC):
-                nest_format = FORMATS[f"{codes_type}_nested"].for_columns(k)
+            nest_format = FORMATS[f"{codes_type}_nested"].for_columns(k)
+            is_smaller = nest_format.bits_per_weight < format.bits_per_weight
+            if is_smaller and not rest and np.array_equal(values, DYNAMIC):
                 factors, steps = np.repeat(factors, periods), np.repeat(steps, repeats)[:size]
                 nested_blocks = nest(nest_format.block, codes, steps, factors, offset)
                 return PackedMatrix(nested_blocks.reshape(n, -1), layer.shape, nest_format.name)
-            # by another map, or factors of fewer scales: multiplied out
+            # short blocks, another map, or factors of fewer scales: multiplied out, the same weights
             absmax = values[steps] * np.repeat(factors, nested)[:count] + offset
         scale = np.repeat(absmax, repeats)[:size]
         blocks = np.hstack([scale[:, None].astype("<f4").view(np.uint8), codes])

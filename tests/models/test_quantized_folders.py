@@ -254,7 +254,10 @@ def test_weights(case, rng, tmp_path):
     model, config = models.load(where)
     for part, weight in weights.items():
         matrix = getattr(model.layers[0], part)
-        assert {name for _, name in matrix.formats} == {format}
+        is_short = weight.shape[1] % 256 != 0  # nested scales would take more bytes
+        assert {name for _, name in matrix.formats} == {
+            format.removesuffix("_nested") if is_short else format
+        }
         np.testing.assert_array_equal(matrix.dequantize(), weight)
     plain, _ = models.load(where, dtype="float32")
     np.testing.assert_array_equal(plain.layers[0].qkv, weights["qkv"])
