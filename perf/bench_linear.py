@@ -30,7 +30,7 @@ SMALL = (37, 96, 80)
 SMALL_PACKED = (5, 256, 80)  # fits every format
 PACKED = {  # formats and activations; codes of nf4 and e4m3 are floats
     **dict.fromkeys(("q8_0", "q4_0", "q4_k", "iq4_nl"), ("int8", "native")),
-    **dict.fromkeys(("nf4", "e4m3_g128"), ("native",)),
+    **dict.fromkeys(("nf4", "nf4_nested", "e4m3_g128"), ("native",)),
 }
 
 TOUR = (("forward", "float32"), ("forward", "bfloat16"))  # names and dtypes
@@ -82,7 +82,7 @@ def forward(tokens: int, dtype: str, addends: bool = False) -> Case:
 
 def packed(tokens: int, dtype: str, format: str, activations: str) -> Case:
     """Forward with a packed weight. The definition of int8 activations quantises x too."""
-    fmt, dense = FORMATS[format], forward(tokens, dtype)
+    fmt, dense = FORMATS[format].for_columns(IN), forward(tokens, dtype)
 
     def ours(x: Inputs, **how: str) -> Call:
         call = functools.partial(gpu_ops.linear, **x, activations=activations, **how)

@@ -49,9 +49,9 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
     path : path
     tensors : mapping of str to array, PackedMatrix or TernaryMatrix
         Tensors by name, at most 63 bytes, written in this order. Arrays of float32, float16 and bfloat16 with 1 to 4
-        axes; packed matrices of one format, other than nf4 and fp4; ternary ones in the formats tq1_0, tq2_0 and
-        q2_0. A ternary matrix's ``scale`` is multiplied into the float16 scales of its blocks; if it is 1.0, the
-        codes are written unchanged.
+        axes; packed matrices of one format, other than those of bitsandbytes; ternary ones in the formats tq1_0,
+        tq2_0 and q2_0. A ternary matrix's ``scale`` is multiplied into the float16 scales of its blocks; if it is
+        1.0, the codes are written unchanged.
     metadata : mapping of str to value, optional
         str, bool, int, float, NumPy scalars, and lists or arrays of them, including nested ones. A NumPy scalar or
         array keeps its type. A Python int becomes uint32, int32, uint64 or int64, the first that holds it (or all

@@ -23,6 +23,7 @@ from gpu_ops.formats.safetensors import SafetensorsFile, header_of
 from gpu_ops.formats.ternary_checks import matrix_shape
 from gpu_ops.kernels.program import Layout
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, PackedShape
+from gpu_ops.reference.weights import packed_bitsandbytes
 from gpu_ops.reference.weights.packed_formats import FORMATS, PLAIN, PackedFormat, encode
 
 __all__ = ["WRITTEN", "PackedMatrix", "check_activations", "quantize"]
@@ -47,7 +48,8 @@ class PackedMatrix:
     shape : (int, int)
         ``(N, K)``: output and input features; K is a multiple of the format's block.
     format : str
-        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, tq1_0, tq2_0, nf4 or fp4;
+        q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, tq1_0, tq2_0, nf4, fp4,
+        nf4_nested or fp4_nested, whose blocks are as large as K allows;
         int4, uint4, int8, uint8 or e4m3 with groups of 128, 64 or 32 weights, such as int4_g128; bfloat16, float16 or
         float32.
     columns : int array (K,), optional
@@ -90,8 +92,9 @@ class PackedMatrix:
         activations: str = "native",
     ) -> None:
         name = "PackedMatrix"
-        fmt = FORMATS[one_of(name, "format", format, FORMATS)]
+        one_of(name, "format", format, FORMATS)
         rows, cols = matrix_shape(name, shape)
+        fmt = FORMATS[format].for_columns(cols)
         data = Call(name).read("blocks", blocks, contiguous=True)
         if data.dtype != np.uint8:
             raise DTypeError(f"{name}: blocks is {data.dtype}; expected uint8 (other bytes: .view(np.uint8))")
@@ -365,10 +368,10 @@ def check_activations(op: str, activations: Any, weight: PackedMatrix) -> str:
 
 
 def check_columns(op: str, format: PackedFormat, cols: int) -> None:
-    if cols % format.block:
+    least = format.least_block
+    if cols % least:
         raise ShapeError(
-            f"{op}: K is {cols}; rows of {format.name} are blocks of {format.block}, so K must be a multiple of "
-            f"{format.block}"
+            f"{op}: K is {cols}; rows of {format.name} are blocks of {least}, so K must be a multiple of {least}"
         )
 
 
@@ -383,6 +386,8 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     format : str
         q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, tq1_0, tq2_0, nf4 or fp4: codes and scales are
         those of the format's own package, llama.cpp (without an importance matrix) or bitsandbytes (blocks of 64).
+        nf4_nested or fp4_nested: bitsandbytes' double quantisation, whose scales are bytes, 4.13 to 4.2 bits per
+        weight where 1024 divides K. The mean of the scales is rounded to float32 once.
         int4, uint4, int8, uint8 or e4m3 with groups, such as int4_g128. bfloat16, float16 or float32: weights rounded
         to that dtype, in the order in which products on the CPU read them.
     dtype : dtype, optional
@@ -400,8 +405,8 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
     Notes
     -----
     Root mean square error of normal weights, of their standard deviation: q8_0 0.005, q6_k 0.018, q5_k 0.036,
-    q5_0 0.043, q4_k 0.071, iq4_nl 0.076, q4_0 0.086, nf4 0.092, mxfp4 0.114, fp4 0.122. tq1_0 and tq2_0 are for
-    weights that are ternary already, which they keep exactly; others lose 0.81.
+    q5_0 0.043, q4_k 0.071, iq4_nl 0.076, q4_0 0.086, nf4 and nf4_nested 0.092, mxfp4 0.114, fp4 0.122. tq1_0 and
+    tq2_0 are for weights that are ternary already, which they keep exactly; others lose 0.81.
 
     Examples
     --------
@@ -421,12 +426,17 @@ def quantize(w: Any, format: str, *, dtype: npt.DTypeLike | None = None) -> Pack
         raise ShapeError(f"quantize: w has shape {weights.shape}; expected (N, K)")
     check_columns("quantize", fmt, weights.shape[1])
     rows, cols = weights.shape
-    blocks = np.empty((rows, cols // fmt.block * fmt.nbytes), np.uint8)
+    flat = FORMATS[fmt.nests or format]  # scales are nested when all of them are known
+    blocks = np.empty((rows, cols // flat.block * flat.nbytes), np.uint8)
     step = max(1, PIECE // max(1, cols))
     for first in range(0, rows, step):
         with np.errstate(over="ignore"):  # float64
             part = np.asarray(weights[first : first + step], np.float32)
         if format not in PLAIN and not np.isfinite(part).all():
             raise OptionError("quantize: w holds NaN or infinity, which no code can carry on")
-        blocks[first : first + step] = encode(fmt, part.reshape(-1, fmt.block)).reshape(len(part), -1)
+        blocks[first : first + step] = encode(flat, part.reshape(-1, flat.block)).reshape(len(part), -1)
+    if fmt.nests:
+        fmt = fmt.for_columns(cols)
+        blocks = packed_bitsandbytes.nested(fmt.block, blocks.reshape(-1, flat.nbytes))
+        blocks = blocks.reshape(rows, cols // fmt.block * fmt.nbytes)
     return PackedMatrix(blocks, (rows, cols), format, dtype=weights.dtype if dtype is None else dtype)

@@ -16,6 +16,7 @@ from gpu_ops.kernels.weights.packed_panels import (
     panel_bytes,
     unpack_panels,
 )
+from gpu_ops.reference.weights.packed_bitsandbytes import DYNAMIC
 from gpu_ops.reference.weights.packed_formats import FORMATS, Fields, PackedFormat, decode
 
 __all__ = ["PIECE", "PackedPart", "layout_of", "merged"]
@@ -97,7 +98,8 @@ class PackedPart:
         return {"format": self.format.name, "rows": self.rows, "cols": self.cols, "blocks": self.blocks()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        restored = PackedPart(FORMATS[state["format"]], state["rows"], state["cols"], state["blocks"])
+        format = FORMATS[state["format"]].for_columns(state["cols"])
+        restored = PackedPart(format, state["rows"], state["cols"], state["blocks"])
         self.__dict__.update(restored.__dict__)
 
 
@@ -112,14 +114,15 @@ def layout_of(format: PackedFormat) -> BlockLayout:
     """Layout of a format's blocks, for kernels."""
     fields = format.split(np.zeros((1, format.nbytes), np.uint8))
     return BlockLayout(
-        format.name,
+        f"{format.name}_{format.block}" if format.nests else format.name,
         format.block,
         format.run,
         format.bits,
-        0 if fields.scale is None else fields.scale.dtype.itemsize,
+        0 if fields.scale is None else fields.scale[0].nbytes,
         fields.run_scales is not None,
         fields.minimum is not None,
         fields.run_minimums is not None,
         format.offset,
         tuple(map(float, format.values)) if format.offset is None and format.bits < 8 else (),
+        DYNAMIC.tobytes() if format.nests else b"",
     )

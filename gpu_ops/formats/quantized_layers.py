@@ -1,7 +1,7 @@
 """Quantised linear layers in folders of Hugging Face transformers, by ``quantization_config``.
 
 gptq, awq             codes of 4 bits in words, a scale and a zero point per group of input features
-bitsandbytes          NF4 and FP4 in blocks of 64 or more, with scales that may be quantised too; LLM.int8()
+bitsandbytes          NF4 and FP4 in blocks of 64 or more, with scales that may be nested; LLM.int8()
 compressed-tensors    pack-quantized, int-quantized, float-quantized
 fp8, fbgemm_fp8       e4m3 with scales per tensor, per row or per tile
 
@@ -22,6 +22,7 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.safetensors import SafetensorsFile, StoredTensor
+from gpu_ops.reference.weights.packed_bitsandbytes import DYNAMIC, PERIOD, nest
 from gpu_ops.reference.weights.packed_formats import FORMATS, GROUPS, Fields
 
 __all__ = ["METHODS", "QuantizedLayer", "quantized_layer"]
@@ -284,14 +285,23 @@ def _bitsandbytes(layer: QuantizedLayer, options: Mapping[str, Any]) -> Quantize
     def make() -> PackedMatrix:
         if not np.array_equal(layer.array("weight.quant_map"), np.array(format.values, np.float32)):
             raise layer.damaged(f"quant_map has other numbers than {codes_type}")
+        size, repeats = n * k // format.block, block // format.block
+        codes = layer.array("weight").reshape(-1).view(np.uint8).reshape(size, -1)
         if nested is None:
             absmax = layer.numbers("weight.absmax")
         else:
-            scales = np.repeat(layer.numbers("weight.nested_absmax"), nested)[:count]
-            absmax = layer.numbers("weight.nested_quant_map")[layer.array("weight.absmax")] * scales
-            absmax += np.float32(fields["nested_offset"])
-        scale = np.repeat(absmax, block // format.block)[: n * k // format.block]
-        codes = layer.array("weight").reshape(-1).view(np.uint8).reshape(len(scale), -1)
+            factors, offset = layer.numbers("weight.nested_absmax"), np.float32(fields["nested_offset"])
+            values, steps = layer.numbers("weight.nested_quant_map"), layer.array("weight.absmax")
+            periods, rest = divmod(nested * repeats, PERIOD)
+            nest_format = FORMATS[f"{codes_type}_nested"].for_columns(k)
+            is_smaller = nest_format.bits_per_weight < format.bits_per_weight
+            if is_smaller and not rest and np.array_equal(values, DYNAMIC):
+                factors, steps = np.repeat(factors, periods), np.repeat(steps, repeats)[:size]
+                nested_blocks = nest(nest_format.block, codes, steps, factors, offset)
+                return PackedMatrix(nested_blocks.reshape(n, -1), layer.shape, nest_format.name)
+            # short blocks, another map, or factors of fewer scales: multiplied out, the same weights
+            absmax = values[steps] * np.repeat(factors, nested)[:count] + offset
+        scale = np.repeat(absmax, repeats)[:size]
         blocks = np.hstack([scale[:, None].astype("<f4").view(np.uint8), codes])
         return PackedMatrix(blocks.reshape(n, -1), layer.shape, codes_type)
 
@@ -371,8 +381,8 @@ def _state(layer: QuantizedLayer, codes_type: str) -> dict[str, Any]:
         for size in (block, nested):
             if size is not None and not (isinstance(size, int) and 0 < size <= 1 << 20):
                 raise ValueError(f"blocks of {size!r:.80}")
-        if nested is not None and not math.isfinite(state["nested_offset"]):
-            raise ValueError("an offset that is not finite")
+        if nested is not None and not abs(state["nested_offset"]) <= float(np.finfo(np.float32).max):
+            raise ValueError("an offset that is not a finite float32")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise layer.damaged(f"its quant_state is damaged: {error}") from error
     if block % FORMATS[codes_type].block:

@@ -121,7 +121,8 @@ class _Planned(PackedMatrix):
     def __init__(self, trace: Trace, shape: tuple[int, ...], format: str, dtype: np.dtype[Any]) -> None:
         from gpu_ops.kernels.weights.cpu.ternary_ir import LANES
 
-        (rows, cols), fmt = shape, FORMATS[format]
+        rows, cols = shape
+        fmt = FORMATS[format].for_columns(cols)
         lanes = GPU_LANES if trace.on_gpu else LANES
         blocks = rows, cols // fmt.block * fmt.nbytes
         panels = -(-rows // lanes) * panel_bytes(layout_of(fmt), lanes, cols)

@@ -1,18 +1,20 @@
 // Weights in panels (weights/packed_panels.py) of 32 rows: the fields of their blocks, and their decoding.
 //
 //   weight = (scale * run_scale) * value[code] - (minimum * run_minimum), each operation rounded to float;
-//   with RUN_MINIMUMS and no MINIMUM these are zero points: weight = scale * (code - run_minimum)
+//   with RUN_MINIMUMS and no MINIMUM these are zero points: weight = scale * (code - run_minimum);
+//   with SCALE 8 scales are nested: (scales[run_scale] * scale + offset) takes the place of scale * run_scale
 //
-// Macros: BLOCK, RUN weights; BITS of a code; SCALE (1: 2^(byte - 128), 2: half, 4: float); RUN_SCALES, MINIMUM,
-// RUN_MINIMUMS: whether blocks have them; CODES: kIntegers, from which OFFSET is subtracted, kTable: indices of
-// `values` (2^BITS), or kE4M3.
+// Macros: BLOCK, RUN weights; BITS of a code; SCALE (1: 2^(byte - 128), 2: half, 4: float, 8: float, and float offset);
+// RUN_SCALES, MINIMUM, RUN_MINIMUMS: whether blocks have them; CODES: kIntegers, from which OFFSET is subtracted,
+// kTable: indices of `values` (2^BITS, then 256 scales if they are nested), or kE4M3.
 #pragma once
 #include "scalar.cuh"
 #include "vec.cuh"
 
 enum Code { kIntegers, kTable, kE4M3 };
 
-constexpr int kRows = 32, kUnit = 32, kTableSize = CODES == kTable ? 1 << BITS : 1;
+constexpr bool kNested = SCALE == 8;
+constexpr int kRows = 32, kUnit = 32, kTableSize = CODES == kTable ? (1 << BITS) + 256 * kNested : 1;
 constexpr int kRuns = BLOCK / RUN, kUnits = BLOCK / kUnit;
 constexpr int kLow = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, kHigh = BITS - kLow;  // bits of the two planes
 constexpr int kRowBytes = SCALE + 2 * MINIMUM + kRuns * (RUN_SCALES + RUN_MINIMUMS) + BLOCK * BITS / 8;
@@ -21,7 +23,7 @@ constexpr bool kZeros = RUN_MINIMUMS && !MINIMUM;
 // Whether scale * value has no rounding: 11 bits of a half, 8 of a run's scale, and the code.
 constexpr bool kExactProducts = SCALE == 2 && CODES == kIntegers && 11 + 8 * RUN_SCALES + BITS <= 24;
 
-// The values of codes, in shared memory: lanes read different ones.
+// The values of codes and of nested scales, in shared memory: lanes read different ones.
 __device__ __forceinline__ void copy_table(float (&table)[kTableSize], const float* values) {
     if constexpr (CODES == kTable) {
         for (int i = threadIdx.x; i < kTableSize; i += blockDim.x) table[i] = values[i];
@@ -60,6 +62,7 @@ public:
     __device__ __forceinline__ void read(const unsigned char* block, unsigned first, unsigned more, unsigned row) {
         const unsigned char* at = block;
         scale_ = __ldg(reinterpret_cast<const Scale*>(at) + row);
+        if (kNested) offset_ = __ldg(reinterpret_cast<const float*>(at) + kRows + row);
         at += SCALE * kRows;
         if (MINIMUM) minimum_ = __ldg(reinterpret_cast<const unsigned short*>(at) + row);
         at += 2 * MINIMUM * kRows;
@@ -101,7 +104,8 @@ public:
         #pragma unroll
         for (int step = 0; step < kCount / 4; ++step) {
             if (step * 4 % RUN == 0) {
-                if (RUN_SCALES) scale = __fmul_rn(block_scale, run_scale(step));
+                if (kNested) scale = __fadd_rn(__fmul_rn(table[(1 << BITS) + (run_scale(step) & 255)], block_scale), offset_);
+                else if (RUN_SCALES) scale = __fmul_rn(block_scale, run_scale(step));
                 if (RUN_MINIMUMS && MINIMUM) minimum = __fmul_rn(block_minimum, run_minimum(step));
                 if (kZeros) zero = run_minimum(step);
             }
@@ -118,7 +122,7 @@ public:
 
 private:
     typedef typename ChooseType<SCALE == 2, unsigned short, unsigned char>::type SmallScale;
-    typedef typename ChooseType<SCALE == 4, float, SmallScale>::type Scale;
+    typedef typename ChooseType<SCALE >= 4, float, SmallScale>::type Scale;
 
     template <int kBits> static constexpr Cache kReads = kCount * kBits < 32 ? Cache::kConstant : Cache::kOnce;
     static constexpr int kCovered = kCount < RUN ? 1 : kCount / RUN;
@@ -142,6 +146,7 @@ private:
     }
 
     Scale scale_;
+    float offset_;
     unsigned short minimum_;
     signed char run_scale_[kCovered];
     unsigned char run_minimum_[kCovered];

@@ -388,11 +388,12 @@ def _summed(layout: BlockLayout) -> int:
 
 
 def _values(builder: Builder, layout: BlockLayout) -> Tensor:
-    """Table of values of the codes; a zero if they are integers."""
+    """Table of values of the codes, a zero if they are integers, and of nested scales."""
     if layout.is_e4m3:
         values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     else:
         values = np.array(layout.table or (0.0,), np.float32)
+        values = np.concatenate([values, np.frombuffer(layout.scale_values, np.float32)])
     return builder.constant(values, f"values of {layout.name}")
 
 
@@ -459,6 +460,7 @@ _EXAMPLES = (
     BlockLayout("q6_k", 256, 16, 6, 2, True, False, False, 32, ()),
     BlockLayout("uint4_g128", 128, 128, 4, 4, False, False, True, 0, ()),
     BlockLayout("e4m3_g128", 128, 128, 8, 4, False, False, False, None, ()),
+    BlockLayout("nf4_nested_4096", 4096, 64, 4, 8, True, False, False, None, (1.0,) * 16, bytes(1024)),
 )
 
 

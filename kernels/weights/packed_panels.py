@@ -27,12 +27,15 @@ class BlockLayout(NamedTuple):
     block: int  # weights
     run: int  # weights that share a scale
     bits: int  # of a weight
-    scale_bytes: int  # 0: no scale, 1: exponent of a power of two, 2: float16, 4: float32
+    scale_bytes: int  # 0: no scale, 1: exponent of a power of two, 2: float16, 4: float32, 8: two of them
     has_run_scales: bool
     has_minimum: bool
     has_run_minimums: bool
     offset: int | None  # subtracted from a code that is an integer
     table: tuple[float, ...]  # values of the codes, if they are not; empty for floats
+    scale_values: bytes = b""
+    """float32 values of the 256 codes of nested scales, which run scales then are: a run's scale is its value, times
+    the first of the block's two scales, plus the second. Bytes keep their hash."""
 
     @property
     def has_integers(self) -> bool:
@@ -40,6 +43,11 @@ class BlockLayout(NamedTuple):
         if not self.table:
             return self.offset is not None
         return all(value == int(value) and -128 <= value <= 127 for value in self.table)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether scales of runs are codes."""
+        return bool(self.scale_values)
 
     @property
     def is_e4m3(self) -> bool:
@@ -142,10 +150,12 @@ def unpack_panels(layout: BlockLayout, panels: Array, rows: int, lanes: int) -> 
         by_row = part.reshape(count, -1, columns, lanes).transpose(0, 3, 1, 2)
         return np.asarray(by_row.reshape(count * lanes, -1, columns)[:rows])
 
-    scale_dtypes = {1: np.uint8, 2: np.float16, 4: np.float32}
-    scale = field(1, scale_dtypes[layout.scale_bytes]) if layout.scale_bytes else None
+    scale_dtypes = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float32}
+    columns = 2 if layout.is_nested else 1
+    scale = field(columns, scale_dtypes[layout.scale_bytes]) if layout.scale_bytes else None
     minimum = field(1, np.float16) if layout.has_minimum else None
-    run_scales = field(layout.runs, np.int8) if layout.has_run_scales else None
+    run_dtype = np.uint8 if layout.is_nested else np.int8
+    run_scales = field(layout.runs, run_dtype) if layout.has_run_scales else None
     run_minimums = field(layout.runs, np.uint8) if layout.has_run_minimums else None
     codes, shift = np.zeros((rows, data.shape[1], layout.codes), np.uint8), 0
     for bits in layout.planes:

@@ -7,19 +7,22 @@ A row of a matrix is a sequence of blocks. Every format stores the same fields, 
 ``run_scale`` and ``run_minimum`` are small integers for a run of a block's weights; formats without runs
 have one scale per block. The products and the difference are rounded to float32 in this order, as in ggml, gguf-py
 and bitsandbytes. Formats with zero points, those of GPTQ and AWQ, store no minimum: ``scale * (code - run_minimum)``.
-Plain formats have neither scales nor a table: their codes are the bytes of floats.
+Plain formats have neither scales nor a table: their codes are the bytes of floats. With nested scales
+:mod:`packed_bitsandbytes` has the rule that takes the place of ``scale * run_scale``.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.reference.weights import packed_bitsandbytes as bitsandbytes
 from gpu_ops.reference.weights import packed_encode
 from gpu_ops.reference.weights.packed_encode import E2M1, E4M3, FP4, IQ4, NF4, Fields
 
@@ -42,6 +45,19 @@ class PackedFormat:
     join: Callable[[Fields], Array]
     layout: str
     encode: Callable[[Array], Fields] | None = None  # of (blocks, block) float32
+    nests: str = ""  # format of the same codes with a float32 scale per run; empty if scales are not nested
+
+    @property
+    def least_block(self) -> int:
+        """Weights whose multiples rows may have."""
+        return self.run if self.nests else self.block
+
+    def for_columns(self, cols: int) -> PackedFormat:
+        """Format of rows of ``cols`` weights: blocks with nested scales are as large as the rows allow."""
+        if not self.nests:
+            return self
+        block = math.gcd(cols, bitsandbytes.BLOCK)
+        return replace(self, block=block, nbytes=bitsandbytes.nbytes_of(block))
 
     @property
     def bits_per_weight(self) -> float:
@@ -63,8 +79,8 @@ def decode(format: PackedFormat, blocks: Array) -> Array:
         return np.asarray(fields.codes.view(format.name).astype(np.float32))
     values = np.array(format.values, np.float32)[fields.codes]
     with np.errstate(all="ignore"):  # infinite and NaN scales
-        scale = numbers(fields.scale)
-        if fields.run_scales is not None:
+        scale = bitsandbytes.decoded(fields) if format.nests else numbers(fields.scale)
+        if fields.run_scales is not None and not format.nests:
             scale = scale * fields.run_scales.astype(np.float32)
         if fields.minimum is None and fields.run_minimums is not None:
             values = values - fields.run_minimums.astype(np.float32)
@@ -122,11 +138,6 @@ def _nibbles(codes: Array, run: int) -> Array:
     """Inverse of :func:`_low_high` for the low four bits of codes."""
     runs = codes.reshape(-1, codes.shape[1] // (2 * run), 2, run)
     return np.asarray((runs[:, :, 0] & 15 | runs[:, :, 1] << 4).reshape(-1, codes.shape[1] // 2))
-
-
-def _high_low(data: Array) -> Array:
-    """Codes of nibbles: the high nibble of each byte comes first."""
-    return np.stack([data >> 4, data & 15], axis=2).reshape(-1, 2 * data.shape[1])
 
 
 def _fifth_bits(data: Array) -> Array:
@@ -328,15 +339,6 @@ def _join_tq2_0(f: Fields) -> Array:
     return np.hstack([codes, _bytes(f.scale)])
 
 
-def _split_nf4(data: Array) -> Fields:
-    return Fields(_high_low(data[:, 4:]), np.ascontiguousarray(data[:, :4]).view("<f4"))
-
-
-def _join_nf4(f: Fields) -> Array:
-    scale = np.ascontiguousarray(f.scale, "<f4").view(np.uint8)
-    return np.hstack([scale, f.codes[:, ::2] << 4 | f.codes[:, 1::2]])
-
-
 def _split_group(data: Array, *, bits: int, has_zeros: bool) -> Fields:
     codes = data[:, 4 + has_zeros :]
     scale = np.ascontiguousarray(data[:, :4]).view("<f4")
@@ -400,9 +402,9 @@ _ROWS = (
      f"{_SCALES}, base-3 digits", packed_encode.ternary),
     ("tq2_0", 256, 66, 2, 256, _integers(2, 1), _split_tq2_0, _join_tq2_0,
      f"{_SCALES}, 2-bit fields", packed_encode.ternary),
-    ("nf4", 64, 36, 4, 64, NF4, _split_nf4, _join_nf4,
+    ("nf4", 64, 36, 4, 64, NF4, bitsandbytes.split, bitsandbytes.join,
      "f32 scale, nibbles of quantiles", packed_encode.nf4),
-    ("fp4", 64, 36, 4, 64, _TWELFTHS, _split_nf4, _join_nf4,
+    ("fp4", 64, 36, 4, 64, _TWELFTHS, bitsandbytes.split, bitsandbytes.join,
      "f32 scale, nibbles of 4-bit floats", packed_encode.fp4),
 )
 # fmt: on
@@ -459,7 +461,23 @@ def _plain_formats() -> Iterator[PackedFormat]:
         )
 
 
+def _nested(flat: PackedFormat) -> PackedFormat:
+    assert flat.encode is not None
+    return replace(
+        flat,
+        name=f"{flat.name}_nested",
+        block=bitsandbytes.BLOCK,
+        nbytes=bitsandbytes.nbytes_of(bitsandbytes.BLOCK),
+        split=bitsandbytes.split_nested,
+        join=bitsandbytes.join_nested,
+        layout=f"f32 factor and offset; byte per scale, {flat.layout.partition(', ')[2]}",
+        encode=functools.partial(bitsandbytes.encode_nested, flat=flat.encode),
+        nests=flat.name,
+    )
+
+
 FORMATS = {row[0]: PackedFormat(*row) for row in _ROWS}
+FORMATS |= {format.name: format for format in (_nested(FORMATS["nf4"]), _nested(FORMATS["fp4"]))}
 FORMATS |= {format.name: format for format in (*_group_formats(), *_plain_formats())}
 
 
@@ -471,7 +489,6 @@ def describe_formats() -> str:
     ]
     for f in FORMATS.values():
         scales, written = f.run if f.values else "-", "yes" if f.encode else "no"
-        lines.append(
-            f"| {f.name} | {f.bits_per_weight:.4g} | {f.block} | {scales} | {f.layout} | {written} |"
-        )
+        block = f"{f.least_block} to {f.block}" if f.nests else f.block
+        lines.append(f"| {f.name} | {f.bits_per_weight:.4g} | {block} | {scales} | {f.layout} | {written} |")
     return "\n".join(lines)

@@ -202,6 +202,7 @@ def test_the_table_of_finetuning(monkeypatch):
         ["llama-3-8b", "bfloat16", "16.6 GiB, 17.8 GB", "no"],
         ["llama-3-8b", "q8_0", "10.5 GiB, 11.3 GB", "12,470"],
         ["llama-3-8b", "nf4", "7.2 GiB, 7.8 GB", "20,074"],
+        ["llama-3-8b", "nf4_nested", "7.0 GiB, 7.5 GB", "20,749"],
     ]
 
 

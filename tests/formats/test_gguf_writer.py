@@ -110,7 +110,12 @@ def test_packed_floats_are_written_as_the_array(name, tmp_path, rng):
 def test_packed_matrices_that_gguf_lacks_are_refused(tmp_path):
     w = np.ones((2, 64), np.float32)
     mixed = gpu_ops.PackedMatrix.joined([gpu_ops.quantize(w, name) for name in ("q4_0", "q8_0")])
-    for matrix_, words in ((gpu_ops.quantize(w, "nf4"), "nf4"), (mixed, "q4_0 and q8_0")):
+    nested = gpu_ops.quantize(w, "nf4_nested")
+    for matrix_, words in (
+        (gpu_ops.quantize(w, "nf4"), "nf4"),
+        (nested, "nf4_nested"),
+        (mixed, "q4_0 and q8_0"),
+    ):
         with pytest.raises(FormatError, match=words):
             gpu_ops.write_gguf(tmp_path / "a.gguf", {"w": matrix_})
     assert not list(tmp_path.iterdir())

@@ -124,13 +124,14 @@ def adapted(shape, dtype, format, tables, policy):
     """Estimate, and a function that makes a packed base with adapters and takes a few steps."""
     config, (batch, seqlen) = replace(WIDE, ffn=704), SHAPES[shape]
     form, sizes = memory.Weights(format, tables, rank=8), {"batch": batch, "seqlen": seqlen, "dtype": dtype}
-    ids, blocks = np.zeros((batch, seqlen), np.int32), FORMATS[format]
+    ids = np.zeros((batch, seqlen), np.int32)
 
     def run():
         weights = {}
         for name, shape in config.shapes().items():
             is_packed = len(shape) == 2 and (tables or name not in ("embed", "lm_head"))
             if is_packed:
+                blocks = FORMATS[format].for_columns(shape[1])
                 bytes_ = np.zeros((shape[0], shape[1] // blocks.block * blocks.nbytes), np.uint8)
                 weights[name] = gpu_ops.PackedMatrix(bytes_, shape, format, dtype=dtype)
                 del bytes_

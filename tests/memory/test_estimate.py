@@ -124,6 +124,15 @@ def test_formats_with_smaller_scales_take_the_bytes_of_their_panels():
     assert plan.parts["weights"] == packed // 256 * 148 + 4 * (config.parameters - packed)
 
 
+def test_nested_scales_take_a_byte_of_64_weights():
+    """A block of 4096, or 2048 in rows of 14336, has two floats."""
+    plan = memory.estimate(LLAMA, **SIZES, weights=memory.Weights("nf4_nested", rank=16))
+    of_4096, of_14336 = 32 * (6144 + 4096 + 28672) * 4096, 32 * 4096 * 14336
+    packed = of_4096 // 4096 * (8 + 64 + 2048) + of_14336 // 2048 * (8 + 32 + 1024)
+    assert plan.parts["weights"] == packed + 2 * (LLAMA.parameters - of_4096 - of_14336)
+    assert 8 * packed / (of_4096 + of_14336) < 4.15
+
+
 def test_packed_floats_take_the_bytes_of_arrays():
     config = models.LlamaConfig(vocab=512, hidden=256, ffn=512, nlayers=2, nheads=4)
     sizes = {"batch": 1, "seqlen": 8, "dtype": "bfloat16", "device": "cpu"}

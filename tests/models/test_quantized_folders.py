@@ -13,6 +13,7 @@ from gpu_ops import models
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.formats.files import opened
 from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, header_of
+from gpu_ops.reference.weights.packed_bitsandbytes import DYNAMIC
 from gpu_ops.reference.weights.packed_encode import FP4, NF4
 
 CONFIG = models.LlamaConfig(vocab=96, hidden=128, ffn=256, nlayers=1, nheads=4, nheads_kv=2)
@@ -122,7 +123,7 @@ def tensor_fp8(rng, shape):
     }, weight
 
 
-def four_bits(rng, shape, *, table="nf4", block=64, nested=False, storage=np.uint8):
+def four_bits(rng, shape, *, table="nf4", block=64, nested=0, another_map=False, storage=np.uint8):
     """Layer of bitsandbytes: the codes of the flattened matrix, and the state of its scales."""
     values = np.array(NF4, np.float32) if table == "nf4" else np.array(FP4, np.float32) / np.float32(12)
     codes = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1)
@@ -132,15 +133,12 @@ def four_bits(rng, shape, *, table="nf4", block=64, nested=False, storage=np.uin
     tensors = {"weight": data, "weight.absmax": absmax, "weight.quant_map": values}
     if nested:
         scales = rng.integers(0, 256, len(absmax)).astype(np.uint8)
-        map_, second = (
-            np.sort(rng.uniform(-1, 1, 256)).astype(np.float32),
-            np.full(-(-len(absmax) // 256), 0.003),
-        )
-        second = second.astype(np.float32)
-        absmax = map_[scales] * np.repeat(second, 256)[: len(scales)] + np.float32(0.02)
+        map_ = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32) if another_map else DYNAMIC
+        second = rng.uniform(0.002, 0.004, -(-len(absmax) // nested)).astype(np.float32)
+        absmax = map_[scales] * np.repeat(second, nested)[: len(scales)] + np.float32(0.02)
         more = {"weight.nested_absmax": second, "weight.nested_quant_map": map_}
         tensors |= {"weight.absmax": scales, **more}
-        state |= {"nested_blocksize": 256, "nested_offset": 0.02, "nested_dtype": "float32"}
+        state |= {"nested_blocksize": nested, "nested_offset": 0.02, "nested_dtype": "float32"}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
     tensors[f"weight.quant_state.bitsandbytes__{table}"] = text
     return tensors, (values[codes] * np.repeat(absmax, block)).reshape(shape)
@@ -189,7 +187,25 @@ CASES = {
     ),
     "fbgemm_fp8": (e4m3, {}, with_("fbgemm_fp8"), "e4m3_g128"),
     "nf4": (four_bits, {}, with_("bitsandbytes", load_in_4bit=True), "nf4"),
-    "nested nf4": (four_bits, {"nested": True}, with_("bitsandbytes", load_in_4bit=True), "nf4"),
+    "nested nf4": (four_bits, {"nested": 256}, with_("bitsandbytes", load_in_4bit=True), "nf4_nested"),
+    "nested fp4": (
+        four_bits,
+        {"table": "fp4", "block": 128, "nested": 128},
+        with_("bitsandbytes", load_in_4bit=True),
+        "fp4_nested",
+    ),
+    "nested nf4 in short blocks": (
+        four_bits,
+        {"nested": 64},
+        with_("bitsandbytes", load_in_4bit=True),
+        "nf4",
+    ),
+    "nested nf4 by another map": (
+        four_bits,
+        {"nested": 256, "another_map": True},
+        with_("bitsandbytes", load_in_4bit=True),
+        "nf4",
+    ),
     "fp4 stored as bfloat16": (
         four_bits,
         {"table": "fp4", "block": 128, "storage": ml_dtypes.bfloat16},
@@ -238,7 +254,10 @@ def test_weights(case, rng, tmp_path):
     model, config = models.load(where)
     for part, weight in weights.items():
         matrix = getattr(model.layers[0], part)
-        assert {name for _, name in matrix.formats} == {format}
+        is_short = weight.shape[1] % 256 != 0  # nested scales would take more bytes
+        assert {name for _, name in matrix.formats} == {
+            format.removesuffix("_nested") if is_short else format
+        }
         np.testing.assert_array_equal(matrix.dequantize(), weight)
     plain, _ = models.load(where, dtype="float32")
     np.testing.assert_array_equal(plain.layers[0].qkv, weights["qkv"])
@@ -248,7 +267,7 @@ def test_weights(case, rng, tmp_path):
         np.testing.assert_allclose(y, right, rtol=0, atol=1e-4 * abs(right).max())
     else:
         np.testing.assert_array_equal(y, right)
-    if format not in ("nf4", "fp4") and "e4m3" not in format:
+    if "nf4" not in format and "fp4" not in format and "e4m3" not in format:
         fast, _ = models.load(where, activations="int8")
         error = models.logits(IDS, fast, config) - right
         assert np.sqrt((error**2).mean() / (right**2).mean()) < 0.03
@@ -317,7 +336,20 @@ FAULTS = {
         "nested nf4",
         state_with(nested_offset=float("inf")),
         FormatError,
-        "not finite",
+        "not a finite",
+    ),
+    "an offset beyond float32": ("nested nf4", state_with(nested_offset=1e39), FormatError, "not a finite"),
+    "a factor that is not finite": (
+        "nested nf4",
+        replaced("weight.nested_absmax", lambda x: x * np.float32(np.nan)),
+        FormatError,
+        "NaN",
+    ),
+    "nested scales cut short": (
+        "nested nf4",
+        replaced("weight.absmax", lambda x: x[:-1]),
+        ShapeError,
+        "expected",
     ),
     "scales of tiles": (
         "fp8 of tiles",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import gpu_ops
 from gpu_ops import models
+from gpu_ops.reference.weights.packed_formats import FORMATS
 
 pytestmark = pytest.mark.peers
 
@@ -46,23 +48,27 @@ def check(torch, model, where):
     weights, config = models.load(where)
     y = models.logits(IDS, weights, config)
     assert abs(y - right).max() < 1e-5 * abs(right).max()
-    return weights.layers[0].qkv
+    return weights.layers[0].down.formats
 
 
 @pytest.mark.parametrize(
-    ("table", "options"),
+    ("table", "nested"),
     [
-        ("nf4", {}),
-        ("nf4", {"bnb_4bit_use_double_quant": True}),
-        ("fp4", {}),
+        ("nf4", False),
+        ("nf4", True),
+        ("fp4", False),
+        ("fp4", True),
     ],
 )
-def test_bitsandbytes(table, options, torch, tmp_path):
+def test_bitsandbytes(table, nested, torch, tmp_path):
     pytest.importorskip("bitsandbytes", reason="scripts/test_peers.sh installs it")
     import transformers
 
     config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=table, bnb_4bit_compute_dtype=torch.float32, **options
+        load_in_4bit=True,
+        bnb_4bit_quant_type=table,
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=nested,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         plain(torch, tmp_path / "plain"), quantization_config=config, device_map="cpu", dtype=torch.float32
@@ -70,7 +76,43 @@ def test_bitsandbytes(table, options, torch, tmp_path):
     model.save_pretrained(tmp_path / "packed")
     # Its packed product rounds to bfloat16 on a CPU with AVX512_BF16, even for float32.
     model = model.dequantize(dtype=torch.float32)
-    assert check(torch, model, tmp_path / "packed").formats == ((256, table),)
+    format = f"{table}_nested" if nested else table
+    assert check(torch, model, tmp_path / "packed") == ((128, format),)
+
+
+@pytest.mark.parametrize("shape", [(512, 4096), (48, 320), (3, 64)])
+@pytest.mark.parametrize("table", ["nf4", "fp4"])
+def test_nested_scales(table, shape, torch, rng):
+    """Codes of weights, of scales and the factors by its kernel for any device: its CPU build rounds scales to
+    65,536 steps first. Its mean of the scales is summed in float32."""
+    pytest.importorskip("bitsandbytes", reason="scripts/test_peers.sh installs it")
+    from bitsandbytes import functional
+
+    w = (rng.standard_normal(shape) * 0.02).astype(np.float32)
+    codes, state = functional.quantize_4bit(
+        torch.from_numpy(w), blocksize=64, quant_type=table, compress_statistics=True
+    )
+    matrix = gpu_ops.quantize(w, f"{table}_nested")
+    format = FORMATS[f"{table}_nested"].for_columns(shape[1])
+    fields = format.split(matrix.blocks()[0].reshape(-1, format.nbytes))
+    offset, steps = fields.scale[0, 1], fields.run_scales.reshape(-1)
+    assert abs(state.offset.item() - offset) <= 1e-6 * offset
+    absmax = torch.from_numpy(np.abs(w.reshape(-1, 64)).max(axis=1) - offset)
+    quantize = torch.ops.bitsandbytes.quantize_blockwise.default
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    right, factors = quantize._op_dk(key, absmax, state.state2.code, 256)
+    np.testing.assert_array_equal(steps, right.numpy())
+    np.testing.assert_array_equal(
+        fields.codes[:, ::2] << 4 | fields.codes[:, 1::2], codes.numpy().reshape(len(fields.codes), -1)
+    )
+    of_block = np.arange(len(fields.codes)) * (format.block // 64) // 256
+    np.testing.assert_array_equal(fields.scale[:, 0], factors.numpy()[of_block])
+    state.absmax, state.offset, state.state2.absmax = (
+        torch.from_numpy(steps.copy()),
+        torch.tensor(offset),
+        factors,
+    )
+    np.testing.assert_array_equal(matrix.dequantize(), functional.dequantize_4bit(codes, state).numpy())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
 WRITTEN = tuple(name for name, format in FORMATS.items() if format.encode is not None)
 GROUPED = ("int4_g128", "uint4_g64", "int8_g32", "uint8_g128", "e4m3_g128")
 READ = (*(name for name in FORMATS if "_g" not in name), *GROUPED)  # each rule of blocks, some group sizes
-INTEGERS = tuple(name for name in READ if name not in ("nf4", "fp4", "e4m3_g128", *PLAIN))
+NESTED = tuple(name for name, format in FORMATS.items() if format.nests)
+INTEGERS = tuple(name for name in READ if name not in ("nf4", "fp4", "e4m3_g128", *NESTED, *PLAIN))
 
 
 def random_blocks(format, count, rng):
@@ -32,7 +33,7 @@ def random_blocks(format, count, rng):
 
 def random_matrix(name, rows, cols, rng, *, finite=True):
     """Matrix of random bytes, with scales of about 0.01 if ``finite``."""
-    format = FORMATS[name]
+    format = FORMATS[name].for_columns(cols)
     row_bytes = cols // format.block * format.nbytes
     blocks = random_blocks(format, rows * cols // format.block, rng)
     if finite and name in PLAIN:
@@ -50,7 +51,8 @@ def random_matrix(name, rows, cols, rng, *, finite=True):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_blocks_and_panels_lose_nothing(name, rng):
-    format, layout = FORMATS[name], layout_of(FORMATS[name])
+    format = FORMATS[name].for_columns(256)
+    layout = layout_of(format)
     blocks = random_blocks(format, 37 * 3, rng)
     fields = format.split(blocks)
     np.testing.assert_array_equal(format.join(fields), blocks)
@@ -309,7 +311,7 @@ def test_quantize(name, rng):
     matrix = gpu_ops.quantize(w, name)
     assert matrix.shape == w.shape
     assert matrix.formats == ((6, name),)
-    assert matrix.bits_per_weight == pytest.approx(FORMATS[name].bits_per_weight)
+    assert matrix.bits_per_weight == pytest.approx(FORMATS[name].for_columns(512).bits_per_weight)
     of_bytes = 0.03 if name.startswith("e4m3") else 0.01
     limit = {2: 0.9, 4: 0.13, 5: 0.05, 6: 0.025, 8: of_bytes, 16: 0.003, 32: 1e-9}[FORMATS[name].bits]
     assert np.sqrt(np.mean((matrix.dequantize() - w) ** 2)) < limit
@@ -444,6 +446,7 @@ def test_the_table_of_formats():
     lines = PackedMatrix.describe_formats().splitlines()
     assert len(lines) == 2 + len(FORMATS)
     assert "| q4_k | 4.5 | 256 | 32 |" in lines[2 + list(FORMATS).index("q4_k")]
+    assert "| nf4_nested | 4.129 | 64 to 16384 | 64 |" in lines[2 + list(FORMATS).index("nf4_nested")]
     assert "| bfloat16 | 16 | 32 | - |" in lines[2 + list(FORMATS).index("bfloat16")]
 
 

@@ -12,24 +12,33 @@ or prefetching them by instructions, took 1 to 2.2 times as long, except where a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from gpu_ops.kernels.common.cpu.codegen import build
 from gpu_ops.kernels.common.cpu.codegen.build import (
     address,
-    call,
     dot_bfloat16,
     fma,
     load_vector,
     number,
     prefetch,
+    rounded,
     store_vector,
 )
 from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.common.cpu.codegen.target import CONVERTS_FLOAT16
 from gpu_ops.kernels.common.cpu.packing import SUM_STEPS
+from gpu_ops.kernels.weights.cpu.packed_values import (
+    BYTES,
+    FLOAT,
+    byte_values,
+    float_values,
+    half,
+    looked_up,
+    plain_values,
+    power_of_two,
+)
 from gpu_ops.kernels.weights.cpu.ternary_ir import INT, LANES, VNNI, dot4, every, splat
 from gpu_ops.kernels.weights.packed_panels import BlockLayout
 
@@ -37,8 +46,6 @@ UNIT = 32  # weights of a row that are unpacked at a time: whole vectors of ever
 
 _LINE = 64  # bytes of a cache line
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
-FLOAT = ir.VectorType(ir.FloatType(), LANES)
-_BYTES = ir.VectorType(_I8, 4 * LANES)
 
 
 class _Block:
@@ -55,19 +62,27 @@ class _Block:
 
     def scales(self) -> Any:
         """Scales of the rows, float32."""
-        if self.layout.scale_bytes == 4:
+        if self.layout.scale_bytes >= 4:
             return load_vector(self.b, self.scale, FLOAT)
-        return (
-            _power_of_two(self.b, self.scale) if self.layout.scale_bytes == 1 else _half(self.b, self.scale)
-        )
+        return power_of_two(self.b, self.scale) if self.layout.scale_bytes == 1 else half(self.b, self.scale)
 
     def minimums(self) -> Any:
-        return _half(self.b, self.minimum)
+        return half(self.b, self.minimum)
 
     def run_scale(self, run: Any) -> Any:
         """Scales of a run, int32."""
-        place = self.b.gep(self.run_scales, [self.b.mul(run, number(LANES))])
-        return self.b.sext(load_vector(self.b, place, ir.VectorType(_I8, LANES)), INT)
+        return self.b.sext(load_vector(self.b, self._run(run), ir.VectorType(_I8, LANES)), INT)
+
+    def scales_of_run(self, run: Any, scales: Any) -> Any:
+        """Scales of a run, float32. ``scales``: of the block."""
+        if not self.layout.is_nested:
+            return self.b.fmul(scales, self.b.sitofp(self.run_scale(run), FLOAT))
+        values = looked_up(self.b, self.layout.scale_values, self._run(run))
+        offsets = load_vector(self.b, self.b.gep(self.scale, [number(4 * LANES)]), FLOAT)
+        return self.b.fadd(rounded(self.b, self.b.fmul(values, scales)), offsets)
+
+    def _run(self, run: Any) -> Any:
+        return self.b.gep(self.run_scales, [self.b.mul(run, number(LANES))])
 
     def run_minimum(self, run: Any) -> Any:
         place = self.b.gep(self.run_minimums, [self.b.mul(run, number(LANES))])
@@ -117,96 +132,6 @@ def _part(b: Any, vectors: list[Any], bits: int, step: int) -> Any:
     return vector if bits == 8 else b.and_(shifted, every(mask))
 
 
-def _half(b: Any, pointer: Any) -> Any:
-    """float16 in memory as float32."""
-    return _half_values(b, b.zext(load_vector(b, pointer, ir.VectorType(_I16, LANES)), INT))
-
-
-def _half_values(b: Any, bits: Any) -> Any:
-    """float16 in 32-bit lanes as float32."""
-    if CONVERTS_FLOAT16:
-        half = ir.VectorType(ir.HalfType(), LANES)
-        return b.fpext(b.bitcast(b.trunc(bits, ir.VectorType(_I16, LANES)), half), FLOAT)
-    magnitude = b.shl(b.and_(bits, every(0x7FFF)), every(13))
-    # the exponent's bias grows by 112, of denormal numbers too; infinity and NaN keep the largest exponent
-    scaled = b.bitcast(b.fmul(b.bitcast(magnitude, FLOAT), build.every(FLOAT, 2.0**112)), INT)
-    special = b.icmp_unsigned(">=", magnitude, every(0x7C00 << 13))
-    finite = b.select(special, b.or_(magnitude, every(0x7F800000)), scaled)
-    return b.bitcast(b.or_(finite, b.shl(b.and_(bits, every(0x8000)), every(16))), FLOAT)
-
-
-def _power_of_two(b: Any, pointer: Any) -> Any:
-    """2^(e - 128) of a byte e."""
-    exponent = b.zext(load_vector(b, pointer, ir.VectorType(_I8, LANES)), INT)
-    normal = b.shl(b.sub(exponent, every(1)), every(23))
-    denormal = b.shl(every(1 << 21), exponent)  # of e 0 and 1
-    return b.bitcast(b.select(b.icmp_unsigned("<", exponent, every(2)), denormal, normal), FLOAT)
-
-
-# ---- values of codes ---------------------------------------------------------------------------------------
-
-
-def _plain_values(b: Any, layout: BlockLayout, lanes: Any) -> list[Any]:
-    """Floats in 32-bit lanes, one or two of each, as float32."""
-    if layout.bits == 32:
-        return [b.bitcast(lanes, FLOAT)]
-    if layout.name == "bfloat16":
-        return [b.bitcast(part, FLOAT) for part in (b.shl(lanes, every(16)), b.and_(lanes, every(-1 << 16)))]
-    return [_half_values(b, part) for part in (b.and_(lanes, every(0xFFFF)), b.lshr(lanes, every(16)))]
-
-
-def _float_values(b: Any, layout: BlockLayout, code: Any) -> Any:
-    """Values of codes in 32-bit lanes, as float32."""
-    if layout.is_e4m3:
-        return _e4m3_values(b, code)
-    if layout.offset is not None:
-        return b.sitofp(b.sub(code, every(layout.offset)) if layout.offset else code, FLOAT)
-    table = layout.table
-    if LANES == 16:
-        return call(b, "llvm.x86.avx512.permvar.sf.512", FLOAT, ir.Constant(FLOAT, list(table)), code)
-    if LANES == 8:
-        first, second = (
-            call(b, "llvm.x86.avx2.permps", FLOAT, ir.Constant(FLOAT, list(half)), code)
-            for half in (table[:8], table[8:])
-        )
-        return b.select(b.icmp_unsigned("<", code, every(8)), first, second)
-    return _select(b, code, every, [build.every(FLOAT, value) for value in table])
-
-
-def _e4m3_values(b: Any, code: Any) -> Any:
-    """e4m3fn as float32, by integer and normal float32 instructions: denormal operands are slow on some CPUs."""
-    magnitude = b.and_(code, every(0x7F))
-    bits = b.shl(magnitude, every(20))
-    normal = b.bitcast(b.add(bits, every(120 << 23)), FLOAT)
-    denormal = b.fsub(b.bitcast(b.add(bits, every(121 << 23)), FLOAT), build.every(FLOAT, 2.0**-6))
-    value = b.select(b.icmp_unsigned("<", magnitude, every(8)), denormal, normal)
-    nan = b.icmp_unsigned("==", magnitude, every(0x7F))
-    value = b.select(nan, b.bitcast(every(0x7FC00000), FLOAT), value)
-    sign = b.shl(b.and_(code, every(0x80)), every(24))
-    return b.bitcast(b.or_(b.bitcast(value, INT), sign), FLOAT)
-
-
-def _byte_values(b: Any, codes: Any, values: list[int]) -> Any:
-    """Bytes of a table of 16 by codes, four in a lane. ``values`` from -128 to 255."""
-    signed = [value - 256 if value > 127 else value for value in values]
-    index = b.bitcast(codes, _BYTES)
-    name = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}.get(LANES)
-    if name is not None:
-        table = ir.Constant(_BYTES, signed * (LANES // 4))
-        return b.bitcast(call(b, name, _BYTES, table, index), INT)
-    chosen = _select(
-        b, index, lambda code: build.every(_BYTES, code), [build.every(_BYTES, value) for value in signed]
-    )
-    return b.bitcast(chosen, INT)
-
-
-def _select(b: Any, index: Any, code: Callable[[int], Any], values: list[Any]) -> Any:
-    result = values[0]
-    for i, value in enumerate(values[1:], 1):
-        result = b.select(b.icmp_unsigned("==", index, code(i)), value, result)
-    return result
-
-
 # ---- float32 -----------------------------------------------------------------------------------------------
 
 
@@ -214,7 +139,7 @@ def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterat
     """Weights of unit ``index`` of a panel as float32, a vector of rows for each step of K."""
     if layout.is_plain:
         for lanes in _plain_lanes(b, layout, start, index):
-            yield from _plain_values(b, layout, lanes)
+            yield from plain_values(b, layout, lanes)
         return
     per_block = layout.block // UNIT
     block_index, unit = b.udiv(index, number(per_block)), b.urem(index, number(per_block))
@@ -226,7 +151,7 @@ def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterat
         if step * 4 % layout.run == 0:
             run = b.add(b.udiv(b.mul(unit, number(UNIT)), number(layout.run)), number(step * 4 // layout.run))
             if layout.has_run_scales:
-                scale = b.fmul(whole_scale, b.sitofp(block.run_scale(run), FLOAT))
+                scale = block.scales_of_run(run, whole_scale)
             if layout.has_zeros:
                 zero = block.run_minimum(run)
             elif layout.has_run_minimums:
@@ -235,7 +160,7 @@ def _unit_weights(b: Any, layout: BlockLayout, start: Any, index: Any) -> Iterat
             code = b.lshr(codes, every(8 * i)) if i else codes
             code = b.and_(code, every(255)) if i < 3 else code
             code = code if zero is None else b.sub(code, zero)
-            weight = b.fmul(scale, _float_values(b, layout, code))
+            weight = b.fmul(scale, float_values(b, layout, code))
             yield weight if minimum is None else b.fsub(weight, minimum)
 
 
@@ -378,18 +303,18 @@ def _terms(b: Any, layout: BlockLayout, codes: Any) -> tuple[Any, Any]:
     """Unsigned bytes for a dot product, and signed ones whose signs the activations take, or None."""
     table = [int(value) for value in layout.table]
     if not _multiplies_magnitudes(layout):
-        return (_byte_values(b, codes, [value + 128 for value in table]) if table else codes), None
+        return (byte_values(b, codes, [value + 128 for value in table]) if table else codes), None
     if table:
-        return _byte_values(b, codes, [abs(value) for value in table]), _byte_values(b, codes, table)
+        return byte_values(b, codes, [abs(value) for value in table]), byte_values(b, codes, table)
     signed = b.xor(codes, every(-0x7F7F7F80))
     return _signed_by(b, signed, signed), signed
 
 
 def _signed_by(b: Any, x: Any, signs: Any) -> Any:
     """Bytes of x, negated where those of ``signs`` are negative."""
-    as_bytes = b.bitcast(x, _BYTES)
-    negative = b.icmp_signed("<", b.bitcast(signs, _BYTES), build.every(_BYTES, 0))
-    return b.bitcast(b.select(negative, b.sub(build.every(_BYTES, 0), as_bytes), as_bytes), INT)
+    as_bytes = b.bitcast(x, BYTES)
+    negative = b.icmp_signed("<", b.bitcast(signs, BYTES), build.every(BYTES, 0))
+    return b.bitcast(b.select(negative, b.sub(build.every(BYTES, 0), as_bytes), as_bytes), INT)
 
 
 def _unscaled_sum(b: Any, sums: list[Any], bits: int) -> Any:

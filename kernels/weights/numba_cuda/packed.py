@@ -47,7 +47,7 @@ def _fields_of(layout: BlockLayout) -> _Fields:
 
     @cuda.jit(device=True)
     def scale(data, halves, floats, start, row):
-        if scale_bytes == 4:
+        if scale_bytes >= 4:
             return floats[start // 4 + row]
         if scale_bytes == 2:
             return float32(halves[start // 2 + row])
@@ -96,11 +96,15 @@ def _weight_of(layout: BlockLayout) -> Any:
     scale, minimum, run_scale, run_minimum, value = _fields_of(layout)
     has_run_scales, has_minimum = layout.has_run_scales, layout.has_minimum
     has_run_minimums = layout.has_run_minimums
+    is_nested, lanes, codes = layout.is_nested, GPU_LANES, 1 << layout.bits
 
     @cuda.jit(device=True)
     def weight_of(data, halves, words, floats, values, start, k, row):
         factor = scale(data, halves, floats, start, row)
-        if has_run_scales:
+        if is_nested:
+            step = values[codes + (run_scale(data, start, k, row) & 255)]
+            factor = libdevice.fadd_rn(libdevice.fmul_rn(step, factor), floats[start // 4 + lanes + row])
+        elif has_run_scales:
             factor *= float32(run_scale(data, start, k, row))
         weight = libdevice.fmul_rn(factor, value(data, words, values, start, k, row))
         if has_minimum:

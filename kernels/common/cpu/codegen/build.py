@@ -56,6 +56,11 @@ def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
     return call(b, f"llvm.fmuladd.v{x.type.count}{suffix}", x.type, x, y, total)
 
 
+def rounded(b: Any, x: Any) -> Any:
+    """float32 vector that no later operation takes in unrounded: kernels allow fused multiply-adds everywhere."""
+    return call(b, f"llvm.arithmetic.fence.v{x.type.count}f32", x.type, x)
+
+
 def maximum(b: Any, vectors: list[Any]) -> Any:
     """Maximum per lane; a NaN may be lost."""
     while len(vectors) > 1:
