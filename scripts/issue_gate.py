@@ -26,6 +26,7 @@ MEMORY_BOUND = re.compile(
     r"|column_sums"
     r"|attention_(combine|merge)|attention_backward_(rows|sinks|statistics)|attention_forward\[.*PAGED=1"
     r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)|packed_(unpack|quantize|gemv|int8)"
+    r"|packed_gemm\[DTYPE=b?f16.*BLOCK_M=32"  # with more tokens tensor cores bound it
 )
 TWIN = re.compile(r"\[(float|bfloat)\d+")  # Numba kernels, which are written to be read
 
@@ -58,6 +59,8 @@ EXCUSES = (
            "a weight takes 5 to 8 instructions for the bits of the unpacked matrix, with int8 activations 1 to 2"),
     Excuse(r"packed_gemv\[DTYPE=f32", "sm_80|sm_90|sm_120", 4.6,
            "FMAs of up to 16 tokens; e4m3 has no table, since 256 values would conflict in banks"),
+    Excuse(r"packed_gemm\[", "sm_80|sm_90", 1.6,
+           "a weight takes 5 to 8 instructions for the bits of the unpacked matrix, as in packed_gemv"),
     Excuse(r"packed_int8\[.*TOKENS=8", "sm_80|sm_90", 2.2, "8 tokens take 2 dp4a per weight, read once"),
     Excuse(r"packed_int8\[.*CODES=kTable", "sm_80|sm_90", 1.15, "values are looked up by prmt, 8 weights in 13"),
     Excuse(r"packed_quantize", "sm_80", 1.35, "blocks of 32: x has a thousandth of the weights' bytes"),
@@ -110,14 +113,16 @@ def count(text: str) -> Count | None:
     flow = _blocks(text)
     loops, order, back = _loops(flow)
     opcodes = [opcode for at in order for opcode in flow[at].code]
-    # If a kernel marks the data that it reads once (evict first), its other loads hit a cache.
+    # If a kernel marks the data that it reads once (evict first), its other loads hit a cache, and its main loop is
+    # the one that reads them.
     marked = any(re.match(r"LDG\b.*\.EF", opcode) for opcode in opcodes)
 
     def moved(opcode: str) -> int:
-        cached = marked and re.match(r"LDG\b", opcode) and ".EF" not in opcode
+        cached = marked and re.match(r"LDG(STS)?\b", opcode) and ".EF" not in opcode
         return WARP * width(opcode) if re.match(GLOBAL, opcode) and not cached else 0
 
-    widest = max((width(opcode) for opcode in opcodes if moved(opcode)), default=0)
+    main_accesses = [o for o in opcodes if moved(o) and (not marked or ".EF" in o)]
+    widest = max(map(width, main_accesses), default=0)
     if not widest:
         return None
 

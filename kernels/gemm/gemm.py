@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from gpu_ops.kernels.common.arguments import ACTIVATIONS, DTYPES
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
+from gpu_ops.kernels.compiler.kernel import Define
 from gpu_ops.kernels.gemm import cublas
 from gpu_ops.kernels.gemm import sum as gemm_sum
 from gpu_ops.kernels.gemm.args import (
@@ -44,7 +45,16 @@ from gpu_ops.kernels.gemm.config import (
 from gpu_ops.kernels.gemm.sum import add_up
 from gpu_ops.kernels.program import Builder, Layout, Tensor
 
-__all__ = ["launch_few", "launch_numba", "launch_raw", "parts_of", "variants"]
+__all__ = [
+    "launch_few",
+    "launch_numba",
+    "launch_raw",
+    "launch_tiles",
+    "parts_of",
+    "tiles_config",
+    "tiles_defines",
+    "variants",
+]
 
 # The kernels' last parameter: GemmShape and GemvShape.
 GEMM_SHAPE = np.dtype(
@@ -106,18 +116,36 @@ def launch_numba(builder: Builder, g: Gemm) -> None:
 
 
 def _launch_tiles(builder: Builder, g: Gemm) -> None:
-    out, batch, pairs = g.out[0], 2 if g.pairs == "kTwo" else 1, 2 if g.pairs == "kSum" else 1
-    (m, n), k = out.shape, g.a[0].k
+    a, b = ([o.array for o in operands] for operands in (g.a, g.b))
+    launch_tiles(builder, g, (*_filled(a)[:2], *_filled(b)[:2]), _strides(b), _tiles_kernel)
+
+
+def tiles_config(builder: Builder, g: Gemm) -> MatmulConfig:
+    """Configuration of ``gemm_sm80.cu`` for a product."""
+    (m, n), batch = g.out[0].shape, 2 if g.pairs == "kTwo" else 1
     problem = MatmulProblem(
         g.dtype.itemsize,
         m,
         n,
-        k * pairs,
+        g.a[0].k * (2 if g.pairs == "kSum" else 1),
         batch=batch,
         gated=g.epilogue in ("kGate", "kGateKeep"),
         splittable=batch == 1 and g.epilogue in ("kStore", "kLinear"),
     )
-    config = select_config(problem, DeviceLimits(builder.sms, builder.smem_per_block_optin))
+    return select_config(problem, DeviceLimits(builder.sms, builder.smem_per_block_optin))
+
+
+def launch_tiles(
+    builder: Builder,
+    g: Gemm,
+    operands: tuple[Any, ...],
+    strides: tuple[int, int],
+    kernel_of: Callable[[Gemm, MatmulConfig, str], CudaKernel],
+) -> None:
+    """Launch a kernel of ``gemm_mainloop.cuh``, of a product, a configuration and the dtype of its result.
+    ``operands``: its arguments for g.a and g.b; ``strides``: of g.b."""
+    out, config = g.out[0], tiles_config(builder, g)
+    (m, n), k = out.shape, g.a[0].k
     addends = {"residual": g.residual, "bias": g.bias}
     target, more = (out, g.out[1:]) if g.epilogue != "kLinear" else (out, tuple(addends.values()))
     if config.splits > 1:
@@ -126,15 +154,13 @@ def _launch_tiles(builder: Builder, g: Gemm) -> None:
     shape = np.zeros((), GEMM_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
     shape["stride_a"], shape["split_c"] = stride(g.a[0].array), m * n
-    shape["stride_b"] = _strides(o.array for o in g.b)
-    shape["stride_c"] = _strides((target, *more))
+    shape["stride_b"], shape["stride_c"] = strides, _strides((target, *more))
     if g.total is not None:
         shape["stride_total"] = stride(g.total)
-    a, b = (_filled(o.array for o in operands) for operands in (g.a, g.b))
-    c = _filled((target, *more))
-    kernel = _tiles_kernel(g, config, target.dtype.name)
-    args = (*a[:2], *b[:2], *c, _NULL if g.total is None else g.total, shape[()])
-    grid = (config.blocks, config.splits, problem.batch)
+    total = _NULL if g.total is None else g.total
+    args = (*operands, *_filled((target, *more)), total, shape[()])
+    kernel = kernel_of(g, config, target.dtype.name)
+    grid = (config.blocks, config.splits, 2 if g.pairs == "kTwo" else 1)
     builder.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
     if config.splits > 1:
         add_up(builder, target, out, **addends)
@@ -189,15 +215,25 @@ def _filled(arrays: Iterable[Tensor | None]) -> tuple[Tensor | np.uint64, ...]:
 
 
 def _tiles_kernel(g: Gemm, config: MatmulConfig, out: str) -> CudaKernel:
-    tile = config.tile
-    defines: dict[str, str | int] = {
-        "DTYPE": DTYPES[g.dtype.name],
-        "OUT": DTYPES[out],
+    operands = {
         "A_ALONG_K": int(not g.a[0].across),
         "B_ALONG_K": int(not g.b[0].across),
         "PAIRS": g.pairs,
-        "EPILOGUE": g.epilogue,
         "ACTIVATION": ACTIVATIONS[g.activation],
+    }
+    return CudaKernel("gemm/gemm_sm80", "gemm", tiles_defines(g, config, out, operands))
+
+
+def tiles_defines(
+    g: Gemm, config: MatmulConfig, out: str, operands: Mapping[str, str | int]
+) -> tuple[Define, ...]:
+    """Macros of a kernel of ``gemm_mainloop.cuh``, those of its operands among them."""
+    tile = config.tile
+    defines = {
+        "DTYPE": DTYPES[g.dtype.name],
+        "OUT": DTYPES[out],
+        **operands,
+        "EPILOGUE": g.epilogue,
         "ALIGNED": int(g.is_aligned),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -207,7 +243,7 @@ def _tiles_kernel(g: Gemm, config: MatmulConfig, out: str) -> CudaKernel:
         "STAGES": config.stages,
         "EXACT": int(g.dtype == np.float32 and g.a[0].k <= _FEW_PRODUCTS),
     }
-    return CudaKernel("gemm/gemm_sm80", "gemm", tuple(defines.items()))
+    return tuple(defines.items())
 
 
 def _few_kernel(g: Gemm, config: FewConfig, out: str) -> CudaKernel:

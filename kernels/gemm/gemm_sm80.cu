@@ -7,8 +7,8 @@
 // issues WARP_M WARP_N / 128 mma. Concurrent blocks cover a square of C, so that L2 serves their operands.
 //
 //   loads        gemm_operand.cuh    global to shared memory (cp.async, edges zero-filled), shared memory to registers
-//   main loop    mainloop.cuh
-//   epilogue     epilogue.cuh   activation, or sum with an existing array; stores
+//   main loop    gemm_mainloop.cuh
+//   epilogue     gemm_epilogue.cuh   activation, or sum with an existing array; stores
 //
 // Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
@@ -31,8 +31,8 @@
 //          With kGate and kGateKeep a tile has BLOCK_N / 2 columns of c.
 //   block  32 WARPS_M WARPS_N
 //   shared STAGES (BLOCK_M + BLOCK_N) BLOCK_K sizeof(DTYPE)
-#include "epilogue.cuh"
-#include "mainloop.cuh"
+#include "gemm_epilogue.cuh"
+#include "gemm_mainloop.cuh"
 
 enum class Pairs { kOne, kTwo, kSum };
 
@@ -45,7 +45,6 @@ constexpr bool kGate = kEpilogue == Epilogue::kGate || kEpilogue == Epilogue::kG
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kTiles = BLOCK_N / WARPS_N / 8;
 constexpr int kColumns = kGate ? BLOCK_N / 2 : BLOCK_N;  // of c, per block
-constexpr int kPanel = 16;                               // rows of tiles in a panel, which share columns of B
 
 typedef OperandTile<scalar, A_ALONG_K, BLOCK_M, BLOCK_K>::type TileA;
 typedef OperandTile<scalar, B_ALONG_K, BLOCK_N, BLOCK_K>::type TileB;
@@ -61,23 +60,7 @@ static_assert(!EXACT || sizeof(scalar) == 4, "16-bit products are exact");
 static_assert(!kGate || kPairs == Pairs::kOne, "the pair of B's is gate and up");
 static_assert(WARPS_M * WARPS_N * Last::Staged::kBytes <= STAGES * Sums::kStageBytes, "C leaves through the stages");
 
-struct GemmShape {
-    int64 stride_a, stride_b[2], stride_c[2], stride_total, split_c;  // in elements; [1]: of b1, c1
-    int m, n, k;
-    int unused;
-};
-
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
-
-// The block's tile of C. C is cut into panels of up to kPanel rows of tiles; within a panel, blocks run down columns.
-__device__ __forceinline__ void place(int m, int n, int& row0, int& col0) {
-    const int tiles_m = (m + BLOCK_M - 1) / BLOCK_M, tiles_n = (n + kColumns - 1) / kColumns;
-    const int panels = (tiles_m + kPanel - 1) / kPanel, height = (tiles_m + panels - 1) / panels;
-    const int panel = blockIdx.x / (height * tiles_n), i = blockIdx.x % (height * tiles_n);
-    const int rows = min(height, tiles_m - panel * height);
-    row0 = (panel * height + i % rows) * BLOCK_M;
-    col0 = i / rows * kColumns;
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out_scalar* c, out_scalar* c1,
@@ -85,7 +68,7 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     const int pair = kPairs == Pairs::kTwo ? blockIdx.z : 0;
     if (pair) a0 = a1, b0 = b1, c = c1;
     int row0, col0;
-    place(shape.m, shape.n, row0, col0);
+    place<BLOCK_M, kColumns>(shape.m, shape.n, row0, col0);
 
     // This split's tiles of K. The tiles of the second pair follow those of the first.
     const int one = (shape.k + BLOCK_K - 1) / BLOCK_K, all = kPairs == Pairs::kSum ? 2 * one : one;

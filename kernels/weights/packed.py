@@ -9,7 +9,10 @@ all runs of rows in one buffer:
 
 int8              packed_int8.cu multiplies them with tokens of packed_tokens.cu, by integer instructions
 few tokens        packed_gemv.cu decodes them in registers, with the bits of gemv.cu
-more, gradients   they are unpacked to a workspace, which the products of :mod:`..gemm` read
+more              packed_gemm.cu decodes tiles of them to shared memory, with the bits of gemm_sm80.cu
+many, gradients   they are unpacked to a workspace, which the products of :mod:`..gemm` read
+
+The Numba twins have int8 and the last way.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from gpu_ops.kernels.gemm.linear import Multiply
 from gpu_ops.kernels.gemm.sum import add_up
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 from gpu_ops.kernels.recording import as_int64, on_host
+from gpu_ops.kernels.weights import packed_gemm
 from gpu_ops.kernels.weights.packed_panels import GPU_LANES, BlockLayout, PackedShape, panel_bytes
 
 __all__ = ["ROWS", "PackedWeight", "packed_weight", "pieces", "variants", "weight_array"]
@@ -142,6 +146,10 @@ def _forward(spec: Spec, builder: Builder, multiply: Multiply, backend: str) -> 
     if backend == "raw" and len(x) <= FEW and x.size:
         for first, rows, layout, panels in packed.parts():
             _few(builder, layout, panels, product_of(x, (), first, rows))
+    elif backend == "raw" and x.size and packed_gemm.takes(builder, product_of(x, (), 0, y.shape[1])):
+        for first, rows, layout, panels in packed.parts():
+            weights = panels, _values(builder, layout)
+            packed_gemm.launch(builder, product_of(x, (), first, rows), weights, _block_defines(layout))
     else:
         for first, rows, weight in pieces(packed, builder, backend, x.dtype, None):
             multiply(builder, product_of(x, (Operand(weight),), first, rows))
@@ -471,6 +479,7 @@ def variants(arch: str) -> Iterator[Variant]:
             continue
         for which in ("unpack", "embedding"):
             yield Variant(_kernel(which, layout, dtype), 32 * _WARPS)
+        yield from packed_gemm.block_variants(arch, _block_defines(layout), dtype)
         limits = DeviceLimits(100, smem_per_block_optin(arch))
         for tokens in (1, 16):
             itemsize = 4 if dtype == "float32" else 2

@@ -155,6 +155,62 @@ def test_few_tokens_have_the_bits_of_the_unpacked_matrix(name, dtype, tokens, ba
     np.testing.assert_array_equal(y.astype(np.float32), right.astype(np.float32))  # NaN equals NaN there
 
 
+@pytest.mark.parametrize("tokens", [17, 33, 100, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", UNPACKED)
+def test_more_tokens_have_the_bits_of_the_unpacked_matrix(name, dtype, tokens, backend, rng):
+    """Also with infinite weights, and rows that end within a panel."""
+    matrix = random_matrix(name, 77, 256, rng)
+    blocks = matrix.blocks()[0].copy()
+    blocks[7, -16:] = 255
+    matrix = PackedMatrix(blocks, matrix.shape, name)
+    x = rng.standard_normal((tokens, 256)).astype(dtype)
+    right = gpu_ops.linear(x, matrix.dequantize(dtype), **backend)
+    y = gpu_ops.linear(x, matrix, **backend)
+    np.testing.assert_array_equal(y.astype(np.float32), right.astype(np.float32))  # NaN equals NaN there
+
+
+@pytest.mark.parametrize("cols", [32, 96, 1056])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_tokens_with_addends_and_strided_x(dtype, cols, backend, rng):
+    """Several runs of rows, and a K that ends within a tile, within a group of columns, or is short."""
+    parts = [
+        random_matrix(format, rows, cols, rng) for format, rows in (("q8_0", 96), ("q4_0", 45), ("mxfp4", 33))
+    ]
+    x = rng.standard_normal((40, 2 * cols + 5)).astype(dtype)[:, 3 : cols + 3]
+    bias, residual = rng.standard_normal(174).astype(dtype), rng.standard_normal((40, 174)).astype(dtype)
+    y = gpu_ops.linear(x, PackedMatrix.joined(parts), bias, residual=residual, **backend)
+    for part, first in zip(parts, (0, 96, 141), strict=True):
+        run = slice(first, first + part.shape[0])
+        right = gpu_ops.linear(x, part.dequantize(dtype), bias[run], residual=residual[:, run], **backend)
+        np.testing.assert_array_equal(y[:, run], right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "rows"), [(20, 4100), (60, 2050), (100, 2050), (128, 4100)])
+def test_tiles_of_large_products(tokens, rows, dtype, rng):
+    """Each tile of gemm_sm80.cu: its warps share the columns of a panel, or a warp has several panels."""
+    device = {"device": "emulator", "backend": "raw"}
+    matrix = random_matrix("q6_k", rows, 256, rng)
+    x = rng.standard_normal((tokens, 256)).astype(dtype)
+    right = gpu_ops.linear(x, matrix.dequantize(dtype), **device)
+    np.testing.assert_array_equal(gpu_ops.linear(x, matrix, **device), right)
+
+
+def test_a_matrix_is_unpacked_for_more_than_two_tiles_of_tokens(rng):
+    matrix = random_matrix("q4_k", 4096, 256, rng)
+
+    def kernels(tokens, backend):
+        x = np.zeros((tokens, 256), ml_dtypes.bfloat16)
+        plan = str(gpu_ops.explain(gpu_ops.linear, x, matrix, device="emulator", backend=backend))
+        return {name for name in ("packed_gemm ", "packed_unpack") if name in plan}
+
+    for tokens in (17, 64, 128):
+        assert kernels(tokens, "raw") == {"packed_gemm "}
+    for tokens, backend in ((600, "raw"), (17, "numba")):
+        assert kernels(tokens, backend) == {"packed_unpack"}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loss_over_a_packed_head_has_the_bits_of_the_unpacked_one(dtype, backend, rng):
     matrix = PackedMatrix.joined([random_matrix(format, 48, 256, rng) for format in ("nf4", "q6_k")])
