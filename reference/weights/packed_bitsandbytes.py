@@ -117,7 +117,7 @@ def nested(block: int, blocks: Array) -> Array:
 
 
 def _scale_codes(scales: Array) -> tuple[Array, Array, np.float32]:
-    """Codes, factors and the offset of the float32 scales of a matrix, by the rule of bitsandbytes' GPU kernels."""
+    """Codes, factors and offset of the float32 scales of a matrix, as in bitsandbytes' device-independent kernel."""
     centred = np.zeros((-(-scales.size // PERIOD), PERIOD), np.float32)
     with np.errstate(all="ignore"):  # scales that are not finite, and a tiny factor's reciprocal
         offset = np.float32(scales.sum(dtype=np.float64) / max(1, scales.size))
