@@ -10,7 +10,18 @@ import pytest
 
 from gpu_ops.kernels.common.cpu.codegen.arena import arena, arena_array, arena_size, by_reference
 from gpu_ops.kernels.common.cpu.codegen.memory import LINE_BYTES
-from gpu_ops.kernels.common.cpu.jit import REASSOC, device_function, noinline_function
+from gpu_ops.kernels.common.cpu.codegen.numba_api import JITCodeLibrary, types
+from gpu_ops.kernels.common.cpu.codegen.numba_pipeline import KernelLibrary
+from gpu_ops.kernels.common.cpu.jit import (
+    CONTRACT,
+    KERNELS,
+    REASSOC,
+    Kernel,
+    device_function,
+    noinline_function,
+)
+from gpu_ops.kernels.norm.cpu.rmsnorm import rmsnorm_forward
+from gpu_ops.kernels.rope.cpu.rope import rope_rotate
 
 
 @device_function
@@ -131,3 +142,48 @@ def test_a_device_function_computes_alike_in_all_kernels(decorate):
 
     caller = numba.njit(fastmath=set(REASSOC))(lambda x, y: lost(x, y))
     assert caller(1e30, 1.0) == 0.0
+
+
+@pytest.fixture
+def compiled_libraries(monkeypatch, tmp_path):
+    """Libraries of which machine code is made."""
+    libraries, finalize = [], JITCodeLibrary._finalize_specific
+    monkeypatch.setattr(
+        JITCodeLibrary, "_finalize_specific", lambda self: libraries.append(self) or finalize(self)
+    )
+    monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
+    return libraries
+
+
+def numba_callees(state, n_tasks, x):
+    zeros = np.zeros(n_tasks, np.complex64)  # of types that no kernel uses
+    state[0] = max(x[0], x[1]) + zeros.size
+
+
+@numba.njit
+def zeros_and_maximum(n, x):
+    return np.zeros(n, np.complex64), max(x[0], x[1])
+
+
+def test_functions_of_numba_are_compiled_within_a_kernel(compiled_libraries):
+    """And serve functions of other packages that are compiled later."""
+    kernel = Kernel(numba_callees, lambda _: (types.int16[::1],), (None,), CONTRACT)
+    KERNELS.remove(kernel)
+    state, x = np.zeros(1, np.int64), np.array([3, 5], np.int16)
+    kernel[None](state, 4, x)
+    assert state[0] == 5 + 4
+    assert [type(library) for library in compiled_libraries] == [KernelLibrary]
+
+    zeros, maximum = zeros_and_maximum(4, x)
+    assert (zeros == 0).all()
+    assert zeros.dtype == np.complex64
+    assert maximum == 5
+
+
+@pytest.mark.parametrize("kernel", [rmsnorm_forward, rope_rotate], ids=lambda kernel: kernel.name)
+def test_a_kernel_is_optimised_and_made_machine_code_of_once(compiled_libraries, kernel):
+    """Device functions that are compiled by themselves, too, took a third of the first call's time."""
+    again = Kernel(kernel._function, kernel._signature, ("float16",), CONTRACT)
+    KERNELS.remove(again)
+    again["float16"]
+    assert [type(library) for library in compiled_libraries] == [KernelLibrary]

@@ -30,8 +30,9 @@ def drop(x, words, call, b, first, n, width, head, query, seed, careful):
         count = smaller(LANES, width - lane)
         for group in range(key // KEYS, (key + n - 1) // KEYS + 1):
             draw(words, b, group * 8, count, head[lane:], query[lane:], call.query0, seed[0])
-            for i in range(8):
-                for word in range(4):
+            # 8 and 4, which a compiler that knows them would unroll: a sixth of a kernel's instructions
+            for i in range(words.shape[1] // LANES):
+                for word in range(len(words)):
                     j = group * KEYS + word * 8 + i - key
                     if 0 <= j < n:
                         drop_row(x, j, lane, words[word], i * count, count, least, careful)

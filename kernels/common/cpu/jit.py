@@ -37,6 +37,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
 )
 from gpu_ops.kernels.common.cpu.codegen.numba_pipeline import (
     DeviceCompiler,
+    InnerCompiler,
     KernelCompiler,
     NoinlineCompiler,
     njit_once,
@@ -65,10 +66,10 @@ _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper
 
 # A loop over a row as a separate function, whose sums may be reordered: within a kernel LLVM at times makes scalar
 # code of the same loop.
-inner = njit(fastmath=set(REASSOC), **_WITHIN)
+inner = njit(fastmath=set(REASSOC), pipeline_class=InnerCompiler, **_WITHIN)
 
 # A loop as a separate function, with operations rounded as written and none fused: the bits of other devices.
-as_written = njit(**_WITHIN)
+as_written = njit(pipeline_class=InnerCompiler, **_WITHIN)
 
 
 def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:

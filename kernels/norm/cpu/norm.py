@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.common.cpu.codegen.memory import place_of
-from gpu_ops.kernels.common.cpu.codegen.numba_api import njit
 from gpu_ops.kernels.common.cpu.codegen.rows import UNROLLED, Chunk, fold_rows, map_rows
 from gpu_ops.kernels.common.cpu.codegen.sums import TOGETHER, sum_rows
 from gpu_ops.kernels.common.cpu.codegen.target import MAX_LANES
@@ -215,7 +214,7 @@ def shared_chunks(lines, of, result, r, first, stop):
     return write_row(lines, (of,)), joined and r > first, joined and r + 1 < stop
 
 
-@njit
+@device_function
 def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
     """Compute ``sums[0] = row + residual[r]``, and store it in ``s[r]``, unless y stands in for a missing s."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))

@@ -21,7 +21,7 @@ from gpu_ops.kernels.common.cpu.codegen.memory import copy_row, from_beginning, 
 from gpu_ops.kernels.common.cpu.codegen.numba_api import njit
 from gpu_ops.kernels.common.cpu.codegen.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.common.cpu.dtype import all_bits, read_row, write_row
-from gpu_ops.kernels.common.cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.common.cpu.jit import compute, device_function, kernel, read, types, write
 from gpu_ops.kernels.common.cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.rope.cpu.rotate_ir import (
     rotate_halves,
@@ -118,7 +118,7 @@ def rope_rotate(
         task = claim(state)
 
 
-@njit
+@device_function
 def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
     """Rotate all heads of ``count`` tokens from ``first`` on, counted over batch and seqlen.
 

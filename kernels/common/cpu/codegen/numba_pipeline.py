@@ -64,6 +64,26 @@ class KernelCompiler(Compiler):
             library.enable_object_caching()
         super().__init__(typing, target, library, *state)
 
+    def compile_extra(self, func: Any) -> Any:
+        """Compile a kernel, with Numba's own functions (``min``, ``np.zeros``) as IR too.
+
+        Each would get machine code that nothing runs. Numba keeps them for other callers, which link the IR as well.
+        Its lock is held.
+        """
+        codegen = self.state.targetctx.codegen()
+        machine_code, codegen._library_class = codegen._library_class, _DeviceLibrary
+        try:
+            return super().compile_extra(func)
+        finally:
+            codegen._library_class = machine_code
+
+
+class InnerCompiler(Compiler):
+    """Compiler of functions that are optimised by themselves before they become a part of a kernel."""
+
+    def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
+        super().__init__(typing, target, library or JITCodeLibrary(target.codegen(), "inner"), *state)
+
 
 class _DeviceLibrary(JITCodeLibrary):
     """Unoptimised IR, to be linked into a kernel."""
@@ -85,7 +105,7 @@ class _DeviceLibrary(JITCodeLibrary):
         self._finalized = True
 
     def _get_module_for_linking(self) -> Any:
-        """Module with all device functions that it reaches, each once. Only a kernel's library calls this."""
+        """Module with all device functions that it reaches, each once, for a library of machine code."""
         reached = [self]
         for library in reached:
             if isinstance(library, _DeviceLibrary):

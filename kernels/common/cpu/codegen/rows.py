@@ -29,9 +29,10 @@ from gpu_ops.kernels.common.cpu.codegen.build import (
     store_vector,
 )
 from gpu_ops.kernels.common.cpu.codegen.decode_rows import Rows, chunk_elements
-from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, njit, types
+from gpu_ops.kernels.common.cpu.codegen.numba_api import cgutils, intrinsic, ir, types
 from gpu_ops.kernels.common.cpu.codegen.stream import past_line
 from gpu_ops.kernels.common.cpu.codegen.target import DOT_BFLOAT16, FEATURES, NEAR, VECTOR_BYTES
+from gpu_ops.kernels.common.cpu.jit import device_function
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
@@ -239,7 +240,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
 
     compared = max(streamed, 1)
 
-    @njit
+    @device_function
     def aligned(results, operands, scalars, following, shared, streaming):
         """Map rows. ``streaming``: from the first whole vector on, if it is at one place in all results."""
         elements, head = chunk_elements(results[0]), 0
