@@ -13,7 +13,7 @@ import gpu_ops
 from gpu_ops import inference, memory, models
 from gpu_ops.__main__ import main
 from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, OutOfPages
-from gpu_ops.inference import Engine, Sampling, cache_for, command, generate, next_logits
+from gpu_ops.inference import Engine, Sampling, cache_for, generate, next_logits, text_model
 from gpu_ops.inference.requests import Sampler
 from gpu_ops.reference.sampling.sample import sample
 from tests.inference.test_generate import Bytes
@@ -436,11 +436,12 @@ def test_command(dtype, tmp_path, monkeypatch, capsys):
     config = models.LlamaConfig(vocab=256, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
     weights = models.Llama.of(models.initial_weights(config, std=0.2), config)
     models.save(tmp_path, weights, config)
-    monkeypatch.setattr(command, "load_tokenizer", lambda path: Bytes())
+    (tmp_path / "tokenizer.json").touch()
+    monkeypatch.setattr(text_model, "load_tokenizer", lambda path: Bytes())
     arguments = ["--model", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "4", "--kv-dtype", dtype]
     assert main(["generate", *arguments]) == 0
     (tokens,) = inference.generate(weights, config, [list(b"abc")], max_new_tokens=4, kv_dtype=dtype)
-    assert capsys.readouterr().out == Bytes().decode(tokens) + "\n"
+    assert capsys.readouterr().out == "abc" + Bytes().decode(tokens) + "\n"
     assert main(["generate", *arguments[:-1], "int4"]) == 2
     assert "int4" in capsys.readouterr().err
 
