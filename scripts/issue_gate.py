@@ -62,6 +62,8 @@ EXCUSES = (
     Excuse(r"packed_gemm\[", "sm_80|sm_90", 1.6,
            "a weight takes 5 to 8 instructions for the bits of the unpacked matrix, as in packed_gemv"),
     Excuse(r"packed_int8\[.*TOKENS=8", "sm_80|sm_90", 2.2, "8 tokens take 2 dp4a per weight, read once"),
+    Excuse(r"packed_int8\[.*SCALE=8.*CODES=kTable", "sm_80|sm_90", 1.25,
+           "values as in other tables; a nested scale of 64 weights is looked up, multiplied and added"),
     Excuse(r"packed_int8\[.*CODES=kTable", "sm_80|sm_90", 1.15, "values are looked up by prmt, 8 weights in 13"),
     Excuse(r"packed_quantize", "sm_80", 1.35, "blocks of 32: x has a thousandth of the weights' bytes"),
 )  # fmt: skip
