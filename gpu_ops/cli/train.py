@@ -203,6 +203,8 @@ def _new(options: argparse.Namespace, text: str) -> _Job:
 def _tuned(options: argparse.Namespace, text: str) -> _Job:
     """Job of a model that is fine-tuned, or of adapters on it."""
     where = path_of("train", options.model)
+    if not options.lora and where.is_file():
+        raise OptionError(f"{where} is a GGUF file, and a fine-tuned model is saved as a folder; add --lora")
     codec = open_tokenizer(where, options.tokenizer)
     base, config = models.load(where, dtype=options.dtype, device=options.device, format=options.base_format)
     dtype = base.embed.dtype
@@ -257,8 +259,7 @@ def _sample(model: TextModel, prompt: str, seed: int) -> str:
     ids = model.encode(prompt)
     sampling = Sampling(temperature=0.7, seed=seed)
     (tokens,) = generate(model.weights, model.config, [ids], max_new_tokens=_SAMPLE, sampling=sampling)
-    text = model.tokenizer.decode([*ids, *tokens])
-    return repr(text.decode(errors="replace") if isinstance(text, bytes) else text)
+    return repr(model.decode([*ids, *tokens]))
 
 
 def _read_text(path: str) -> str:

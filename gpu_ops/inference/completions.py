@@ -162,7 +162,7 @@ def completion_of(body: Any, model: TextModel, longest: int, *, chat: bool) -> C
         get("stream", bool, False),
         options.get("include_usage") is True,
         logprobs is not None and (logprobs is True or not chat),
-        [_text(model, ids) for ids in prompts] if echo else [],
+        [model.decode(ids) for ids in prompts] if echo else [],
     )
 
 
@@ -253,11 +253,6 @@ def _encoded(encode: Callable[[], list[int]], param: str) -> list[int]:
         raise RequestError(f"{param}: {error}", param=param) from error
 
 
-def _text(model: TextModel, ids: list[int]) -> str:
-    text = model.tokenizer.decode(ids)
-    return text.decode(errors="replace") if isinstance(text, bytes) else text
-
-
 @dataclass
 class _Choice:
     """Text of an answer."""
@@ -301,7 +296,7 @@ class Answer:
         choice.finish_reason = "stop" if choice.stream.stopped else token.finished or None
         logprobs = []
         if self._request.logprobs and token.finished != "stop":
-            logprobs = [{"token": _text(self._model, [token.token]), "logprob": token.logprob}]
+            logprobs = [{"token": self._model.decode([token.token]), "logprob": token.logprob}]
         start = len(choice.text)
         shown = choice.text + piece if is_first else piece  # with the prompt, if it is echoed
         choice.text += piece

@@ -46,6 +46,11 @@ class TextModel:
         """Tokens of a text, with those that begin one."""
         return _ids(self.tokenizer.encode(text))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens; bytes that are no character become replacement characters."""
+        text = self.tokenizer.decode(ids)
+        return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of a chat up to the assistant's next message. OptionError if the model has no chat template."""
         if self.template is None:

@@ -128,6 +128,7 @@ def test_adapters_of_a_packed_model(text, tmp_path, capsys):
         (("--text", "none.txt"), "No such file"),
         (("--dtype", "int8"), "--dtype"),
         (("--model", "none"), "none"),
+        (("--model", __file__), "add --lora"),
         (("--seqlen", "100000"), "tokens"),
         (("--policy", "all"), "policy"),
     ],
