@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -165,8 +166,9 @@ def chosen(
 ) -> list[tuple[jit.Variant, str]]:
     """Every variant whose label contains ``kernel``, on ``each_on`` of the architectures that list it.
 
-    The choice rotates with the labels, so that every architecture gets its share of every op. Kernels of ``judged``
-    are on architectures that have a card to judge them on, if there are enough of those.
+    The choice rotates with a hash of the label, so every architecture gets its share of every op, and a new kernel
+    changes the choice of no other. Kernels of ``judged`` are on architectures that have a card to judge them on, if
+    there are enough of those.
     """
     listed: dict[str, list[tuple[jit.Variant, str]]] = collections.defaultdict(list)
     for arch in arches:
@@ -175,11 +177,12 @@ def chosen(
             if kernel in label or kernel in short_label(label):
                 listed[label].append((variant, arch))
     tasks = []
-    for i, (label, variants) in enumerate(listed.items()):
+    for label, variants in listed.items():
         if label in judged and len(on_cards := [t for t in variants if t[1] in issue_gate.CARDS]) >= each_on:
             variants = on_cards
         n = len(variants)
-        tasks += [variants[(i * each_on + j) % n] for j in range(min(each_on, n))]
+        start = zlib.crc32(label.encode()) * each_on
+        tasks += [variants[(start + j) % n] for j in range(min(each_on, n))]
     return sorted(tasks, key=lambda task: arches.index(task[1]))
 
 
@@ -287,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
     elif not options.check:
         print_table(make_console(), table(rows))
-    if options.check:
+    else:
         for row in faulty:
             print(f"{short_label(row.kernel)} on {row.arch}: {'; '.join(row.problems)}")
         print(f"{len(rows)} kernels compiled on {', '.join(options.arch)}; {len(faulty)} with problems")

@@ -115,15 +115,16 @@ def count(text: str) -> Count | None:
     flow = _blocks(text)
     loops, order, back = _loops(flow)
     opcodes = [opcode for at in order for opcode in flow[at].code]
-    # If a kernel marks the data that it reads once (evict first), its other loads hit a cache, and its main loop is
-    # the one that reads them.
+    # If a kernel marks the data that it reads once (evict first), its other loads hit a cache. The main loop of a
+    # product on tensor cores is the one that reads that data; its epilogue, which stores wider words, is not.
     marked = any(re.match(r"LDG\b.*\.EF", opcode) for opcode in opcodes)
+    is_product = marked and any(re.match(PIPES["tensor"], opcode) for opcode in opcodes)
 
     def moved(opcode: str) -> int:
         cached = marked and re.match(r"LDG(STS)?\b", opcode) and ".EF" not in opcode
         return WARP * width(opcode) if re.match(GLOBAL, opcode) and not cached else 0
 
-    main_accesses = [o for o in opcodes if moved(o) and (not marked or ".EF" in o)]
+    main_accesses = [o for o in opcodes if moved(o) and (not is_product or ".EF" in o)]
     widest = max(map(width, main_accesses), default=0)
     if not widest:
         return None

@@ -135,12 +135,21 @@ def test_kernels_of_the_ops(arch):
 
 
 def test_a_share_of_the_architectures(kernels):
-    """Each kernel is on two architectures, and all architectures take turns."""
-    tasks = inspect_kernels.chosen(inspect_kernels.PRESET_ARCHES, "", 2)
-    labels = [variant.kernel.label for variant, _ in tasks]
-    assert sorted(labels) == sorted(2 * [variant.kernel.label for variant in kernels])
-    assert [arch for _, arch in tasks] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100"]
-    assert len(inspect_kernels.chosen(inspect_kernels.PRESET_ARCHES, "", 9)) == 21
+    """Each kernel is on two architectures, always the same ones, and all architectures take turns."""
+
+    def choice(kernel: str, each_on: int = 2) -> list[tuple[str, str]]:
+        tasks = inspect_kernels.chosen(inspect_kernels.PRESET_ARCHES, kernel, each_on)
+        return [(variant.kernel.label, arch) for variant, arch in tasks]
+
+    every = choice("")
+    labels = [variant.kernel.label for variant in kernels]
+    assert len(set(every)) == len(every)
+    assert sorted(label for label, _ in every) == sorted(2 * labels)
+    assert len(choice("", each_on=9)) == 21
+    kernels.reverse()
+    kernels += [jit.Variant(jit.CudaKernel("copy", f"kernel {i}", ()), 32) for i in range(40)]
+    assert set(every) <= set(choice(""))  # new kernels change the choice of no other
+    assert {arch for _, arch in choice("")} == set(inspect_kernels.PRESET_ARCHES)
 
 
 def test_loops_without_a_disassembler_say_what_is_missing(monkeypatch, capsys):

@@ -98,6 +98,26 @@ def test_a_sum_over_a_warp_counts_five_times():
     assert count.bytes_moved == 2 * 32 * 16
 
 
+@pytest.mark.parametrize("is_product", [False, True])
+def test_the_stores_of_an_epilogue_do_not_count(is_product):
+    """A tensor-core product reads in the main loop and stores after it; another kernel stages what it then stores."""
+    count = issue_gate.count(
+        sass(
+            ".L_x_0",
+            "S2R R0, SR_TID.X",
+            ".L_x_1",
+            "LDG.E.EF R4, [R2.64]",
+            *is_product * ["HMMA.16816.F32 R4, R4, R8, R4"],
+            "@P1 BRA `(.L_x_1)",
+            "STG.E.128 [R2.64], R4",
+            "@P0 BRA `(.L_x_0)",
+            "EXIT",
+        )
+    )
+    assert count is not None
+    assert count.bytes_moved == 32 * 4 + (0 if is_product else 32 * 16)
+
+
 @pytest.mark.parametrize(
     ("opcode", "arch", "pipe", "share"),
     [
