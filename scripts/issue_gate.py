@@ -65,7 +65,7 @@ EXCUSES = (
     Excuse(r"packed_int8\[.*SCALE=8.*CODES=kTable", "sm_80|sm_90", 1.25,
            "values as in other tables; a nested scale of 64 weights is looked up, multiplied and added"),
     Excuse(r"packed_int8\[.*CODES=kTable", "sm_80|sm_90", 1.15, "values are looked up by prmt, 8 weights in 13"),
-    Excuse(r"packed_quantize", "sm_80", 1.35, "blocks of 32: x has a thousandth of the weights' bytes"),
+    Excuse(r"packed_quantize", "sm_80|sm_90", 1.35, "blocks of 32: x has a thousandth of the weights' bytes"),
 )  # fmt: skip
 
 WARP = 32
