@@ -68,7 +68,7 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     const int pair = kPairs == Pairs::kTwo ? blockIdx.z : 0;
     if (pair) a0 = a1, b0 = b1, c = c1;
     int row0, col0;
-    place<BLOCK_M, kColumns>(shape.m, shape.n, row0, col0);
+    block_tile<BLOCK_M, kColumns>(shape.m, shape.n, row0, col0);
 
     // This split's tiles of K. The tiles of the second pair follow those of the first.
     const int one = (shape.k + BLOCK_K - 1) / BLOCK_K, all = kPairs == Pairs::kSum ? 2 * one : one;

@@ -107,7 +107,7 @@ packed_gemm(const scalar* x, const unsigned char* panels, const float* values, o
     __shared__ float table[kTableSize];
     copy_table(table, values);
     int row0, col0;
-    place<BLOCK_M, BLOCK_N>(shape.m, shape.n, row0, col0);
+    block_tile<BLOCK_M, BLOCK_N>(shape.m, shape.n, row0, col0);
     const int all = (shape.k + BLOCK_K - 1) / BLOCK_K, share = (all + gridDim.y - 1) / gridDim.y;
     const int begin = min(static_cast<int>(blockIdx.y) * share, all), tiles = min(share, all - begin);
 

@@ -35,6 +35,7 @@
 #include "gemm_operand.cuh"
 #include "scalar.cuh"
 #include "ternary_mma.cuh"
+#include "tile_order.cuh"
 #include "vec.cuh"
 
 typedef DTYPE scalar;
@@ -44,7 +45,6 @@ constexpr int kThreads = 32 * WARPS_M * WARPS_K, kUnits = WARPS_K, kBlockK = kUn
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kTiles = kUnit / 8;  // per warp: slabs of 16 tokens, tiles of 8 columns
 constexpr int kStep = 32 / sizeof(scalar);                          // rows of W per mma
 constexpr bool kScaled = SCALED;
-constexpr int kPanel = 16;  // rows of tiles in a panel, which share columns of W
 
 typedef Tile<scalar, BLOCK_M, BLOCK_N> TileDy;
 typedef Loader<TileDy, true, BLOCK_N, kThreads, ALIGNED> LoaderDy;
@@ -241,21 +241,12 @@ __device__ __forceinline__ void store_row(out_scalar* row, int column, int k, bo
     }
 }
 
-// The block's tile of dx. dx is cut into panels of up to kPanel rows of tiles; in a panel, blocks run down columns.
-__device__ __forceinline__ void place(int tokens, int k, int& token0, int& unit0) {
-    const int tiles_m = (tokens + BLOCK_M - 1) / BLOCK_M, tiles_k = (k + kBlockK - 1) / kBlockK;
-    const int panels = (tiles_m + kPanel - 1) / kPanel, height = (tiles_m + panels - 1) / panels;
-    const int panel = blockIdx.x / (height * tiles_k), i = blockIdx.x % (height * tiles_k);
-    const int rows = min(height, tiles_m - panel * height);
-    token0 = (panel * height + i % rows) * BLOCK_M;
-    unit0 = i / rows * kUnits;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, kSlabs == 4 || sizeof(scalar) == 4 ? 2 : 4)
 ternary_backward(const scalar* dy, const unsigned char* codes, const float* scale, out_scalar* dx,
                  const __grid_constant__ BackwardShape shape) {
-    int token0, unit0;
-    place(shape.tokens, shape.k, token0, unit0);
+    int token0, column0;
+    block_tile<BLOCK_M, kBlockK>(shape.tokens, shape.k, token0, column0);
+    const int unit0 = column0 / kUnit;
     const int all = (shape.n + BLOCK_N - 1) / BLOCK_N, share = (all + gridDim.y - 1) / gridDim.y;
     const int begin = min(static_cast<int>(blockIdx.y) * share, all), steps = min(share, all - begin);
     const int n0 = begin * BLOCK_N, n_end = min(n0 + steps * BLOCK_N, shape.n);

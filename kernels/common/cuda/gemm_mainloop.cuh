@@ -6,25 +6,13 @@
 #pragma once
 #include "gemm_operand.cuh"
 #include "mma.cuh"
+#include "tile_order.cuh"
 
 struct GemmShape {
     int64 stride_a, stride_b[2], stride_c[2], stride_total, split_c;  // in elements; [1]: of b1, c1
     int m, n, k;
     int unused;
 };
-
-// The block's tile of C, kBlockM x kColumns. C is cut into panels of up to kPanel rows of tiles, which share columns
-// of B; within a panel, blocks run down columns.
-template <int kBlockM, int kColumns>
-__device__ __forceinline__ void place(int m, int n, int& row0, int& col0) {
-    constexpr int kPanel = 16;
-    const int tiles_m = (m + kBlockM - 1) / kBlockM, tiles_n = (n + kColumns - 1) / kColumns;
-    const int panels = (tiles_m + kPanel - 1) / kPanel, height = (tiles_m + panels - 1) / panels;
-    const int panel = blockIdx.x / (height * tiles_n), i = blockIdx.x % (height * tiles_n);
-    const int rows = min(height, tiles_m - panel * height);
-    row0 = (panel * height + i % rows) * kBlockM;
-    col0 = i / rows * kColumns;
-}
 
 // kExact: multiply floats by FMA rather than on tensor cores. 3 x TF32 loses 2^-22 of a product, which would dominate
 // the error of a short sum.
