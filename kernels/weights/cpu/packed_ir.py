@@ -6,7 +6,7 @@
 
 A vector lane is a row, so that every row adds up in the order of K, and its bits do not depend on the CPU. Panels are
 read one after the other: a single stream, which the hardware prefetches. On a Zen 4 core two or four panels at once,
-or prefetching them by instructions, took 1 to 2.2 times as long, except where a block has two planes.
+or prefetching them by instructions, took 1 to 2.2 times as long, except where a block is several streams.
 """
 
 from __future__ import annotations
@@ -107,10 +107,12 @@ class _Block:
             yield self.b.and_(vectors[step // (8 // bits)], every(mask - (mask >> 31 << 32)))
 
     def prefetch_next(self, unit: Any) -> None:
-        """Prefetch a unit's share of the next block, where the planes of a block are two streams. A Zen 4 core does
-        not follow them by itself: q6_k and q5_k came from memory at 10 GB/s, with this at 20 (30: one stream)."""
-        units, nbytes = self.layout.block // UNIT, self.layout.row_bytes * LANES
-        if units == 1 or not self.layout.planes[1]:
+        """Prefetch a unit's share of the next block, where scales of runs and the planes of codes are several streams.
+        The hardware does not follow them: q6_k and q5_k came from memory at 10 GB/s on a Zen 4 core, with this at 20
+        (30: one stream), q4_k on a Zen 5 core at 17, with this at 29 (35: one stream)."""
+        layout, units = self.layout, self.layout.block // UNIT
+        nbytes = layout.row_bytes * LANES
+        if units == 1 or not (layout.planes[1] or layout.has_run_scales):
             return
         share = -(-nbytes // (units * _LINE)) * _LINE
         first = self.b.gep(self.scale, [self.b.add(number(nbytes), self.b.mul(unit, number(share)))])
