@@ -80,7 +80,7 @@ stamp=.venv/.setup-${list//,/-}
 if [[ -f $stamp && $(<"$stamp") == "$state" ]]; then exit 0; fi
 
 # MB on disk; NumPy, Numba and LLVM, which are always needed, take 320
-declare -A sizes=([emulator]=390 [mpi]=18 [dev]=160 [docs]=80 [plot]=60 [tokenizers]=30 [cuda12]=1700 [cuda13]=1700)
+declare -A sizes=([emulator]=390 [mpi]=18 [dev]=200 [docs]=80 [plot]=60 [tokenizers]=30 [cuda12]=1700 [cuda13]=1700)
 size=320
 for extra in ${extras[@]+"${extras[@]}"}; do size=$((size + ${sizes[$extra]:-0})); done
 echo "setup: installing gpu_ops${list:+[$list]} with NumPy, Numba and what they need into .venv: about $size MB"

@@ -25,6 +25,7 @@ def open_with(options: argparse.Namespace, *, chat: bool) -> TextModel:
         tokenizer=options.tokenizer,
         adapters=options.adapters,
         chat=chat,
+        chat_template=options.chat_template,
         dtype=options.dtype,
         device=options.device,
         format=options.format,
@@ -36,11 +37,19 @@ def run(options: argparse.Namespace) -> int:
     """Print the text of each prompt, and the speed to stderr."""
     if options.system is not None and not options.chat:
         raise OptionError("--system is the system message of --chat")
+    if options.chat_template is not None and not options.chat:
+        raise OptionError("--chat-template is the template of --chat")
     model = open_with(options, chat=options.chat)
     texts = [_checked(text) for text in options.prompt]
     prompts = [_encoded(model, text, options) for text in texts]
     # the last token is not read
     tokens = [max(len(prompt) + options.max_new_tokens - 1, 1) for prompt in prompts]
+    if model.longest is not None and max(tokens) > model.longest:
+        print(
+            f"{max(tokens)} tokens with the prompt; the model has been trained for {model.longest}, and what it "
+            "writes beyond them may make no sense",
+            file=sys.stderr,
+        )
     cache = cache_for(model.weights, model.config, lengths=tokens, dtype=options.kv_dtype)
     engine = Engine(model.weights, model.config, cache, max_seqlen=max(tokens))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=options.seed)
@@ -91,9 +100,9 @@ def _checked(text: str) -> str:
     try:
         text = sys.stdin.read() if text == "-" else text
     except UnicodeDecodeError as error:
-        raise OptionError(f"the prompt from standard input is no UTF-8: {error}") from error
+        raise OptionError(f"the prompt from standard input is not UTF-8: {error}") from error
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise OptionError("a prompt is no UTF-8")
+        raise OptionError("a prompt is not UTF-8")
     return text
 
 

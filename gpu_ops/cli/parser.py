@@ -76,6 +76,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that in the model's folder"
     )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file; default: the template in the model's folder or file"
+    )
     parser.add_argument("--dtype", help="such as bfloat16; default: that of the files")
     parser.add_argument("--format", help="pack the projections as they are read, such as q8_0, q4_k or nf4")
     parser.add_argument(
@@ -129,7 +132,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="DIR", help="the model to fine-tune; default: a new small one")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that in the model's folder"
+        "--tokenizer",
+        metavar="FILE",
+        help="a tokenizer.json; default: that in the model's folder, of a new model one learnt from the text",
     )
     parser.add_argument("--lora", action="store_true", help="train adapters only; the model does not change")
     parser.add_argument("--rank", type=_positive, default=16, help="of the adapters (default 16)")

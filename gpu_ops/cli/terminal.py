@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -77,9 +78,14 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exit with the status that ``main`` returns; after an interrupt, with a line and 130, as in a shell."""
+    """Exit with the status that ``main`` returns; after an interrupt with a line and 130, after a reader that closed
+    the pipe with 141, as in a shell."""
     try:
         status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes nowhere
+        status = 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130

@@ -19,32 +19,32 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpu_ops import memory, models
 from gpu_ops.cli.terminal import make_console, waiting
 from gpu_ops.core.state_arrays import named_dtype, to_device
-from gpu_ops.errors import MissingFileError, OptionError
+from gpu_ops.errors import MissingFileError, MissingPackageError, OptionError
 from gpu_ops.formats.files import opened, path_of, read_object, system_errors, write_file
 from gpu_ops.formats.packed_matrix import PackedMatrix
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.inference.generation import generate
 from gpu_ops.inference.requests import Sampling
-from gpu_ops.inference.text_model import BYTE_PAIRS, TextModel, open_tokenizer
+from gpu_ops.inference.text_model import TextModel, open_tokenizer
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.ops.rows.global_norm import global_norm
-from gpu_ops.training import Batches, BytePairEncoding, Checkpoints, FlatParams, clip_coefficient, load_state
+from gpu_ops.training import Batches, Checkpoints, FlatParams, clip_coefficient, load_state, load_tokenizer
 
 __all__ = ["learning_rate", "run"]
 
 _RUN, _LOSSES, _PICTURE, _STATES = "run.json", "losses.csv", "losses.svg", "states"
+_TOKENIZER = "tokenizer.json"
 _COPIED = (
-    "tokenizer.json",
+    _TOKENIZER,
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
     "generation_config.json",
-    BYTE_PAIRS,
 )
 _RATES = {"new": 2e-3, "model": 2e-5, "adapters": 2e-4}
 _WARM_STEPS = 30
@@ -90,9 +90,11 @@ def run(options: argparse.Namespace) -> int:
     elif before:
         raise OptionError(f"{out} is not empty and holds no run; choose another --out")
     with waiting(console, "preparing model and text"):
-        job = _new(options, text) if options.model is None else _tuned(options, text)
+        job = _new(options, text, out) if options.model is None else _tuned(options, text)
     with system_errors("train", out):
         out.mkdir(parents=True, exist_ok=True)
+    if options.model is None:
+        write_file("train", out / _TOKENIZER, [job.model.tokenizer.to_str().encode()])
     write_file("train", out / _RUN, [json.dumps(fixed, indent=2).encode()])
     states = Checkpoints(out / _STATES)
     if (latest := states.latest()) is not None:
@@ -133,10 +135,13 @@ def _train(
     flat, model, device = job.flat, job.model, options.device
     first, saved, peak = flat.steps, flat.steps, options.lr or _RATES[_kind(options)]
     seconds: deque[float] = deque(maxlen=_STEPS_OF_SPEED)
-    columns = "[progress.description]{task.description}", BarColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     try:
         with _losses(out, first) as rows, bar:
+            if first < options.steps:  # what follows knows how long it takes
+                _say(console, "the first sample and step compile their kernels, once on a machine")
+                _say(console, f"sample: {_sample(model, options.prompt, first)}")
             task = bar.add_task(f"step {first}", total=options.steps, completed=first)
             for step in range(first, options.steps):
                 start = time.perf_counter()
@@ -173,12 +178,12 @@ def _train(
     return None
 
 
-def _new(options: argparse.Namespace, text: str) -> _Job:
-    """Job of a new model, whose tokens are pairs of bytes of the text."""
-    codec = BytePairEncoding.train(text[: 1 << 20], options.vocab, progress=False)
+def _new(options: argparse.Namespace, text: str, out: Path) -> _Job:
+    """Job of a new model."""
+    codec = _tokenizer(options, text, out)
     heads = options.heads
     config = models.LlamaConfig(
-        vocab=codec.vocab,
+        vocab=codec.get_vocab_size(),
         hidden=options.hidden,
         ffn=-(-options.hidden * 8 // 3 // 32) * 32,
         nlayers=options.layers,
@@ -194,10 +199,32 @@ def _new(options: argparse.Namespace, text: str) -> _Job:
 
     def save(out: Path) -> None:
         models.save(out, weights, config, entries={"max_position_embeddings": options.seqlen})
-        codec.save(out / BYTE_PAIRS)
 
     model = TextModel(Path(options.out).name, weights, config, codec)
     return _Job(flat, model, grads, _batches(options, model, text), save)
+
+
+def _tokenizer(options: argparse.Namespace, text: str, out: Path) -> Any:
+    """Tokenizer of a new model: that of the run in ``out``, that of ``--tokenizer``, or byte pairs learnt from the
+    text, cut into words as GPT-2 does."""
+    if (out / _TOKENIZER).exists():
+        return load_tokenizer(out / _TOKENIZER)
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    try:
+        from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+        from tokenizers.models import BPE
+    except ImportError as error:
+        raise MissingPackageError(
+            f"a new model's tokenizer takes the package tokenizers: pip install tokenizers ({error})"
+        ) from error
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=options.vocab, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text[: 1 << 20]], trainer)
+    return tokenizer
 
 
 def _tuned(options: argparse.Namespace, text: str) -> _Job:
@@ -269,15 +296,16 @@ def _read_text(path: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise OptionError(f"{where} is no UTF-8: {error}") from error
+        raise OptionError(f"{where} is not UTF-8: {error}") from error
 
 
 def _fixed(options: argparse.Namespace, text: str) -> dict[str, Any]:
     """Entries of ``run.json``."""
     names = _FIXED if options.model is not None else _FIXED + _FIXED_NEW
     values = {name: getattr(options, name) for name in names}
-    if options.model is not None:
-        values["model"] = str(Path(options.model).resolve())
+    for name in ("model", "tokenizer"):
+        path = getattr(options, name)
+        values[name] = None if path is None else str(Path(path).resolve())
     return {**values, "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpu_ops.errors import FormatError, MissingPackageError, OptionError
-from gpu_ops.formats.files import opened, system_errors
+from gpu_ops.formats.files import opened, path_of, system_errors
 from gpu_ops.models.config_hf import read_config
 
-__all__ = ["ChatTemplate", "template_in"]
+__all__ = ["ChatTemplate", "read_template", "template_in"]
 
 _MOST_BYTES = 1 << 20  # of a template
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -83,17 +83,25 @@ class ChatTemplate:
             raise OptionError(f"the model's chat template refuses the messages: {error}") from error
 
 
-def template_in(folder: Path) -> ChatTemplate | None:
-    """Template in a model's folder, in ``chat_template.jinja`` or ``tokenizer_config.json``; None if it has none."""
+def read_template(path: Any) -> str:
+    """Jinja source in a file. Raises FileError."""
+    with opened("chat", path_of("chat", path)) as file:
+        return str(file.read(_MOST_BYTES).decode(errors="replace"))
+
+
+def template_in(folder: Path, file: Any = None) -> ChatTemplate | None:
+    """Template of a model's folder, or of ``file``, with the folder's special tokens.
+
+    In a folder it is in ``chat_template.jinja`` or ``tokenizer_config.json``; None if it has none.
+    """
     path, entries = folder / "chat_template.jinja", {}
     with system_errors("chat", folder):
         has_file, has_entries = path.exists(), (folder / "tokenizer_config.json").exists()
     if has_entries:
         entries = dict(read_config("chat", folder / "tokenizer_config.json"))
     source: Any = entries.get("chat_template")
-    if has_file:
-        with opened("chat", path) as file:
-            source = file.read(_MOST_BYTES).decode(errors="replace")
+    if has_file or file is not None:
+        source = read_template(path if file is None else file)
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")

@@ -80,7 +80,7 @@ def generate(
     try:
         for prompt, request_sampling in zip(prompts, each, strict=True):
             engine.submit(prompt, max_new_tokens=max_new_tokens, sampling=request_sampling, stop=stop)
-        with visible(f"gpu_ops: generating {len(prompts)} texts"):
+        with visible(f"gpu_ops: generating text for {len(prompts)} prompt{'s' * (len(prompts) > 1)}"):
             for token in engine.run():
                 if token.finished == "error":
                     place = f"after prompt {token.request} and {len(texts[token.request])} tokens"

@@ -14,17 +14,17 @@ from gpu_ops.errors import MissingFileError, OptionError
 from gpu_ops.formats.files import opened, path_of, system_errors
 from gpu_ops.formats.gguf_file import GGUFFile
 from gpu_ops.inference.captured import runs_on_cpu
-from gpu_ops.inference.chat import ChatTemplate, template_in
+from gpu_ops.inference.chat import ChatTemplate, read_template, template_in
 from gpu_ops.models import load, load_adapters, with_lora, with_packed
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.config_hf import read_config
 from gpu_ops.models.weights import Llama
-from gpu_ops.training.tokenizer import BytePairEncoding, load_tokenizer
+from gpu_ops.training.tokenizer import load_tokenizer
 
-__all__ = ["BYTE_PAIRS", "TextModel", "open_model", "open_tokenizer"]
+__all__ = ["TextModel", "open_model", "open_tokenizer"]
 
-BYTE_PAIRS = "byte_pairs.json"  # file of a BytePairEncoding in a model's folder
 _WHO = "model"
+_Embedded = tuple[str | None, dict[str, int]]  # chat template in a GGUF file, and ids of the tokens that it names
 
 
 @dataclass
@@ -68,26 +68,30 @@ def open_model(
     tokenizer: str | None = None,
     adapters: str | None = None,
     chat: bool = False,
+    chat_template: str | None = None,
     **options: Any,
 ) -> TextModel:
     """Open a model's folder or GGUF file. What can be wrong with it is found before its weights are read.
 
     ``options`` are those of :func:`gpu_ops.models.load`. ``adapters``: a folder of LoRA adapters. ``chat``: whether
-    the chat template is read. On a CPU, arrays are packed (:func:`gpu_ops.models.with_packed`).
+    the chat template is read, from the file ``chat_template`` if that is not None. On a CPU, arrays are packed
+    (:func:`gpu_ops.models.with_packed`).
     """
     model = path_of(_WHO, path)
     with system_errors(_WHO, model):
         if not model.exists():
             raise MissingFileError(errno.ENOENT, "there is no such folder or GGUF file", str(model))
         is_file = model.is_file()
-    ends, longest, source = _from_gguf(model) if is_file else _from_folder(model)
+    ends, longest, embedded = _from_gguf(model) if is_file else _from_folder(model)
     codec = open_tokenizer(model, tokenizer)
     template = None
     if chat and not is_file:
-        template = template_in(model)
-    elif chat and source is not None:
-        text, ids = source
-        template = ChatTemplate(text, {name: codec.id_to_token(i) for name, i in ids.items()})
+        template = template_in(model, chat_template)
+    elif chat:
+        source, ids = embedded
+        source = source if chat_template is None else read_template(chat_template)
+        tokens = {name: codec.id_to_token(i) for name, i in ids.items()}
+        template = None if source is None else ChatTemplate(source, tokens)
     weights, config = load(model, **options)
     if adapters is not None:
         weights = with_lora(weights, load_adapters(adapters, config, str(weights.embed.dtype)))
@@ -97,7 +101,7 @@ def open_model(
     return TextModel(name, weights, config, codec, ends, longest, template)
 
 
-def _from_folder(model: Path) -> tuple[list[int], int | None, None]:
+def _from_folder(model: Path) -> tuple[list[int], int | None, _Embedded]:
     """End tokens, from ``generation_config.json`` or else ``config.json``, and the longest text."""
     config = read_config(_WHO, model / "config.json")
     LlamaConfig.from_hf(config)
@@ -110,12 +114,12 @@ def _from_folder(model: Path) -> tuple[list[int], int | None, None]:
     return (
         [integer(_WHO, "eos_token_id", end, low=0) for end in listed],
         None if longest is None else integer(_WHO, "max_position_embeddings", longest, low=1),
-        None,
+        (None, {}),
     )
 
 
-def _from_gguf(model: Path) -> tuple[list[int], int | None, tuple[str, dict[str, int]] | None]:
-    """End tokens, the longest text, and the chat template with ids of the tokens in it."""
+def _from_gguf(model: Path) -> tuple[list[int], int | None, _Embedded]:
+    """End tokens, the longest text, and the chat template."""
     with opened(_WHO, model) as file:
         metadata = GGUFFile(_WHO, model, file)
         names = ("bos", "eos", "eot", "eom")
@@ -126,9 +130,8 @@ def _from_gguf(model: Path) -> tuple[list[int], int | None, tuple[str, dict[str,
     present = {name: integer(_WHO, f"{name}_token_id", i, low=0) for name, i in ids.items() if i is not None}
     ends = [i for name, i in present.items() if name != "bos"]
     longest = None if longest is None else integer(_WHO, "context_length", longest, low=1)
-    if not isinstance(template, str):
-        return ends, longest, None
-    return ends, longest, (template, {f"{n}_token": i for n, i in present.items() if n in ("bos", "eos")})
+    source = template if isinstance(template, str) else None
+    return ends, longest, (source, {f"{name}_token": i for name, i in present.items() if name in ("bos", "eos")})
 
 
 def open_tokenizer(model: Path, path: str | None = None) -> Any:
@@ -138,8 +141,6 @@ def open_tokenizer(model: Path, path: str | None = None) -> Any:
     with system_errors("load_tokenizer", model):
         is_file = model.is_file()
     folder = model.parent if is_file else model
-    if (folder / BYTE_PAIRS).exists():
-        return BytePairEncoding.load(folder / BYTE_PAIRS)
     usual = folder / "tokenizer.json"
     if not usual.exists():
         reason = "the vocabulary within a GGUF file is not read" if is_file else "the folder has no tokenizer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -60,3 +61,16 @@ def test_the_cache_as_json(capsys, monkeypatch, tmp_path):
     assert json.loads(capsys.readouterr().out)["removed"] == 0
     assert main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)["versions"]
+
+
+def test_a_closed_pipe_ends_a_command_quietly():
+    """A reader such as ``head`` that has seen enough is no error."""
+    code = "from gpu_ops.cli.terminal import run_command; run_command(lambda: print('x' * (1 << 20)))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141

@@ -123,7 +123,7 @@ def test_mistakes_are_one_line(tmp_path, folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--prompt", "-"), "standard input is no UTF-8"),
+        (("--prompt", "-"), "standard input is not UTF-8"),
         (("--prompt", ""), "prompt is empty"),
         (("--prompt", "a", "--max-new-tokens", "1" + "0" * 30), "num_pages must lie in"),
         (("--prompt", "a", "--temperature", "nan"), "temperature must be finite"),

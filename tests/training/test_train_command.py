@@ -7,7 +7,7 @@ import csv
 import numpy as np
 import pytest
 
-from gpu_ops import models, training
+from gpu_ops import models
 from gpu_ops.__main__ import main
 
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(400))
@@ -59,6 +59,7 @@ def test_a_run_goes_on_with_the_same_bits(text, tmp_path, capsys, monkeypatch):
         " tokens/s, ",
         " MiB, 0 s left",
         "sample: 'The ",
+        "the first sample and step compile their kernels",
         "gpu-ops generate --model",
     ):
         assert words in shown
@@ -91,9 +92,8 @@ def test_a_run_goes_on_with_the_same_bits(text, tmp_path, capsys, monkeypatch):
 
 def test_adapters_of_a_packed_model(text, tmp_path, capsys):
     base, out = tmp_path / "base", tmp_path / "adapters"
-    config = models.LlamaConfig(vocab=300, hidden=64, ffn=64, nlayers=1, nheads=2)
-    models.save(base, models.Llama.of(models.initial_weights(config), config), config)
-    training.BytePairEncoding.train(TEXT, 300).save(base / "byte_pairs.json")
+    train(text, base, 1, *SIZES, "--hidden", "64")
+    _, config = models.load(base)
     options = (
         "--model",
         str(base),
@@ -116,7 +116,7 @@ def test_adapters_of_a_packed_model(text, tmp_path, capsys):
     arguments = ["--adapters", str(out), "--format", "nf4", "--prompt", "3 times", "--max-new-tokens", "3"]
     assert main(["generate", "--model", str(base), *arguments]) == 0
     train(text, tmp_path / "tuned", 2, "--model", str(base), "--batch", "2", "--seqlen", "16")
-    assert (tmp_path / "tuned" / "byte_pairs.json").exists()
+    assert (tmp_path / "tuned" / "tokenizer.json").exists()
     assert not same_model(tmp_path / "tuned", base)
 
 
@@ -154,4 +154,25 @@ def test_a_folder_with_other_contents_is_not_written_to(text, tmp_path, capsys):
     assert "a run with another --lr" in capsys.readouterr().err
     text.write_bytes(b"\xff")
     train(text, tmp_path / "run", 2, *SIZES, status=2)
-    assert "is no UTF-8" in capsys.readouterr().err
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_new_model_reads_a_tokenizer_file_and_chats(text, tmp_path, capsys):
+    """The folder of a new model is like a published one: quantised with its tokens, run as a chat with a template."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(text, first, 1, *SIZES)
+    file = first / "tokenizer.json"
+    train(text, second, 1, *SIZES, "--vocab", "400", "--tokenizer", str(file))
+    assert (second / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert models.load(second)[1].vocab == models.load(first)[1].vocab == 300
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    packed = tmp_path / "first.gguf"
+    assert main(["quantize", "--model", str(first), "--format", "q8_0", "-o", str(packed)]) == 0
+    chat = ("--chat", "--chat-template", str(template), "--prompt", "3 times", "--max-new-tokens", "20")
+    for model in (str(first), str(packed)):
+        capsys.readouterr()
+        assert main(["generate", "--model", model, "--tokenizer", str(file), *chat]) == 0
+        assert "trained for 16" in capsys.readouterr().err  # 7 tokens of the prompt, and 19
+    assert main(["generate", "--model", str(first), *chat[1:]]) == 2
+    assert "--chat-template is the template of --chat" in capsys.readouterr().err
