@@ -19,6 +19,7 @@ from unittest import mock
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gpu_ops.cli.parser import positive
 from gpu_ops.cli.terminal import make_console, run_command, waiting
 from gpu_ops.kernels.compiler.progress import visible
 from perf import comm, emulate, limits, machine, pictures, plan, report, roofline, runs
@@ -65,15 +66,15 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     add("--device", choices=devices, default="cpu", help=counts)
     add("--dtype", nargs="+", choices=tuple(DTYPES), default=(), help="default: the bench's own")
     lengths = "sequence lengths; tokens for row-wise ops"
-    add("--seqlen", nargs="+", type=_positive, default=(), metavar="N", help=lengths)
+    add("--seqlen", nargs="+", type=positive, default=(), metavar="N", help=lengths)
     if not one_op:
         collectives = "default: all but comm, which times messages between ranks"
         add("--op", nargs="+", choices=(*bench_names(), "comm"), default=(), help=collectives)
-        add("--ranks", type=_positive, default=2, metavar="N", help="for comm (%(default)s)")
+        add("--ranks", type=positive, default=2, metavar="N", help="for comm (%(default)s)")
     add("--grid", default="", metavar="NAME", help="attention: options, or for GPUs field, gqa, decode")
     bounds = "attention: upper bounds from data sheets; measures nothing, needs no GPU"
     add("--roofline", action="store_true", help=bounds)
-    add("--first", type=_positive, metavar="N", help="only the first N cases of each op")
+    add("--first", type=positive, metavar="N", help="only the first N cases of each op")
     add("--list", action="store_true", help="print the cases and measure nothing")
     add("--save", metavar="DIR", help="write the results as a CSV file into this folder")
     add("--compare", metavar="OLD.csv", help="flag regressions against a saved run")
@@ -292,10 +293,3 @@ def run_as_script(op: str) -> None:
 def unique(values: Sequence[Any]) -> tuple[Any, ...]:
     """Cases in their order without duplicates: a case's key is its identity."""
     return tuple(dict.fromkeys(values))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
 from gpu_ops import __version__
 
-__all__ = ["COMMANDS", "make_parser"]
+__all__ = ["COMMANDS", "make_parser", "positive"]
 
 COMMANDS = {
     "generate": "generate",
@@ -46,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     cards.add_argument("card", nargs="?", help='such as H200, "RTX 4090" or sm_86')
     _add_json(cards, "as JSON")
     ahead = commands.add_parser("warmup", help="compile every CPU kernel now, so that no first call waits")
-    ahead.add_argument("--jobs", type=_positive, help="processes that compile (default: one per core)")
+    ahead.add_argument("--jobs", type=positive, help="processes that compile (default: one per core)")
     ahead.add_argument("--dtype", action="append", help="only variants of this dtype; may be repeated")
     ahead.add_argument("--kernel", action="append", help="only kernels named like this; may be repeated")
     kept = commands.add_parser("cache", help="what is kept of compiled kernels, and where")
@@ -98,7 +99,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="a prompt is a message, in the model's chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    parser.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--top-k", type=int, default=0, metavar="K")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
@@ -114,10 +115,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="of the model in requests; default: that of its folder or file")
     parser.add_argument("--api-key", metavar="KEY", help="that requests must have")
     parser.add_argument(
-        "--cache-tokens", type=_positive, default=16384, metavar="N", help="room for N tokens of all requests"
+        "--cache-tokens", type=positive, default=16384, metavar="N", help="room for N tokens of all requests"
     )
     parser.add_argument(
-        "--max-requests", type=_positive, default=128, metavar="N", help="that run and wait; others get 503"
+        "--max-requests", type=positive, default=128, metavar="N", help="that run and wait; others get 503"
     )
     parser.add_argument("--log", action="store_true", help="a line per request on stderr")
 
@@ -132,13 +133,13 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that in the model's folder"
     )
     parser.add_argument("--lora", action="store_true", help="train adapters only; the model does not change")
-    parser.add_argument("--rank", type=_positive, default=16, help="of the adapters (default 16)")
+    parser.add_argument("--rank", type=positive, default=16, help="of the adapters (default 16)")
     parser.add_argument(
         "--base-format", metavar="FORMAT", help="pack the model under the adapters, such as nf4"
     )
-    parser.add_argument("--steps", type=_positive, default=300, help="default 300")
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences of a step (default 8)")
-    parser.add_argument("--seqlen", type=_positive, default=256, help="tokens of a sequence (default 256)")
+    parser.add_argument("--steps", type=positive, default=300, help="default 300")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences of a step (default 8)")
+    parser.add_argument("--seqlen", type=positive, default=256, help="tokens of a sequence (default 256)")
     parser.add_argument(
         "--lr", type=float, help="peak learning rate; default 2e-3, with --model 2e-5, with --lora 2e-4"
     )
@@ -149,10 +150,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=_positive, default=100, metavar="N", help="steps (default 100)")
-    parser.add_argument(
-        "--sample-every", type=_positive, default=100, metavar="N", help="steps (default 100)"
-    )
+    parser.add_argument("--save-every", type=positive, default=100, metavar="N", help="steps (default 100)")
+    parser.add_argument("--sample-every", type=positive, default=100, metavar="N", help="steps (default 100)")
     parser.add_argument("--prompt", default="The ", help='that samples begin with (default "The ")')
     for name, default, text in (
         ("vocab", 512, "tokens"),
@@ -161,7 +160,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         ("heads", 4, "heads"),
     ):
         parser.add_argument(
-            f"--{name}", type=_positive, default=default, help=f"of a new model: {text} (default {default})"
+            f"--{name}", type=positive, default=default, help=f"of a new model: {text} (default {default})"
         )
 
 
@@ -201,8 +200,9 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     _add_json(parser, "terms and cards as JSON")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+def positive(text: str) -> int:
+    """Type of an argument: a whole number of at least 1."""
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
