@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_ops.__main__ import main
+from gpu_ops.cli import preset_report
 from gpu_ops.cli.parser import COMMANDS, make_parser
 from gpu_ops.presets import PRESETS
 
@@ -52,6 +53,14 @@ def test_presets_as_json_and_as_a_table(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("presets: ")
     assert main(["presets"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_card_is_shown_without_compilers(capsys, monkeypatch):
+    monkeypatch.setattr(preset_report, "unavailable", lambda device, backend: "no compiler")
+    assert main(["presets", "rtx4090"]) == 0
+    shown = capsys.readouterr().out
+    assert "1008 GB/s" in shown
+    assert "left out: no compiler" in shown
 
 
 def test_the_cache_as_json(capsys, monkeypatch, tmp_path):
