@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from gpu_ops import __version__
+from gpu_ops.errors import OptionError
+from gpu_ops.formats.files import path_of, system_errors
 
-__all__ = ["COMMANDS", "make_parser", "positive"]
+__all__ = ["COMMANDS", "SHORT_DTYPES", "WITHOUT_JSON", "check_folder", "make_parser", "positive"]
 
 COMMANDS = {
     "generate": "generate",
@@ -24,6 +26,10 @@ COMMANDS = {
 }
 """Module of each command."""
 
+WITHOUT_JSON = ("serve", "train", "warmup")
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Names of dtypes that the commands take too."""
+
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
 
 
@@ -36,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 done, 1 done and the answer is no, 2 wrong arguments or files, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"gpu_ops {__version__}")
-    _add_json(parser, "the environment as JSON, for a bug report")
+    parser.add_argument("--json", action="store_true", help="the environment as JSON, for a bug report")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="text from a model's folder or GGUF file"))
     _add_serve(commands.add_parser("serve", help="a model over HTTP, with the API of OpenAI"))
@@ -48,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_json(cards, "as JSON")
     ahead = commands.add_parser("warmup", help="compile every CPU kernel now, so that no first call waits")
     ahead.add_argument("--jobs", type=positive, help="processes that compile (default: one per core)")
-    ahead.add_argument("--dtype", action="append", help="only variants of this dtype; may be repeated")
+    ahead.add_argument("--dtype", type=_dtype, action="append", help="only variants of this dtype; may be repeated")
     ahead.add_argument("--kernel", action="append", help="only kernels named like this; may be repeated")
     kept = commands.add_parser("cache", help="what is kept of compiled kernels, and where")
     kept.add_argument(
@@ -63,7 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_json(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--json", action="store_true", help=text)
+    """Add the option to a command; before the command it means the same."""
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +84,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="a tokenizer.json; default: that in the model's folder"
     )
-    parser.add_argument("--dtype", help="such as bfloat16; default: that of the files")
+    parser.add_argument("--dtype", type=_dtype, help="such as bfloat16 or bf16; default: that of the files")
     parser.add_argument("--format", help="pack the projections as they are read, such as q8_0, q4_k or nf4")
     parser.add_argument(
         "--activations",
@@ -85,7 +92,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="of products with packed weights: exact (native, the default), or 1.5 to 3 times as fast (int8)",
     )
     parser.add_argument(
-        "--kv-dtype", help="of the cache: int8 or float8_e4m3fn; default: that of the weights"
+        "--kv-dtype", type=_dtype, help="of the cache: int8 or float8_e4m3fn; default: that of the weights"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
 
@@ -143,7 +150,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lr", type=float, help="peak learning rate; default 2e-3, with --model 2e-5, with --lora 2e-4"
     )
-    parser.add_argument("--dtype", help="float32, bfloat16; default: that of the model, or float32")
+    parser.add_argument(
+        "--dtype", type=_dtype, help="float32, bfloat16; default: that of the model, or float32"
+    )
     parser.add_argument("--policy", default="none", help="what layers keep: none (default), ..., layer")
     parser.add_argument(
         "--moment-bits", type=int, choices=(8, 32), default=32, help="of AdamW's moments (default 32)"
@@ -198,6 +207,19 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--card", help='only this one, such as H200 or "RTX 4090"')
     _add_json(parser, "terms and cards as JSON")
+
+
+def _dtype(text: str) -> str:
+    return SHORT_DTYPES.get(text, text)
+
+
+def check_folder(command: str, option: str, path: str, name: str) -> None:
+    """Require that the path of an option is a folder with a file of this name."""
+    where = path_of(command, path)
+    with system_errors(command, where):
+        if not (where / name).is_file():
+            fault = "is a file" if where.is_file() else "has none" if where.exists() else "does not exist"
+            raise OptionError(f"{option} must be a folder with {name}; {where} {fault}")
 
 
 def positive(text: str) -> int:

@@ -41,6 +41,28 @@ def test_each_command_has_help_and_a_module(command, capsys):
     assert callable(importlib.import_module(f"gpu_ops.cli.{COMMANDS[command]}").run)
 
 
+def test_json_before_a_command_is_that_of_the_command(capsys):
+    assert main(["--json", "presets", "T4"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "T4"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", "warmup"])
+    assert "warmup prints no JSON" in capsys.readouterr().err
+
+
+def test_errors_begin_with_the_command_and_name_no_function(capsys, tmp_path, monkeypatch):
+    assert main(["presets", "H1000"]) == 2
+    assert capsys.readouterr().err.startswith("presets: no preset for 'H1000'")
+    (tmp_path / "config.json").mkdir()
+    assert main(["memory", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"memory: {tmp_path / 'config.json'}: it is a folder")
+
+
+@pytest.mark.parametrize(("text", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("int8", "int8")])
+def test_dtypes_have_short_names(text, name):
+    parsed = make_parser().parse_args(["serve", "--model", "folder", "--kv-dtype", text])
+    assert parsed.kv_dtype == name
+
+
 def test_presets_as_json_and_as_a_table(capsys, monkeypatch):
     assert main(["presets", "--json"]) == 0
     assert [card["name"] for card in json.loads(capsys.readouterr().out)] == [
