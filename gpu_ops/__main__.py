@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _message(error: GpuOpsError) -> str:
     """Message on one line, without the name of the function that begins it, and without ``[Errno N]``."""
-    path, text = (error.filename, error.strerror) if isinstance(error, FileError) else (None, str(error))
+    path, text = None, str(error)
+    if isinstance(error, FileError) and error.strerror:
+        path, text = error.filename, error.strerror
     text = re.sub(r"^(?!GPU_OPS_)[A-Za-z_][\w.]*: ", "", " ".join(text.split()))
     return f"{path}: {text}" if path else text
 
