@@ -110,7 +110,8 @@ def test_no_room_is_an_exit_code(capsys):
     assert rows["T4"][-1] == "short"
 
 
-def test_a_card_that_cannot_run_it_says_why(folder, capsys):
+def test_a_card_that_cannot_run_it_says_why(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # each card on one line
     rows, _ = shown(capsys, "--model", str(folder), "--seqlen", "8", "--dtype", "fp64")
     assert "float64" in rows["A100-40"]
     assert rows["T4"][-1] == "left"  # a T4 has Numba kernels only
