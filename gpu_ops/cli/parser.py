@@ -182,7 +182,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         default="q4_k_m",
         help="q4_k_m (the default), q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q5_0, iq4_nl, f16, bf16, ...",
     )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the GGUF file to write")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the GGUF file; an old one is replaced")
     _add_json(parser, "the file, its size and the tensors' formats as JSON")
 
 
