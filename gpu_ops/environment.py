@@ -209,9 +209,9 @@ def _versions() -> dict[str, str]:
 def _caches() -> dict[str, str]:
     no_compiler = unavailable("cpu", "numba")  # then the folder's name, a hash of versions, is unknown too
     cpu = f"nowhere: {no_compiler}" if no_compiler else str(cache_folder() or _nowhere(cache.CPU))
-    rows = {"gpu_ops, CPU kernels": cpu}
+    rows = {"CPU": cpu}
     gpu = cache.cache_folder(cache.CUDA, quiet=True)
-    rows["gpu_ops, GPU kernels"] = str(gpu or _nowhere(cache.CUDA))
+    rows["GPU"] = str(gpu or _nowhere(cache.CUDA))
     for owner, variable, default in _CACHES:
         if importlib.util.find_spec(owner.lower()) is not None:
             rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())

@@ -8,6 +8,7 @@ Units: bytes, GB/s (1e9 bytes), TFLOPS (1e12, dense: without 2:4 sparsity; a mul
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 
@@ -277,7 +278,11 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
         for name, words in _DRIVER_NAMES:
             if all(word in upper for word in words):
                 return PRESETS[name]
-    raise OptionError(f"{what}: no preset for {device!r}; presets: {', '.join(PRESETS)}")
+    letters = {_letters(name): name for name in PRESETS}
+    near = [key for key in letters if _letters(wanted) and _letters(wanted) in key]
+    near = near or difflib.get_close_matches(_letters(wanted), letters)
+    hint = f"did you mean {', '.join(repr(letters[key]) for key in near)}? " if near else ""
+    raise OptionError(f"{what}: no preset for {device!r}; {hint}presets: {', '.join(PRESETS)}")
 
 
 def find_preset(card: str, capability: str) -> DevicePreset | None:

@@ -328,6 +328,11 @@ class Error:
     sampled: str
     """``part of the benched result`` or ``a smaller problem``."""
 
+    @property
+    def share(self) -> float:
+        """Largest error as a share of its tolerance."""
+        return self.largest / self.tolerance if self.tolerance else math.inf if self.largest else 0.0
+
 
 def check(case: Case, inputs: Any, config: RunOptions) -> Error:
     if case.sample is not None:

@@ -17,12 +17,6 @@ from perf.machine import label
 from perf.runs import Comparison
 from perf.stats import Limits, Power, Timing
 
-CAPTION = (
-    "time: median (p20-p80) · limit: share of the roofline, on a CPU measured in turns with the case: M matmul, "
-    "C copy, R read bandwidth · memory: peak beyond inputs and results, ours / naive, of models ours / torch · "
-    "energy: of a call, on a GPU, and the mean clock · x naive, x torch: their time over ours · "
-    "error: largest / tolerance (mean)"
-)
 PEERS = ("naive", "torch")
 """Contenders that always have a column. Others have one where they were timed."""
 DROPPED = ("mean error", "tolerance", "p20-p80", "empty peers", "memory")
@@ -54,20 +48,45 @@ def print_header(console: Console, machine: Mapping[str, Any], limits: Limits) -
             f"[yellow]the machine was busy when this started: load {load:.1f} on "
             f"{several(machine['cores'], 'core')}. Do not quote figures of this run.[/]"
         )
-    console.print(f"[dim]{CAPTION}[/]")
 
 
-def print_results(console: Console, op: str, results: Sequence[Result]) -> None:
-    """Print the table of an op. Case, shape and dtype are one column, which is never cut: if no more figures can be
-    dropped, the case has its own line and its figures follow on the next."""
+def print_legend(console: Console, grid: Table, dropped: Sequence[str], explained: set[str]) -> None:
+    """Print what the columns of a table mean, but for the texts in ``explained``, to which it adds them."""
+    error = "as a share of its tolerance" if "tolerance" in dropped else "/ tolerance"
+    meanings = {
+        "time": "median" + ("" if "p20-p80" in dropped else " (p20-p80)"),
+        "limit": "share of the roofline, on a CPU measured in turns with the case: M matmul, C copy, R read",
+        "memory": "peak beyond inputs and results, ours / naive, of models ours / torch",
+        "energy": "of a call, on a GPU, and the mean clock",
+        "error": f"largest {error}" + ("" if "mean error" in dropped else " (mean)"),
+    }
+    names = [str(column.header) for column in grid.columns]
+    meanings |= {name: "its time over ours" for name in names if name.startswith("x ")}
+    texts = [f"{name}: {meanings[name]}" for name in names if name in meanings]
+    if new := [text for text in texts if text not in explained]:
+        console.print(" · ".join(new), style="dim", markup=False, highlight=False)
+    explained.update(new)
+
+
+def print_results(
+    console: Console, op: str, results: Sequence[Result], explained: set[str] | None = None
+) -> None:
+    """Print the table of an op, after the meaning of its columns that are not in ``explained`` yet.
+
+    Case, shape and dtype are one column, which is never cut: if no more figures can be dropped, the case has its own
+    line and its figures follow on the next.
+    """
+    explained = set() if explained is None else explained
     for count in range(len(DROPPED) + 1):
         grid = table(op, results, DROPPED[:count])
         if width(grid) <= console.width:
+            print_legend(console, grid, DROPPED[:count], explained)
             console.print(grid)
             console.print()
             return
     figures = fixed_console(max(console.width, width(grid)), console.file, no_color=console.no_color)
     grid = table("", results, DROPPED, labelled=False)
+    print_legend(console, grid, DROPPED, explained)
     with figures.capture() as capture:
         figures.print(grid)
     header, *rows = capture.get().splitlines()
@@ -152,8 +171,7 @@ def error_text(result: Result, dropped: Sequence[str] = ()) -> str:
     error = result.error
     if error is None:
         return "[red]FAILED[/]" if result.failure else "-"
-    text = f"{error.largest:.1e}"
-    text += "" if "tolerance" in dropped else f" / {error.tolerance:.1e}"
+    text = f"{error.share:.0%}" if "tolerance" in dropped else f"{error.largest:.1e} / {error.tolerance:.1e}"
     text += "" if "mean error" in dropped else f" ({error.mean:.0e})"
     return f"[green]{text}[/]" if error.ok and not result.failure else f"[red]{text} FAILED[/]"
 

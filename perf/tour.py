@@ -106,8 +106,7 @@ def last_words(
 
 
 def _of_bound(result: Result) -> float:
-    error = result.error
-    return error.largest / error.tolerance if error and error.tolerance else 0.0
+    return result.error.share if result.error else 0.0
 
 
 def _range(figures: Sequence[tuple[float, str]], words: str, form: str) -> str:

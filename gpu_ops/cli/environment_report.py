@@ -41,9 +41,14 @@ def _show(report: Environment, console: Console) -> None:
     print_table(console, devices)
 
     backends = plain_table("backends, best first")
+    hints = {""}
     for row in report.backends:
-        state = "[green]ready[/]" if row.missing is None else f"[yellow]no[/]: {escape(row.missing)}"
-        backends.add_row(row.device, row.backend, state)
+        reason, _, hint = (row.missing or "").partition("; ")
+        text = reason if hint in hints else row.missing  # each command to install something is shown once
+        backends.add_row(
+            row.device, row.backend, f"[yellow]no[/]: {escape(text)}" if text else "[green]ready[/]"
+        )
+        hints.add(hint)
     print_table(console, backends)
 
     for title, pairs in (

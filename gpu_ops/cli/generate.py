@@ -7,19 +7,30 @@ import sys
 import time
 from typing import Any
 
+from gpu_ops.cli.parser import check_folder
 from gpu_ops.cli.terminal import print_json
+from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.inference.engine import Engine
 from gpu_ops.inference.forward import cache_for
 from gpu_ops.inference.requests import Sampling
 from gpu_ops.inference.text import TextStream
 from gpu_ops.inference.text_model import TextModel, open_model
+from gpu_ops.ops.attention.options import QUANTIZED
 
 __all__ = ["open_with", "run"]
 
 
 def open_with(options: argparse.Namespace, *, chat: bool) -> TextModel:
     """Open the model that the arguments of a command name."""
+    for name, value, known in (
+        ("--dtype", options.dtype, FLOAT_DTYPES),
+        ("--kv-dtype", options.kv_dtype, FLOAT_DTYPES | QUANTIZED),
+    ):
+        if value is not None:
+            one_of(options.command, name, value, known)
+    if options.adapters is not None:
+        check_folder(options.command, "--adapters", options.adapters, "adapter_config.json")
     return open_model(
         options.model,
         tokenizer=options.tokenizer,
@@ -42,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
     model = open_with(options, chat=options.chat)
     texts = [_checked(text) for text in options.prompt]
     prompts = [_encoded(model, text, options) for text in texts]
+    if not all(prompts):
+        raise OptionError("--prompt is empty, and this tokenizer adds no token that begins a text; pass some text")
     # the last token is not read
     tokens = [max(len(prompt) + options.max_new_tokens - 1, 1) for prompt in prompts]
     if model.longest is not None and max(tokens) > model.longest:

@@ -12,6 +12,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from gpu_ops.cli.parser import SHORT_DTYPES
 from gpu_ops.cli.terminal import make_console, print_json, print_table, waiting
 from gpu_ops.core.checks import FLOAT_DTYPES, one_of
 from gpu_ops.core.dispatch import unavailable
@@ -31,7 +32,6 @@ __all__ = ["Question", "run"]
 _WHO = "memory"
 _MOST_DIGITS = 18
 _LARGEST = max((p for p in PRESETS.values() if not p.generic), key=lambda p: p.memory_gb).name
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _TERMS = ("weights", "adapters", "gradients", "optimizer", "KV cache", "activations", "workspaces")
 
 
@@ -72,7 +72,7 @@ class Question:
 
 
 def _dtype(name: str, value: str, known: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
-    return known[one_of(_WHO, name, _SHORT.get(value, value), (*known, *_SHORT))]
+    return known[one_of(_WHO, name, SHORT_DTYPES.get(value, value), (*known, *SHORT_DTYPES))]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,17 +106,25 @@ def run(options: argparse.Namespace) -> int:
     form = ", ".join(filter(None, (str(question.dtypes()[0]), str(question.weights()))))
     batch = f"batch {question.batch} x {question.seqlen} tokens"
     console.print(f"{question.model}, {task}: {form}, {batch}", style="bold", markup=False, highlight=False)
-    console.print(f"planned for {home}; 1 GiB = 1.07 GB", style="dim", highlight=False)
+    usual = {name: getattr(Question, name) for name in ("dtype", "batch", "seqlen")}
+    defaults = [f"--{name} {value}" for name, value in usual.items() if getattr(question, name) == value]
+    by_default = f"; by default {', '.join(defaults)}" if defaults else ""
+    console.print(f"planned for {home}; 1 GiB = 1.07 GB{by_default}", style="dim", highlight=False)
     print_table(console, _of_terms(terms))
     if others:
-        table = Table("other ways to train", "GiB", "GB", box=None)
+        units = _units(max(others.values()))
+        table = Table("other ways to train", *units, box=None)
         for name, peak in others.items():
-            table.add_row(name, *_sizes(peak))
+            table.add_row(name, *_sizes(peak, units))
         print_table(console, _right(table))
+    if len(rows) > 1:
+        kernels = "its own" if can_plan else "the CPU's"
+        text = f"each card with the same terms, and the workspaces of {kernels} kernels:"
+        console.print(text, style="dim", highlight=False)
     print_table(console, _of_cards(rows))
     if not can_plan:
         console.print(
-            f"planned with the CPU's workspaces; {install_command('emulator')} plans with a card's",
+            f"{install_command('emulator')} plans with a card's workspaces",
             markup=False,
         )
     return 0 if room else 1
@@ -158,10 +166,12 @@ def _cheaper(question: Question, plan: Callable[[str, Question], Estimate], devi
 
 
 def _of_terms(terms: dict[str, int]) -> Table:
-    table, total = Table("term", "bytes", "GiB", "GB", "share", box=None), sum(terms.values())
+    total = sum(terms.values())
+    units = _units(total)
+    table = Table("term", "bytes", *units, "share", box=None)
     for name, n in terms.items():
-        table.add_row(name, f"{n:,}", *_sizes(n), f"{n / total:.1%}")
-    table.add_row("peak", f"{total:,}", *_sizes(total), "", style="bold")
+        table.add_row(name, f"{n:,}", *_sizes(n, units), f"{n / total:.1%}")
+    table.add_row("peak", f"{total:,}", *_sizes(total, units), "", style="bold")
     return _right(table)
 
 
@@ -197,13 +207,18 @@ def _right(table: Table) -> Table:
     return table
 
 
-def _sizes(nbytes: int) -> tuple[str, str]:
-    """Sizes in GiB and GB.
+def _units(largest: int) -> dict[str, float]:
+    """Bytes of the units in which a table shows sizes up to ``largest``."""
+    return {"GiB": 2**30, "GB": 1e9} if largest >= 2**30 else {"MiB": 2**20, "MB": 1e6}
 
-    >>> _sizes(3 << 30)
-    ('3.00', '3.22')
+
+def _sizes(nbytes: int, units: dict[str, float]) -> list[str]:
+    """Text of a size in each unit.
+
+    >>> _sizes(3 << 30, _units(3 << 30))
+    ['3.00', '3.22']
     """
-    return f"{nbytes / 2**30:.2f}", f"{nbytes / 1e9:.2f}"
+    return [f"{nbytes / unit:.2f}" for unit in units.values()]
 
 
 def _terms(plan: Estimate) -> dict[str, int]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from gpu_ops.cli.terminal import make_console, print_json, print_table
 from gpu_ops.core.checks import FLOAT_DTYPES
+from gpu_ops.core.dispatch import unavailable
 from gpu_ops.core.op import op_named
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.program import Launch, Limits, lower
@@ -75,15 +76,22 @@ def _show_card(preset: DevicePreset, console: Console) -> None:
         f"memory per block, {preset.l2_bytes >> 20} MiB L2, {preset.memory_gbps:g} GB/s, {preset.memory_gb:g} GB, "
         f"{peaks.float16:g} TFLOPS float16, {peaks.float32:g} float32\nsource: {escape(preset.source)}"
     )
+    if missing := unavailable("emulator", _backend(limits)):
+        console.print(f"The kernels of typical calls are left out: {missing}", markup=False, highlight=False)
+        return
     table = Table("op", "dtype", "kernel", "grid", "threads", "shared", box=None)
     for row in kernel_rows(limits):
         table.add_row(*map(escape, row))
     print_table(console, table)
 
 
+def _backend(limits: Limits) -> str:
+    return "raw" if int(limits.arch[3:].rstrip("af")) >= 80 else "numba"
+
+
 def kernel_rows(limits: Limits) -> Iterator[tuple[str, ...]]:
     """Rows (op, dtype, kernel, grid, threads of a block, shared memory) of each launch of typical calls."""
-    backend = "raw" if int(limits.arch[3:].rstrip("af")) >= 80 else "numba"
+    backend = _backend(limits)
     for dtype in _DTYPES:
         for title, op, arguments, options in _typical_calls(FLOAT_DTYPES[dtype]):
             bound = op_named("presets", op).binder(*arguments, **options, device="emulator", backend=backend)

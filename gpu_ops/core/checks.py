@@ -167,8 +167,8 @@ def one_of(
         return str(value)  # np.str_ is a str too
     word = str(value)
     near = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise OptionError(f"{op}: {name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}{hint}")
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise OptionError(f"{op}: {name}={value!r} is unknown; {hint}allowed: {', '.join(map(repr, allowed))}")
 
 
 def real(op: str, name: str, value: Any) -> Any:

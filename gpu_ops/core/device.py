@@ -263,7 +263,7 @@ def current_device(device: str) -> Any:
 def cuda_missing() -> str | None:
     """Reason why no CUDA device can be used; None when one can."""
     if importlib.util.find_spec("cupy") is None:
-        return f"CuPy is not installed: {install_command('cuda13')}; for a driver of CUDA 12, cuda12"
+        return f"CuPy is not installed; {install_command('cuda13')}, or cuda12 for a driver of CUDA 12"
     try:
         import cupy
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpu_ops.formats.gguf_header import PACKED_TYPES
 from gpu_ops.reference.weights.packed_formats import FORMATS
 
-__all__ = ["MIXES", "Mix", "ModelSizes", "tensor_format"]
+__all__ = ["MIXES", "Mix", "ModelSizes", "substitutes", "tensor_format"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,11 @@ _SMALLER_BLOCKS = {
 }  # for columns that blocks of 256 do not divide
 _OUTPUT = "q6_k"
 _LAYERS_70B = 80  # of a model whose attn_v is so small that more bits cost nothing
+
+
+def substitutes(format: str) -> set[str]:
+    """Formats that tensors of a mix have only where 256 does not divide their rows."""
+    return {*_SMALLER_BLOCKS.values(), "float16"} - {MIXES[format].format}
 
 
 def tensor_format(mix: Mix, name: str, shape: tuple[int, ...], sizes: ModelSizes) -> str:

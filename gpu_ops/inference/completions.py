@@ -182,11 +182,12 @@ class _Reader:
         words = {
             str: "a text",
             int: "a whole number",
+            float: "a number",
             bool: "true or false",
             list: "a list",
             dict: "an object",
         }
-        allowed = " or ".join(words.get(cls, "a number") for cls in expected)
+        allowed = " or ".join(words[cls] for cls in expected if cls is not int or float not in expected)
         raise RequestError(f"{name} must be {allowed}", param=name, code="invalid_type")
 
 

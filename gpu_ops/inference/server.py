@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
@@ -28,6 +28,8 @@ from gpu_ops.inference.text_model import TextModel
 __all__ = ["Server"]
 
 _MOST_BYTES = 1 << 22  # of a request
+_POSTED = ("/v1/completions", "/v1/chat/completions")
+_OTHER = {"GET": "POST", "POST": "GET"}
 _SECONDS = 60  # that a client may take to read or write
 
 
@@ -108,23 +110,36 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         self._check_key()
-        served, path = self._served, self.path.partition("?")[0].rstrip("/")
+        answers = self._answers()
+        self._answer(answers[self._checked_path(answers, _POSTED)])
+
+    def _answers(self) -> dict[str, Any]:
+        """Answers to GET by path."""
+        served = self._served
         entry = {"id": served.model.name, "object": "model", "created": served.started, "owned_by": "gpu_ops"}
-        if path == "/health":
-            self._answer({"status": "ok", "unfinished": served.service.engine.unfinished})
-        elif path == "/v1/models":
-            self._answer({"object": "list", "data": [entry]})
-        elif path == f"/v1/models/{served.model.name}":
-            self._answer(entry)
-        else:
+        return {
+            "/health": {"status": "ok", "unfinished": served.service.engine.unfinished},
+            "/v1/models": {"object": "list", "data": [entry]},
+            f"/v1/models/{served.model.name}": entry,
+        }
+
+    def _checked_path(self, known: Iterable[str], others: Iterable[str]) -> str:
+        """Path of the request, which must be one of ``known``; ``others`` are those of the other method."""
+        path = self.path.partition("?")[0].rstrip("/")
+        if path in others:
+            raise RequestError(
+                f"{path} takes {_OTHER[self.command]}, not {self.command}",
+                status=HTTPStatus.METHOD_NOT_ALLOWED,
+                code="method_not_allowed",
+            )
+        if path not in known:
             raise RequestError(f"there is no {path}", status=HTTPStatus.NOT_FOUND, code="not_found")
+        return path
 
     def _post(self) -> None:
         body = self._body()  # also of a request that is refused: the connection is used again
         self._check_key()
-        path = self.path.partition("?")[0].rstrip("/")
-        if path not in ("/v1/completions", "/v1/chat/completions"):
-            raise RequestError(f"there is no {path}", status=HTTPStatus.NOT_FOUND, code="not_found")
+        path = self._checked_path(_POSTED, self._answers())
         served = self._served
         request = completion_of(body, served.model, served.longest, chat=path.startswith("/v1/chat"))
         with contextlib.ExitStack() as stack:
@@ -206,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is no JSON: {error}") from error
+            raise RequestError(f"the body is not JSON: {error}") from error
 
     def _check_key(self) -> None:
         key = self._served.api_key
@@ -237,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             self.send_header("Retry-After", "1")
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", _OTHER[self.command])
         self.end_headers()
         self.wfile.write(data)
 

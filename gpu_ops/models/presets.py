@@ -98,6 +98,8 @@ def find_config(op: str, name: str) -> LlamaConfig:
         near = difflib.get_close_matches(_plain(name), plain, n=1)
         hint = f"did you mean {plain[near[0]]}? " if near else ""
         raise OptionError(f"{op}: no model and no file {name!r}; {hint}models: {', '.join(PRESETS)}")
+    if Path(name).is_file() and Path(name).suffix != ".json":
+        raise OptionError(f"{op}: {name} is not a config.json; pass that file, its folder, or a model's name")
     return LlamaConfig.from_hf(name)
 
 

@@ -87,16 +87,11 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@cache
 def install_command(extra: str) -> str:
-    """``pip install`` of an extra, such as ``emulator``: from the running checkout, or its packages by name.
+    """``pip install`` of an extra, such as ``emulator``: in the running checkout, or of the installed package.
 
-    The package index does not have gpu-ops itself.
+    The package index does not have gpu-ops: pip reads the extras of the package that is installed.
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
-        return f"pip install '.[{extra}]' (in {_CHECKOUT})"
-    from importlib import metadata  # loads 30 modules
-
-    rows = [row.partition(";") for row in metadata.requires("gpu-ops") or ()]
-    names = [name.strip() for name, _, condition in rows if f'extra == "{extra}"' in condition]
-    return f"pip install {' '.join(map(repr, names))}"
+        return f'pip install ".[{extra}]" (in {_CHECKOUT})'
+    return f'pip install "gpu_ops[{extra}]"'

@@ -205,6 +205,6 @@ def test_a_missing_compiler_is_told_with_the_remedy(monkeypatch):
         monkeypatch.setattr(nvrtc, "version", absent)
         monkeypatch.setattr("gpu_ops.core.device.importlib.util.find_spec", lambda name: None)
         assert compiler_missing("raw") == "NVRTC is not available; pip install '.[emulator]'"
-        assert "pip install '.[emulator]'" in compiler_missing("numba")
+        assert 'pip install ".[emulator]"' in compiler_missing("numba")
     finally:
         compiler_missing.cache_clear()

@@ -255,7 +255,7 @@ def test_no_launcher():
     ("launcher", "error", "words"),
     [
         ("torchrun", CommError, "torchrun started 4 processes; .* by `scripts/launch.sh 4 command`"),
-        ("MPICH", MissingPackageError, r"mpi4py does not load .* pip install '\.\[mpi\]'"),
+        ("MPICH", MissingPackageError, r'mpi4py does not load .* pip install "\.\[mpi\]"'),
     ],
 )
 def test_what_cannot_start_says_what_to_do(launcher, error, words, monkeypatch):

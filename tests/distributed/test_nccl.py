@@ -60,7 +60,7 @@ def test_a_missing_package_names_its_extra(cupy, monkeypatch):
         mpi.all_reduce(x)
     nccl_comm = Nccl.__new__(Nccl)
     super(Mpi, nccl_comm).__init__(0, [0, 1], "world", 1.0)
-    with pytest.raises(MissingPackageError, match=r"nccl4py does not load .* pip install '\.\[nccl12\]'"):
+    with pytest.raises(MissingPackageError, match=r'nccl4py does not load .* pip install "\.\[nccl12\]"'):
         NcclTransport(nccl_comm, 0)
 
 

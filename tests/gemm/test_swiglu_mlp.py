@@ -153,7 +153,7 @@ def test_gate_and_up_of_another_call_are_refused(rng):
         with pytest.raises(error) as caught:
             gpu_ops.swiglu_mlp_backward(*inputs, gate_up=gate_up)
         assert message in str(caught.value)
-    with pytest.raises(OptionError, match=r"keep='gate' is unknown; allowed: 'gate_up'"):
+    with pytest.raises(OptionError, match=r"keep='gate' is unknown; did you mean 'gate_up'\? allowed: 'gate_up'"):
         gpu_ops.swiglu_mlp(*inputs[1:], keep="gate")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_ops.__main__ import main
+from gpu_ops.cli import preset_report
 from gpu_ops.cli.parser import COMMANDS, make_parser
 from gpu_ops.presets import PRESETS
 
@@ -41,6 +42,28 @@ def test_each_command_has_help_and_a_module(command, capsys):
     assert callable(importlib.import_module(f"gpu_ops.cli.{COMMANDS[command]}").run)
 
 
+def test_json_before_a_command_is_that_of_the_command(capsys):
+    assert main(["--json", "presets", "T4"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "T4"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", "warmup"])
+    assert "warmup prints no JSON" in capsys.readouterr().err
+
+
+def test_errors_begin_with_the_command_and_name_no_function(capsys, tmp_path, monkeypatch):
+    assert main(["presets", "H1000"]) == 2
+    assert capsys.readouterr().err.startswith("presets: no preset for 'H1000'")
+    (tmp_path / "config.json").mkdir()
+    assert main(["memory", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"memory: {tmp_path / 'config.json'}: it is a folder")
+
+
+@pytest.mark.parametrize(("text", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("int8", "int8")])
+def test_dtypes_have_short_names(text, name):
+    parsed = make_parser().parse_args(["serve", "--model", "folder", "--kv-dtype", text])
+    assert parsed.kv_dtype == name
+
+
 def test_presets_as_json_and_as_a_table(capsys, monkeypatch):
     assert main(["presets", "--json"]) == 0
     assert [card["name"] for card in json.loads(capsys.readouterr().out)] == [
@@ -53,6 +76,14 @@ def test_presets_as_json_and_as_a_table(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("presets: ")
     assert main(["presets"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_card_is_shown_without_compilers(capsys, monkeypatch):
+    monkeypatch.setattr(preset_report, "unavailable", lambda device, backend: "no compiler")
+    assert main(["presets", "rtx4090"]) == 0
+    shown = capsys.readouterr().out
+    assert "1008 GB/s" in shown
+    assert "left out: no compiler" in shown
 
 
 def test_the_cache_as_json(capsys, monkeypatch, tmp_path):

@@ -117,7 +117,14 @@ def test_a_missing_backend_says_why(monkeypatch):
     monkeypatch.setattr(env, "cache_folder", lambda: pytest.fail("Numba is imported"))
     facts = env.environment()
     assert all(row.missing for row in facts.backends)
-    assert facts.caches["gpu_ops, CPU kernels"] == "nowhere: no numba here"
+    assert facts.caches["CPU"] == "nowhere: no numba here"
+
+
+def test_a_command_that_installs_something_is_shown_once(monkeypatch, capsys):
+    missing = {"cpu": None, "cuda": "no CuPy; pip install it", "emulator": "no NVRTC; pip install it"}
+    monkeypatch.setattr(env, "unavailable", lambda device, backend: missing[device])
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.count("pip install it") == 1
 
 
 def test_json_is_the_environment():
@@ -149,3 +156,6 @@ def test_no_number_of_jobs_below_one(capsys):
     with pytest.raises(SystemExit):
         cli.main(["warmup", "--jobs", "0"])
     assert "at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["warmup", "--jobs", "ten"])
+    assert "argument --jobs: must be a whole number of at least 1, got 'ten'" in capsys.readouterr().err

@@ -141,6 +141,19 @@ def test_other_cards_are_not_mistaken_for_a_preset(other):
         select_preset(other)
 
 
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ("H100", "'H100 SXM', 'H100 PCIe'"),
+        ("a100", "'A100-40', 'A100-80'"),
+        ("RTX 4080", "'RTX 5080', 'RTX 4090'"),
+    ],
+)
+def test_near_names_are_suggested(other, names):
+    with pytest.raises(OptionError, match=f"did you mean {names}"):
+        select_preset(other)
+
+
 def test_environment_selects_without_the_card(monkeypatch):
     monkeypatch.delenv("GPU_OPS_ARCH", raising=False)
     with pytest.raises(OptionError, match="GPU_OPS_ARCH=sm_86"):

@@ -124,8 +124,11 @@ def test_mistakes_are_one_line(tmp_path, folder, capsys):
     ("arguments", "words"),
     [
         (("--prompt", "-"), "standard input is not UTF-8"),
-        (("--prompt", ""), "prompt is empty"),
-        (("--prompt", "a", "--max-new-tokens", "1" + "0" * 30), "num_pages must lie in"),
+        (("--prompt", ""), "--prompt is empty, and this tokenizer adds no token"),
+        (("--prompt", "a", "--adapters", "nowhere"), "--adapters must be a folder with adapter_config.json"),
+        (("--prompt", "a", "--kv-dtype", "int9"), "--kv-dtype='int9' is unknown; did you mean 'int8'?"),
+        (("--prompt", "a", "--dtype", "bf17"), "--dtype='bf17' is unknown"),
+        (("--prompt", "a", "--max-new-tokens", "1" + "0" * 30), "generate: num_pages must lie in"),
         (("--prompt", "a", "--temperature", "nan"), "temperature must be finite"),
         (("--prompt", "a", "--model", "a" * 300), "File name too long"),
         (("--prompt", "a", "--model", "a\0b"), "it holds a NUL"),

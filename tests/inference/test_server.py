@@ -197,6 +197,13 @@ def test_the_models(served):
     refused(request(port, "GET", "/v1/models/other"), 404)
     refused(request(port, "GET", "/"), 404)
     refused(post(port, {}, "/v1/embeddings"), 404)
+    refused(post(port, {}, "/v1/models"), 405)
+    refused(request(port, "GET", "/v1/completions"), 405)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
+        connection.request("GET", "/v1/chat/completions")
+        assert connection.getresponse().headers["Allow"] == "POST"
+    answer = refused(post(port, {"prompt": "a", "temperature": "hot"}), 400)
+    assert answer["message"] == "temperature must be a number"
     refused(request(port, "PUT", "/v1/completions"), 501)
 
 

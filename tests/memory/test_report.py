@@ -96,7 +96,8 @@ def test_adapters_on_a_packed_base(folder, capsys):
 def test_every_card_is_judged(capsys):
     rows, lines = shown(capsys, "--model", "llama-3-8b", "--batch", "8", "--dtype", "bfloat16")
     assert "llama-3-8b, inference: bfloat16, batch 8 x 4096 tokens" in map(" ".join, lines)
-    assert rows["planned"][:3] == ["planned", "for", "B200;"]
+    assert " ".join(rows["planned"]) == "planned for B200; 1 GiB = 1.07 GB; by default --seqlen 4096"
+    assert rows["each"][-3:] == ["its", "own", "kernels:"]
     assert rows["KV"][2] == f"{4 << 30:,}"
     names = {preset.name.split()[0] for preset in PRESETS.values() if not preset.generic}
     assert names <= set(rows)
@@ -109,7 +110,8 @@ def test_no_room_is_an_exit_code(capsys):
     assert rows["T4"][-1] == "short"
 
 
-def test_a_card_that_cannot_run_it_says_why(folder, capsys):
+def test_a_card_that_cannot_run_it_says_why(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # each card on one line
     rows, _ = shown(capsys, "--model", str(folder), "--seqlen", "8", "--dtype", "fp64")
     assert "float64" in rows["A100-40"]
     assert rows["T4"][-1] == "left"  # a T4 has Numba kernels only
@@ -129,6 +131,7 @@ def test_without_compilers_the_cpus_plan_stands_in(folder, capsys, monkeypatch):
     ("arguments", "words"),
     [
         ((), "pass --model"),
+        (("--model", __file__), "is not a config.json; pass that file, its folder"),
         (("--model", "lama-3-8b"), "did you mean llama-3-8b?"),
         (("--model", "nothing/there"), "no model and no file"),
         (("--model", "llama-3-8b", "--batch", "0"), "--batch must be"),
@@ -189,11 +192,11 @@ def test_cheaper_ways_to_train(folder, capsys):
     _, lines = shown(capsys, "--model", str(folder), "--seqlen", "40", "--train", "--card", "h200")
     config, sizes = models.LlamaConfig.from_hf(folder), {"batch": 1, "seqlen": 40, "dtype": "bfloat16"}
     layer = memory.estimate(config, **sizes, policy="layer", device="H200").peak
-    assert ["policy", "layer", f"{layer / 2**30:.2f}", f"{layer / 1e9:.2f}"] in lines
+    assert ["policy", "layer", f"{layer / 2**20:.2f}", f"{layer / 1e6:.2f}"] in lines
     lora = memory.Weights(rank=16)
     peak = memory.estimate(config, **sizes, policy="layer", device="H200", weights=lora).peak
     words = ["LoRA", "of", "rank", "16,", "policy", "layer"]
-    assert [*words, f"{peak / 2**30:.2f}", f"{peak / 1e9:.2f}"] in lines
+    assert [*words, f"{peak / 2**20:.2f}", f"{peak / 1e6:.2f}"] in lines
 
 
 def test_json(folder, capsys):

@@ -169,11 +169,14 @@ def test_command(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "tensors: " in printed.out
     assert "q4_k" in printed.out
+    assert "a.gguf written: " in printed.out
     assert "there is no tokenizer.json" in printed.err
     assert "llama.cpp will not load it" in printed.err
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     assert main([*arguments, "--format", "f16"]) == 0
-    assert "tokenizer" not in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "tokenizer" not in printed.err
+    assert "a.gguf replaced: " in printed.out
     before = (tmp_path / "a.gguf").read_bytes()
     for mistake in (["--format", "q9"], ["--model", "nowhere"], ["-o", str(tmp_path)], ["-o", "a/b/c.gguf"]):
         assert main([*arguments, *mistake]) == 2
@@ -181,6 +184,17 @@ def test_command(tmp_path, capsys):
         assert (out, error.count("\n")) == ("", 1)
         assert error.startswith("quantize: ")
     assert (tmp_path / "a.gguf").read_bytes() == before
+    assert main([*arguments, "--model", str(tmp_path / "a.gguf")]) == 2
+    assert "--model must be a folder with config.json" in capsys.readouterr().err
+
+
+def test_the_command_says_why_a_tensor_has_another_format(tmp_path, capsys):
+    save(tmp_path, LlamaConfig(**SIZES))
+    arguments = ["quantize", "--model", str(tmp_path), "-o", str(tmp_path / "a.gguf")]
+    assert main(arguments) == 0
+    assert "; q5_0 and q8_0 where 256 does not divide the rows" in " ".join(capsys.readouterr().out.split())
+    assert main([*arguments, "--format", "f16"]) == 0
+    assert "256" not in capsys.readouterr().out
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_a_bench_runs_as_a_file_from_the_root(tmp_path):
     ("arguments", "message"),
     [
         (["--op", "nothing"], "invalid choice"),
-        (["--seqlen", "0"], "must be at least 1"),
+        (["--seqlen", "0"], "must be a whole number of at least 1"),
         (["--dtype", "int8"], "invalid choice"),
         (["--compare", "/nowhere.csv"], "--compare"),
     ],

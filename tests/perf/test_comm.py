@@ -55,7 +55,7 @@ def test_a_short_run(tmp_path, capsys):
 def test_without_mpi_it_says_why(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(None, ["--op", "comm"]) == 0
-    assert "comm: skipped, mpi4py is not installed: pip install '.[mpi]'" in capsys.readouterr().out
+    assert 'comm: skipped, mpi4py is not installed: pip install ".[mpi]"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

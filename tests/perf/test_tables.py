@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gpu_ops.cli.terminal import make_console
+from gpu_ops.cli.terminal import fixed_console, make_console
 from perf import cli, report, tour
 from perf.case import RunOptions
 from perf.harness import Error, Result
@@ -23,7 +23,7 @@ MACHINE = {"cpu": "a processor", "threads": 2, "device": "cpu"}
 # Prints the tables of every quick case on a terminal that it makes narrow itself.
 TABLES = """
 import fcntl, struct, sys, termios
-from gpu_ops.cli.terminal import make_console
+from gpu_ops.cli.terminal import fixed_console, make_console
 from perf import cli, report
 from perf.case import RunOptions
 from tests.perf.test_tables import result
@@ -104,7 +104,7 @@ def test_figures_are_left_out_in_order():
         )
         dropped = report.DROPPED[:count]
         assert ("(3e-08)" in text) == ("mean error" not in dropped)
-        assert ("/ 4.4e-06" in text) == ("tolerance" not in dropped)
+        assert ("/ 4.4e-06" in text) == ("tolerance" not in dropped) == ("27%" not in text)
         assert ("1.04-1.16" in text) == ("p20-p80" not in dropped)
         assert (shown[2] in text) == ("empty peers" not in dropped)
         assert (shown[3] in text) == ("memory" not in dropped)
@@ -116,6 +116,17 @@ def test_a_pipe_gets_every_figure(capsys):
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line for line in lines if "forward  64 x 32  fp32" in line]
     assert all(text in row for text in ("1.1 ms (1.04-1.16)", "1.2e-06 / 4.4e-06 (3e-08)", "1 MiB / 300 MiB"))
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_the_legend_has_the_columns_that_are_shown(columns, capsys):
+    console, explained = fixed_console(columns), set()
+    report.print_results(console, "square", [result(square_case())], explained)
+    printed, names = " ".join(capsys.readouterr().out.split()), {text.partition(":")[0] for text in explained}
+    assert names == {"time", "limit", "x naive", "error"} | ({"memory", "x torch"} if columns == 200 else set())
+    assert ("error: largest as a share of its tolerance" in printed) == (columns == 60)
+    report.print_results(console, "square", [result(square_case())], explained)
+    assert "roofline" not in capsys.readouterr().out
 
 
 def test_the_tour_has_the_main_cases_of_the_benches():

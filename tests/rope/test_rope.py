@@ -303,7 +303,7 @@ K = np.ones((2, 5, 2, 8), np.float32)
         ({"k": K[..., :6]}, ShapeError, r"head_dim is 6 here but 8 in q"),
         ({"k": K[0]}, ShapeError, r"k has 3 axes"),
         ({"k": K.astype(np.float64)}, DTypeError, r"k is float64 but q is float32"),
-        ({"layout": "sbhd"}, OptionError, r"layout='sbhd' is unknown; allowed: 'bshd', 'bhsd'"),
+        ({"layout": "sbhd"}, OptionError, r"layout='sbhd' is unknown; did you mean 'bshd'\? allowed: 'bshd', 'bhsd'"),
         ({"q": Q[0], "k": None, "layout": "bhsd"}, OptionError, r"layout='bhsd' is for 4 axes"),
         ({"rotary_dim": 3}, OptionError, r"rotary_dim is 3; components rotate in pairs: .* head_dim=8"),
         ({"rotary_dim": 10}, OptionError, r"rotary_dim is 10; .* from 2 to head_dim=8"),

@@ -106,7 +106,7 @@ ONE = np.ones((), np.float32)
 BAD = {
     "another kind": ({"kind": "TernaryMatrix 2"}, "'TernaryMatrix 2'; expected 'TernaryMatrix 1'"),
     "no kind": ({"kind": None}, "is no file of TernaryMatrix.save"),
-    "a format": ({"format": "base4"}, "'base4' is unknown; allowed"),
+    "a format": ({"format": "base4"}, "'base4' is unknown; did you mean 'base3'"),
     "no format": ({"format": None}, "=None is unknown"),
     "no shape": ({"shape": None}, "Expecting value"),
     "a word for a shape": ({"shape": "two"}, "Expecting value"),
