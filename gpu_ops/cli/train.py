@@ -182,6 +182,8 @@ def _new(options: argparse.Namespace, text: str, out: Path) -> _Job:
     """Job of a new model."""
     codec = _tokenizer(options, text, out)
     heads = options.heads
+    if options.hidden % heads:
+        raise OptionError(f"--hidden {options.hidden} is not a multiple of --heads {heads}")
     config = models.LlamaConfig(
         vocab=codec.get_vocab_size(),
         hidden=options.hidden,

@@ -131,6 +131,7 @@ def test_adapters_of_a_packed_model(text, tmp_path, capsys):
         (("--model", __file__), "add --lora"),
         (("--seqlen", "100000"), "tokens"),
         (("--policy", "all"), "policy"),
+        (("--heads", "5"), "--hidden 32 is not a multiple of --heads 5"),
     ],
 )
 def test_mistakes_are_one_line(options, words, text, tmp_path, capsys):

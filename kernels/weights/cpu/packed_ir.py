@@ -107,7 +107,7 @@ class _Block:
             yield self.b.and_(vectors[step // (8 // bits)], every(mask - (mask >> 31 << 32)))
 
     def prefetch_next(self, unit: Any) -> None:
-        """Prefetch a unit's share of the next block, where scales of runs and the planes of codes are several streams.
+        """Prefetch a unit's share of the next block, where scales of runs and planes of codes are several streams.
         The hardware does not follow them: q6_k and q5_k came from memory at 10 GB/s on a Zen 4 core, with this at 20
         (30: one stream), q4_k on a Zen 5 core at 17, with this at 29 (35: one stream)."""
         layout, units = self.layout, self.layout.block // UNIT
