@@ -93,9 +93,9 @@ def run(options: argparse.Namespace) -> int:
         job = _new(options, text, out) if options.model is None else _tuned(options, text)
     with system_errors("train", out):
         out.mkdir(parents=True, exist_ok=True)
+    write_file("train", out / _RUN, [json.dumps(fixed, indent=2).encode()])
     if options.model is None:
         write_file("train", out / _TOKENIZER, [job.model.tokenizer.to_str().encode()])
-    write_file("train", out / _RUN, [json.dumps(fixed, indent=2).encode()])
     states = Checkpoints(out / _STATES)
     if (latest := states.latest()) is not None:
         load_state(latest, like=job.flat.state())
