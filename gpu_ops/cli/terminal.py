@@ -28,7 +28,7 @@ UNLIMITED_WIDTH = 10_000  # wider than any table
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """Console that wraps at the width of a terminal (``COLUMNS`` overrides it); in a file or a pipe, tables only."""
+    """Console that wraps at the width of a terminal (``COLUMNS`` overrides it), but not in a file or a pipe."""
     stream = sys.stdout if file is None else file
     if not stream.isatty():
         return fixed_console(UNLIMITED_WIDTH, file)
@@ -53,13 +53,12 @@ def print_json(contents: Any) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table within the width of the terminal, in a pipe ``COLUMNS`` or 80; wider if that is not enough.
+    """Print a table within the console's width, wrapped between words; wider if that is not enough.
 
-    It wraps between words and breaks none: a terminal that is too narrow breaks the line itself, and no text is lost.
+    No word is broken: a terminal that is too narrow breaks the line itself, and no text is lost.
     """
     probe = fixed_console(UNLIMITED_WIDTH, console.file)
     needed = Measurement.get(probe, probe.options, table).minimum
-    width = min(console.width, shutil.get_terminal_size().columns)
     for (
         column
     ) in table.columns:  # rich counts the longest word of a column that does not wrap, and breaks words
@@ -68,14 +67,14 @@ def print_table(console: Console, table: Table) -> None:
         column.min_width = longest if column.no_wrap else max(cell.minimum for cell in words)
         needed += max(0, column.min_width - max(cell.minimum for cell in words))
         column.max_width = longest
-    spare = max(0, width - needed)
+    spare = max(0, console.width - needed)
     for column in table.columns:
         if not column.no_wrap:
             assert column.min_width is not None
             assert column.max_width is not None
             column.width = min(column.max_width, column.min_width + spare)
             spare -= column.width - column.min_width
-    fixed_console(max(width, needed), console.file).print(table)
+    fixed_console(max(console.width, needed), console.file).print(table)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -24,7 +24,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from rich.table import Column, Table
+from rich.table import Table
 
 import gpu_ops
 from gpu_ops import memory, models
@@ -122,8 +122,7 @@ def run(
 
 
 def report(rows: list[tuple[Any, ...]], title: str) -> None:
-    unwrapped = (Column(name, no_wrap=True) for name in ("op", "time"))
-    table = Table(*unwrapped, "memory", "textbook NumPy's", "max error", "allowed", title=title)
+    table = Table("op", "time", "memory", "textbook NumPy's", "max error", "allowed", title=title)
     for label, milliseconds, ours, textbook, error, allowed in rows:
         sizes = (f"{nbytes / 2**20:.1f} MB" for nbytes in (ours, textbook))
         table.add_row(label, f"{milliseconds:.2f} ms", *sizes, f"{error:.1e}", f"{allowed:.1e}")
