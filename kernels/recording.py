@@ -25,11 +25,6 @@ class Recording:
         self.refused = ""
         """Why the steps may not be run again; empty if they may."""
 
-    def __call__(self) -> None:
-        """Run the steps again."""
-        for function, arguments in self.steps:
-            function(*arguments)
-
 
 class _Local(threading.local):
     recording: Recording | None = None

@@ -25,7 +25,8 @@ from gpu_ops.inference.forward import next_logits
 from gpu_ops.inference.kv_cache import PagedKVCache
 from gpu_ops.inference.step import Step
 from gpu_ops.kernels.attention.cpu.config import select_config
-from gpu_ops.kernels.recording import Recording, recorded
+from gpu_ops.kernels.common.cpu.replay import Replay
+from gpu_ops.kernels.recording import recorded
 from gpu_ops.memory import Arena, Buffer
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.weights import Llama
@@ -179,7 +180,7 @@ class Graphs(_Passes[_Graph]):
 
 @dataclass
 class _RecordedPass(_Pass):
-    recording: Recording | None = None
+    replay: Replay | None = None
     tokens: Any = None
     """Tokens of the recorded pass; None once the recording has been compared with a pass that ran as usual."""
 
@@ -216,18 +217,18 @@ class Recordings(_Passes[_RecordedPass]):
         passed = self._pass_of(step)
         if passed is None:
             return self._forward(step)
-        if passed.recording is None:
+        if passed.replay is None:
             with recorded() as recording:
                 logits = self._forward(step)
             if not recording.refused:
-                passed.recording, passed.logits, passed.tokens = recording, logits, step.tokens.copy()
+                passed.replay, passed.logits, passed.tokens = Replay(recording), logits, step.tokens.copy()
             return logits
         if passed.tokens is None:
-            passed.recording()
+            passed.replay()
             return passed.logits
         if not self._reads_tokens and (passed.tokens == step.tokens).any():
             return self._forward(step)  # comparing would not tell whether the recording reads tokens anew
-        passed.recording()
+        passed.replay()
         logits, passed.tokens, self._reads_tokens = self._forward(step), None, True
         if logits.tobytes() != passed.logits.tobytes():
             self._enabled, self._kept = False, {}

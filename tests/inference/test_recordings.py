@@ -18,6 +18,7 @@ from gpu_ops.distributed.comm import SingleProcess
 from gpu_ops.inference import Engine, Sampling, cache_for, captured
 from gpu_ops.inference.forward import next_logits
 from gpu_ops.kernels import recording
+from gpu_ops.kernels.common.cpu.replay import Replay
 from gpu_ops.memory import Trace
 
 CONFIG = models.LlamaConfig(vocab=96, hidden=64, ffn=128, nlayers=2, nheads=4, nheads_kv=2)
@@ -116,7 +117,7 @@ def passes(weights, config, prompts, limits, **options):
 
 def repeated(engine):
     """Number of kept recordings that were compared and found equal."""
-    return sum(p.recording is not None and p.tokens is None for p in engine._graphs._kept.values())
+    return sum(p.replay is not None and p.tokens is None for p in engine._graphs._kept.values())
 
 
 def same(a, b):
@@ -146,7 +147,7 @@ def test_logits_of_many_texts_have_the_same_bits():
     assert ours == tokens
     assert same(logits, right)
     assert any(
-        p.recording is not None and p.tokens is None and p.cost == 11 for p in engine._graphs._kept.values()
+        p.replay is not None and p.tokens is None and p.cost == 11 for p in engine._graphs._kept.values()
     )
 
 
@@ -228,7 +229,7 @@ def test_launches_of_other_threads_are_not_recorded():
     x *= np.arange(64, dtype=np.float32)
     right = gpu_ops.rmsnorm(x, weight)
     assert not np.array_equal(y, right)
-    inner()
+    Replay(inner)()
     np.testing.assert_array_equal(y, right)
 
 
@@ -237,7 +238,7 @@ def test_conversions_are_repeated():
     with recording.recorded() as steps:
         rows = gpu_ops.embedding(ids, table)
     ids[:] = 3, 0
-    steps()
+    Replay(steps)()
     np.testing.assert_array_equal(rows, table[[3, 0]])
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.common.cpu.codegen.entry import entry_of
 from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     VERSIONS,
     Cache,
@@ -225,6 +226,7 @@ class Kernel:
                             types.void(types.int64[::1], types.int64, *self._signature(*names))
                         )
                 dispatcher.disable_compile()
+                dispatcher.entry = entry_of(dispatcher)
                 self._compiled[names] = dispatcher
             self._compiled[variant] = self._compiled[names]  # the next look-up uses the same key
             return self._compiled[names]

@@ -18,11 +18,12 @@ from numba.core.cgutils import alloca_once, get_or_insert_function, unpack_tuple
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompilerBase, CompileResult
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.compiler_machinery import PassManager
+from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.datamodel import PrimitiveModel
 from numba.core.environment import Environment
 from numba.core.funcdesc import PythonFunctionDescriptor
 from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
+from numba.core.lowering import Lower
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.sigutils import normalize_signature

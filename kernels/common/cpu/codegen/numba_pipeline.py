@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from gpu_ops.kernels.common.cpu.codegen.entry import KernelLower
 from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     AnnotateTypes,
     Compiler,
@@ -39,6 +40,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     TranslateByteCode,
     njit,
     normalize_signature,
+    register_pass,
     signature,
     types,
 )
@@ -55,6 +57,12 @@ class KernelLibrary(JITCodeLibrary):
         super()._finalize_final_module()
 
 
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _KernelLowering(NativeLowering):
+    _name = "kernel_lowering"
+    lowering_class = KernelLower
+
+
 class KernelCompiler(Compiler):
     """Compiler of kernels for ``numba.njit(pipeline_class=...)``."""
 
@@ -63,6 +71,12 @@ class KernelCompiler(Compiler):
             library = KernelLibrary(target.codegen(), "kernel")
             library.enable_object_caching()
         super().__init__(typing, target, library, *state)
+
+    def define_pipelines(self) -> Any:
+        (passes,) = super().define_pipelines()
+        passes.passes = [(_KernelLowering if each is NativeLowering else each, text) for each, text in passes.passes]
+        passes.finalize()
+        return [passes]
 
     def compile_extra(self, func: Any) -> Any:
         """Compile a kernel, with Numba's own functions (``min``, ``np.zeros``) as IR too.
