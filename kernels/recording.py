@@ -2,7 +2,7 @@
 
 A recording holds the arrays of its pass. Run again, it reads their new contents and writes the same results; shapes,
 strides, numbers of tasks and options are those of the recorded pass. Python's share of a call, 20 to 50 us, is not
-repeated: a step costs 2 to 3 us and its work.
+repeated: ``common/cpu/replay.py`` runs the launches in one native call.
 """
 
 from __future__ import annotations
