@@ -226,12 +226,12 @@ from gpu_ops.kernels.common.cpu import jit
 from gpu_ops.kernels.norm.cpu import layernorm
 
 x = np.ones((4, 32), np.float32)
-compile_, begun = jit.KernelCompiler.compile_extra, threading.Event()
+compile_, begun = jit.EntryCompiler.compile_extra, threading.Event()
 def slowly(self, *args):
     begun.set()
     time.sleep(0.5)
     return compile_(self, *args)
-jit.KernelCompiler.compile_extra = slowly
+jit.EntryCompiler.compile_extra = slowly
 thread = threading.Thread(target=lambda: gpu_ops.layernorm(x, x[0]))
 thread.start()
 assert begun.wait(300)

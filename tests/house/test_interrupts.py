@@ -179,7 +179,7 @@ def compile_extra(self, function):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 
-jit.KernelCompiler.compile_extra = compile_extra
+jit.EntryCompiler.compile_extra = compile_extra
 """
 
 

@@ -38,8 +38,8 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
 )
 from gpu_ops.kernels.common.cpu.codegen.numba_pipeline import (
     DeviceCompiler,
+    EntryCompiler,
     InnerCompiler,
-    KernelCompiler,
     NoinlineCompiler,
     njit_once,
     reduce,
@@ -216,7 +216,7 @@ class Kernel:
                     error_model="numpy",
                     no_cfunc_wrapper=True,
                     fastmath=set(self._fastmath),
-                    pipeline_class=KernelCompiler,
+                    pipeline_class=EntryCompiler,
                 )(function)
                 with compiling(short_label(label)) as miss, alone(*_parts(), f"{label}.nbc", wait=miss):
                     dispatcher._cache = DiskCache(function, label, miss)

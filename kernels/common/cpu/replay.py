@@ -37,7 +37,7 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _PAUSES = 2000  # of 20 to 50 ns, before a waiting thread yields
 _LINE = 8  # words of a cache line
-# Columns of a row of launches, and counters of a launch, each kind on a line of its own.
+# Columns of a row of launches, and counters of a launch, each on a separate line.
 _ENTRY, _RECORD, _TASKS, _ONE_THREAD = range(4)
 _CLAIMED, _WITHIN, _ONE_CLAIMED, _COUNTERS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
@@ -155,8 +155,8 @@ def _wait(typingctx, yields):
                 b.call(get_or_insert_function(b.module, yield_type, "sched_yield"), [])
             with pausing:
                 if platform.machine().lower() in ("x86_64", "amd64"):
-                    nothing = ir.FunctionType(ir.VoidType(), [])
-                    b.call(get_or_insert_function(b.module, nothing, "llvm.x86.sse2.pause"), [])
+                    pause_type = ir.FunctionType(ir.VoidType(), [])
+                    b.call(get_or_insert_function(b.module, pause_type, "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()
 
     return signature(types.void, yields), codegen

@@ -38,18 +38,18 @@ def entry_of(compiled: Any) -> tuple[int, tuple[types.Type, ...]]:
 def record_of(argument_types: Sequence[types.Type], arguments: Iterable[Any]) -> list[int]:
     """Words of a record, as signed integers. TypeError if a type has no place in one."""
     words: list[int] = []
-    for kind, argument in zip(argument_types, arguments, strict=True):
-        if isinstance(kind, types.Array):
+    for argument_type, argument in zip(argument_types, arguments, strict=True):
+        if isinstance(argument_type, types.Array):
             words += [argument.ctypes.data, *argument.shape, *argument.strides]
-        elif isinstance(kind, types.BaseTuple):
-            words += record_of(tuple(kind), argument)
-        elif isinstance(kind, types.Float):
-            packed = struct.pack("<d", argument) if kind.bitwidth == 64 else struct.pack("<fi", argument, 0)
+        elif isinstance(argument_type, types.BaseTuple):
+            words += record_of(tuple(argument_type), argument)
+        elif isinstance(argument_type, types.Float):
+            packed = struct.pack("<d", argument) if argument_type.bitwidth == 64 else struct.pack("<fi", argument, 0)
             words.append(struct.unpack("<q", packed)[0])
-        elif isinstance(kind, (types.Integer, types.Boolean)):
+        elif isinstance(argument_type, (types.Integer, types.Boolean)):
             words.append(struct.unpack("<q", struct.pack("<Q", int(argument) % (1 << 64)))[0])
         else:
-            raise TypeError(f"a record holds no {kind}")
+            raise TypeError(f"a record holds no {argument_type}")
     return words
 
 
@@ -64,10 +64,9 @@ def _add_entry(context: Any, library: Any, fndesc: Any) -> None:
     state, n_tasks, record = function.args
     words = _Words(context, b, b.inttoptr(record, _WORD.as_pointer()))
     counter = make_array(fndesc.argtypes[0])(context, b)
-    one, word = number(1), number(8)
-    data = b.inttoptr(state, counter.data.type)
-    populate_array(counter, data=data, shape=[one], strides=[word], itemsize=word, meminfo=None)
-    arguments = [words.next(kind) for kind in fndesc.argtypes[2:]]
+    size, data = number(8), b.inttoptr(state, counter.data.type)
+    populate_array(counter, data=data, shape=[number(1)], strides=[size], itemsize=size, meminfo=None)
+    arguments = [words.next(argument_type) for argument_type in fndesc.argtypes[2:]]
     kernel = context.declare_function(module, fndesc)
     # kernels raise nothing
     context.call_conv.call_function(
@@ -83,23 +82,23 @@ class _Words:
     def __init__(self, context: Any, b: Any, start: Any) -> None:
         self._context, self._b, self._start, self._index = context, b, start, 0
 
-    def next(self, kind: types.Type) -> Any:
+    def next(self, argument_type: types.Type) -> Any:
         """Value of the next argument."""
         context, b = self._context, self._b
-        if isinstance(kind, types.Array):
-            array = make_array(kind)(context, b)
+        if isinstance(argument_type, types.Array):
+            array = make_array(argument_type)(context, b)
             data = b.inttoptr(b.load(self._word()), array.data.type)
-            shape, strides = ([b.load(self._word()) for _ in range(kind.ndim)] for _ in range(2))
-            itemsize = number(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
-            if kind.layout == "C" and kind.ndim:
+            shape, strides = ([b.load(self._word()) for _ in range(argument_type.ndim)] for _ in range(2))
+            itemsize = number(context.get_abi_sizeof(context.get_data_type(argument_type.dtype)))
+            if argument_type.layout == "C" and argument_type.ndim:
                 strides[-1] = itemsize
             populate_array(array, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)
             return array._getvalue()
-        if isinstance(kind, types.BaseTuple):
-            return context.make_tuple(b, kind, [self.next(item) for item in kind])
-        if isinstance(kind, types.Boolean):
+        if isinstance(argument_type, types.BaseTuple):
+            return context.make_tuple(b, argument_type, [self.next(item) for item in argument_type])
+        if isinstance(argument_type, types.Boolean):
             return b.icmp_unsigned("!=", b.load(self._word()), number(0))
-        return b.load(b.bitcast(self._word(), context.get_value_type(kind).as_pointer()))
+        return b.load(b.bitcast(self._word(), context.get_value_type(argument_type).as_pointer()))
 
     def _word(self) -> Any:
         self._index += 1

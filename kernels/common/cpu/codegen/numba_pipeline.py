@@ -57,12 +57,6 @@ class KernelLibrary(JITCodeLibrary):
         super()._finalize_final_module()
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _KernelLowering(NativeLowering):
-    _name = "kernel_lowering"
-    lowering_class = KernelLower
-
-
 class KernelCompiler(Compiler):
     """Compiler of kernels for ``numba.njit(pipeline_class=...)``."""
 
@@ -71,12 +65,6 @@ class KernelCompiler(Compiler):
             library = KernelLibrary(target.codegen(), "kernel")
             library.enable_object_caching()
         super().__init__(typing, target, library, *state)
-
-    def define_pipelines(self) -> Any:
-        (passes,) = super().define_pipelines()
-        passes.passes = [(_KernelLowering if each is NativeLowering else each, text) for each, text in passes.passes]
-        passes.finalize()
-        return [passes]
 
     def compile_extra(self, func: Any) -> Any:
         """Compile a kernel, with Numba's own functions (``min``, ``np.zeros``) as IR too.
@@ -90,6 +78,22 @@ class KernelCompiler(Compiler):
             return super().compile_extra(func)
         finally:
             codegen._library_class = machine_code
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _KernelLowering(NativeLowering):
+    _name = "kernel_lowering"
+    lowering_class = KernelLower
+
+
+class EntryCompiler(KernelCompiler):
+    """Compiler of kernels ``f(state, n_tasks, *arguments)``, which get an entry."""
+
+    def define_pipelines(self) -> Any:
+        (passes,) = super().define_pipelines()
+        passes.passes = [(_KernelLowering if each is NativeLowering else each, text) for each, text in passes.passes]
+        passes.finalize()
+        return [passes]
 
 
 class InnerCompiler(Compiler):
