@@ -239,13 +239,18 @@ def claim(typingctx, state):
     return signature(types.int64, state), codegen
 
 
+def emit_pause(builder: Any) -> None:
+    """Emit a pause instruction, where the CPU has one."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        builder.call(get_or_insert_function(builder.module, _NOTHING, "llvm.x86.sse2.pause"), [])
+
+
 @intrinsic
 def pause(typingctx, state):
     """Return ``state[0]`` after a pause instruction, in which the core may serve another thread."""
 
     def codegen(context, builder, sig, args):
-        if platform.machine().lower() in ("x86_64", "amd64"):
-            builder.call(get_or_insert_function(builder.module, _NOTHING, "llvm.x86.sse2.pause"), [])
+        emit_pause(builder)
         array = context.make_array(sig.args[0])(context, builder, args[0])
         return builder.load_atomic(array.data, "acquire", 8)
 

@@ -13,7 +13,6 @@ waits for a helper that is asleep or preempted, and a late one joins at the curr
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from gpu_ops.kernels.common.cpu.codegen.numba_api import (
     types,
 )
 from gpu_ops.kernels.common.cpu.jit import kernel, read, write
-from gpu_ops.kernels.common.cpu.parallel import launch, launch_inline, thread_count
+from gpu_ops.kernels.common.cpu.parallel import emit_pause, launch, launch_inline, thread_count
 from gpu_ops.kernels.recording import Recording
 
 Array = np.ndarray[Any, Any]
@@ -154,9 +153,7 @@ def _wait(typingctx, yields):
                 yield_type = ir.FunctionType(ir.IntType(32), [])
                 b.call(get_or_insert_function(b.module, yield_type, "sched_yield"), [])
             with pausing:
-                if platform.machine().lower() in ("x86_64", "amd64"):
-                    pause_type = ir.FunctionType(ir.VoidType(), [])
-                    b.call(get_or_insert_function(b.module, pause_type, "llvm.x86.sse2.pause"), [])
+                emit_pause(b)
         return context.get_dummy_value()
 
     return signature(types.void, yields), codegen
